@@ -40,6 +40,7 @@ def run_profile(
         goodput=goodput,
         notes=_notes(ranks),
         traced_steps=traced_steps,
+        links=[row for one in ranks for row in one.links],
     )
     return with_arrivals(profile, ranks)
 

@@ -161,6 +161,17 @@ class CollectiveRow:
 
 
 @dataclass(frozen=True)
+class LinkRow:
+    """Bandwidth from one rank to another, which `scaleray profile` measures for each pair alone after its steps."""
+
+    sender: int
+    receiver: int
+    bytes_per_s: float
+    num_bytes: int
+    """Bytes of a message."""
+
+
+@dataclass(frozen=True)
 class Goodput:
     """How much of a run's time was steps that count, and what became of the rest. The seconds sum to `elapsed_s`."""
 
@@ -197,6 +208,8 @@ class RunProfile:
     """What was not measured, and why."""
     traced_steps: int = 0
     """Steps at its end that a trace has slowed, which are not judged."""
+    links: list[LinkRow] = field(default_factory=list)
+    """Each pair of ranks that was measured alone, both ways."""
 
     def figures(self) -> dict[str, float]:
         """One value for each metric of a profile, by its name in MLflow."""
@@ -299,3 +312,5 @@ class RankMeasurements:
     collectives: list[CollectiveRow] = field(default_factory=list)
     notes: tuple[str, ...] = ()
     """What was not measured, and why."""
+    links: list[LinkRow] = field(default_factory=list)
+    """Bandwidth of what this rank sent to each other one, if that was measured."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +14,7 @@ from scaleray.launch.verify.plan import Question, make_plan
 from scaleray.launch.verify.verify import verify_here
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 from scaleray.records.check import DOUBTFUL, GOOD, WRONG, Finding
+from scaleray.records.hangs import HANGS
 from scaleray.training.verify.variants import Assignment, Outcome
 
 STEPS = 2
@@ -33,9 +37,15 @@ def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source
         why = plan.refused[0].words if plan.refused else "no variant runs"
         return Finding(SUBJECT, DOUBTFUL, f"not compared: {why}")
     outcomes: list[Outcome] = []
-    with gloo_processes(2, code, timeout_s=config.scale.collective_timeout_s) as processes:
+    folder = tempfile.mkdtemp(prefix="scaleray-check-")  # stays where an error says to look into it
+    timeout_s = config.scale.collective_timeout_s
+    with gloo_processes(2, code, timeout_s=timeout_s, watched_in=folder) as processes:
         assignment = Assignment(plan.reference, tuple(variants), question.allowed)
-        outcomes, _ = processes.run(2, verify_here, assignment, {}, train, TELL, workload=workload)
+        try:
+            outcomes, _ = processes.run(2, verify_here, assignment, {}, train, TELL, workload=workload)
+        finally:
+            if not os.path.isdir(f"{folder}/{HANGS}"):
+                shutil.rmtree(folder, ignore_errors=True)
     return judged(outcomes)
 
 

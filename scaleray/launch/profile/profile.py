@@ -78,6 +78,7 @@ def profile_training(
         local=local,
         in_processes=True,
         trace=trace,
+        probes_links=True,
         show=show,
         say=say,
         expect_steps=expect_steps,

@@ -68,6 +68,7 @@ def train(
     started_at: float | None = None,
     in_processes: bool = False,
     trace: TraceRequest | None = None,
+    probes_links: bool = False,
 ) -> RunRecord:
     """Train a workload as the config says and return the run's record.
 
@@ -79,6 +80,7 @@ def train(
     about what happens meanwhile, expect_steps with the length of the training once it is known. started_at: wall clock
     from which the time to the first step is counted; None is now. in_processes: with `local`, several workers are gloo
     processes of this machine, and not refused. trace: what is traced of its last steps, into the run's folder.
+    probes_links: whether each pair of workers is measured at the end.
 
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
@@ -112,8 +114,8 @@ def train(
             start.end(RAY)
             sources = load_sources(workload, fitted=preprocessing.load(folder.path) if before else None)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start, port)
-            if trace is not None:
-                run.job = dataclasses.replace(run.job, trace=trace.into(folder.path))
+            traced = None if trace is None else trace.into(folder.path)
+            run.job = dataclasses.replace(run.job, trace=traced, probes_links=probes_links)
             expect_steps(run.recipe.total_steps)
             for line in announcement(request, run.job, data=run.data, folder=folder, local=local, port=port):
                 say(line)

@@ -99,7 +99,7 @@ def study(
                 more=more,
                 write_report=write_report,
             )
-            climb = partial(climb_in_processes, code) if local else partial(climb_under_ray, folder.path)
+            climb = partial(climb_in_processes, code, folder.path) if local else partial(climb_under_ray, folder.path)
             with running.kept_to_its_end():
                 groups = running.begin()
                 with (

@@ -16,11 +16,17 @@ from scaleray.training.study.ladder import Rung, Tell, climb
 
 
 def climb_in_processes(
-    code: UserCode, rungs: Sequence[Rung], seed: int, tell: Tell, config: RunConfig, sources: Mapping[str, Source]
+    code: UserCode,
+    path: str,
+    rungs: Sequence[Rung],
+    seed: int,
+    tell: Tell,
+    config: RunConfig,
+    sources: Mapping[str, Source],
 ) -> None:
-    """Measure the rungs in gloo processes on this machine. Raises what a worker raised."""
+    """Measure the rungs in gloo processes on this machine. path: the study's folder. Raises what a worker raised."""
     size, workload = max(rung.workers for rung in rungs), rungs[0].job.workload
-    with gloo_processes(size, code, timeout_s=config.scale.collective_timeout_s) as processes:
+    with gloo_processes(size, code, timeout_s=config.scale.collective_timeout_s, watched_in=path) as processes:
         processes.run(size, climb, rungs, seed, TELL, sources, workload=workload, on_message=tell)
 
 

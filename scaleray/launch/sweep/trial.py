@@ -56,7 +56,7 @@ class SweepTrial(tune.Trainable):
         self.start_from: str | None = None
         self.course_before: dict[str, Any] = {}
         plan_reference = ray.put(self.shared.plan) if self.shared.plan.workers > 1 else None
-        self.group = TrialGroup.start(self.shared.plan, plan_reference)
+        self.group = TrialGroup.start(self.shared.plan, plan_reference, self.shared.state_path.rpartition("/")[0])
         self._take(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:

@@ -10,93 +10,34 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from scaleray.config import RunConfig
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError, first_line
-from scaleray.launch.sweep.plan import SweepPlan, material_key
+from scaleray.launch.sweep.plan import SweepPlan
+from scaleray.launch.sweep.trial_rank import Meeting, train_rank
+from scaleray.launch.workers.hang_reports import with_explanation
 from scaleray.launch.workers.ray_train import collective_backend, worker_resources
 from scaleray.records.run import WorkerMessage, WorkerSummary
-from scaleray.records.wishes import Wish
-from scaleray.reproducibility.seeding import same_switches
 from scaleray.scaling.sweeps.search_space import Settings
-from scaleray.training import loop
-from scaleray.training.health.progress import WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
-from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
+from scaleray.training.setup.stores import OwnedStore, open_store
 from scaleray.training.state.pausable_training import AskingCheckpointing, Decision, Ended, Paused, StepwiseTraining
 from scaleray.training.worker import HANG_EXIT_CODE
 from scaleray.workload import no_exit
 
 GRACE_S = 15.0  # seconds after a rank's error for what the others have to say
-BEAT_S = 0.5
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the ranks of one trial find each other."""
-
-    place: StorePlace
-    name: str
-    backend: str
-    timeout_s: float
-    is_one_node: bool
 
 
 class LostWorkersError(RunFailedError):
     """The workers of a trial cannot take another one."""
-
-
-def train_rank(
-    plan: SweepPlan,
-    settings: Settings,
-    place: Place,
-    meeting: Meeting | None,
-    *,
-    emit: Callable[[WorkerMessage], None],
-    make_checkpointing: Callable[[TrainJob, Place], AskingCheckpointing],
-    on_hang: Callable[[str], None],
-) -> WorkerSummary:
-    """One rank's part of a trial, from its process group to its last step."""
-    job = fresh_job(plan, settings)
-    sources = plan.materials[material_key(job.config.workload.args)].sources
-    progress = Progress()
-    watchdog = Watchdog(
-        progress,
-        interval_s=BEAT_S,
-        limit_s=WATCHDOG_SHARE * job.config.scale.collective_timeout_s,
-        beat=lambda step, phase, since_s: Wish.NOTHING,
-        on_leave=lambda: None,
-        on_hang=on_hang,
-    )
-    with same_switches():
-        if place.device.type == "cpu":
-            torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
-        else:
-            torch.cuda.set_device(place.device)
-        with _process_group(place, meeting), watchdog:
-            return loop.run(
-                job, place, sources=sources, emit=emit, progress=progress, checkpointing=make_checkpointing(job, place)
-            )
-
-
-def fresh_job(plan: SweepPlan, settings: Settings) -> TrainJob:
-    """The trial's job with a workload of its own, as a new process would have it."""
-    from ray import cloudpickle
-
-    job = plan.job(settings, started_at=time.time())
-    # from the driver of this sweep, not from outside
-    return dataclasses.replace(job, workload=cloudpickle.loads(job.workload))
 
 
 def local_materials(plan: SweepPlan) -> SweepPlan:
@@ -154,8 +95,9 @@ class TrialWorker:
 class TrialGroup:
     """Rank 0 and the actors of the others, for one trial after another. Made inside the trial's placement group."""
 
-    def __init__(self, plan: SweepPlan, workers: list[Any], nodes: list[str]) -> None:
-        self.plan = plan
+    def __init__(self, plan: SweepPlan, workers: list[Any], nodes: list[str], path: str) -> None:
+        self.plan, self._path = plan, path
+        self._meets: Meeting | None = None
         order = sorted(range(1, len(nodes)), key=lambda n: (nodes[n] != nodes[0], nodes[n]))
         self._workers = [workers[n - 1] for n in order]
         self._nodes = [nodes[0], *(nodes[n] for n in order)]
@@ -166,8 +108,9 @@ class TrialGroup:
         self.training: StepwiseTraining | None = None
 
     @classmethod
-    def start(cls, plan: SweepPlan, shared: Any) -> TrialGroup:
-        """Start the actors of the other ranks and wait for them. shared: reference of the plan, for these."""
+    def start(cls, plan: SweepPlan, shared: Any, path: str) -> TrialGroup:
+        """Start the actors of the other ranks and wait for them. shared: reference of the plan, for these. path: folder
+        for what the ranks of a trial were doing when they stood still."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -186,13 +129,13 @@ class TrialGroup:
             for rank in range(1, plan.workers)
         ]
         nodes = ray.get([worker.node.remote() for worker in workers], timeout=plan.base.scale.launch_timeout_s)
-        return cls(local_materials(plan), workers, [ray.util.get_node_ip_address(), *nodes])
+        return cls(local_materials(plan), workers, [ray.util.get_node_ip_address(), *nodes], path)
 
     def begin(self, settings: Settings, *, pauses: bool, start_from: str | None) -> StepwiseTraining:
         """Begin a new trial, which trains from the first `advance` on."""
         self._num_trials += 1
         self._answers = []
-        meeting = self._meeting()
+        meeting = self._meets = self._meeting()
         places = self._places()
 
         def train(emit: Callable[[WorkerMessage], None], make_checkpointing: Any) -> WorkerSummary:
@@ -263,8 +206,14 @@ class TrialGroup:
         known = [e for e in (own, *answers) if e is not None]
         telling = [e for e in known if not isinstance(e, PeerLostError)]
         if lost:
-            raise LostWorkersError(str(telling[0]) if telling else lost[0])
-        return telling[0] if telling else error
+            raise self._with_stalls(LostWorkersError(str(telling[0]) if telling else lost[0]))
+        return telling[0] if telling else self._with_stalls(error)
+
+    def _with_stalls(self, error: Any) -> Any:
+        """The error with what the ranks wrote down when they stood still, if they did."""
+        if self._meets is None or error is None:
+            return error
+        return with_explanation(error, *self._meets.watched, len(self._nodes))
 
     def _give_up(self, what: str) -> None:
         if self.training is not None:
@@ -280,6 +229,7 @@ class TrialGroup:
             collective_backend(self.plan.base),
             scale.collective_timeout_s,
             is_one_node=len(set(self._nodes)) == 1,
+            watched=(self._path, f"trial-{secrets.token_hex(4)}"),
         )
 
     def _places(self) -> list[Place]:
@@ -302,28 +252,6 @@ def as_own_error(exc: BaseException, rank: int) -> ScaleRayError:
         return exc
     last = traceback.format_exception_only(exc)[-1].strip()
     return RunFailedError(f"rank {rank} failed: {last}")
-
-
-@contextlib.contextmanager
-def _process_group(place: Place, meeting: Meeting | None) -> Iterator[None]:
-    if meeting is None:
-        yield
-        return
-    if meeting.is_one_node and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may pick an address that the machine cannot reach
-    timeout = timedelta(seconds=meeting.timeout_s)
-    store = open_store(meeting.place, timeout=timeout)
-    dist.init_process_group(
-        meeting.backend,
-        store=dist.PrefixStore(meeting.name, store),
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
-    )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _device(config: RunConfig) -> torch.device:

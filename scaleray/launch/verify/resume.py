@@ -129,7 +129,9 @@ def _outcomes(todo: list[Interruption], verification: Verification, path: str) -
     workload, train = verification.workload, {TRAIN: verification.sources[TRAIN]}
     if verification.local:
         timeout_s = verification.config.scale.collective_timeout_s
-        with gloo_processes(max(i.world_size for i in todo), verification.code, timeout_s=timeout_s) as processes:
+        with gloo_processes(
+            max(i.world_size for i in todo), verification.code, timeout_s=timeout_s, watched_in=path
+        ) as processes:
             for interruption in todo:
                 yield processes.run(interruption.world_size, resume_here, interruption, train, workload=workload)
         return

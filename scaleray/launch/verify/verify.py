@@ -75,7 +75,7 @@ def verify(
         plan = verification.plan
         _announce(verification, say)
         with recorded(verification) as (folder, run):
-            run_groups = _local_groups(verification) if local else _ray_groups(verification, folder)
+            run_groups = _local_groups(verification, folder) if local else _ray_groups(verification, folder)
             try:
                 with run_groups as run_group, _naming_casts(verification):
                     outcomes = [
@@ -156,10 +156,12 @@ def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say, che
 
 
 @contextlib.contextmanager
-def _local_groups(verification: Verification) -> Iterator[RunGroup]:
+def _local_groups(verification: Verification, folder: RunFolder) -> Iterator[RunGroup]:
     timeout_s = verification.config.scale.collective_timeout_s
     workload, read = verification.workload, _read(verification)
-    with gloo_processes(max(verification.plan.groups), verification.code, timeout_s=timeout_s) as processes:
+    with gloo_processes(
+        max(verification.plan.groups), verification.code, timeout_s=timeout_s, watched_in=folder.path
+    ) as processes:
 
         def run_group(world_size: int, assignment: Assignment, references: References, tell: Tell) -> Any:
             return processes.run(

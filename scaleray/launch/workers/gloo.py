@@ -3,12 +3,15 @@ way."""
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +24,7 @@ from typing import Any
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
 from scaleray.guarded import end_with_parent
 from scaleray.launch.workers.forks import PRELOADED, without_main
+from scaleray.launch.workers.hang_reports import with_explanation
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 from scaleray.workload import load_workload, no_exit
@@ -74,9 +78,10 @@ class OnFirst:
 class GlooProcesses:
     """`world_size` processes that run one function after another in groups of any size up to that."""
 
-    def __init__(self, processes: list[Any], pipes: list[Connection], timeout_s: float) -> None:
+    def __init__(self, processes: list[Any], pipes: list[Connection], timeout_s: float, watched_in: str | None) -> None:
         self._processes, self._pipes, self._timeout_s = processes, pipes, timeout_s
         self._num_groups = 0
+        self._watched_in, self._started_at = watched_in, time.strftime("%Y%m%d-%H%M%S")
 
     def run(
         self,
@@ -92,16 +97,18 @@ class GlooProcesses:
         calling the function that it finds in the place of TELL among its arguments.
         """
         self._num_groups += 1
+        watch = None if self._watched_in is None else (self._watched_in, f"{self._started_at}-{self._num_groups}")
         for pipes, is_first in ((self._pipes[:1], True), (self._pipes[1:world_size], False)):
             given = [(a.value if is_first else None) if isinstance(a, OnFirst) else a for a in args]
             buffer = io.BytesIO()
             _Pickler(buffer, workload).dump((function, given))
             for pipe in pipes:
-                pipe.send((self._num_groups, world_size, self._timeout_s))
+                pipe.send((self._num_groups, world_size, self._timeout_s, watch))
                 pipe.send_bytes(buffer.getbuffer())
         answers, failures = self._receive(world_size, on_message)
         if failures:
-            raise _first_cause(failures)
+            cause = _first_cause(failures)
+            raise cause if watch is None else with_explanation(cause, *watch, world_size)
         return answers[0]
 
     def _receive(
@@ -134,10 +141,13 @@ class GlooProcesses:
 
 
 @contextmanager
-def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) -> Iterator[GlooProcesses]:
+def gloo_processes(
+    world_size: int, user_code: UserCode, *, timeout_s: float, watched_in: str | None = None
+) -> Iterator[GlooProcesses]:
     """Start the processes, and end them by their own handles with the context.
 
-    timeout_s: time limit of a collective.
+    timeout_s: time limit of a collective. watched_in: folder for what their trainings were doing when they stood still;
+    None: nobody watches.
     """
     meeting = OwnedStore(HOST)
     store = open_store(meeting.place)  # the server
@@ -158,7 +168,7 @@ def gloo_processes(world_size: int, user_code: UserCode, *, timeout_s: float) ->
             theirs.close()
             processes.append(process)
             pipes.append(ours)
-        yield GlooProcesses(processes, pipes, timeout_s)
+        yield GlooProcesses(processes, pipes, timeout_s, watched_in)
     finally:
         for process in processes:
             process.terminate()
@@ -182,10 +192,13 @@ def _serve(rank: int, meeting: StorePlace, user_code: UserCode, pipe: Connection
     import torch
     import torch.distributed as dist
 
+    from scaleray.training.health import flight_recorder
+
+    flight_recorder.switch_on()
     torch.set_num_threads(1)
     while True:
         try:
-            number, world_size, timeout_s = pipe.recv()
+            number, world_size, timeout_s, watch = pipe.recv()
             content = pipe.recv_bytes()
         except (EOFError, KeyboardInterrupt):
             return
@@ -198,17 +211,40 @@ def _serve(rank: int, meeting: StorePlace, user_code: UserCode, pipe: Connection
                     "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
                 )
             place = Place(rank, world_size, local_rank=rank, local_world_size=world_size)
-            with no_exit("the workload's code"):
+            with no_exit("the workload's code"), _watching(place, watch, timeout_s):
                 result = function(place, *args)
             message = (True, result if rank == 0 else None)
         except Exception as exc:
             message = (False, (exc if isinstance(exc, ScaleRayError) else None, traceback.format_exc()))
+            _without_frames(exc)
+            gc.collect()  # a group that is known closes no connection, and the others would wait for this rank
         if dist.is_initialized():
             dist.destroy_process_group()
         try:
             pipe.send(message)
         except ConnectionError:  # whoever asked is gone, killed most likely, and nobody wants to read about it here
             return
+
+
+def _watching(
+    place: Place, watch: tuple[str, str] | None, timeout_s: float
+) -> contextlib.AbstractContextManager[object]:
+    """Context in which this process's trainings are watched. watch: folder and name of the group."""
+    if watch is None:
+        return contextlib.nullcontext()
+    from scaleray.training.health.group_watch import GroupWatch
+
+    return GroupWatch(place, *watch, collective_timeout_s=timeout_s)
+
+
+def _without_frames(exc: BaseException) -> None:
+    """Let go of what the lines that raised an error held: trainings, their groups, and the connections of these."""
+    current: BaseException | None = exc
+    seen: set[int] = set()
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        current.__traceback__ = None
+        current = current.__cause__ or current.__context__
 
 
 class _Tell:

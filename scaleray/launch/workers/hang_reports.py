@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
 
 from scaleray.checkpoints.storage import Entry, Store
+from scaleray.errors import RunFailedError
 from scaleray.profiling.desync import Kind, find
 from scaleray.profiling.desync_words import in_words, standing
 from scaleray.records.hangs import HANGS, RankDump
@@ -63,13 +64,26 @@ def explain_hang(run_path: str, heartbeats: Sequence[Heartbeat]) -> str:
 
     run_path: the run's folder. heartbeats: the last ones of these workers.
     """
+    return _explained(lambda: read_report(run_path, heartbeats), len(heartbeats))
+
+
+def with_explanation(error: BaseException, run_path: str, group: str, num_ranks: int) -> BaseException:
+    """The error of a group that has one by that name, with what its ranks have written down; the error itself where
+    nothing was. group: as `GroupWatch` was told."""
+    if not isinstance(error, RunFailedError):
+        return error
+    text = _explained(lambda: group_report(run_path, group), num_ranks)
+    return type(error)(f"{error}\n  {text}") if text else error
+
+
+def _explained(read: Callable[[], HangReport | None], num_ranks: int) -> str:
     try:
-        report = read_report(run_path, heartbeats)
+        report = read()
         deadline = time.monotonic() + OTHERS_WRITE_S
         # where one process was ended by a signal, the others meet that in the same moment
-        while report and report.is_of_some(len(heartbeats)) and time.monotonic() < deadline:
+        while report and report.is_of_some(num_ranks) and time.monotonic() < deadline:
             time.sleep(OTHERS_WRITE_S / 10)
-            report = read_report(run_path, heartbeats)
+            report = read()
         if report is None:
             return ""
         if not (text := report.explanation()):
@@ -91,17 +105,25 @@ def read_report(run_path: str, heartbeats: Sequence[Heartbeat]) -> HangReport | 
     return HangReport(group, dumps)
 
 
-def _dumps(store: Store, beats: Mapping[tuple[int, int], Heartbeat]) -> dict[int, RankDump]:
+def group_report(run_path: str, group: str) -> HangReport | None:
+    """Dumps of the processes of one group, which has no other's in its folder; None where they left none."""
+    store = Store(run_path).child(HANGS).child(group)
+    dumps = _dumps(store, None)
+    return HangReport(store, dumps) if dumps else None
+
+
+def _dumps(store: Store, beats: Mapping[tuple[int, int], Heartbeat] | None) -> dict[int, RankDump]:
+    """Dumps of the processes that the beats are of; of all, where there are None."""
     own: dict[int, RankDump] = {}
     mute: dict[int, RankDump] = {}
-    known = {rank: beat for (rank, _), beat in beats.items()}
+    known = {rank: beat for (rank, _), beat in (beats or {}).items()}
     for entry in store.entries(""):
         match = FILE.search(entry.name)
         if match is None:
             continue
         rank = int(match[1])
         dump = _read(store, entry, known.get(rank))
-        if dump is not None and (rank, dump.process) in beats:
+        if dump is not None and (beats is None or (rank, dump.process) in beats):
             (own if match[2] == "json" else mute)[rank] = dump
     # what a process writes while it ends, or while it cannot speak, comes after its own account
     return {**own, **{rank: dump for rank, dump in mute.items() if rank not in own or dump.why != LOCKED}}

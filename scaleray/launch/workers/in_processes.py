@@ -40,7 +40,9 @@ def run_in_processes(
     ship_user_code(job.workload)
     assignment = cloudpickle.dumps((job, sources, run_path, facts))
     workers, scale = job.config.scale.max_workers, job.config.scale
-    with gloo_processes(workers, UserCode(None, {}, None, None), timeout_s=scale.collective_timeout_s) as processes:
+    with gloo_processes(
+        workers, UserCode(None, {}, None, None), timeout_s=scale.collective_timeout_s, watched_in=run_path
+    ) as processes:
         processes.run(workers, _train, assignment, TELL, workload=None, on_message=take)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.launch.workers.hang_reports import with_explanation
 from scaleray.launch.workers.lost_workers import explain
 
 CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
@@ -93,10 +96,17 @@ def fit_group(
     import ray
     import ray.train
 
+    group = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     trainer = torch_trainer(
         config,
         run_function,
-        {"function": function, "arguments": arguments, "uses_gpu": config.scale.gpus > 0},
+        {
+            "function": function,
+            "arguments": arguments,
+            "uses_gpu": config.scale.gpus > 0,
+            "watch": (storage_path, group),
+            "timeout_s": config.scale.collective_timeout_s,
+        },
         num_workers=world_size,
         name=f"{name}_{world_size}",
         storage_path=storage_path,
@@ -107,19 +117,22 @@ def fit_group(
     except SystemExit as exc:  # Ray's answer to Ctrl-C
         raise KeyboardInterrupt from exc
     except (ray.train.TrainingFailedError, ray.exceptions.RayError) as exc:
-        raise explain(exc) from exc
+        raise with_explanation(explain(exc), storage_path, group, world_size) from exc
 
 
 def run_function(config: dict[str, Any]) -> Any:
     """Entry point of one Ray Train worker of a group; rank 0's answer is the group's."""
     import ray
 
+    from scaleray.training.health.group_watch import GroupWatch
     from scaleray.training.worker import place_under_ray, quieten_ray, received
 
     quieten_ray()
     task = received(config["task"])
     arguments = [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in task["arguments"]]
-    return task["function"](place_under_ray(uses_gpu=task["uses_gpu"]), *arguments)
+    place = place_under_ray(uses_gpu=task["uses_gpu"])
+    with GroupWatch(place, *task["watch"], collective_timeout_s=task["timeout_s"]):
+        return task["function"](place, *arguments)
 
 
 @contextlib.contextmanager

@@ -105,4 +105,6 @@ def _in_short(finding: Finding) -> str:
     share = "" if finding.share is None else f" {finding.share:.0%}"
     gain = "" if finding.gain is None else f", at most {finding.gain:.2f}x without it"
     advice = f"; next: {finding.advice.text}" if finding.advice.text else ""
-    return f"{finding.limit}{share}{gain}{': ' + finding.evidence if finding.evidence else ''}{advice}"
+    link = finding.cause if finding.limit is Limit.COMMUNICATION else ""  # of others the evidence has it
+    why = "; ".join(filter(None, [finding.evidence, link]))
+    return f"{finding.limit}{share}{gain}{': ' + why if why else ''}{advice}"

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from scaleray.profiling.links import in_words, slow_link, why_not
 from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
 from scaleray.profiling.verdict.judge import judge
 from scaleray.profiling.verdict.signals import OWN, Facts, LateAt, Signals
+from scaleray.profiling.verdict.words import sentence_of
 from scaleray.records.json_record import leaves
 from scaleray.records.phases import Phase
 from scaleray.records.profile import CollectiveRow, RankProfile, RunProfile, Spread
@@ -31,7 +33,23 @@ def verdict_of_run(record: RunRecord) -> Verdict:
         return Verdict(Finding(Limit.INCOMPLETE, None), (), words, "unsure", 0, 0.0)
     facts = facts_of(record, device=profile.ranks[0].device)
     verdict = judge(signals_of(profile), facts)
-    return dataclasses.replace(verdict, notes=(*verdict.notes, *profile.notes))
+    return with_links(dataclasses.replace(verdict, notes=(*verdict.notes, *profile.notes)), profile, facts)
+
+
+def with_links(verdict: Verdict, profile: RunProfile, facts: Facts) -> Verdict:
+    """The verdict that names the ranks at a slow link, or says why nobody knows them."""
+    found = [one for one in (verdict.primary, *verdict.others) if one.limit is Limit.COMMUNICATION]
+    if not found:
+        return verdict
+    link = slow_link(profile.links)
+    if link is None:
+        note = f"which link is slow: {why_not(profile.links, facts.workers)}"
+        return dataclasses.replace(verdict, notes=(*verdict.notes, note))
+    named = dataclasses.replace(found[0], ranks=link.ranks, cause=in_words(link))
+    others = tuple(named if one is found[0] else one for one in verdict.others)
+    primary = named if verdict.primary is found[0] else verdict.primary
+    verdict = dataclasses.replace(verdict, primary=primary, others=others)
+    return dataclasses.replace(verdict, sentence=sentence_of(verdict, facts))
 
 
 def facts_of(record: RunRecord, *, device: str = "cpu") -> Facts:

@@ -44,6 +44,8 @@ class Progress:
         """Called with every phase that is entered."""
         self.recent: RecentSteps | None = None
         """What the last steps took; None before the second one."""
+        if on_new is not None:
+            on_new(self)
 
     def enter(self, phase: Phase) -> Phase:
         """Enter the next phase, and give the one that was left."""
@@ -69,6 +71,10 @@ class Progress:
     def is_new(self, phase: Phase) -> bool:
         """Whether the training has not been through it yet, so that it may compile and fill caches first."""
         return not self.steps_done or phase not in self.passed
+
+
+on_new: Callable[[Progress], None] | None = None
+"""What hears of each `Progress` that is made in this process: the watch of a group that runs many trainings."""
 
 
 class Watchdog:

@@ -29,12 +29,15 @@ def rank_dump(
     with_lines: bool,
     after_error: tuple[Line, ...],
     read: Callable[[Callable[[], Any], Any], Any],
+    since_ns: int = 0,
 ) -> RankDump:
     """This rank's account. with_lines: look up lines of Python too. after_error: lines that a collective's error came
-    from. read: calls one of torch's private functions, or gives what it is told where that fails."""
+    from. read: calls one of torch's private functions, or gives what it is told where that fails. since_ns: wall clock
+    before which collectives were those of a group that is gone."""
     reader = flight_recorder.entries_with_frames if with_lines else flight_recorder.entries_without_lines
-    entries = read(reader, None)
-    calls = None if entries is None else calls_of(entries, flight_recorder.user_lines(entries))
+    remembered = read(reader, None)
+    entries = [one for one in remembered or () if int(one["time_created_ns"]) >= since_ns]
+    calls = None if remembered is None else calls_of(entries, flight_recorder.user_lines(entries))
     stacks = _stacks() if with_lines else {}
     return RankDump(
         rank=place.rank,
@@ -49,7 +52,10 @@ def rank_dump(
         torch=str(torch.__version__),
         groups=read(flight_recorder.groups, ()),
         calls=calls,
-        has_all_calls=calls is not None and are_all(entries, calls),
+        # where one of a group before is remembered, none of this one is forgotten
+        has_all_calls=calls is not None
+        and len(calls) == len(entries)
+        and (len(remembered) > len(entries) or are_all(entries, calls)),
         is_after_error=bool(after_error),
         stands_on=after_error or user_lines(stacks.get(progress.thread_id, traceback.StackSummary())),
         threads=_threads(stacks, progress.thread_id),

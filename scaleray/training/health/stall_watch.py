@@ -36,7 +36,9 @@ GROUP_VARIABLE = "WORKERS_STARTED_AT"
 class StallWatch:
     """Context of a training, whose `look` a thread calls again and again.
 
-    say: called once for each stall with where it is; for a worker that nobody else waits for.
+    say: called once for each stall with where it is; for a worker that nobody else waits for. group: name of this group
+    of workers, the same on all of them; else that of the environment. since_ns: wall clock from which on collectives
+    are those of this group.
     """
 
     def __init__(
@@ -49,13 +51,18 @@ class StallWatch:
         look_every_s: float,
         say: Callable[[str], None] | None = None,
         guard: Guard | None = None,
+        group: str | None = None,
+        since_ns: int = 0,
     ) -> None:
         self.progress, self.place, self.say = progress, place, say
         self.collective_timeout_s, self.look_every_s = collective_timeout_s, look_every_s
         self.store = (
-            Store(run_path).child(HANGS).child(os.environ.get(GROUP_VARIABLE) or time.strftime("%Y%m%d-%H%M%S"))
+            Store(run_path)
+            .child(HANGS)
+            .child(group or os.environ.get(GROUP_VARIABLE) or time.strftime("%Y%m%d-%H%M%S"))
         )
         self.guard = guard or Guard()
+        self.since_ns = since_ns
         self._stacks: StackFile | None = None
         self._dumped_since, self._dumped_call = -1.0, 0
         self._is_over = False
@@ -135,7 +142,15 @@ class StallWatch:
     def _dump(self, why: str, *, after_error: tuple[Line, ...] = ()) -> tuple[Line, ...]:
         """Write the account, and give the lines on which it stands. The first of its two parts needs nothing of
         Python's state: looking up lines was seen to wait for locks."""
-        about = partial(rank_dump, self.progress, self.place, why=why, after_error=after_error, read=self._read)
+        about = partial(
+            rank_dump,
+            self.progress,
+            self.place,
+            why=why,
+            after_error=after_error,
+            read=self._read,
+            since_ns=self.since_ns,
+        )
         for with_lines in (False, True):
             dump = about(with_lines=with_lines)
             self.store.write_text(dump_name(self.place.rank), dump.to_json())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from scaleray.records.live import RecentSteps
@@ -11,11 +13,13 @@ from scaleray.records.profile import RankMeasurements
 from scaleray.records.run import Emit
 from scaleray.training.observer import Observer
 from scaleray.training.profile.arrivals import ArrivalTimes
+from scaleray.training.profile.link_probe import probe_links
 from scaleray.training.profile.phase_times import PhaseTimes
 from scaleray.training.profile.rank_samples import RankSamples
 from scaleray.training.profile.trace import Tells, tracers
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
+from scaleray.watchers import Watcher
 
 
 class Emits(Tells, Protocol):
@@ -48,6 +52,8 @@ class Profile(Observer):
         progress.on_enter = self.phases.marks.mark
         self.arrivals = ArrivalTimes(self.phases.at_phase, place, tells.guard)
         self.start, self.cut = self.phases.start, self.phases.cut
+        self._place, self._guard = place, tells.guard
+        self._probes_links = job.probes_links and place.world_size > 1
         samples = RankSamples(
             place,
             self.phases,
@@ -70,5 +76,9 @@ class Profile(Observer):
         self._progress.on_enter = self._on_enter
 
     def measurements(self) -> RankMeasurements:
-        """What was measured, see `RunProfile`. Waits for the device."""
-        return self.arrivals.added_to(self.phases.measurements())
+        """What was measured, see `RunProfile`. Waits for the device; collective where links are measured."""
+        measured = self.arrivals.added_to(self.phases.measurements())
+        if not self._probes_links:
+            return measured
+        links = self._guard(Watcher.FIGURES, partial(probe_links, self._place), [], part="links")
+        return dataclasses.replace(measured, links=links)

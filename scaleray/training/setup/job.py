@@ -40,6 +40,8 @@ class TrainJob:
     """Wall clock at which each part of the start has ended, see `records/start.py`."""
     trace: TraceRequest | None = None
     """What is traced of its last steps, if anything."""
+    probes_links: bool = False
+    """Whether each pair of workers is measured when the training has ended."""
 
     def __post_init__(self) -> None:
         by, train = self.config.shares.by, self.splits[TRAIN]

@@ -1,16 +1,20 @@
-"""Decisions of the first rank, which alone compares and which all ranks follow."""
+"""Decisions of the first rank, which alone compares and which all ranks follow; and errors that all of them met."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from scaleray.training.setup.place import Place
 
 Result = TypeVar("Result")
+OTHERS_FAIL_WITHIN = timedelta(seconds=5)
+"""How much later than the first rank another one may meet the same error."""
 
 
 def on_first(place: Place, decide: Callable[[], Result]) -> Result:
@@ -27,3 +31,26 @@ def on_first(place: Place, decide: Callable[[], Result]) -> Result:
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+class Failures:
+    """Errors of one group's trainings: whether all ranks met one, and may go on to the next training, or this rank
+    alone, while the others wait for it in a pass that communicates. name: no other's in this group."""
+
+    def __init__(self, place: Place, name: str = "training") -> None:
+        self._place, self._name, self._number = place, name, 0
+
+    def is_shared(self) -> bool:
+        """Whether every rank has come here. Waits some seconds for the others where one has not, and says so through
+        the group's store, as nobody answers a collective."""
+        if self._place.world_size == 1:
+            return True
+        self._number += 1
+        store, name = _get_default_store(), f"failure {self._number} of {self._name}"
+        if store.add(name, 1) == self._place.world_size:
+            store.set(f"{name}, on all", "yes")
+        try:
+            store.wait([f"{name}, on all"], OTHERS_FAIL_WITHIN)
+        except dist.DistError:
+            return False
+        return True

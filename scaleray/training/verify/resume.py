@@ -27,6 +27,7 @@ from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.items import ITEMS
 from scaleray.training.state.state import TrainState
+from scaleray.training.verify.decided import Failures
 from scaleray.training.verify.step_trace import TraceProbe
 from scaleray.training.verify.variants import UNSAVED
 
@@ -98,11 +99,11 @@ def verify_resume(place: Place, interruption: Interruption, *, sources: Sources)
         probe.let_go()
         return probe.trace(), observed
 
-    steps = recipe.total_steps
+    steps, failures = recipe.total_steps, Failures(place, interruption.folder)
     try:
         whole, before = run(nothing, observe_at=at)
     except WorkloadError as exc:
-        if recipe.strategy == "single" or exc.what.startswith(UNSAVED):
+        if recipe.strategy == "single" or exc.what.startswith(UNSAVED) or not failures.is_shared():
             raise
         return ResumeOutcome(interruption.label, interruption.world_size, at, steps, False, [], not_run=str(exc))
     first, _ = run(catalog, interrupt_at=at)

@@ -36,7 +36,7 @@ from scaleray.training.verify.compared_runs import (
     partition_of,
     shared_folder,
 )
-from scaleray.training.verify.decided import on_first
+from scaleray.training.verify.decided import Failures, on_first
 from scaleray.training.verify.explanation import Explanation
 from scaleray.training.verify.grown_rounding import GrownRounding, in_words
 from scaleray.training.verify.promises import PROMISES, Promise
@@ -116,7 +116,7 @@ class _Group:
     ) -> None:
         self.place, self.assignment, self.sources, self.tell = place, assignment, sources, tell
         self.references, self.bound = references, assignment.bound
-        self.unsaved = ""
+        self.unsaved, self.failures = "", Failures(place)
 
     def run(self) -> tuple[list[Outcome], References]:
         with shared_folder(self.place, self.assignment.folder) as folder:
@@ -176,7 +176,9 @@ class _Group:
                 found = on_first(self.place, lambda: self._saved_wrongly(variant, key, promise, trace, bound))
                 outcome = self._with(outcome, found)
             outcome = self._in_own_precision(variant, outcome)
-        except (UsageError, InitialisationError, NonFiniteLossError, CheckpointError) as exc:  # raised on every rank
+        except (UsageError, InitialisationError, NonFiniteLossError, CheckpointError) as exc:
+            if not self.failures.is_shared():
+                raise  # the others are in a collective, which ends with this process's part in it
             if isinstance(exc, UsageError) and not any(p.has_begun for p in probes):  # the workload is refused
                 return dataclasses.replace(outcome, verdict="refused", words=" ".join(str(exc).split()))
             before = on_first(self.place, lambda: self._before_failure(variant, key, promise, probes))

@@ -47,7 +47,7 @@ class Workers:
         self.groups = []  # (workers, missing turns, whether noise is to be measured) of each rung of a group
         self.told = 0
 
-    def __call__(self, code, rungs, seed, tell, config, sources):
+    def __call__(self, code, path, rungs, seed, tell, config, sources):
         rungs = copy.deepcopy(rungs)  # as other processes have them: what is told changes the driver's
         self.groups.append([(rung.workers, rung.num_missing, rung.needs_noise) for rung in rungs])
         for number, rung in order_of_turns(rungs, seed):

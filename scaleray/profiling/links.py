@@ -1,0 +1,79 @@
+"""Which link between two ranks is slow: each pair is measured alone, and held against the others.
+
+A collective cannot tell: with an all-reduce all ranks wait for the slowest link alike, whichever it is. With two ranks
+there is one pair and nothing to hold it against. Used by profiling/run_profile and profiling/verdict.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaleray.records.profile import LinkRow
+
+SLOW = 0.5
+"""Share of the median bandwidth below which a link is slow: on a machine that others use, links were seen to differ by
+less."""
+
+
+@dataclass(frozen=True)
+class SlowLink:
+    """A pair of ranks whose link is slow, or all pairs of one rank, of which `ranks` then has that one alone."""
+
+    ranks: tuple[int, ...]
+    bytes_per_s: float
+    usual: float
+    """Median bandwidth of the pairs."""
+    one_way: tuple[int, int] | None = None
+    """From which rank to which it is slow, where the other way is not."""
+
+
+def slow_link(rows: Sequence[LinkRow]) -> SlowLink | None:
+    """The slowest link, where it is slow beside the others; None where they are alike, or too few to be compared."""
+    ways = {(row.sender, row.receiver): row.bytes_per_s for row in rows}
+    pairs: dict[tuple[int, int], float] = {}
+    for (sender, receiver), rate in ways.items():
+        pair = min(sender, receiver), max(sender, receiver)
+        pairs[pair] = min(rate, pairs.get(pair, rate))
+    if len(pairs) < 3:
+        return None
+    usual, slowest = statistics.median(pairs.values()), min(pairs, key=lambda pair: pairs[pair])
+    slow = {pair for pair, rate in pairs.items() if rate < SLOW * usual}
+    for rank in slowest:  # what all its pairs have in common is its own link
+        own = {pair for pair in pairs if rank in pair}
+        others = [rate for pair, rate in pairs.items() if pair not in own]
+        if others and max(pairs[pair] for pair in own) < SLOW * statistics.median(others):
+            return SlowLink((rank,), max(pairs[pair] for pair in own), statistics.median(others))
+    if slowest not in slow:
+        return None
+    there, back = ways.get(slowest, 0.0), ways.get((slowest[1], slowest[0]), 0.0)
+    one_way = None
+    if max(there, back) >= SLOW * usual:
+        one_way = slowest if there < back else (slowest[1], slowest[0])
+    return SlowLink(slowest, pairs[slowest], usual, one_way)
+
+
+def in_words(found: SlowLink) -> str:
+    """The link, with its bandwidth beside the others'."""
+    if len(found.ranks) == 1:
+        who = f"all links of rank {found.ranks[0]} are"
+    elif found.one_way is not None:
+        who = f"the link from rank {found.one_way[0]} to rank {found.one_way[1]} is"
+    else:
+        who = f"the link of ranks {found.ranks[0]} and {found.ranks[1]} is"
+    return f"{who} slow: {_rate(found.bytes_per_s)}, where the others carry {_rate(found.usual)}"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
+def why_not(rows: Sequence[LinkRow], num_ranks: int) -> str:
+    """Why no link is named."""
+    if num_ranks < 3:
+        return "two ranks have one, and nothing to hold it against"
+    if not rows:
+        return "a run does not measure its pairs of ranks; scaleray profile -c FILE does, after its steps"
+    rates = [row.bytes_per_s for row in rows]
+    return f"none more than the others, which carry {_rate(min(rates))} to {_rate(max(rates))}"

@@ -1,0 +1,79 @@
+"""How fast each pair of ranks sends to each other, one pair after another, when the training has ended.
+
+Off the path of training: a run that nobody profiles does not do it. Between many ranks of several nodes only the first
+of each node takes part, as ranks of a node share its links.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import torch
+import torch.distributed as dist
+
+from scaleray.records.profile import LinkRow
+from scaleray.training.setup.place import Place
+
+FIRST_BYTES, MOST_BYTES = 2**16, 2**22
+LONGEST_S = 0.25
+"""Seconds that one message should take at most: on a slow link it is a shorter one."""
+REPEATS = 3
+MOST_RANKS = 8
+"""Ranks of which each pair is measured; of more, the first of each node, and of these the first."""
+
+
+def probe_links(place: Place) -> list[LinkRow]:
+    """Bandwidth from this rank to each other one that takes part. Collective over all ranks."""
+    rows = []
+    for first, second in itertools.combinations(_taking_part(place), 2):
+        for sender, receiver in ((first, second), (second, first)):
+            if place.rank == sender:
+                rows.append(_sent(place, receiver))
+            elif place.rank == receiver:
+                _received(place, sender)
+        dist.barrier()  # pairs would share links
+    return rows
+
+
+def _taking_part(place: Place) -> list[int]:
+    nodes = place.gathered(place.node)
+    if len(nodes) <= MOST_RANKS:
+        return list(range(len(nodes)))
+    firsts = [nodes.index(node) for node in dict.fromkeys(nodes)]
+    return firsts[:MOST_RANKS] if len(firsts) > 1 else list(range(MOST_RANKS))
+
+
+def _sent(place: Place, to: int) -> LinkRow:
+    """Send some messages and wait for each one's answer; the best of them counts."""
+    _took_s(place, to, FIRST_BYTES)  # connects
+    first_s = _took_s(place, to, FIRST_BYTES)
+    size = int(min(MOST_BYTES, max(FIRST_BYTES, FIRST_BYTES * LONGEST_S / max(first_s, 1e-9))))
+    dist.send(torch.tensor([size], device=place.device), to)
+    best_s = min(_took_s(place, to, size) for _ in range(REPEATS))
+    return LinkRow(place.rank, to, size / best_s, size)
+
+
+def _received(place: Place, sender: int) -> None:
+    for _ in range(2):
+        _answered(place, sender, FIRST_BYTES)
+    size = torch.zeros(1, dtype=torch.int64, device=place.device)
+    dist.recv(size, sender)
+    for _ in range(REPEATS):
+        _answered(place, sender, int(size))
+
+
+def _took_s(place: Place, to: int, size: int) -> float:
+    message = torch.zeros(size, dtype=torch.uint8, device=place.device)
+    answer = torch.zeros(1, dtype=torch.uint8, device=place.device)
+    begun = time.perf_counter()
+    dist.send(message, to)
+    dist.recv(answer, to)
+    if place.device.type == "cuda":
+        torch.cuda.synchronize(place.device)
+    return time.perf_counter() - begun
+
+
+def _answered(place: Place, sender: int, size: int) -> None:
+    dist.recv(torch.empty(size, dtype=torch.uint8, device=place.device), sender)
+    dist.send(torch.zeros(1, dtype=torch.uint8, device=place.device), sender)
