@@ -41,7 +41,9 @@ def check(guilty):
 
 
 def test_a_slip_of_one_rank_while_passes_communicate_ends_a_verification(gloo, monkeypatch):
-    monkeypatch.setattr(gloo_pool, "GRACE_S", 0.5)  # the other one waits in a collective, and is ended as by the product
+    monkeypatch.setattr(
+        gloo_pool, "GRACE_S", 0.5
+    )  # the other one waits in a collective, and is ended as by the product
     check(gloo.attempt(2, judge, FailsOnOne(), {"strategy.name": "fsdp"})[1])
 
 
