@@ -322,7 +322,7 @@ def test_a_process_whose_driver_was_killed_ends_without_a_word(monkeypatch):
     ours, theirs = multiprocessing.Pipe()
     content = io.BytesIO()
     gloo._Pickler(content, None).dump((str, ()))
-    ours.send((1, 1, 5.0))
+    ours.send((1, 1, 5.0, None))
     ours.send_bytes(content.getvalue())
     ours.close()
     gloo._serve(0, 0, gloo.UserCode(None, {}, None, "a workload"), theirs, dict(os.environ))

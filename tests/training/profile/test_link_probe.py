@@ -19,7 +19,9 @@ BYTES_PER_S = 1e6
 
 def trained(place, slow, probes):
     """What a rank measured, where messages between the ranks of `slow` take their time."""
-    job, sources = make_job(Classify(32), {"stop.after": "4 steps"}, world_size=place.world_size)
+    job, sources = make_job(
+        Classify(32), {"stop.after": "4 steps", "batch.global_size": 6}, world_size=place.world_size
+    )
     send = dist.send
 
     def carried(tensor, to, **options):
