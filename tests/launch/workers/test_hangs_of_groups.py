@@ -15,7 +15,6 @@ import torch.distributed as dist
 from gloo_pool import PRELOADED
 from small_runs import Classify, make_job
 
-from scaleray.config import load_config
 from scaleray.data import as_source
 from scaleray.errors import PeerLostError, RunFailedError
 from scaleray.launch.check.two_processes import two_processes
@@ -53,10 +52,8 @@ def sources():
 
 
 def of_check(folder):
-    flags = {"workload.name": "test_hangs_of_groups:Sleeps", "stop.after": "10 steps", **FLAGS}
-    config = load_config(flags=flags, environ={})
-    workload = Sleeps(16)
-    two_processes(config, workload, sources(), UserCode(None, {}, None, workload))
+    job, _ = make_job(Sleeps(16), FLAGS)
+    two_processes(job.config, job.workload, sources(), UserCode(None, {}, None, job.workload))
 
 
 def of_study(folder):
