@@ -50,10 +50,12 @@ COPIED = ("what is copied is there, and nothing else", "test_image.py::test_what
 SKY = ("schema of a task", "test_skypilot.py::test_the_task_keeps_skypilots_schema")
 SKY_PLANTED = ("planted faults, all found", "test_skypilot.py::test_planted_faults_are_found")
 
+ON_NODES = ("**run** (slow)", "test_local.py::test_the_script_trains_on_two_nodes_of_this_machine_and_leaves_nothing")
 ON_MACHINES = ("**run**", "test_machines.py::test_a_machine_has_a_name_processes_and_temporary_files_of_its_own")
 
 LEVELS: dict[str, tuple[tuple[str, str], ...]] = {
     "local/machines.sh": (SHELL, ON_MACHINES),
+    "local/train.sh": (SHELL, ON_NODES),
     "kubernetes/**/kustomization.yaml": (BUILT,),
     "kubernetes/*/ray*.yaml": (SCHEMA, RULES, PLANTED, SLIPS, BUILT),
     "kubernetes/**.yaml": (SCHEMA, SLIPS, BUILT),

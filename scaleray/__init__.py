@@ -36,6 +36,9 @@ _HOMES = {
     "config_schema": "scaleray.api_looks",
     "replay": "scaleray.api_looks",
     "watch": "scaleray.api_looks",
+    "cluster_up": "scaleray.api_cluster",
+    "cluster_status": "scaleray.api_cluster",
+    "cluster_down": "scaleray.api_cluster",
     "submit": "scaleray.api_jobs",
     "list_jobs": "scaleray.api_jobs",
     "job_logs": "scaleray.api_jobs",
@@ -76,6 +79,9 @@ __all__ = [
     "check",
     "check_manifests",
     "check_promoted",
+    "cluster_down",
+    "cluster_status",
+    "cluster_up",
     "compare",
     "config_keys",
     "config_schema",
@@ -118,6 +124,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from scaleray.api import compare, gate, profile, report, study, sweep, train, verify
+    from scaleray.api_cluster import cluster_down, cluster_status, cluster_up
     from scaleray.api_jobs import job_logs, list_jobs, stop_job, submit
     from scaleray.api_looks import config_keys, config_schema, live_state, replay, show_config, tracking_ui, watch
     from scaleray.api_plan import explain_plan, plan

@@ -25,16 +25,19 @@ GRACE_S = 5.0  # seconds between asking to end and SIGKILL
 LOOK_S = 0.5  # seconds between two looks at whether the parent is still there: no signal tells of that everywhere
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GUARD_VARIABLE = "GUARDED_BY"
+NOBODY = 0
+"""In place of a parent whose end is waited for."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
-def guarded(command: Sequence[str]) -> list[str]:
+def guarded(command: Sequence[str], *, outlives: bool = False) -> list[str]:
     """The command under a guard, for subprocess. SIGTERM, SIGINT and SIGHUP to it end all processes of the command.
 
-    Its exit code is that of the command. Streams, environment and folder are passed on.
+    Its exit code is that of the command. Streams, environment and folder are passed on. outlives: it goes on when this
+    process ends, until it is told to end.
     """
     # -P: the names of modules beside this file must not stand for those of Python
-    return [sys.executable, "-P", __file__, str(os.getpid()), *command]
+    return [sys.executable, "-P", __file__, str(NOBODY if outlives else os.getpid()), *command]
 
 
 def is_guarded() -> bool:
@@ -76,7 +79,10 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def main(parent: int, command: Sequence[str]) -> int:
-    """Run the command below this process until it, or a signal, or the end of `parent` ends it; gives its exit code."""
+    """Run the command below this process until it, or a signal, or the end of `parent` ends it; gives its exit code.
+
+    parent: `NOBODY` where the command outlives it.
+    """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     told: list[int] = []
     readable, writable = os.pipe()
@@ -96,7 +102,7 @@ def main(parent: int, command: Sequence[str]) -> int:
         print(f"{command[0]}: {exc.strerror}", file=sys.stderr)
         return 127
     code = None
-    while code is None and not told and os.getppid() == parent:
+    while code is None and not told and parent in (NOBODY, os.getppid()):
         if select.select([readable], [], [], LOOK_S)[0]:
             os.read(readable, 4096)
         code = _reap().get(child.pid)

@@ -95,16 +95,17 @@ def ports(mark: str) -> list[Port]:
     return sorted(found, key=lambda port: (port.address, port.number))
 
 
-def answer(port: Port) -> dict[str, str]:
-    """What a request without a token gets: a gRPC status by method, or an HTTP status by path; nothing where the port
-    takes a connection and says no word."""
+def answer(port: Port, token: str | None = None) -> dict[str, str]:
+    """What a request without a token, or with this one, gets: a gRPC status by method, or an HTTP status by path;
+    nothing where the port takes a connection and says no word."""
     host = port.address if port.address not in ("::", "0.0.0.0") else "127.0.0.1"
-    if by_path := _http(host, port.number):
+    header = {} if token is None else {"authorization": f"Bearer {token}"}
+    if by_path := _http(host, port.number, header):
         return by_path
     with grpc.insecure_channel(f"{host}:{port.number}") as channel:
-        if _grpc(channel, METHODS[0]) in NOT_GRPC:
+        if _grpc(channel, METHODS[0], header) in NOT_GRPC:
             return {}
-        return {method: _grpc(channel, method) for method in METHODS}
+        return {method: _grpc(channel, method, header) for method in METHODS}
 
 
 def is_refused(statuses: dict[str, str]) -> bool:
@@ -113,26 +114,27 @@ def is_refused(statuses: dict[str, str]) -> bool:
     return known == {"UNAUTHENTICATED"}
 
 
-def _grpc(channel: grpc.Channel, method: str) -> str:
+def _grpc(channel: grpc.Channel, method: str, header: dict[str, str]) -> str:
     try:
-        channel.unary_unary(method)(b"", timeout=2)
+        channel.unary_unary(method)(b"", timeout=2, metadata=list(header.items()))
     except grpc.RpcError as exc:
         return exc.code().name
     return "OK"
 
 
-def _http(host: str, number: int) -> dict[str, str]:
+def _http(host: str, number: int, header: dict[str, str]) -> dict[str, str]:
     with contextlib.suppress(OSError), socket.create_connection((host, number), timeout=2) as connection:
         connection.sendall(REQUEST)
         if not connection.recv(5).startswith(b"HTTP/"):
             return {}
-        return {path: _status(f"http://{host}:{number}{path}") for path in PATHS}
+        return {path: status(f"http://{host}:{number}{path}", header) for path in PATHS}
     return {}
 
 
-def _status(url: str) -> str:
+def status(url: str, header: dict[str, str]) -> str:
+    """The HTTP status of a page for a request with this header."""
     try:
-        with urllib.request.urlopen(url, timeout=5) as answered:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=header), timeout=5) as answered:
             return str(answered.status)
     except urllib.error.HTTPError as exc:
         return str(exc.code)

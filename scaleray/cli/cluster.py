@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from cyclopts import App
 
+from scaleray.cli.cluster_local import down, status, up
 from scaleray.cli.cluster_write import check, write
 
 cluster_app = App(
-    name="cluster", help="Write what starts a cluster, and check what you made of it.", help_format="plaintext"
+    name="cluster",
+    help="Start a cluster on this machine; write what starts one elsewhere, and check what you made of it.",
+    help_format="plaintext",
 )
-cluster_app.command(write)
-cluster_app.command(check)
+for command in (up, status, down, write, check):
+    cluster_app.command(command)

@@ -39,6 +39,7 @@ COMMANDS = {
     "checkpoint export": "export_weights", "checkpoint import": "import_weights", "config show": "show_config",
     "config keys": "config_keys", "config schema": "config_schema", "tracking replay": "replay", "tracking ui": "tracking_ui",
     "watch": "watch", "cluster write": "write_cluster_files", "cluster check": "check_manifests",
+    "cluster up": "cluster_up", "cluster status": "cluster_status", "cluster down": "cluster_down",
     "dashboards write": "write_dashboards", "dashboards install": "install_dashboards",
     "gate": "gate", "promote": "promote", "rollback": "rollback", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job", "doctor": "doctor",
 }  # fmt: skip
@@ -48,7 +49,7 @@ OTHER_NAMES = {
 }  # fmt: skip
 """Options whose argument has another name in Python."""
 OF_A_COMMAND = {
-    "json", "once", "all_", "follow", "rows", "open_browser", "max_minutes", "fail_if_slower", "expect_steps", "overrides", "interval_s", "report", "strict",
+    "json", "once", "all_", "follow", "rows", "open_browser", "max_minutes", "fail_if_slower", "expect_steps", "overrides", "interval_s", "report", "strict", "block", "export",
 }  # fmt: skip
 """What is a matter of printing, of exit codes, or of strings on a command line."""
 

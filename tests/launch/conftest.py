@@ -12,10 +12,10 @@ from waiting import wait_until
 @pytest.fixture(scope="session")
 def ray_head():
     """A head with 6 logical CPUs, whatever the machine has."""
-    from scaleray.launch.cluster import head
+    from scaleray.launch.cluster import head, node_process
 
     # all tests on Ray fail where it does not start, and a loaded machine was seen to need more than two minutes
-    with mock.patch.object(head, "START_TIMEOUT_S", 600.0), head.local_head(num_cpus=6) as found:
+    with mock.patch.object(node_process, "START_TIMEOUT_S", 600.0), head.local_head(num_cpus=6) as found:
         yield found
 
 

@@ -36,3 +36,13 @@ def ensure_token() -> None:
     with contextlib.suppress(OSError):  # somebody else's, whom this user trusts
         if stat.S_IMODE(file.stat().st_mode) & 0o077:
             file.chmod(0o600)
+
+
+def headers() -> dict[str, str]:
+    """Ray's own header of a request to a dashboard, with the token of this user, where clients use one."""
+    if os.environ.get(MODE) != "token":
+        return {}
+    token = os.environ.get(TOKEN, "")
+    with contextlib.suppress(OSError):
+        token = token or Path(os.environ.get(TOKEN_PATH) or token_file()).read_text()
+    return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}

@@ -7,16 +7,15 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from scaleray.errors import ClusterError, first_line
 from scaleray.launch.cluster.connection import set_auth_mode
+from scaleray.launch.cluster.token import headers
 from scaleray.launch.submit.job import GIVE_UP_S, JobNow
 from scaleray.launch.submit.versions import PROBE, Versions, versions_in
 
@@ -190,7 +189,7 @@ def _check(url: str) -> tuple[str, str]:
 
 
 def _get(url: str, path: str) -> dict[str, Any]:
-    request = urllib.request.Request(url + path, headers=_headers())
+    request = urllib.request.Request(url + path, headers=headers())
     try:
         with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             values = json.loads(answer.read())
@@ -215,18 +214,8 @@ def _get(url: str, path: str) -> dict[str, Any]:
         ) from exc
 
 
-def _headers() -> dict[str, str]:
-    """Ray's own header with the token of this user, where clients use one."""
-    if os.environ.get("RAY_AUTH_MODE") != "token":
-        return {}
-    token = os.environ.get("RAY_AUTH_TOKEN", "")
-    with contextlib.suppress(OSError):
-        token = token or Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token").read_text()
-    return {"Authorization": f"Bearer {token.strip()}"} if token.strip() else {}
-
-
 def _refused(url: str) -> ClusterError:
-    has_token = bool(_headers())
+    has_token = bool(headers())
     return ClusterError(
         "the token",
         "not accepted" if has_token else None,

@@ -1,5 +1,6 @@
 """Which ports every command opens, for whom, and what somebody without the token gets there."""
 
+import json
 import os
 import socket
 import stat
@@ -8,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from listening import NOT_GRPC, answer, is_refused, marked, ports, processes
+from listening import MARK, NOT_GRPC, answer, is_refused, marked, ports, processes, status
 from waiting import wait_until
 
 from scaleray.launch.cluster import connection, loopback
 
+CLIENT = "/ray.rpc.RayletDriver/ClusterInfo"
 ROOT = Path(__file__).parents[3]
 SCALERAY = [sys.executable, "-m", "scaleray"]
 LONG = ["-c", "jobs/digits.yaml", "--stop.after", "100000 epochs", "--evaluation.every", "100000 epochs"]
@@ -112,7 +115,7 @@ COMMANDS = {
     "study --local": ["-m", "scaleray", "study", "-c", "jobs/digits.yaml", "--world-sizes", "1,2", "--local"],
     "sweep": ["-m", "scaleray", "sweep", "-c", "jobs/digits.yaml", "--batch-sizes", "32,64"],
     "tracking ui": ["-m", "scaleray", "tracking", "ui", "--port", "0"],
-    "local head": ["cluster/local_head.py"],
+    "cluster up": ["-m", "scaleray", "cluster", "up", "of-a-test", "--nodes", "2", "--cpus", "1", "--block"],
     "demo": ["-m", "jobs.demo"],
 }
 NEEDS_NO_PORT = ("train --local",)
@@ -157,12 +160,66 @@ def words(statuses):
     """What a port answers to somebody without a token."""
     if not statuses:
         return "nothing"  # gloo, torch's store, or gone before it was asked
-    if is_refused(statuses) or set(statuses.values()) == {"401"}:
+    if is_refused(statuses) or set(statuses.values()) in ({"401"}, {"403"}):
         return "a token is wanted"
     if set(statuses.values()) <= {"UNIMPLEMENTED", "UNAUTHENTICATED", *NOT_GRPC}:
         return "too busy to answer"
-    if {path: status for path, status in statuses.items() if status != "401"} == {"/": "200"}:
+    if {path: status for path, status in statuses.items() if status not in ("401", "403")} == {"/": "200"}:
         return "a page without data"  # of Ray's dashboard
     if set(statuses.values()) <= {"200", "404", "405"}:
         return "metrics or MLflow"  # which ask nobody, see SECURITY.md
     return f"something else: {statuses}"
+
+
+@pytest.mark.ray
+def test_a_cluster_of_this_machine_lets_nobody_in_without_its_token_and_is_gone_after_its_end(tmp_path):
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    environment, name = {**of_home(tmp_path), MARK: mark}, f"t{os.getpid()}"
+
+    def cluster(*words):
+        command = [*SCALERAY, "cluster", words[0], name, *words[1:], "--json"]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=700)
+        return done.returncode, json.loads(done.stdout or "{}"), done.stderr
+
+    try:
+        code, found, said = cluster("up", "--nodes", "2", "--cpus", "1")
+        assert code == 0, said
+        [up] = found["clusters"]
+        assert [(node["name"], node["state"], node["resources"]) for node in up["nodes"]] == [
+            ("head", "up", {"CPU": 1.0}), ("node-1", "up", {"CPU": 1.0}),
+        ]  # fmt: skip
+        opened = ports(mark)
+        assert all(port.is_on_loopback for port in opened), opened
+        for token in (None, "0" * 64):
+            answers = {port: answer(port, token) for port in opened}
+            said = [words(statuses) for statuses in answers.values()]
+            assert said.count("a token is wanted") >= 8, answers  # control store, client, dashboard; two of each node
+            assert set(said) <= {"a token is wanted", "metrics or MLflow", "a page without data", *UNSETTLED}, answers
+            # Ray's client, whoever reaches which may run code
+            assert [s[CLIENT] for s in answers.values() if s.get(CLIENT, "UNIMPLEMENTED") != "UNIMPLEMENTED"] == [
+                "UNAUTHENTICATED"
+            ], answers
+        own = (tmp_path / ".ray" / "auth_token").read_text().strip()
+        for path in ("/api/jobs/", "/nodes?view=summary", "/api/v0/nodes"):
+            statuses = [status(up["dashboard"] + path, header) for header in ({}, bearer("0" * 64), bearer(own))]
+            assert statuses == ["401", "403", "200"], path
+        refused = subprocess.run(
+            [*SCALERAY, "jobs", "list", "--to", up["dashboard"]],
+            env={**environment, "RAY_AUTH_TOKEN": "0" * 64}, cwd=ROOT, capture_output=True, text=True, timeout=100,
+        )  # fmt: skip
+        assert refused.returncode == 2 and "the token is 'not accepted'" in refused.stderr, refused.stderr
+        psutil.Process(up["nodes"][1]["pid"]).kill()
+        wait_until(lambda: not psutil.pid_exists(up["nodes"][1]["pid"]), seconds=60)
+        code, found, _ = cluster("status")
+        assert code == 1 and [node["state"] for node in found["clusters"][0]["nodes"]] == ["up", "lost"]
+    finally:
+        down = cluster("down")
+        left = processes(mark)
+        for process in left:
+            process.kill()
+    assert down[:2] == (0, {**down[1], "was_up": True}) and not left, left
+    assert cluster("down")[1]["was_up"] is False and cluster("status")[1]["clusters"] == []
+
+
+def bearer(token):
+    return {"Authorization": f"Bearer {token}"}

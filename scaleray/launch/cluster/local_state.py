@@ -1,0 +1,165 @@
+"""What is remembered of the clusters that this user has started on this machine, and which of their processes live.
+
+A folder for each in the one of this user alone, with a file of mode 0600; Ray's own files lie beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scaleray.errors import ClusterError, UsageError
+from scaleray.own_folder import own_folder, short_place
+
+PREFIX = "c-"
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,11}")
+"""Names of clusters: short, as the paths of Ray's sockets below them hold 107 characters."""
+MARK = "SCALERAY_CLUSTER"
+"""Variable of all processes of a cluster: its random number, by which those are found that nobody remembers."""
+SAME_START_S = 1.0
+"""Between two readings of one process's start, which the system's clock is part of."""
+GRACE_S = 20.0
+"""Seconds between asking a node to end and SIGKILL; its guard ends what is below it within ten."""
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A node that was started. pid, started_at: of the process that all its others are below. log: what it says."""
+
+    name: str
+    pid: int
+    started_at: float
+    log: str
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this very process lives, and not another one that has its number now."""
+        return self.process() is not None
+
+    def process(self) -> psutil.Process | None:
+        """The process, where it lives."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            if abs(process.create_time() - self.started_at) < SAME_START_S and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+        return None
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """A cluster that was started. mark: its random number. cpus: of each node, as Ray counts them."""
+
+    name: str
+    mark: str
+    address: str
+    dashboard: str
+    cpus: int
+    nodes: tuple[NodeState, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are."""
+        return folder_of(self.name)
+
+    def save(self) -> None:
+        """Write it where `load` finds it, for this user alone."""
+        part = self.folder / "state.part"
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "w") as output:
+            json.dump(dataclasses.asdict(self), output, indent=1)
+        part.replace(self.folder / "state.json")
+
+    def left(self) -> list[psutil.Process]:
+        """All processes of it that live: its nodes, and those that have its mark although their node is gone."""
+        found = [process for node in self.nodes if (process := node.process()) is not None]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process not in found and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def end(self) -> int:
+        """End all that is left of it, and forget it; gives how many nodes were running."""
+        running = [process for node in self.nodes if (process := node.process()) is not None]
+        for process in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()  # a guard, which ends what is below it
+        psutil.wait_procs(running, timeout=GRACE_S)
+        while left := self.left():
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=GRACE_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return len(running)
+
+
+def folder_of(name: str) -> Path:
+    """Where the files of a cluster are, which need not be there. Raises UsageError."""
+    if not NAME.fullmatch(name):
+        raise UsageError("NAME", name, "a cluster's name has at most 12 of a-z, 0-9 and -", "such as mine")
+    return _place() / f"{PREFIX}{name}"
+
+
+def new_folder(name: str) -> Path:
+    """Make the folder of a cluster. Raises ClusterError where there is one of this name."""
+    folder = folder_of(name)
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError as exc:
+        raise ClusterError(
+            "NAME",
+            name,
+            "a cluster of this name is up, or being started",
+            f"scaleray cluster status; to end it: scaleray cluster down {name}; for one beside it give another name",
+        ) from exc
+    return folder
+
+
+def load(name: str) -> ClusterState | None:
+    """The cluster of this name, as it was saved; None where there is none."""
+    try:
+        values: dict[str, Any] = json.loads((folder_of(name) / "state.json").read_text())
+        nodes = tuple(NodeState(**node) for node in values.pop("nodes"))
+        return ClusterState(**values, nodes=nodes)
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as exc:
+        raise ClusterError(
+            str(folder_of(name) / "state.json"),
+            "not readable",
+            f"it tells which processes belong to a cluster: {exc}",
+            "another release of scaleray wrote it: end the cluster with that one",
+        ) from exc
+
+
+def names() -> Iterator[str]:
+    """The names of this user's clusters on this machine."""
+    for folder in sorted(_place().glob(f"{PREFIX}*")):
+        if NAME.fullmatch(folder.name.removeprefix(PREFIX)):
+            yield folder.name.removeprefix(PREFIX)
+
+
+def _place() -> Path:
+    """The folder of this user alone, which every later command must find. Raises ClusterError where somebody else has
+    taken its name."""
+    found = own_folder()
+    if hasattr(os, "getuid") and found != short_place() / f"scaleray-{os.getuid()}":
+        found.rmdir()
+        raise ClusterError(
+            str(short_place() / f"scaleray-{os.getuid()}"),
+            "somebody else's",
+            "this user's clusters are remembered there",
+            "its owner or root can remove it",
+        )
+    return found

@@ -1,0 +1,176 @@
+"""A node of a Ray on this machine as a process of Ray's own command line: on loopback alone, with ports of its own.
+
+The one way to start a head here, for clusters that stay (`local_clusters.py`) and those of a context (`head.py`). It
+never touches another Ray on the machine, as `ray stop` would.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaleray.errors import ClusterError
+from scaleray.guarded import guarded
+from scaleray.launch.cluster import loopback
+from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, OWN_ENVIRONMENT
+from scaleray.launch.cluster.lean_node import NOT_PRESTARTED, nodes
+from scaleray.launch.cluster.own_ray import free_port
+from scaleray.launch.cluster.worker_template import WorkerTemplate, is_possible
+
+START_TIMEOUT_S = 300.0
+"""A loaded machine was seen to need more than two minutes."""
+OBJECT_STORE_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class NodeProcess:
+    """A node that was started. log: what it says."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def check(self, what: str, wanted: str) -> None:
+        """Raise ClusterError, with the last lines of the log, where it has ended."""
+        if self.process.poll() is not None:
+            raise self.failed(what, wanted)
+
+    def failed(self, what: str, wanted: str) -> ClusterError:
+        """The error of a node that does not do what is wanted."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()[-5:]
+        return ClusterError(what, "not running", wanted, "last lines of its log:\n  " + "\n  ".join(lines))
+
+
+def start_head(
+    folder: Path,
+    *,
+    port: int,
+    dashboard_port: int,
+    num_cpus: int,
+    environment: Mapping[str, str],
+    temp_dir: Path,
+    object_store_bytes: int = OBJECT_STORE_BYTES,
+    outlives: bool = False,
+) -> NodeProcess:
+    """Start a head, and with it a cluster. folder: a new one for its log and the template of its workers.
+
+    environment: variables of its processes beside those of scaleray. temp_dir: for Ray, which lets everybody write
+    there: below a folder of this user alone. outlives: it goes on when this process has ended.
+    """
+    words = [
+        "--head",
+        "--dashboard-host=127.0.0.1",
+        f"--port={port}",
+        f"--dashboard-port={dashboard_port}",
+        f"--ray-client-server-port={free_port()}",
+    ]
+    # fixed by default: two heads on one machine would collide
+    ports = {"AUTOSCALER_METRIC_PORT": str(free_port()), "DASHBOARD_METRIC_PORT": str(free_port())}
+    return _start(
+        folder, [*words, f"--temp-dir={temp_dir}"], num_cpus, object_store_bytes, {**environment, **ports}, outlives
+    )
+
+
+def start_worker(
+    folder: Path,
+    address: str,
+    *,
+    name: str,
+    num_cpus: int,
+    environment: Mapping[str, str],
+    temp_dir: Path,
+    outlives: bool = False,
+) -> NodeProcess:
+    """Start one more node of the cluster at this address of this machine, as `start_head` does the first.
+
+    temp_dir: one of its own: nodes that start at once in one folder were seen to take each other's names.
+    """
+    words = [f"--address={address}", f"--node-name={name}", f"--temp-dir={temp_dir}"]
+    return _start(folder, words, num_cpus, OBJECT_STORE_BYTES, environment, outlives)
+
+
+def _start(
+    folder: Path,
+    words: Sequence[str],
+    num_cpus: int,
+    object_store_bytes: int,
+    environment: Mapping[str, str],
+    outlives: bool,
+) -> NodeProcess:
+    command = [
+        sys.executable,
+        "-m",
+        __name__,
+        str(folder),
+        "start",
+        *words,
+        "--block",
+        "--disable-usage-stats",
+        "--node-ip-address=127.0.0.1",
+        f"--dashboard-agent-listen-port={free_port()}",
+        f"--dashboard-agent-grpc-port={free_port()}",
+        f"--runtime-env-agent-port={free_port()}",
+        f"--metrics-export-port={free_port()}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--num-cpus={num_cpus}",
+        f"--object-store-memory={object_store_bytes}",
+    ]
+    of_node = {**os.environ, **DRIVER_ENVIRONMENT, **OWN_ENVIRONMENT, **NOT_PRESTARTED, **environment, "PATH": path()}
+    of_node.pop("RAY_ADDRESS", None)
+    log = folder / "log"
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            guarded(command, outlives=outlives),
+            env=of_node,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return NodeProcess(process, log)
+
+
+def path() -> str:
+    """PATH with this interpreter first: job entrypoints say `python`, and the environment may not be activated."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
+def wait_for_head(node: NodeProcess, url: str) -> None:
+    """Return when the head's dashboard answers at this URL. Raises ClusterError."""
+    what, wanted = "the local Ray head", f"it should answer at {url}"
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        node.check(what, wanted)
+        try:
+            urllib.request.urlopen(f"{url}/api/version", timeout=2).close()
+            return
+        except urllib.error.HTTPError:  # it answers, and wants its token
+            return
+        except OSError:
+            time.sleep(0.3)
+    raise node.failed(what, wanted)
+
+
+def main() -> None:
+    """Ray's own command line, whose nodes have forks for workers, after a folder for the template of these."""
+    folder = Path(sys.argv.pop(1))
+    template = WorkerTemplate(folder=folder) if is_possible() else None  # first, as it takes longest
+    # Ray joins no cluster where its switch for machines without one is set; it looks for that while it is imported
+    switch = os.environ.pop(loopback.VARIABLE, None)
+    from ray.scripts import scripts
+
+    if switch is not None:
+        os.environ[loopback.VARIABLE] = switch
+    with nodes(template=template, has_dashboard=True, has_autoscaler=True), loopback.staying_local():
+        scripts.main()
+
+
+if __name__ == "__main__":
+    main()

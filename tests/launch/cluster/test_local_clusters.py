@@ -1,0 +1,171 @@
+"""`scaleray cluster up`, `status` and `down`: what is remembered, whom they end, and one cluster of three nodes live."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from waiting import wait_until
+
+import scaleray
+from scaleray.cli.main import run_command
+from scaleray.errors import ClusterError, UsageError
+from scaleray.guarded import guarded
+from scaleray.launch.cluster import local_clusters, local_state, node_process
+from scaleray.launch.cluster.local_state import MARK, ClusterState, NodeState
+
+ROOT = Path(__file__).parents[3]
+WAITING = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'], start_new_session=True); time.sleep(600)"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A machine on which this user has no cluster."""
+    monkeypatch.setattr(local_state, "own_folder", lambda: tmp_path / f"scaleray-{os.getuid()}")
+    monkeypatch.setattr(local_state, "short_place", lambda: tmp_path)
+    (tmp_path / f"scaleray-{os.getuid()}").mkdir(mode=0o700)
+    return tmp_path
+
+
+@pytest.fixture
+def started(place):
+    """Remembers a cluster of two nodes, each a guard with a process that has one in a session of its own."""
+    processes = []
+
+    def start(name="local", mark="0123"):
+        local_state.new_folder(name)
+        nodes = []
+        for node in ("head", "node-1"):
+            command = guarded([sys.executable, "-S", "-c", WAITING], outlives=True)
+            process = subprocess.Popen(command, env={**os.environ, MARK: mark}, start_new_session=True)
+            processes.append(process)
+            wait_until(lambda process=process: len(below(process.pid)) == 2)
+            nodes.append(NodeState(node, process.pid, psutil.Process(process.pid).create_time(), "log"))
+        state = ClusterState(name, mark, "127.0.0.1:1", "http://127.0.0.1:1", 2, tuple(nodes))
+        state.save()
+        return state
+
+    yield start
+    for process in processes:
+        process.terminate()  # a guard, with all below it
+        process.wait()
+
+
+def below(pid):
+    return psutil.Process(pid).children(recursive=True)
+
+
+def test_what_is_remembered_is_for_this_user_alone_and_comes_back_as_it_was(started):
+    state = started()
+    file = state.folder / "state.json"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and stat.S_IMODE(state.folder.stat().st_mode) == 0o700
+    assert local_state.load("local") == state and list(local_state.names()) == ["local"]
+    assert state.end() == 2
+
+
+def test_down_ends_the_nodes_with_all_that_is_below_them_and_no_other_cluster(started):
+    state, other = started(), started("other", mark="4567")
+    family = [*below(state.nodes[0].pid), *below(state.nodes[1].pid)]
+    assert scaleray.cluster_down("local")
+    assert not any(process.is_running() for process in family) and not state.folder.exists()
+    assert all(node.is_running for node in other.nodes) and list(local_state.names()) == ["other"]
+    assert local_clusters.down("local") is None and local_clusters.down("other") == 2
+
+
+def test_down_ends_what_a_node_has_left_that_was_killed(started):
+    state = started()
+    family = below(state.nodes[0].pid)
+    psutil.Process(state.nodes[0].pid).kill()
+    wait_until(lambda: not state.nodes[0].is_running)
+    assert any(process.is_running() for process in family)
+    assert local_clusters.down("local") == 1
+    assert not any(process.is_running() for process in family)
+
+
+def test_a_process_that_has_the_number_of_a_node_now_is_left_alone(started):
+    state = started()
+    later = [replace(node, started_at=node.started_at + 100) for node in state.nodes]
+    stranger = replace(state, mark="89ab", nodes=tuple(later))
+    assert not stranger.left() and stranger.end() == 0
+    assert all(node.is_running for node in state.nodes)
+    state.end()
+
+
+def test_a_cluster_of_a_name_that_is_up_is_refused_and_one_whose_processes_are_gone_is_forgotten(started, monkeypatch):
+    state = started()
+    with pytest.raises(ClusterError, match="is up, or being started"):
+        scaleray.cluster_up()
+    assert all(node.is_running for node in state.nodes)
+    for node in state.nodes:
+        psutil.Process(node.pid).terminate()
+    wait_until(lambda: not state.left())
+
+    def fails(*arguments, **named):
+        raise OSError("no process to be had")
+
+    monkeypatch.setattr(node_process, "start_head", fails)
+    with pytest.raises(OSError, match="no process"):
+        scaleray.cluster_up()
+    assert list(local_state.names()) == []  # nothing of a start that failed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"nodes": 0}, "--nodes is 0, but a cluster has at least 1 node"),
+        ({"cpus": 0}, "--cpus is 0"),
+        ({"port": 80}, "--port is 80, but ports are 1024"),
+        ({"name": "My Cluster"}, "at most 12 of a-z"),
+        ({"name": "../elsewhere"}, "at most 12 of a-z"),
+    ],
+)
+def test_what_no_cluster_can_be_is_one_error(place, arguments, words):
+    with pytest.raises(UsageError, match=words):
+        scaleray.cluster_up(**arguments)
+    assert list(local_state.names()) == []
+
+
+def test_a_port_that_is_taken_is_one_error(place):
+    import socket
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UsageError, match="nobody can listen there: Address already in use"),
+    ):
+        scaleray.cluster_up(port=taken.getsockname()[1])
+
+
+def test_a_folder_that_somebody_else_has_taken_is_one_error(place, monkeypatch):
+    (place / "other").mkdir()
+    monkeypatch.setattr(local_state, "own_folder", lambda: place / "other")
+    with pytest.raises(ClusterError, match="somebody else's"):
+        scaleray.cluster_status()
+
+
+def test_a_file_that_is_not_ours_to_read_is_one_error(place):
+    (local_state.new_folder("local") / "state.json").write_text('{"name": "local", "nodes": []}')
+    with pytest.raises(ClusterError, match="not readable"):
+        scaleray.cluster_status()
+
+
+def test_the_command_says_that_none_is_up(place, capsys):
+    assert run_command(["cluster", "status"]) == 1 and "no cluster is up" in capsys.readouterr().out
+    assert run_command(["cluster", "down", "mine"]) == 0 and "no cluster mine is up" in capsys.readouterr().out
+    assert run_command(["cluster", "status", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["clusters"] == []
+
+
+def test_gpus_are_given_out_once(monkeypatch, tmp_path):
+    assert local_clusters.shares_of("01234567", 3) == [["0", "1", "2"], ["3", "4", "5"], ["6", "7"]]
+    assert local_clusters.shares_of("0", 2) == [["0"], []]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert local_clusters._gpus(2) == [{"CUDA_VISIBLE_DEVICES": "4"}, {"CUDA_VISIBLE_DEVICES": "5"}]
+    assert local_clusters._gpus(1) == [{}]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(local_clusters, "GPUS_OF_LINUX", tmp_path / "none")
+    assert local_clusters._gpus(2) == [{}, {}]
