@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from scaleray.config.base import Positive, Settings, WorkerRange
+from scaleray.config.base import NonNegative, Positive, Settings, WorkerRange
 
 
 class ScaleSettings(Settings):
@@ -34,6 +34,9 @@ class ScaleSettings(Settings):
     workload itself is tried again once at a step, and not at all before the first one. Preemptions do not count."""
     launch_timeout_s: Positive = 120.0
     """Seconds that the worker group may take to start before the launch counts as failed."""
+    wait_for_nodes_s: NonNegative = 0.0
+    """Seconds to wait for nodes where the cluster cannot hold the run yet, as one that scales up from nothing: its
+    autoscaler is asked for them. 0 refuses such a run at once. GPUs must be stated then (gpus_per_worker: 1)."""
     collective_timeout_s: Positive = 180.0
     """Seconds that a worker may hang, in a collective or anywhere else in a step, before its group is
     started again (torch's own default is half an hour). Three times as long until the first step is

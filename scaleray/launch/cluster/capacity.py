@@ -17,14 +17,7 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
     Asked for: `workers` bundles of CPUs and GPUs on nodes with the right labels, and CPUs left for the input.
     """
     scale = config.scale
-    fitting = [n for n in nodes if all(n.labels.get(k) == v for k, v in scale.label_selector.items())]
-    per_node = [_bundles(scale, n) for n in fitting]
-    possible = sum(per_node)
-    if scale.placement == "STRICT_PACK":
-        possible = max(per_node, default=0)
-    elif scale.placement == "STRICT_SPREAD":
-        possible = sum(1 for count in per_node if count)
-    needed = scale.min_workers
+    possible, needed = _possible(config, nodes), scale.min_workers
     asked = f"{'at least ' if scale.is_elastic else ''}{quantity(needed, 'worker')} of {scale.cpus_per_worker:g} CPU"
     asked += f" and {scale.gpus:g} GPU" if scale.gpus else ""
     asked += f" ({scale.placement})" if scale.placement.startswith("STRICT") else ""
@@ -32,9 +25,9 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
     cpus = sum(n.resources.get("CPU", 0.0) for n in nodes)
     gpus = sum(n.resources.get("GPU", 0.0) for n in nodes)
     has = f"the cluster has {quantity(len(nodes), 'node')} with {cpus:g} CPUs and {gpus:g} GPUs in all"
-    most = int((cpus - config.data.reserved_cpus) / scale.cpus_per_worker + 1e-9)
+    most = _beside_the_input(config, nodes)
     if possible < needed:
-        where = f", {len(fitting)} with these labels" if scale.label_selector else ""
+        where = f", {len(_fitting(scale, nodes))} with these labels" if scale.label_selector else ""
         raise ClusterError("scale", asked, f"{has}{where} and can hold {possible}", _fewer(config, min(possible, most)))
     if most < needed:
         raise ClusterError(
@@ -43,6 +36,11 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
             f"{has}, and {config.data.reserved_cpus:g} must stay free for the input tasks (data.reserved_cpus)",
             _fewer(config, most),
         )
+
+
+def num_workers_possible(config: RunConfig, nodes: Sequence[Node]) -> int:
+    """How many workers of a run these nodes can hold, with `data.reserved_cpus` left free."""
+    return max(0, min(_possible(config, nodes), _beside_the_input(config, nodes)))
 
 
 def check_option_fits(option: str, config: RunConfig, nodes: Sequence[Node], *, hint: str | None = None) -> None:
@@ -67,8 +65,7 @@ def num_concurrent(config: RunConfig, nodes: Sequence[Node]) -> int:
     A trial needs its workers on one node with STRICT_PACK, on as many nodes with STRICT_SPREAD, and anywhere else.
     """
     scale, workers = config.scale, config.scale.max_workers
-    fitting = [n for n in nodes if all(n.labels.get(k) == v for k, v in scale.label_selector.items())]
-    bundles = [_bundles(config.scale, node) for node in fitting]
+    bundles = [_bundles(scale, node) for node in _fitting(scale, nodes)]
     if scale.placement == "STRICT_PACK":
         trials = sum(count // workers for count in bundles)
     elif scale.placement == "STRICT_SPREAD":
@@ -82,6 +79,24 @@ def num_concurrent(config: RunConfig, nodes: Sequence[Node]) -> int:
     return max(1, min(trials, by_cpu))
 
 
+def _fitting(scale: ScaleSettings, nodes: Sequence[Node]) -> list[Node]:
+    return [n for n in nodes if all(n.labels.get(k) == v for k, v in scale.label_selector.items())]
+
+
+def _possible(config: RunConfig, nodes: Sequence[Node]) -> int:
+    per_node = [_bundles(config.scale, n) for n in _fitting(config.scale, nodes)]
+    if config.scale.placement == "STRICT_PACK":
+        return max(per_node, default=0)
+    if config.scale.placement == "STRICT_SPREAD":
+        return sum(1 for count in per_node if count)
+    return sum(per_node)
+
+
+def _beside_the_input(config: RunConfig, nodes: Sequence[Node]) -> int:
+    cpus = sum(n.resources.get("CPU", 0.0) for n in nodes)
+    return int((cpus - config.data.reserved_cpus) / config.scale.cpus_per_worker + 1e-9)
+
+
 def _bundles(scale: ScaleSettings, node: Node) -> int:
     by_cpu = node.resources.get("CPU", 0.0) / scale.cpus_per_worker + 1e-9
     by_gpu = node.resources.get("GPU", 0.0) / scale.gpus + 1e-9 if scale.gpus else float("inf")
@@ -93,4 +108,7 @@ def _fewer(config: RunConfig, possible: int) -> str:
         smaller = "a smaller --scale.cpus-per-worker"
         smaller = f"{smaller}, or CPUs alone (--scale.gpus-per-worker 0)" if config.scale.gpus else smaller
         return f"use --scale.workers {possible}, or {smaller}"
-    return "use smaller workers (scale.cpus_per_worker, scale.gpus_per_worker) or a larger cluster"
+    return (
+        "use smaller workers (scale.cpus_per_worker, scale.gpus_per_worker) or a larger cluster; for one that starts "
+        "nodes when they are asked for: --scale.wait-for-nodes-s 600"
+    )

@@ -22,6 +22,7 @@ from scaleray.data.loading import preprocessor_of
 from scaleray.data.source import Source
 from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
 from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_capacity
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.run.alerts import why_stopped
@@ -157,7 +158,7 @@ def _environment(config: RunConfig, *, local: bool, say: Say) -> Iterator[tuple[
         yield config, [{"node": "local"}]
         return
     with cluster.connected(config):
-        nodes = cluster.alive_nodes()
+        nodes = nodes_for(config)
         config = with_gpus_decided(config, nodes, say=say)
         check_capacity(config, nodes)
         yield config, cluster.topology(nodes)

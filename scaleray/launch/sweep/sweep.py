@@ -18,6 +18,7 @@ from scaleray.config.base import absolute_path
 from scaleray.data import TRAIN, load_sources
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.data import check_same_data
@@ -162,5 +163,6 @@ def check_data_of(before: AskedSweep, now: Mapping[str, str | None]) -> None:
 @contextlib.contextmanager
 def _connected(config: RunConfig, question: SweepQuestion) -> Iterator[list[cluster.Node]]:
     workers = config.scale.model_copy(update={"workers": question.workers_per_trial})
-    with cluster.connected(config.model_copy(update={"scale": workers})):
-        yield cluster.alive_nodes()
+    config = config.model_copy(update={"scale": workers})
+    with cluster.connected(config):
+        yield nodes_for(config)

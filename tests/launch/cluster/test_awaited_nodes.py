@@ -1,0 +1,79 @@
+"""Nodes that a cluster starts only when they are asked for are waited for, up to a deadline."""
+
+import pytest
+
+from scaleray.config import load_config
+from scaleray.errors import ClusterError
+from scaleray.launch.cluster import awaited_nodes
+from scaleray.launch.cluster.connection import Node
+
+MINIMAL = {"workload.name": "x:Y", "batch.global_size": 64, "optimizer.learning_rate": 0.1, "stop.after": "1 steps"}
+
+
+def config(**options):
+    return load_config(flags={**MINIMAL, "scale.workers": 3, **options}, environ={})
+
+
+def node(cpus, **labels):
+    return Node("10.0.0.1", {"CPU": cpus}, labels)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the autoscaler was asked for, in turn; time passes by looks."""
+    now, requests = [0.0], []
+    monkeypatch.setattr(awaited_nodes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(awaited_nodes.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr("ray.autoscaler.sdk.request_resources", lambda **what: requests.append(what))
+    return requests
+
+
+def growing(*sizes):
+    """A cluster that has so many nodes of 2 CPUs at each look."""
+    looks = iter(sizes)
+    last = [0]
+
+    def look():
+        last[0] = next(looks, last[0])
+        return [node(2)] * last[0]
+
+    return look
+
+
+def test_a_run_waits_until_there_is_room_and_takes_its_question_back(asked):
+    options = {"scale.wait_for_nodes_s": 60, "data.reserved_cpus": 1}
+    assert len(awaited_nodes.nodes_for(config(**options), look=growing(0, 1, 1, 2))) == 2
+    assert asked == [{"bundles": [{"CPU": 1.0}] * 4}, {"bundles": []}]
+
+
+def test_a_run_that_has_room_asks_for_nothing(asked):
+    assert len(awaited_nodes.nodes_for(config(**{"scale.wait_for_nodes_s": 60}), look=growing(2))) == 2
+    assert asked == []
+
+
+def test_without_a_time_to_wait_nothing_is_asked_or_waited_for(asked):
+    assert awaited_nodes.nodes_for(config(), look=growing(0, 5)) == [] and asked == []
+
+
+def test_at_the_deadline_one_error_says_what_there_is(asked):
+    with pytest.raises(ClusterError) as caught:
+        awaited_nodes.nodes_for(config(**{"scale.wait_for_nodes_s": 10}), look=growing(0, 1))
+    for words in ("3 workers of 1 CPU", "1 node with 2 CPUs", "after 10 s of waiting", "ray status"):
+        assert words in str(caught.value)
+    assert asked[-1] == {"bundles": []}
+
+
+def test_gpus_and_labels_are_asked_for_as_well(asked):
+    options = {"scale.wait_for_nodes_s": 1, "scale.gpus_per_worker": 1, "scale.label_selector": {"zone": "z1"}}
+    with pytest.raises(ClusterError):
+        awaited_nodes.nodes_for(config(**options, **{"scale.workers": 2, "data.reserved_cpus": 1}), look=growing(0))
+    assert asked[0] == {
+        "bundles": [{"CPU": 1.0, "GPU": 1.0}] * 2 + [{"CPU": 1.0}],
+        "bundle_label_selectors": [{"zone": "z1"}, {"zone": "z1"}, {}],
+    }
+
+
+def test_an_elastic_run_starts_with_its_fewest_workers_and_asks_for_all(asked):
+    options = {"scale.workers": {"min": 1, "max": 3}, "scale.wait_for_nodes_s": 60, "data.reserved_cpus": 0}
+    assert len(awaited_nodes.nodes_for(config(**options), look=growing(0, 1))) == 1
+    assert asked[0] == {"bundles": [{"CPU": 1.0}] * 3}
