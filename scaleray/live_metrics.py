@@ -129,6 +129,16 @@ DISK_FREE = Metric(
     published=RUN,
     prometheus="disk_free_ratio",
 )
+MEASURED = Metric(
+    "live/measured", "1", "turns of a study, or trials of a sweep, that are done", published=RUN, labels=("kind",)
+)
+MEASURED_PLANNED = Metric(
+    "live/measured_planned",
+    "1",
+    "turns of a study, or trials of a sweep, that are to be done",
+    published=RUN,
+    labels=("kind",),
+)
 RUN_INFO = Metric(
     "live/run_info",
     "1",

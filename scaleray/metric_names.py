@@ -11,10 +11,19 @@ import re
 from collections.abc import Mapping
 
 from scaleray import live_metrics
-from scaleray.metric import Metric, Where, prometheus_name
+from scaleray.metric import Better, Metric, Where, prometheus_name
 
 ONCE: tuple[Where, ...] = ("mlflow", "run")
 RECORD: tuple[Where, ...] = ("record",)
+OF_MEASURED = {"point": ("mode", "workers"), "trial": ("trial", "batch_size", "learning_rate", "rule", "status")}
+"""Labels in Prometheus that tell points of a study and trials of a sweep apart."""
+
+
+def _measured(name: str, unit: str, help: str, better: Better | None = None, label: str = "") -> Metric:
+    """A metric of points or trials that Prometheus has too, under its whole name."""
+    labels = OF_MEASURED[name.partition("/")[0]]
+    return Metric(name, unit, help, better, label, ONCE, labels=labels, prometheus=name.replace("/", "_"))
+
 
 LOSS = Metric(
     "train/loss",
@@ -101,8 +110,8 @@ CHECKPOINT_DURATION_S = Metric(
     "checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training", "lower"
 )
 CHECKPOINT_WRITTEN_BYTES = Metric("checkpoint/written_bytes", "bytes", "what had changed since the last checkpoint")
-WORLD_SIZE = Metric("point/world_size", "workers", "number of workers of the run")
-POINT_SAMPLES_PER_S = Metric(
+WORLD_SIZE = _measured("point/world_size", "workers", "number of workers of the run")
+POINT_SAMPLES_PER_S = _measured(
     "point/samples_per_s", "samples/s", "steady-state throughput of the whole run", "higher", "samples/s"
 )
 POINT_TOKENS_PER_S = Metric(
@@ -118,7 +127,7 @@ TIME_TO_FIRST_STEP_S = Metric(
 PEAK_MEMORY_BYTES = Metric(
     "point/peak_memory_bytes", "bytes", "largest peak memory of any worker process or device", "lower", "peak memory"
 )
-POINT_STEP_TIME_S = Metric("point/step_time_s", "s", "median time of a step in steady state", "lower", "step time")
+POINT_STEP_TIME_S = _measured("point/step_time_s", "s", "median time of a step in steady state", "lower", "step time")
 POINT_COMPUTE_S = Metric("point/compute_s", "s", "part of the step in which the worker computes")
 POINT_EXPOSED_COMM_S = Metric("point/exposed_comm_s", "s", "part of the step that waits for communication", "lower")
 POINT_INPUT_WAIT_S = Metric("point/input_wait_s", "s", "part of the step that waits for the input", "lower")
@@ -136,16 +145,20 @@ POINT_TIME_TO_TARGET_S = Metric("point/time_to_target_s", "s", "time of training
 POINT_SPEEDUP = Metric(
     "point/speedup", "1", "throughput over that of the curve's base, times the base's workers", "higher"
 )
-POINT_EFFICIENCY = Metric("point/efficiency", "1", "scaling efficiency, strong or weak as the point's mode", "higher")
+POINT_EFFICIENCY = _measured(
+    "point/efficiency", "1", "scaling efficiency, strong or weak as the point's mode", "higher"
+)
 TRIAL_BATCH_SIZE = Metric("trial/batch_size", "samples", "global batch size of the trial")
 TRIAL_LEARNING_RATE = Metric("trial/learning_rate", "1", "learning rate of the trial, after its rule")
-TRIAL_VALUE = Metric("trial/value", "unit of the metric", "last value of the sweep's metric")
+TRIAL_VALUE = _measured("trial/value", "unit of the metric", "last value of the sweep's metric")
 TRIAL_SAMPLES = Metric("trial/samples", "samples", "samples that the trial trained on")
-TRIAL_SAMPLES_TO_TARGET = Metric("trial/samples_to_target", "samples", "samples until the target was reached", "lower")
+TRIAL_SAMPLES_TO_TARGET = _measured(
+    "trial/samples_to_target", "samples", "samples until the target was reached", "lower"
+)
 TRIAL_TIME_TO_TARGET_S = Metric("trial/time_to_target_s", "s", "time of training until the target was reached", "lower")
 TRIAL_TRAINING_TIME_S = Metric("trial/training_time_s", "s", "time of training")
 TRIAL_TOTAL_TIME_S = Metric("trial/total_time_s", "s", "from when the trial had its workers to its end")
-TRIAL_SAMPLES_PER_S = Metric("trial/samples_per_s", "samples/s", "steady-state throughput of the trial", "higher")
+TRIAL_SAMPLES_PER_S = _measured("trial/samples_per_s", "samples/s", "steady-state throughput of the trial", "higher")
 TRIAL_NOISE_SCALE = Metric("trial/noise_scale", "samples", "gradient noise scale of the trial's training")
 TRIAL_GOODPUT = Metric("trial/goodput", "samples/s", "throughput times statistical efficiency", "higher")
 SCALING_IDEAL = Metric("scaling/ideal_speedup", "1", "number of workers over that of the curve's base; step: workers")

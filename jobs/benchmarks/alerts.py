@@ -58,6 +58,8 @@ class Fault:
     on_ray: bool = False
     healthy_s: float = 45.0
     """Seconds of training before the fault."""
+    watched_s: float = WATCHED_S
+    """Seconds that the training is watched after it."""
 
 
 FAULTS = (
@@ -71,7 +73,33 @@ FAULTS = (
     Fault("slow link", "slow_link", "each collective ends 60 ms later"),
     Fault("dead worker", "worker_lost", "SIGKILL for one of two Ray workers", {"scale.max_failures": 2}, on_ray=True),
     Fault("full disk", "disk_nearly_full", "the run's disk, a tmpfs, is filled"),
+    Fault(
+        "restarts",
+        "restarts",
+        "SIGKILL for one of two Ray workers, three times",
+        {"scale.max_failures": 5},
+        on_ray=True,
+    ),
+    Fault("explosion", "gradient_explosion", "gradients are a thousand times as large", healthy_s=120.0),
+    Fault(
+        "loss scale",
+        "loss_scale_collapse",
+        "gradients of fp16 are infinite in every step",
+        {"precision.dtype": "fp16", "on_nonfinite": "skip"},
+    ),
+    Fault("memory", "memory_near_limit", "rank 1 fills 97 % of a limit that is emulated"),
+    Fault(
+        "old checkpoint",
+        "checkpoint_too_old",
+        "checkpoints, due every 12 s, are not written to their end",
+        {"checkpoint.every_minutes": 0.2},
+        watched_s=160.0,
+    ),
+    Fault("mlflow away", "recorder_spooling", "SIGKILL for the MLflow server"),
+    # twenty minutes are compared, the last five and the first five of them: half an hour, on demand only
+    Fault("creep", "memory_creeping", "rank 1 keeps 1.5 GiB", healthy_s=1000.0, watched_s=700.0),
 )
+ON_DEMAND = ("creep",)
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
@@ -209,7 +237,7 @@ class Run:
         """Train, plant the fault, and wait for its alerts."""
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, __file__, "--train", str(self.config)]
-        with self.disk(), running(command, self.folder / "log", env=environment) as process:
+        with self.disk(), self.server(), running(command, self.folder / "log", env=environment) as process:
             if not self.wait_for_steps(process):
                 return log(f"{self.fault.name}: did not begin, see {self.folder / 'log'}")
             if not self.fault.rule:
@@ -218,7 +246,7 @@ class Run:
                 return
             time.sleep(self.fault.healthy_s)
             self.plant()
-            until = time.time() + WATCHED_S
+            until = time.time() + self.fault.watched_s
             while time.time() < until and None in self.seconds(delivered):
                 time.sleep(0.5)
             log(f"{self.fault.name}: {self.seconds(delivered)}")
@@ -242,14 +270,63 @@ class Run:
 
     def plant(self) -> None:
         """Begin the fault."""
+        for _ in range(2 if self.fault.name == "restarts" else 0):
+            self.kill_worker()
+            time.sleep(10)
         self.planted_at = time.time()
-        if self.fault.name == "dead worker":
-            os.kill(int((self.folder / "process-1").read_text()), signal.SIGKILL)
+        if self.fault.name == "dead worker" or self.fault.name == "restarts":
+            self.kill_worker(waits=False)
+        elif self.fault.name == "mlflow away":
+            os.killpg(int((self.folder / "mlflow").read_text()), signal.SIGKILL)
         elif self.fault.name == "full disk":
             free = shutil.disk_usage(self.folder / "runs")
             (self.folder / "runs" / "filler").write_bytes(bytes(int(free.free - 0.02 * free.total)))
         else:
             (self.folder / "planted").touch()
+
+    def kill_worker(self, *, waits: bool = True) -> None:
+        """End the second worker, and wait for the one that is started in its place."""
+        path = self.folder / "process-1"
+        process = path.read_text()
+        os.kill(int(process), signal.SIGKILL)
+        until = time.time() + START_S
+        while waits and path.read_text() == process and time.time() < until:
+            time.sleep(0.5)
+
+    @contextlib.contextmanager
+    def server(self) -> Iterator[None]:
+        """An MLflow server for the run, where its fault is that it goes away."""
+        if self.fault.name != "mlflow away":
+            yield
+            return
+        port = free_port()
+        uri = f"http://127.0.0.1:{port}"
+        given = json.loads(self.config.read_text())
+        given["flags"]["tracking.uri"] = uri
+        self.config.write_text(json.dumps(given))
+        store = ["--backend-store-uri", f"sqlite:///{self.folder}/server.db", "--workers", "1"]
+        artifacts = ["--artifacts-destination", str(self.folder / "artifacts")]
+        command = [
+            sys.executable,
+            "-m",
+            "mlflow",
+            "server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            *store,
+            *artifacts,
+        ]
+        with running(command, self.folder / "mlflow.log") as process:
+            (self.folder / "mlflow").write_text(str(process.pid))
+            until = time.time() + START_S
+            while time.time() < until and process.poll() is None:
+                with contextlib.suppress(OSError):
+                    urllib.request.urlopen(f"{uri}/health", timeout=5)
+                    break
+                time.sleep(1)
+            yield
 
     @contextlib.contextmanager
     def disk(self) -> Iterator[None]:
@@ -298,7 +375,8 @@ def report(runs: list[Run], delivered: Delivered) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(BY_NAME), help="faults, with commas between them")
+    usual = ",".join(name for name in BY_NAME if name not in ON_DEMAND)
+    parser.add_argument("--only", default=usual, help="faults, with commas between them")
     parser.add_argument("--healthy-s", type=float, default=300.0, help="length of the healthy training")
     parser.add_argument("--at-once", type=int, default=3, help="trainings side by side")
     parser.add_argument(
@@ -320,7 +398,7 @@ def main() -> None:
             )
             lengths = {"healthy": options.healthy_s}
             runs = [
-                Run(BY_NAME[one], folder, hook, lengths.get(one, BY_NAME[one].healthy_s + 2 * WATCHED_S))
+                Run(BY_NAME[one], folder, hook, lengths.get(one, BY_NAME[one].healthy_s + 2 * BY_NAME[one].watched_s))
                 for one in options.only.split(",")
             ]
             targets = [{"targets": [f"127.0.0.1:{run.port}" for run in runs]}]

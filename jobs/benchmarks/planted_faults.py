@@ -5,6 +5,7 @@ The fault begins when a file `planted` appears in the folder. Compute is a timed
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -12,37 +13,42 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from scaleray import Workload
+from scaleray.checkpoints.storage import Store
 from scaleray.emulation import EmulatedLayer, EmulatedLink, Timing
+from scaleray.training.profile.rank_samples import RankSamples
 
 WIDTH, LAYERS, FORWARD_S = 32, 4, 0.02
 STRAGGLE_S, LINK_S, ROW_S, HANG_S = 0.04, 0.06, 0.06, 200.0
+LIMIT_BYTES, FILLED, KEPT_BYTES = 2**31, 0.97, 3 * 2**29
+"""Memory that a worker is told it can have, the share of it that is filled, and what is kept for good."""
 
 
 class Delay(torch.autograd.Function):
-    """Identity that calls a function in its forward and in its backward pass."""
+    """Identity that calls a function in its forward and in its backward pass, where it gives a factor for the
+    gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: Callable[[], None], backward: Callable[[], None]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, forward: Callable[[], None], backward: Callable[[], float]) -> torch.Tensor:
         ctx.later = backward
         forward()
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        ctx.later()
-        return gradients[0], None, None
+        return ctx.later() * gradients[0], None, None
 
 
 class Delayed(nn.Module):
     """A layer and what is called before its passes."""
 
-    def __init__(self, layer: nn.Module, forward: Callable[[], None], backward: Callable[[], None]) -> None:
+    def __init__(self, layer: nn.Module, forward: Callable[[], None], backward: Callable[[], float]) -> None:
         super().__init__()
         self.layer, self._calls = layer, (forward, backward)
 
@@ -75,13 +81,23 @@ class Planted(Workload):
         self.sign = os.path.join(folder, "planted")
         self.link: EmulatedLink | None = None
         self.has_hit = False
+        self.kept: list[np.ndarray] = []  # type: ignore[type-arg]
 
     def hits(self, fault: str, *, rank: int | None = None) -> bool:
         """Whether this fault acts now, and on this rank."""
         is_here = rank is None or not dist.is_initialized() or dist.get_rank() == rank
         return self.fault == fault and is_here and os.path.exists(self.sign)
 
+    def prepare(self) -> None:
+        """Plant in this process what is of no model."""
+        if self.fault == "memory":
+            # whoever samples has asked for the limit already
+            setattr(RankSamples, "_limit", property(lambda self: LIMIT_BYTES, lambda self, value: None))  # noqa: B010
+        if self.fault == "old checkpoint":
+            slow_writes(self.sign)
+
     def build_model(self) -> nn.Module:
+        self.prepare()
         rank = dist.get_rank() if dist.is_initialized() else 0
         Path(self.folder, f"process-{rank}").write_text(str(os.getpid()))
         if self.fault == "slow link" and self.link is None:
@@ -90,10 +106,15 @@ class Planted(Workload):
         def forward() -> None:
             if self.hits("hang", rank=1):
                 time.sleep(HANG_S)
+            if not self.kept and (self.hits("memory", rank=1) or self.hits("creep", rank=1)):
+                used = psutil.Process().memory_info().rss
+                size = KEPT_BYTES if self.fault == "creep" else int(FILLED * LIMIT_BYTES) - used
+                self.kept.append(np.ones(size, np.uint8))
 
-        def backward() -> None:
+        def backward() -> float:
             if self.hits("straggler", rank=1):
                 time.sleep(STRAGGLE_S)
+            return math.inf if self.hits("loss scale") else 1.0
 
         timing = Timing(forward_s=FORWARD_S / LAYERS, jitter=0.1)
         layers: list[nn.Module] = [
@@ -108,10 +129,25 @@ class Planted(Workload):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         if self.link is not None and self.hits("slow link"):
             self.link.latency_s = LINK_S
-        loss = F.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+        found = model(batch["x"])
+        if self.hits("explosion") and found.requires_grad:
+            found.register_hook(lambda gradient: 1000 * gradient)
+        loss = F.cross_entropy(found, batch["y"], reduction="sum")
         if self.hits("nan") and not self.has_hit:
             self.has_hit, loss = True, loss * float("nan")
         return (10 * loss if self.hits("spike") else loss), len(batch["y"])
+
+
+def slow_writes(sign: str) -> None:
+    """Let files of checkpoints take for ever to be written, once the sign is there."""
+    write = Store.write
+
+    def slow(self: Store, name: str, pieces: Any) -> tuple[str, int]:
+        while os.path.exists(sign):
+            time.sleep(1)
+        return write(self, name, pieces)
+
+    Store.write = slow  # type: ignore[method-assign]
 
 
 def emulated_link() -> EmulatedLink:

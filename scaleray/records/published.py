@@ -6,6 +6,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+RAYS_JOB = "RAY_JOB_SUBMISSION_ID"
+"""Variable of Ray's in the driver of a job."""
+
 
 @dataclass(frozen=True)
 class PublishedFacts:

@@ -41,6 +41,11 @@ class Outbox(Generic[Op]):
         self._kept: list[Op] = []
         self._retry_at, self._backoff = 0.0, Backoff()
 
+    @property
+    def num_kept(self) -> int:
+        """Number of operations that wait to be sent again."""
+        return len(self._kept)
+
     def send(self, operation: Op) -> None:
         """Send, or keep; while anything is kept, later operations queue behind it."""
         if self._kept and not self.send_kept():

@@ -1,7 +1,7 @@
 """Judges a run while it lives, in a thread beside its recorder, and tells whoever is to know of its alerts.
 
-It sees every step's loss and gradient norm, and the series that the run publishes, at each look. A training without a
-recorder beside it (studies, sweeps) is not judged.
+It sees every step's loss and gradient norm, and the series that the run publishes, at each look. Studies and sweeps
+give theirs (`measured_metrics.py`); single trainings of them are not judged.
 """
 
 from __future__ import annotations

@@ -148,6 +148,15 @@ class ParentRun:
         """Where a browser shows the run with its description and files."""
         return run_link(self._store.uri, self.experiment_id, self.run_id)
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of writes that MLflow has not taken."""
+        return self._outbox.num_kept
+
+    def log(self, operation: StudyOperation) -> None:
+        """Write something else of the parent run. Returns at once."""
+        self._write(operation)
+
     def log_point(self, point: Point) -> None:
         """Write a measured point as a child. Returns at once. A point that is there already is left as it is."""
         with self._whatever_fails():

@@ -21,13 +21,13 @@ from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.errors import CheckpointError
-from scaleray.launch.run.alerts import alert_settings
+from scaleray.launch.session.alerts import alert_settings
 from scaleray.launch.session.folder import RunFolder
 from scaleray.profiling.run_profile import run_profile
 from scaleray.profiling.verdict.findings import Limit
 from scaleray.profiling.verdict.of_run import verdict_of_run
 from scaleray.records.json_record import leaves
-from scaleray.records.published import PublishedFacts
+from scaleray.records.published import RAYS_JOB, PublishedFacts
 from scaleray.records.rows import Row
 from scaleray.records.run import EMULATED, RunRecord
 from scaleray.reproducibility.fingerprint import environment_hash
@@ -38,8 +38,6 @@ from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TrainJob
 from scaleray.workload import brings_optimizer, brings_schedule
 
-RAYS_JOB = "RAY_JOB_SUBMISSION_ID"
-"""Variable of Ray's in the driver of a job."""
 EXPLAINED = (
     names.LOSS, names.LEARNING_RATE, names.GRAD_NORM, names.EPOCH, names.SAMPLES_PER_S, names.TOKENS_PER_S,
     names.STEP_TIME_S, names.INPUT_WAIT_SHARE, names.SENT_BYTES, names.POINT_SAMPLES_PER_S, names.TIME_TO_FIRST_STEP_S,
@@ -59,9 +57,11 @@ def describe(
     continues: Mapping[str, Any] | None,
     changes: Sequence[str],
     port: int | None = None,
+    expected_samples_per_s: float | None = None,
 ) -> RunDescription:
     """The run for the recorder. data: facts of each split. facts: environment and topology. continues: run.json of the
-    interrupted run, changes: what differs from it, a line each. port: of its metrics, None is none."""
+    interrupted run, changes: what differs from it, a line each. port: of its metrics, None is none.
+    expected_samples_per_s: what its throughput is held against."""
     config, recipe = job.config, job.recipe
     alerts, webhook = alert_settings(config.alerts)
     params: dict[str, Any] = dict(leaves(used_settings(config, recipe.strategy), of_lists=False))
@@ -95,11 +95,11 @@ def describe(
         changes=changes,
         strategy=recipe.strategy,
         total_steps=recipe.total_steps,
-        published=_published_facts(job, port),
+        published=_published_facts(job, port, expected_samples_per_s),
     )
 
 
-def _published_facts(job: TrainJob, port: int | None) -> PublishedFacts:
+def _published_facts(job: TrainJob, port: int | None, expected_samples_per_s: float | None) -> PublishedFacts:
     config, minutes = job.config, job.config.checkpoint.every_minutes
     peak = config.study.peak_tflops
     return PublishedFacts(
@@ -107,7 +107,7 @@ def _published_facts(job: TrainJob, port: int | None) -> PublishedFacts:
         job=os.environ.get(RAYS_JOB, ""),
         checkpoint_every_steps=job.recipe.checkpoint_every_steps,
         checkpoint_every_s=60.0 * minutes if minutes is not None else None,
-        expected_samples_per_s=config.monitoring.expected_samples_per_s,
+        expected_samples_per_s=expected_samples_per_s,
         flops_per_sample=config.monitoring.flops_per_sample,
         peak_flops_per_s=peak * 1e12 if peak is not None else None,
         precision="tf32" if config.precision.tf32 and config.precision.dtype == "fp32" else config.precision.dtype,

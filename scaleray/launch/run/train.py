@@ -28,6 +28,7 @@ from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.run.alerts import why_stopped
 from scaleray.launch.run.announcement import announcement
 from scaleray.launch.run.checkpoint_facts import checkpoint_facts
+from scaleray.launch.run.prediction import prediction
 from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
 from scaleray.launch.run.resume import Request, make_request
 from scaleray.launch.run.trainer import Interrupted, fit
@@ -118,7 +119,8 @@ def train(
             traced = None if trace is None else trace.into(folder.path)
             run.job = dataclasses.replace(run.job, trace=traced, probes_links=probes_links)
             expect_steps(run.recipe.total_steps)
-            for line in announcement(request, run.job, data=run.data, folder=folder, local=local, port=port):
+            lines = announcement(request, run.job, data=run.data, folder=folder, local=local, port=port)
+            for line in (*lines, *run.prediction.lines()):
                 say(line)
             return run.train(local=local)
     except BaseException:
@@ -187,6 +189,7 @@ class _Run:
         self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
         self.before, self.base_dir, self.changed = before, request.base_dir, request.changed
         self.recipe, self.port = derive(config, size_of(sources)), port
+        self.prediction = prediction(config, self.recipe, run_path=folder.path)
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
         splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
         readers = "worker" if topology[0]["node"] == "local" else config.data.readers
@@ -229,6 +232,7 @@ class _Run:
             continues=self.before.about if self.before else None,
             changes=self._changes(),
             port=self.port,
+            expected_samples_per_s=self.prediction.samples_per_s,
         )
         recorder, work = self._prepared(description, local=local)
         if (fitted := preprocessor_of(self.sources[TRAIN])) is not None:

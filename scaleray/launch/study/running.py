@@ -23,20 +23,24 @@ from scaleray.data import TRAIN
 from scaleray.data.source import Source
 from scaleray.errors import ScaleRayError, UsageError, first_line
 from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.measured import published_while
 from scaleray.launch.study import noise as study_noise
 from scaleray.launch.study.conclusions import planner_laws, points_of_others, words_of
 from scaleray.launch.study.hardware import OVERSUBSCRIBED
 from scaleray.launch.study.plan import MODES, Question
 from scaleray.launch.study.point import point_of
 from scaleray.launch.study.turn_store import KnownTurns
+from scaleray.monitoring.live.measured_series import Measured
 from scaleray.progress import Stage
 from scaleray.records.printed import quantity
+from scaleray.records.published import RankSample
 from scaleray.records.run import EMULATED, Say
-from scaleray.records.study import Conditions, Curve, Mode, NoiseCourse, StudyRecord, ToTarget, Turn
+from scaleray.records.study import Conditions, Curve, Mode, NoiseCourse, Point, StudyRecord, ToTarget, Turn
 from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.scaling.curves.curves import as_curve
 from scaleray.tracking import store
 from scaleray.tracking.live_stage import written_while
+from scaleray.tracking.measured_metrics import MeasuredMetrics
 from scaleray.tracking.provenance import dataset, source_tags
 from scaleray.tracking.study_runs import ParentRun
 from scaleray.training.model_profile import profile_workload
@@ -75,7 +79,10 @@ class RunningStudy:
     measuring: Stage = field(default_factory=lambda: Stage("measuring"))
     """The turns, as a terminal shows them."""
     said: set[str] = field(default_factory=set)
-    logged: set[tuple[Mode, str]] = field(default_factory=set)
+    points: dict[tuple[Mode, str], Point] = field(default_factory=dict)
+    """Those of which everything is known, by curve and rung."""
+    metrics: MeasuredMetrics | None = None
+    """What it publishes while it measures."""
 
     def __post_init__(self) -> None:
         self.mlflow = ParentRun.open(
@@ -111,6 +118,14 @@ class RunningStudy:
         except BaseException:
             self._leave("FAILED")
             raise
+
+    def published(self) -> contextlib.AbstractContextManager[MeasuredMetrics]:
+        """Context in which Prometheus finds what is measured so far."""
+        return published_while(self._measured, self.config, folder=self.folder, parent=self.mlflow, say=self.say)
+
+    def _measured(self) -> Measured:
+        stage = self.measuring
+        return Measured("study", stage.done, stage.total, points=list(self.points.values()))
 
     def shown_in_its_folder(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the folder says how far the measuring is."""
@@ -197,6 +212,8 @@ class RunningStudy:
         """Keep what a worker has told of a rung, at once, and write to MLflow the points of which everything is
         known."""
         name, result = told
+        if isinstance(result, RankSample):
+            return self.metrics.hear(result) if self.metrics is not None else None
         rung = self.rungs[name]
         workers = quantity(rung.workers, "worker")
         if isinstance(result, Turn):
@@ -225,9 +242,9 @@ class RunningStudy:
             self.said.add(result)
             self.say(f"  note ({workers}): {result}")
         for mode, known in self._standing():
-            if known.is_complete and (mode, known.name) not in self.logged:
-                self.logged.add((mode, known.name))
+            if known.is_complete and (mode, known.name) not in self.points:
                 point = point_of(mode, known, self.config, profile=self.profile, study=self.folder.name)
+                self.points[mode, known.name] = point
                 self.mlflow.log_point(point)
 
     def _standing(self) -> Iterator[tuple[Mode, Rung]]:

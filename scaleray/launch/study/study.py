@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.conditions import check_same, conditions_of
+from scaleray.launch.session.measured import check_published
 from scaleray.launch.session.start import (
     check_learning_rate,
     check_local,
@@ -66,6 +67,7 @@ def study(
     started_at = time.time()
     config = with_absolute_paths(study_noise.with_noise(config) if question.noise else config)
     store.check_reachable(store.resolve_uri(config.tracking.uri))
+    check_published(config)
     if local:
         check_local(config)
     more = [_read(folder) for folder in points_of]
@@ -100,20 +102,23 @@ def study(
                 write_report=write_report,
             )
             climb = partial(climb_in_processes, code, folder.path) if local else partial(climb_under_ray, folder.path)
-            with running.kept_to_its_end():
-                groups = running.begin()
-                with (
-                    stage("measuring", total=running.total, unit="turns") as running.measuring,
-                    running.shown_in_its_folder(),
-                ):
-                    for group in groups:
-                        climb(group, question.seed, running.keep, spread, sources)
-                        check_one_kind(rungs.values())
-                with stage("drawing the conclusions"):
-                    running.count_for_planner()
-                    record = running.record()
-            with stage("writing the report"):
-                return running.write(record)
+            with running.published() as running.metrics:
+                record = _measured(running, climb, spread)
+                with stage("writing the report"):
+                    return running.write(record)
+
+
+def _measured(running: RunningStudy, climb: Callable[..., None], spread: RunConfig) -> StudyRecord:
+    """Take what turns are missing, and conclude. climb: measures a group of rungs, with the config of its workers."""
+    with running.kept_to_its_end():
+        groups = running.begin()
+        with stage("measuring", total=running.total, unit="turns") as running.measuring, running.shown_in_its_folder():
+            for group in groups:
+                climb(group, running.question.seed, running.keep, spread, running.sources)
+                check_one_kind(running.rungs.values())
+        with stage("drawing the conclusions"):
+            running.count_for_planner()
+            return running.record()
 
 
 def _read(folder: str) -> StudyRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter
@@ -15,12 +16,14 @@ from scaleray.errors import RunFailedError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import num_concurrent
 from scaleray.launch.session.conditions import conditions_of
+from scaleray.launch.session.measured import published_while
 from scaleray.launch.sweep.folder import RECORD_FILE, AskedSweep, SweepFolder
 from scaleray.launch.sweep.guided import GuidedTrials
 from scaleray.launch.sweep.plan import SweepPlan
 from scaleray.launch.sweep.same_trainings import SameTrainings, counted_for, trained_by_key, training_key
 from scaleray.launch.sweep.trial_records import make_trial, trial_line
 from scaleray.launch.sweep.tune import remove_scraps, run_experiment
+from scaleray.monitoring.live.measured_series import Measured
 from scaleray.progress import Stage, stage
 from scaleray.records.printed import quantity
 from scaleray.records.run import Say
@@ -28,6 +31,7 @@ from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.reproducibility.fingerprint import git_state
 from scaleray.scaling.sweeps.result import DIVERGED, FAILED, NOT_STARTED, common_causes, sentences, with_common_target
 from scaleray.tracking.live_stage import written_while
+from scaleray.tracking.measured_metrics import MeasuredMetrics
 from scaleray.tracking.provenance import dataset, source_tags
 from scaleray.tracking.study_runs import ParentRun
 
@@ -201,6 +205,17 @@ class RunningSweep:
         ):
             self.running.advance(sum(trial.status != NOT_STARTED for trial in self.trials))
             return run_experiment(self.plan, self.nodes, folder=folder.path, on_trial=self._keep, **options)
+
+    def published(self) -> contextlib.AbstractContextManager[MeasuredMetrics]:
+        """Context in which Prometheus finds the trials that have ended, and the sweep is judged."""
+        assert self.run is not None
+        return published_while(self._measured, self.plan.base, folder=self.files.folder, parent=self.run, say=self.say)
+
+    def _measured(self) -> Measured:
+        now, config = self.running, self.plan.base
+        return Measured(
+            "sweep", now.done, now.total, trials=self.trials, workers=self.plan.workers, strategy=config.strategy.name
+        )
 
     def _keep(self, trial: Trial, *, is_said: bool = True) -> None:
         """Keep a trial's record: on disk first, then in MLflow, then on the terminal."""

@@ -23,6 +23,7 @@ from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.data import check_same_data
 from scaleray.launch.session.folder import RunFolder, unique_name
+from scaleray.launch.session.measured import check_published
 from scaleray.launch.session.start import with_absolute_paths
 from scaleray.launch.sweep.folder import AskedSweep, SweepFolder, finished_record, read_asked
 from scaleray.launch.sweep.guided import check_guided
@@ -82,6 +83,7 @@ def sweep(
     _check(config, question)
     tracking_uri = store.resolve_uri(tracking_uri or config.tracking.uri)
     store.check_reachable(tracking_uri)
+    check_published(config)
     workloads = _load_workloads(config, question, workload, base_dir)  # before a cluster is started
     try:
         if continue_folder is not None:
@@ -97,7 +99,10 @@ def sweep(
             folder = folder or RunFolder.reserve(config, unique_name(f"sweep-{config.workload.stem}"))
             asked = before or _asked(plan, candidates.refused, command, base_dir, started_at)
             files = SweepFolder(folder)
-            with RunningSweep(plan, asked, files, nodes, tracking_uri, say, started_at, against=against) as running:
+            with (
+                RunningSweep(plan, asked, files, nodes, tracking_uri, say, started_at, against=against) as running,
+                running.published(),
+            ):
                 running.run_all()
                 return running.finish(write_report)
     finally:

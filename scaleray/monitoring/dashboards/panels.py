@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal["timeseries", "stat", "gauge", "heatmap", "bargauge", "table"]
-Needs = Literal["", "GPU", "fp16", "prediction", "tokens", "long phase", "Ray", "Ray Dataset"]
+Needs = Literal[
+    "", "GPU", "fp16", "prediction", "study", "sweep", "target", "tokens", "long phase", "Ray", "Ray Dataset"
+]
 """What a panel shows nothing without. Empty where a run alone fills it."""
 COLUMNS = 24
 """Width of Grafana's grid."""

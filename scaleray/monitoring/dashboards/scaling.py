@@ -9,6 +9,7 @@ from scaleray.monitoring.dashboards.panels import Dashboard, Panel, Query, Row, 
 from scaleray.monitoring.dashboards.queries import OF_RUNS, each_run, once, select
 
 BELOW = float("-inf")
+OF_POINT, OF_TRIAL = names.POINT_SAMPLES_PER_S.labels, names.TRIAL_VALUE.labels
 MILLION, SECONDS_AN_HOUR = "1e6", "3600"
 RATE, WORKERS = once(names.SAMPLES_PER_S), once(names.WORKERS)
 COST = f"$price * {WORKERS} / {SECONDS_AN_HOUR} / {RATE} * {MILLION}"
@@ -93,6 +94,86 @@ COSTS = Row(
     ),
 )
 
+POINT_RATE, POINT_WORKERS = (once(metric, *OF_POINT) for metric in (names.POINT_SAMPLES_PER_S, names.WORLD_SIZE))
+TRIAL_RATE = once(names.TRIAL_SAMPLES_PER_S, *OF_TRIAL)
+POINT, TRIAL = (
+    "{{mode}}, {{workers}} workers",
+    "trial {{trial}}, batch {{batch_size}}, rate {{learning_rate}}, {{rule}}",
+)
+TRIAL_COST = f"$price * {WORKERS} / {SECONDS_AN_HOUR} * {MILLION} / on ({OF_RUNS}) group_right () {TRIAL_RATE}"
+
+MEASURED = Row(
+    "Studies and sweeps",
+    (
+        Panel(
+            title="Turns and trials",
+            description="Share of a study's turns, or a sweep's trials, that is done. Normal: it grows evenly. "
+            "Standing still for longer than a turn: its terminal says what it waits for.",
+            queries=(each_run(f"{once(live.MEASURED, 'kind')} / {once(live.MEASURED_PLANNED, 'kind')}", "{{kind}}"),),
+            unit="percentunit",
+            needs="study",
+            minimum=0,
+            maximum=1,
+        ),
+        Panel(
+            title="Efficiency of points",
+            description="Samples a second and worker over those of the smallest point of the curve. Normal: above 0.8 "
+            "while it pays to add workers. The study's report has the intervals, and what limits a point.",
+            queries=(each_run(once(names.POINT_EFFICIENCY, *OF_POINT), POINT),),
+            unit="percentunit",
+            needs="study",
+            minimum=0,
+            thresholds=(Threshold(BELOW, "red"), Threshold(0.6, "orange"), Threshold(0.8, "green")),
+        ),
+        Panel(
+            title="Cost of a million samples, by point",
+            description="At the price of a worker-hour above the panels. Normal: it grows as efficiency falls.",
+            queries=(each_run(f"$price * {POINT_WORKERS} / {SECONDS_AN_HOUR} / {POINT_RATE} * {MILLION}", POINT),),
+            unit="none",
+            needs="study",
+            minimum=0,
+        ),
+        Panel(
+            title="Throughput and step time of points",
+            description="Samples a second of all workers, and the median step in seconds. Normal: as in the study "
+            "before under the same conditions; `scaleray compare` says whether a difference is more than noise.",
+            queries=(
+                each_run(POINT_RATE, f"samples/s, {POINT}"),
+                each_run(once(names.POINT_STEP_TIME_S, *OF_POINT), f"step time, {POINT}"),
+            ),
+            unit="short",
+            needs="study",
+            minimum=0,
+        ),
+        Panel(
+            title="Trials",
+            description="Last value of the sweep's metric, trial by trial; of thousands the newest 200. Normal: a "
+            "valley or a hill over learning rates; the report has it by batch size and rule.",
+            queries=(each_run(once(names.TRIAL_VALUE, *OF_TRIAL), TRIAL),),
+            unit="none",
+            needs="sweep",
+        ),
+        Panel(
+            title="Cost of a million samples, by trial",
+            description="At the price above. Trials beside each other share a machine: their costs compare with each "
+            "other. Normal: lower for larger batches, until the device is full.",
+            queries=(each_run(TRIAL_COST, TRIAL),),
+            unit="none",
+            needs="sweep",
+            minimum=0,
+        ),
+        Panel(
+            title="Samples to the target, by trial",
+            description="What a batch size and learning rate cost in data. Normal: flat up to the critical batch size, "
+            "and growing from there on.",
+            queries=(each_run(once(names.TRIAL_SAMPLES_TO_TARGET, *OF_TRIAL), TRIAL),),
+            unit="short",
+            needs="target",
+            minimum=0,
+        ),
+    ),
+)
+
 HISTORY = Row(
     "Runs of the time range",
     (
@@ -108,9 +189,8 @@ HISTORY = Row(
         ),
         Panel(
             title="Runs and what they were",
-            description="Every run of the time range, with its strategy and job. Studies and sweeps publish nothing "
-            "here: a click on a line leads to its experiment in MLflow too, which has their curves. Prometheus keeps "
-            "15 days unless told otherwise.",
+            description="Every run, study and sweep of the time range, with its strategy and job. A click on a line "
+            "leads to its page and its experiment in MLflow. Prometheus keeps 15 days unless told otherwise.",
             queries=(Query(variables.runs(f"last_over_time({select(live.RUN_INFO)}[$__range])")),),
             unit="none",
             kind="table",
@@ -147,8 +227,8 @@ HISTORY = Row(
 DASHBOARD = Dashboard(
     name="scaling",
     title="scaleray: scaling",
-    description="Efficiency against prediction, cost, and the runs of the last weeks.",
+    description="Efficiency against prediction, cost, studies and sweeps, and the runs of the last weeks.",
     variables=(*variables.RUNS, variables.PRICE),
-    rows=(PREDICTION, COSTS, HISTORY),
+    rows=(PREDICTION, COSTS, MEASURED, HISTORY),
     notes=(variables.FIRING,),
 )

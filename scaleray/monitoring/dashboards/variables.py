@@ -22,11 +22,11 @@ INSTANCE = Variable(
     description="The address that was scraped: one a node with Ray, one a run without it.",
     all_value=".+",
 )
-RUN = Variable(name="run", label="Run", query=values_of(live_metrics.STEPS_PLANNED, RUN_NAME, 'job=~"$job"'))
+RUN = Variable(name="run", label="Run", query=values_of(live_metrics.RUN_INFO, RUN_NAME, 'job=~"$job"'))
 ID = Variable(
     name=RUN_ID,
     label="Run id",
-    query=values_of(live_metrics.STEPS_PLANNED, RUN_ID, 'job=~"$job"', f'{RUN_NAME}=~"$run"'),
+    query=values_of(live_metrics.RUN_INFO, RUN_ID, 'job=~"$job"', f'{RUN_NAME}=~"$run"'),
     description="Tells runs of one name apart.",
 )
 OF_RANK = Variable(

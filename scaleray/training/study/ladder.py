@@ -21,6 +21,7 @@ import torch
 
 from scaleray.data import RaySources, Sources
 from scaleray.errors import ConfigError
+from scaleray.records.published import RankSample
 from scaleray.records.run import EvaluationRecord, StepRecord, WorkerMessage
 from scaleray.records.study import Mode, NoiseCourse, ToTarget, Turn
 from scaleray.training import loop
@@ -89,8 +90,8 @@ class Rung:
         return math.ceil(min(wanted, max(MOST_STEPS, self.steps)) / self.period) * self.period
 
 
-Result = Turn | ToTarget | NoiseCourse | str
-"""What was measured of a rung, or a note about it."""
+Result = Turn | ToTarget | NoiseCourse | RankSample | str
+"""What was measured of a rung, how a worker did in a turn, or a note."""
 Tell = Callable[[tuple[str, Result]], Any]
 """Function that takes the name of a rung and a result."""
 
@@ -109,7 +110,8 @@ def climb(place: Place, rungs: Sequence[Rung], seed: int, tell: Tell, sources: S
     """Measure what is not known of the rungs. Collective: every worker of the group calls it with the same rungs, and
     its default process group is gone afterwards.
 
-    seed: of the order of turns. tell: called on the first worker, as soon as there is something to tell.
+    seed: of the order of turns. tell: called on the first worker, as soon as there is something to tell, and by every
+    worker after a turn.
     """
     config = rungs[0].job.config
     if place.device.type == "cpu":
@@ -130,7 +132,11 @@ def climb(place: Place, rungs: Sequence[Rung], seed: int, tell: Tell, sources: S
         with groups.of(rung.workers) as mine:
             if mine is not None:
                 job, say = shortened(rung.job, num_steps[rung.name]), partial(tell_of, rung)
-                tell_of(rung, take_turn(job, mine, round=number, sources=sources, say=say))
+                samples: list[RankSample] = []
+                turn = take_turn(job, mine, round=number, sources=sources, say=say, samples=samples)
+                for sample in samples[-1:]:  # after the turn, whose steps are timed; each worker's
+                    tell((rung.name, sample))
+                tell_of(rung, turn)
     for rung in rungs:
         if rung.needs_target or rung.needs_noise:
             with groups.of(rung.workers) as mine:

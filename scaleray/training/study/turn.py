@@ -28,6 +28,7 @@ from scaleray.config.strategy_traits import traits_of
 from scaleray.data import RankBatch, Sources
 from scaleray.emulation import is_emulated
 from scaleray.errors import RunFailedError
+from scaleray.records.published import RankSample
 from scaleray.records.run import EventRecord, Say, StepRecord, WorkerMessage, WorkerSummary
 from scaleray.records.study import Turn
 from scaleray.reproducibility.seeding import same_switches
@@ -43,9 +44,11 @@ LEAST_ALONE_STEPS = 10
 NUM_TRANSFERS = 7
 
 
-def take_turn(job: TrainJob, place: Place, *, round: int, sources: Sources, say: Say) -> Turn:
+def take_turn(
+    job: TrainJob, place: Place, *, round: int, sources: Sources, say: Say, samples: list[RankSample] | None = None
+) -> Turn:
     """Train a job that was `shortened` and measure its steps. Collective over the place's group; rank 0's result is
-    the group's.
+    the group's. samples: gets how this worker did.
 
     In every second round the work without communication comes first, so that a drift of the machine favours neither.
     """
@@ -55,7 +58,8 @@ def take_turn(job: TrainJob, place: Place, *, round: int, sources: Sources, say:
     steps: list[StepRecord] = []
     watcher = _Watcher()
     with same_switches():
-        summary = loop.run(job, place, sources=sources, emit=emit_to(steps, say, place), probe=watcher)
+        emit = emit_to(steps, say, place, samples)
+        summary = loop.run(job, place, sources=sources, emit=emit, probe=watcher)
     _check_complete(job, place, steps, summary)
     peak = peak_since_reset(place.device)
     if not is_alone_first:
@@ -130,12 +134,17 @@ def _check_complete(job: TrainJob, place: Place, steps: Sequence[StepRecord], su
         )
 
 
-def emit_to(steps: list[StepRecord], say: Say, place: Place) -> Callable[[WorkerMessage], None]:
-    """Function that collects a training's steps, and passes on what its first worker has to say."""
+def emit_to(
+    steps: list[StepRecord], say: Say, place: Place, samples: list[RankSample] | None = None
+) -> Callable[[WorkerMessage], None]:
+    """Function that collects a training's steps, and passes on what its first worker has to say. samples: gets how this
+    worker did."""
 
     def emit(message: WorkerMessage) -> None:
         if isinstance(message, StepRecord):
             steps.append(message)
+        elif isinstance(message, RankSample) and samples is not None:
+            samples.append(message)
         elif isinstance(message, EventRecord) and place.rank == 0:
             say(message.text)
 

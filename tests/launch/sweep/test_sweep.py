@@ -84,7 +84,9 @@ def test_trials_of_two_workers_one_of_which_fails_and_one_that_never_fits(ray_se
     # on disk, in MLflow, and nowhere else
     folder = Path(record.folder)
     assert SweepRecord.read(folder / "record.json") == record
-    assert {path.name for path in folder.iterdir()} == {".lock", "live.json", "record.json", "sweep.json", "trials"}
+    assert {path.name for path in folder.iterdir()} == {
+        *(".lock", "alerts.jsonl", "live.json", "record.json", "sweep.json", "trials")
+    }
     parent, runs = children(record)
     assert parent.info.status == "FINISHED" and parent.data.tags["scaleray.kind"] == "sweep"
     assert {r.info.run_id for r in runs} == {t.run_id for t in record.trials}

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian has it)"),
 ]
-EMPTY_WITHOUT = {"GPU", "fp16", "tokens", "Ray Dataset", "long phase"}
+EMPTY_WITHOUT = {"study", "sweep", "target", "GPU", "fp16", "tokens", "Ray Dataset", "long phase"}
 """What neither run has: panels that need it are asked too, and may have no values."""
 PANELS = [(name, panel) for name, dashboard in DASHBOARDS.items() for panel in dashboard.panels()]
 VALUES = {

@@ -1,0 +1,73 @@
+"""The throughput that a run is to reach: what its config says, or what a study of the same training has measured."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scaleray.config import RunConfig
+from scaleray.launch.session.conditions import digest, training_of
+from scaleray.records.read import FILE, parse_record
+from scaleray.records.study import Point, StudyRecord
+from scaleray.scaling.recipe.values import Recipe
+
+STUDIES = "study*"
+"""Names of folders that studies give themselves."""
+NEWEST = 20
+"""Records that are looked at, the newest ones: many studies must not hold up a start."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Samples a second that a run is held against; None: nobody knows. study: which measured them; empty for the
+    config's own figure."""
+
+    samples_per_s: float | None = None
+    study: str = ""
+
+    def lines(self) -> list[str]:
+        """What is said of it before the run: only where it was found by itself."""
+        if not self.study:
+            return []
+        return [f"  held against {self.samples_per_s:,.4g} samples/s, which {self.study} measured"]
+
+
+def prediction(config: RunConfig, recipe: Recipe, *, run_path: str) -> Prediction:
+    """The prediction for a run. run_path: its folder, beside which studies leave their records.
+
+    A study counts whose config decides the same training, and which has a point with this strategy, this number of
+    workers and this global batch; of several the newest.
+    """
+    if config.monitoring.expected_samples_per_s is not None:
+        return Prediction(config.monitoring.expected_samples_per_s)
+    wanted = digest(training_of(config.to_dict()))
+    for record in _studies(Path(run_path).parent):
+        points = [at.point for curve in record.curves for at in curve.points]
+        if record.conditions.config_hash == wanted:
+            for point in points:
+                if _is_of(point, config, recipe):
+                    return Prediction(point.samples_per_s.value, record.name)
+    return Prediction()
+
+
+def _is_of(point: Point, config: RunConfig, recipe: Recipe) -> bool:
+    wanted = recipe.strategy, config.scale.max_workers, recipe.global_batch_size
+    return (point.strategy, point.workers, point.global_batch_size) == wanted
+
+
+def _studies(storage: Path) -> Iterator[StudyRecord]:
+    """Records of studies in a storage path of this machine, the newest first."""
+    found = sorted(storage.glob(f"{STUDIES}/{FILE}"), key=_written_at, reverse=True)
+    for path in found[:NEWEST]:
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            record = parse_record(path.read_bytes())
+            if isinstance(record, StudyRecord):
+                yield record
+
+
+def _written_at(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0

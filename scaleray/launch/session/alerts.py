@@ -1,0 +1,37 @@
+"""What alerts need of the driver: the address in its environment, and the command."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from scaleray.config.alerts import AlertSettings, problem_of
+from scaleray.errors import ConfigError
+
+
+def alert_settings(alerts: AlertSettings) -> tuple[AlertSettings, str | None]:
+    """The settings as the recorder needs them, and the webhook's address, which only the driver's environment may have.
+
+    Raises ConfigError for a variable that is not set, or a command that is not there.
+    """
+    address = alerts.webhook
+    if alerts.webhook_env is not None:
+        address = os.environ.get(alerts.webhook_env, "").strip()
+        if not address:
+            raise ConfigError("alerts.webhook_env", alerts.webhook_env, "this variable is not set", "export it first")
+        if problem := problem_of(address):
+            raise ConfigError(
+                "alerts.webhook_env", alerts.webhook_env, f"of its value: {problem}", "https://host/path is needed"
+            )
+    command = alerts.command
+    if command:
+        program = shutil.which(os.path.expanduser(command[0]))
+        if program is None:
+            raise ConfigError(
+                "alerts.command",
+                command[0],
+                "no such program is on this machine",
+                "give its whole path, and its arguments as further items",
+            )
+        command = (os.path.abspath(program), *command[1:])  # the recorder has another working directory
+    return alerts.model_copy(update={"webhook": None, "command": command}), address

@@ -1,0 +1,87 @@
+"""What a study or a sweep publishes of itself while it goes on, and the alerts that it raises.
+
+Its trainings publish nothing: what they measured is told when a turn or a trial has ended. Those rules are judged that
+hold for it: its end, its disk, MLflow, and, of the workers of a study, who is late and how full their memory is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from scaleray.config.base import without_password
+from scaleray.monitoring.live.measured_series import Measured, measured_series
+from scaleray.monitoring.live.rank_series import ComparedRanks
+from scaleray.monitoring.live.series import Series
+from scaleray.records.alerts import Alert
+from scaleray.records.published import RankSample
+from scaleray.records.run import EventRecord, Say
+from scaleray.tracking.operations import LogArtifact, Operation, SetTags
+from scaleray.tracking.published_metrics import free_share
+from scaleray.tracking.publisher import Publisher
+from scaleray.tracking.run_alerts import RunAlerts
+from scaleray.tracking.run_description import RunDescription
+from scaleray.tracking.study_runs import ParentRun
+
+
+class MeasuredMetrics(Publisher):
+    """Publishes what `measured` gives, and judges it. description: of the study or sweep as if it were a run; its page
+    in MLflow is `parent`."""
+
+    def __init__(
+        self, measured: Callable[[], Measured], *, description: RunDescription, parent: ParentRun, say: Say
+    ) -> None:
+        super().__init__(description.published.port)
+        self.description, self._measured, self._parent, self._say = description, measured, parent, say
+        self._ranks, self._lock = ComparedRanks(), threading.Lock()
+        self._alerts = RunAlerts(description, series=self.series, tell=self._tell, act=self._act)
+
+    def begin(self) -> None:
+        """Begin to serve, to publish and to judge. Raises ConfigError for a port in use."""
+        self.open()
+        self._alerts.begin(self._parent.run_page)
+
+    def hear(self, sample: RankSample) -> None:
+        """Take how a worker did in the turn that has ended."""
+        with self._lock:
+            self._ranks.hear(sample)
+
+    def leave(self, status: str) -> None:
+        """End as this, in MLflow's words, for as long as anybody looks, and serve no more."""
+        if not self._status:
+            self.end(status)
+            self._alerts.end()
+            self.close()
+
+    def series(self) -> list[Series]:
+        """All series, as they are now."""
+        d, parent = self.description, self._parent
+        links = {"mlflow_run": without_password(parent.run_page), "report": without_password(d.run_path or d.work_dir)}
+        known = dataclasses.replace(
+            self._measured(),
+            links=links,
+            job=d.published.job,
+            strategy=d.strategy,
+            disk_free=free_share(d.work_dir),
+            waiting=parent.num_waiting,
+            status=self._status,
+        )
+        with self._lock:
+            return measured_series(known, self._ranks, run_name=d.run_name, run_id=d.run_id)
+
+    def own_series(self) -> list[Series]:
+        """All of them: nobody else publishes any."""
+        return self.series()
+
+    def _tell(self, told: EventRecord | Operation) -> None:
+        if isinstance(told, EventRecord):
+            self._say(f"  {told.text}")
+        elif isinstance(told, SetTags | LogArtifact):
+            self._parent.log(told)
+
+    def _act(self, alert: Alert) -> None:
+        if alert.action == "stop":  # as Ctrl-C does: what is measured is kept
+            os.kill(os.getpid(), signal.SIGINT)

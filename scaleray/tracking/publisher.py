@@ -1,0 +1,80 @@
+"""Series of what goes on: served on 127.0.0.1 where a port was given, and handed at intervals to whoever publishes them
+elsewhere."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from scaleray.monitoring.live.series import Series
+from scaleray.tracking.metrics_endpoint import MetricsEndpoint
+
+PUBLISH_EVERY_S = 5.0
+LOOKED_S, LAST_LOOK_S = 30.0, 6.0
+"""Seconds within which somebody must have looked at the page for its end to wait for a last look, and how long it waits
+then: who never hears of a run's end takes it for lost."""
+
+
+class Publisher(ABC):
+    """Publishes the series that a subclass gives. port: None is no page.
+
+    publish: takes the series that nobody else publishes, in a thread; None is nobody.
+    """
+
+    publish: Callable[[Sequence[Series]], None] | None = None
+
+    def __init__(self, port: int | None) -> None:
+        self._port = port
+        self._status = ""
+        self._has_ended = threading.Event()
+        self._endpoint: MetricsEndpoint | None = None
+        self._looked_at = -LOOKED_S
+        self._has_seen_end = threading.Event()
+
+    @abstractmethod
+    def series(self) -> list[Series]:
+        """All series, as they are now."""
+
+    @abstractmethod
+    def own_series(self) -> list[Series]:
+        """Those that nobody else publishes."""
+
+    def open(self) -> None:
+        """Begin to serve and to publish. Raises ConfigError for a port in use."""
+        if self._port is not None and self._endpoint is None:
+            self._endpoint = MetricsEndpoint(self._port, self._shown)
+        if self.publish is not None:
+            threading.Thread(target=self._publish_on, name="scaleray-metrics", daemon=True).start()
+
+    def end(self, status: str) -> None:
+        """Publish that it has ended, for as long as anybody looks. status: in MLflow's words."""
+        self._status = status
+        self._has_ended.set()
+        if self.publish is not None:
+            self.publish(self.own_series())
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._has_ended.set()
+        if self._endpoint is not None:
+            is_looked_at = self._status and time.monotonic() - self._looked_at < LOOKED_S
+            if is_looked_at and self._has_seen_end.wait(LAST_LOOK_S):
+                time.sleep(0.2)  # the answer is still on its way
+            self._endpoint.close()
+            self._endpoint = None
+
+    def _shown(self) -> list[Series]:
+        """What whoever looks at the page is shown."""
+        self._looked_at, has_ended = time.monotonic(), bool(self._status)
+        found = self.series()
+        if has_ended:
+            self._has_seen_end.set()
+        return found
+
+    def _publish_on(self) -> None:
+        assert self.publish is not None
+        self.publish(self.own_series())
+        while not self._has_ended.wait(PUBLISH_EVERY_S):
+            self.publish(self.own_series())
