@@ -26,8 +26,8 @@ class Watched(Workers):
         super().__init__()
         self.said, self.page = said, {}
 
-    def __call__(self, code, rungs, seed, tell, config, sources):
-        super().__call__(code, rungs, seed, tell, config, sources)
+    def __call__(self, code, path, rungs, seed, tell, config, sources):
+        super().__call__(code, path, rungs, seed, tell, config, sources)
         for rank in (0, 1):
             tell((rungs[0].name, RankSample(rank, "here", 2, 9, 1.0, 0.1, memory={"used": 98}, memory_limit_bytes=100)))
         (url,) = [line.split()[-1] for line in self.said if "metrics for Prometheus" in line]
