@@ -7,6 +7,7 @@ import importlib
 from types import ModuleType
 
 from scaleray.errors import WorkloadError, first_line
+from scaleray.idle_warnings import leave_out_idle_warnings
 
 
 def library(name: str, *, extra: str, wanted_by: str) -> ModuleType:
@@ -16,6 +17,7 @@ def library(name: str, *, extra: str, wanted_by: str) -> ModuleType:
     """
     root = name.partition(".")[0]
     install = f"pip install 'scaleray[{extra}]'"
+    leave_out_idle_warnings()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as exc:

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from scaleray.errors import WorkloadError
+from scaleray.idle_warnings import leave_out_idle_warnings
 from scaleray.progress import stage
 from scaleray.user_code import call_user_code as call_user_code
 from scaleray.user_code import exit_error as exit_error
@@ -221,6 +222,7 @@ def load_workload(name: str, args: Mapping[str, Any], *, base_dir: Path | None =
             "it must be package.module:Name or path/to/file.py:Name",
             "for example: jobs/digits.py:Digits",
         )
+    leave_out_idle_warnings()
     with stage(f"importing {target}"):
         module = _import_file(target, base_dir) if target.endswith(".py") else _import_module(target)
     if not hasattr(module, attribute):

@@ -22,17 +22,35 @@ TRAINING_ON = [1]
 """How many ranks train right now, while `knows_who_trains`; rank 0 runs the single process, too, inside the same group."""
 
 
-def judge(place: Place, workload: Any, flags: dict[str, Any], accumulation: int = 1, steps: int = STEPS) -> Outcome:
-    """The outcome beside one process in float64; `own` is the distance in the precision of the flags (default fp32)."""
-    return judge_all(place, workload, flags, (accumulation,), steps)[0]
+def judge(
+    place: Place,
+    workload: Any,
+    flags: dict[str, Any],
+    accumulation: int = 1,
+    steps: int = STEPS,
+    *,
+    resumes: bool = False,
+) -> Outcome:
+    """The outcome beside one process in float64; `own` is the distance in the precision of the flags (default fp32).
+    resumes: every run goes on from a checkpoint in the middle."""
+    return judge_all(place, workload, flags, (accumulation,), steps, resumes=resumes)[0]
 
 
 def judge_all(
-    place: Place, workload: Any, flags: dict[str, Any], accumulations: tuple[int, ...], steps: int = STEPS
+    place: Place,
+    workload: Any,
+    flags: dict[str, Any],
+    accumulations: tuple[int, ...],
+    steps: int = STEPS,
+    *,
+    resumes: bool = False,
 ) -> list[Outcome]:
     """The outcomes of several numbers of micro-batches."""
     reference, sources = _variant(workload, {**flags, "strategy.name": "auto"}, 1, 1, steps)
     others = tuple(_variant(workload, flags, place.world_size, n, steps)[0] for n in accumulations)
+    if resumes:
+        reference, *others = (dataclasses.replace(v, later=v.job) for v in (reference, *others))
+        others = tuple(others)
     return verify_group(place, Assignment(reference, others, 1e-9), {}, sources=sources)[0]
 
 

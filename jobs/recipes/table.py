@@ -40,6 +40,7 @@ class Recipe:
 RECIPES = (
     Recipe("nanogpt", "nanoGPT: a GPT-2 in a file of its own, unchanged", "val/bits_per_byte", "the model gives a mean loss: times the count", ("NanoGPT",)),
     Recipe("image_folder", "image folder: a vision transformer from transformers", "test/accuracy"),
+    Recipe("resnet_folder", "image folder: torchvision's ResNet-18", "test/accuracy"),
     Recipe("text_classes", "text classes: a BERT from transformers", "val/accuracy"),
     Recipe("token_tags", "a transformers model with -100 labels, in a subclass", "val/accuracy", counted=("*",)),
     Recipe("chat", "conversations with -100 labels: a GPT-2 from transformers", "val/accuracy"),

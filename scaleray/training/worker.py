@@ -20,6 +20,7 @@ import torch
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data import RaySources
 from scaleray.errors import WorkloadError
+from scaleray.idle_warnings import leave_out_idle_warnings
 from scaleray.records.run import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.records.wishes import Wish
@@ -143,7 +144,8 @@ def received(task: Any) -> Any:
 
 
 def quieten_ray() -> None:
-    """Leave out what Ray's libraries say in a worker, and the driver says better or not at all."""
+    """Leave out what Ray's libraries and torchao say in a worker, and the driver says better or not at all."""
+    leave_out_idle_warnings()
     logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)  # `received` says it
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once

@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import math
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,6 +34,9 @@ from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher
 
 NUM_BARRIERS = 32
+NO_LINES = "6"
+"""Level of Kineto's log above the lines of each start and stop (USDT, 5) that every process prints on stderr. Its
+errors lie below (4) and concern GPUs, so that it is set on a CPU alone."""
 BYTES_OF_EVENT, SMALLER_BY_GZIP = 420, 12
 """Bytes of an event with shapes in the JSON, and how much smaller gzip makes it: means of the traces of this
 project's jobs."""
@@ -146,6 +150,8 @@ class TraceRecorder(Observer):
         activities = [ProfilerActivity.CPU]
         if self.place.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+        else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", NO_LINES)
         return torch.profiler.profile(activities=activities, schedule=action, record_shapes=True)
 
     def _finish(self) -> None:

@@ -237,6 +237,8 @@ class Checkpointing:
         if self.group is not None:
             # rank 0 may be removing old ones still, for longer than the training's own collectives wait
             dist.barrier(group=self.group)
+        # the training knows these checkpoints, and its memory would stay until Python looks for such circles
+        self._state = None
 
     def _best_until(self, step: int) -> dict[int, Mapping[str, float]]:
         """The metrics of the best checkpoints that there are, of those up to `step`."""

@@ -14,6 +14,7 @@ from scaleray.records.trace_request import TraceRequest, trace_request
 from scaleray.training.profile import trace as tracing
 from scaleray.training.profile.memory_snapshot import as_json
 from scaleray.training.profile.trace import expected_bytes, named_parts
+from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher
 
 FLAGS = {"stop.after": "8 steps", "optimizer.name": "adamw", "batch.micro_size": 4, "deterministic": True}
@@ -179,3 +180,9 @@ def test_a_snapshot_of_torch_becomes_json_with_what_is_known_of_its_addresses():
         1024,
         "model.py:3 forward",
     )
+
+
+def test_a_trace_on_a_cpu_leaves_torchs_own_log_of_its_start_and_end_out(tmp_path, capfd):
+    run(Place(), tmp_path, TraceRequest((0,), slowest=False))
+    assert (tmp_path / "traces" / "rank0.json.gz").exists()
+    assert "USDT" not in capfd.readouterr().err

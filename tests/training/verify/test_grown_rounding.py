@@ -58,7 +58,7 @@ def test_a_training_in_which_rounding_stays_small_keeps_its_bound(gloo):
     assert gloo.run(2, judge, Classify(), {})[0].bound == 1e-9
 
 
-def models_after_each_run(place, strategy):
+def models_after_each_run(place, strategy, resumes):
     """How many models are alive after each run of a verification, while Python looks for no circles."""
     models, counts = [], []
 
@@ -78,13 +78,14 @@ def models_after_each_run(place, strategy):
     gc.disable()
     try:
         with mock.patch.object(Runs, "_run", run):
-            assert judge(place, Workload(num_rows=32), {"strategy.name": strategy}, 2).verdict == "equal"
+            outcome = judge(place, Workload(num_rows=32), {"strategy.name": strategy}, 2, resumes=resumes)
+            assert outcome.verdict == "equal", outcome
     finally:
         gc.enable()
     return counts
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_verification_holds_no_model_of_a_run_that_has_ended(gloo, strategy):
-    counts = gloo.run(2, models_after_each_run, strategy)
+@pytest.mark.parametrize(("strategy", "resumes"), [("ddp", True), ("ddp", False), ("fsdp", False)])
+def test_a_verification_holds_no_model_of_a_run_that_has_ended(gloo, strategy, resumes):
+    counts = gloo.run(2, models_after_each_run, strategy, resumes)
     assert len(counts[0]) >= 4 and not any(map(sum, counts)), counts

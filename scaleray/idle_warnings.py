@@ -1,0 +1,42 @@
+"""Lines of torchao on stderr that ask nothing of the user, left out by what they say; everything else is shown.
+
+transformers and peft import torchao wherever it is installed, in every process. It then names each of its compiled
+libraries that does not load, such as those for CUDA beside a CPU build of torch, and torch tells torchao's authors that
+one of their calls will go. Used before a workload or an optional library is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+OF_ANOTHER_PYTHON = ".cpython-"
+"""What stands before the version in the name of a library that was compiled for one version of Python alone."""
+
+
+def leave_out_idle_warnings() -> None:
+    """Let two loggers leave such lines out. Imports nothing, and may be called again."""
+    for name, is_wanted in (("torchao", _of_torchao), ("torch.utils._pytree", _of_pytree)):
+        logging.getLogger(name).addFilter(is_wanted)  # a filter that it has already is not added again
+
+
+def _of_torchao(record: logging.LogRecord) -> bool:
+    """Whether a record of torchao is shown: not a library that no process of this Python and torch could load."""
+    text = record.getMessage()
+    if not text.startswith("Failed to load ") or ".so" not in text:
+        return True
+    name = text.removeprefix("Failed to load ").partition(".so")[0]
+    is_foreign = OF_ANOTHER_PYTHON in name and f".{sys.implementation.cache_tag}" not in name
+    return not is_foreign and not _is_cpu_build()
+
+
+def _of_pytree(record: logging.LogRecord) -> bool:
+    """Whether a record of torch's trees is shown: not a call of torchao's that torch will refuse one day."""
+    kind = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    return not str(getattr(kind, "__module__", "")).startswith("torchao.")
+
+
+def _is_cpu_build() -> bool:
+    """Whether torch, where it is imported, was built without CUDA and ROCm: it has no use for compiled kernels."""
+    version = getattr(sys.modules.get("torch"), "version", None)
+    return version is not None and version.cuda is None and getattr(version, "hip", None) is None
