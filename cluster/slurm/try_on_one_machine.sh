@@ -2,7 +2,7 @@
 # Runs the batch scripts beside this file on a Slurm of two nodes on this machine: each node has a network, a process
 # table, a host name and a /tmp of its own. Root, and Debian's slurm-wlm, munge and iproute2, are needed.
 #
-#   cluster/slurm/try_on_one_machine.sh        about 4 minutes on 2 cores; ends with `all is well`
+#   cluster/slurm/try_on_one_machine.sh        about 6 minutes on 2 cores; ends with `all is well`
 #
 # It starts and ends only processes of its own; nothing is left behind.
 set -euo pipefail
@@ -287,7 +287,43 @@ try_sweep() {
   passed "an array trains each line of a file, with a folder each"
 }
 
-for try in ${TRIES:-try_training try_exit_code try_without_shared_folder try_leave_and_preemption try_cancel try_sweep}; do
+try_submit() {
+  local sizes="options: [--cpus-per-task=2, --mem=1000]" said
+  mkdir -p "$HOME/.config/scaleray" "$work/shared" "$work/project/jobs" "/tmp/$name"
+  cp jobs/digits.py jobs/digits.yaml "$work/project/jobs"
+  printf '%s\n' "here: {kind: slurm, folder: $work/shared, environment: $VIRTUAL_ENV, $sizes}" \
+    "apart: {kind: slurm, folder: /tmp/$name, $sizes}" >"$HOME/.config/scaleray/clusters.yaml"
+  unset SLURM_SCRIPTS # the scripts travel
+  scaleray() { (cd "$work/project" && "$python" -m scaleray "$@"); }
+  KEY_OF_MINE=hunter2 scaleray submit -c jobs/digits.yaml --to here --wait --name first --secret-env KEY_OF_MINE \
+    "${training[@]:2}" --stop.after "2 epochs" >"$work/first.log" 2>&1 || { tail -n 40 "$work/first.log"; return 1; }
+  grep -q 'job first: SUCCEEDED' "$work/first.log" && grep -q '^done: 46 steps' "$work/first.log"
+  if grep -rq hunter2 "$work/shared" "$work/first.log" || scontrol show job | grep -q hunter2; then
+    echo "failed: a secret is written down" >&2
+    return 1
+  fi
+  passed "scaleray submit --wait: versions compared, code in a folder of its own, the log followed to exit code 0"
+  scaleray submit -c jobs/digits.yaml --to here --name second "${training[@]:2}" --stop.after "1000 epochs" >/dev/null
+  for _ in $(seq 180); do
+    if grep -Eq '^step +[0-9]+' "$work/shared/second.out" 2>/dev/null; then break; fi
+    sleep 1
+  done
+  scaleray jobs stop second --to here
+  scaleray jobs logs second --to here --follow >"$work/second.log" 2>&1 || true
+  grep -q '^stopped: what was trained is saved' "$work/second.log" || { tail -n 20 "$work/second.log"; return 1; }
+  scaleray jobs list --to here --json | grep -q '"status": "STOPPED"'
+  passed "scaleray jobs stop: saved, ended, not queued again"
+  if scaleray submit -c jobs/digits.yaml --to apart --wait --name third "${training[@]:2}" >"$work/third.log" 2>&1; then
+    echo "failed: a folder that is not shared did not fail the job" >&2
+    return 1
+  fi
+  said=$(tail -n 1 "$work/third.log")
+  rm -rf "/tmp/$name"
+  case "$said" in *"name a folder that all nodes see"*) ;; *) echo "failed: it said: $said" >&2; return 1 ;; esac
+  passed "scaleray submit into a folder that is not shared is one message"
+}
+
+for try in ${TRIES:-try_training try_exit_code try_without_shared_folder try_leave_and_preemption try_cancel try_sweep try_submit}; do
   "$try"
 done
 echo "all is well"

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from scaleray.errors import ClusterError
 
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED", "UNKNOWN")
 GIVE_UP_S = 1800.0
 """Seconds after which a connection that was lost is given up; the job goes on."""
 POLL_S = 3.0

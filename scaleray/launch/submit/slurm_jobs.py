@@ -30,6 +30,7 @@ PASSED_ON = (
     "VIRTUAL_ENV",
 )
 """Variables of who submits that a job gets beside Slurm's own; any other stays here."""
+ACCOUNTING = "sacct --noheader --allocations --parsable2 --format=JobID,State,ExitCode,Start,End,Reason"
 FIELDS = "JobId=%i JobState=%T Reason=%r StartTime=%S EndTime=%e"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 
@@ -70,7 +71,7 @@ class SlurmJobs:
         place = self._path(name)
         python = f"{self.cluster.environment.rstrip('/')}/bin/python" if self.cluster.environment else "python3"
         unpacked = self._shell(
-            f"test ! -e {place} || {{ echo 'File exists' >&2; exit 1; }}\n"
+            f"umask 077; test ! -e {place} || {{ echo 'File exists' >&2; exit 1; }}\n"
             f"mkdir -p {place} && cd {place} && cat >{place}.zip && {shlex.quote(python)} -m zipfile -e {place}.zip . "
             f"&& rm {place}.zip",
             given=package,
@@ -114,8 +115,10 @@ class SlurmJobs:
         """What Slurm knows of a job by its name or number: by the controller, or by the accounting once it is over."""
         name, number = self._found(name)
         said = self._shell(
-            f"scontrol show job {number} --oneliner 2>/dev/null || sacct --noheader --allocations --parsable2 "
-            f"--jobs={number} --format=JobID,State,ExitCode,Start,End,Reason 2>/dev/null || echo unknown\n"
+            f'if said=$(scontrol show job {number} --oneliner 2>&1); then echo "$said"\n'
+            'else case "$said" in *"Invalid job id"*) ;; *) echo "$said" >&2; exit 1 ;; esac\n'
+            f"said=$({ACCOUNTING} --jobs={number} 2>/dev/null)\n"
+            'echo "${said:-unknown}"; fi\n'
             f"test ! -e {self._path(name)}.stop || echo stopped\ntest -s {self._path(name)}.out || echo silent",
             must=True,
         )
@@ -129,8 +132,7 @@ class SlurmJobs:
             'for file in *.id; do test -e "$file" || continue; name=${file%.id}\n'
             'echo "id $(cat "$file") $name $(test -e "$name.stop" && echo stopped)"; done\n'
             f"squeue --me --noheader --states=all --format={shlex.quote(FIELDS)}\n"
-            "sacct --noheader --allocations --parsable2 --starttime=now-30days "
-            "--format=JobID,State,ExitCode,Start,End,Reason 2>/dev/null || true",
+            f"{ACCOUNTING} --starttime=now-30days 2>/dev/null || true",
             must=True,
         )
         lines = said.out.splitlines()

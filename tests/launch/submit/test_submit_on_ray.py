@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 HERE = Path(__file__).parent.parent
 
 
-def test_a_training_is_submitted_followed_and_recorded_and_a_wrong_token_is_refused(
-    ray_head, tmp_path, mlflow_database, monkeypatch, capsys
-):
+@pytest.fixture
+def words(tmp_path, mlflow_database, monkeypatch):
+    """A folder with a training as the current one, the token in the environment; the training's options."""
     project = tmp_path / "project"
     project.mkdir()
     shutil.copy(HERE / "workloads.py", project)
@@ -26,7 +28,12 @@ def test_a_training_is_submitted_followed_and_recorded_and_a_wrong_token_is_refu
     )
     monkeypatch.chdir(project)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    words = ["--tracking.uri", f"sqlite:///{mlflow_database}", "--checkpoint.storage-path", str(tmp_path / "runs")]
+    return ["--tracking.uri", f"sqlite:///{mlflow_database}", "--checkpoint.storage-path", str(tmp_path / "runs")]
+
+
+def test_a_training_is_submitted_followed_and_recorded_and_a_wrong_token_is_refused(
+    ray_head, words, tmp_path, monkeypatch, capsys
+):
     asked = ["submit", "-c", "run.yaml", "--to", ray_head.dashboard, "--wait", "--json", *words]
     assert run_command([*asked, "--tracking.run-name", "mine"]) == 0
     printed = capsys.readouterr()
@@ -39,3 +46,12 @@ def test_a_training_is_submitted_followed_and_recorded_and_a_wrong_token_is_refu
     with pytest.raises(ClusterError, match="asks for another one") as raised:
         Jobs(ray_head.dashboard)
     assert "a-wrong-one" not in str(raised.value)
+
+
+def test_rays_own_command_runs_a_training_and_ends_with_its_exit_code(ray_head, words, tmp_path):
+    ray = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", ray_head.dashboard]
+    training = ["python", "-m", "scaleray", "train", "-c", "run.yaml", *words]
+    asked = [*ray, "--working-dir", ".", "--", *training]
+    done = subprocess.run([*asked, "--tracking.run-name", "plain"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert json.loads((tmp_path / "runs" / "plain" / "record.json").read_text())["status"] == "FINISHED"

@@ -60,7 +60,8 @@ def test_a_job_is_the_batch_script_in_a_folder_of_its_own_with_the_code(slurm, s
     assert (
         environment["SCALERAY_CHECKPOINT__STORAGE_PATH"] == f"{shared}/runs" and environment["PWD"] == f"{shared}/mine"
     )
-    assert (shared / "mine" / "jobs" / "work.py").is_file() and (shared / "mine.id").read_text() == "42\n"
+    assert (shared / "mine").stat().st_mode & 0o077 == 0 and (shared / "mine" / "jobs" / "work.py").is_file()
+    assert (shared / "mine.id").read_text() == "42\n"
     text = (shared / "mine" / "cluster" / "slurm" / "train.sbatch").read_text()
     assert "#SBATCH --nodes=2" in text and "SUBCOMMAND" in text
     out = capsys.readouterr().out
@@ -240,6 +241,18 @@ def test_jobs_are_listed_by_squeue_and_sacct_and_found_by_name_or_number(slurm, 
     for name in ("other", "43"):
         assert run_command(["jobs", "logs", name, "--to", "lab"]) == 2
         assert "has no job of this name or number" in capsys.readouterr().err
+
+
+def test_a_job_that_slurm_has_forgotten_is_over_and_a_controller_that_is_away_is_waited_for(slurm, shared):
+    jobs = known(slurm, shared, DONE)
+    slurm.first("scontrol show job 42", code=1, err="slurm_load_jobs error: Invalid job id specified")
+    assert jobs.job("mine").status == "UNKNOWN" and jobs.job("mine").has_ended
+    slurm.answer("^sacct", "42|COMPLETED|0:0|Unknown|Unknown|None\n")
+    assert jobs.job("mine").status == "SUCCEEDED"
+    away = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    slurm.first("scontrol show job 42", code=1, err=away, times=1)
+    said = []
+    assert jobs.follow("mine", [].append, said.append).status == "SUCCEEDED" and "is lost" in said[0]
 
 
 def test_stopping_asks_a_training_to_save_first_and_ends_it_the_second_time(slurm, shared):
