@@ -14,8 +14,8 @@ from waiting import wait_until
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, LeftEarly, StepFailedError
-from scaleray.launch.run.alerts import alert_settings
 from scaleray.launch.run.train import train
+from scaleray.launch.session.alerts import alert_settings
 from scaleray.records.alerts import parse_alerts
 from scaleray.records.run import EventRecord, RunRecord
 from scaleray.tracking import run_alerts
