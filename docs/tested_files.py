@@ -31,7 +31,7 @@ SWEPT = (
     "test_slurm.py::test_the_scripts_run_on_a_slurm_of_two_nodes",
 )
 OVER_SSH = (
-    "**run** over ssh on two machines of one's own making (slow): up, token, training; not yet to the end of `ray down`",
+    "**run** over ssh on two machines of one's own making (slow): up, token, training, down",
     "test_ray_up.py::test_ray_up_starts_two_machines_over_ssh_and_ends_them",
 )
 BY_RAY = (

@@ -126,7 +126,7 @@ if (exec 3<>"/dev/tcp/$network.11/8265") 2>/dev/null; then echo "failed: the das
 echo "ok   the token's file is for its owner, and the dashboard lets nobody in without it"
 
 on_head "cd $project && RAY_AUTH_MODE=token RAY_ADDRESS=$network.11:6379 GLOO_SOCKET_IFNAME=eth0 ~/scaleray/bin/python -m scaleray train -c jobs/digits.yaml \
-  --scale.workers 2 --scale.cpus-per-worker 2 --scale.gpus-per-worker 0 --stop.after '2 epochs' --checkpoint.storage-path $work/runs --checkpoint.save-final false" \
+  --scale.workers 2 --scale.cpus-per-worker 2 --scale.gpus-per-worker 0 --stop.after '2 epochs' --tracking.uri sqlite:///$work/mlflow.db --checkpoint.storage-path $work/runs --checkpoint.save-final false" \
   >"$work/train.log" 2>&1 || { tail -n 40 "$work/train.log"; exit 1; }
 grep -q "accuracy" "$work/train.log"
 echo "ok   a training on both"
