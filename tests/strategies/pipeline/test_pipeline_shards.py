@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from scaleray.strategies.pipeline.shards import Shards
+from scaleray.strategies.wire.ledger import Ledger
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 
@@ -68,7 +69,7 @@ def many_small_gradients(place, num):
     module = nn.Linear(3, 4, bias=False)
     job, _ = make_job(Deep(), {**SHARDED, "precision.dtype": "bf16"}, world_size=4)
     mesh = init_device_mesh("cpu", (place.world_size,), mesh_dim_names=("dp",))
-    shards = Shards([module], mesh["dp"], job.config, kept_whole=set())
+    shards = Shards([module], mesh["dp"], job.config, kept_whole=set(), sent=Ledger())
     with shards.gathered():
         for _ in range(num):
             module(torch.ones(1, 3)).sum().backward()
