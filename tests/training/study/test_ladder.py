@@ -10,6 +10,7 @@ from small_runs import Classify, make_job
 
 from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.errors import PeerLostError
+from scaleray.records.published import RankSample
 from scaleray.records.study import NoiseCourse, ToTarget, Turn
 from scaleray.training.setup.place import Place
 from scaleray.training.study.ladder import Rung, climb, order_of_turns
@@ -121,7 +122,7 @@ def measure(place, rungs, workload):
     sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
     told = []
     climb(place, rungs, 0, told.append, sources)
-    return told
+    return [(name, result) for name, result in told if not isinstance(result, RankSample)]
 
 
 def kind_of(told, kind):
