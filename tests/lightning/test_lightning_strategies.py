@@ -10,6 +10,8 @@ from verified import judge
 from scaleray.errors import WorkloadError
 from scaleray.lightning import as_workload
 
+pytestmark = pytest.mark.combination
+
 
 def judged(place, flags, accumulation=1):
     return judge(place, as_workload(EveryStep, Data)(), {**FLAGS, **flags}, accumulation)

@@ -172,6 +172,7 @@ def words(statuses):
 
 
 @pytest.mark.ray
+@pytest.mark.combination  # half a minute of a feature that few commits touch
 def test_a_cluster_of_this_machine_lets_nobody_in_without_its_token_and_is_gone_after_its_end(tmp_path):
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     environment, name = {**of_home(tmp_path), MARK: mark}, f"t{os.getpid()}"

@@ -16,6 +16,7 @@ LINE = "[W 1] gcs_client.cc:210: Unauthenticated: RPC error: InvalidAuthToken: A
 
 
 @pytest.mark.ray
+@pytest.mark.combination
 @pytest.mark.timeout(900)
 def test_a_cluster_that_is_well_has_nothing_red(ray_session, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -16,6 +16,8 @@ from scaleray.launch.promote.rollback import rollback
 from scaleray.tracking.registry.models import ModelRegistry, Named
 from tests.launch.promote.conftest import POLICY
 
+pytestmark = pytest.mark.combination
+
 ALONE = {**POLICY, "convergence": {**POLICY["convergence"], "margin": 0.99}}
 """Another policy, with which the same runs are another promotion."""
 

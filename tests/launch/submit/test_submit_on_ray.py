@@ -48,6 +48,7 @@ def test_a_training_is_submitted_followed_and_recorded_and_a_wrong_token_is_refu
     assert "a-wrong-one" not in str(raised.value)
 
 
+@pytest.mark.combination
 def test_rays_own_command_runs_a_training_and_ends_with_its_exit_code(ray_head, words, tmp_path):
     ray = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", ray_head.dashboard]
     training = ["python", "-m", "scaleray", "train", "-c", "run.yaml", *words]

@@ -22,7 +22,7 @@ from scaleray.reports.records.study import study_page
 from scaleray.reports.records.sweep import sweep_page
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+pytestmark = [pytest.mark.combination, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
 
 MEASURE = """
 <script>

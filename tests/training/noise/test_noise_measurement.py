@@ -18,6 +18,8 @@ from scaleray.strategies.contract.parallel import full
 from scaleray.training.noise.meter import NoiseMeter
 from scaleray.watchers import Guard
 
+pytestmark = pytest.mark.combination
+
 MEASURED = {"noise_scale.measure": True, "noise_scale.every_steps": 1}
 FLAGS = {**MEASURED, "batch.global_size": 12, "stop.after": "6 steps"}
 ADAM = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01}

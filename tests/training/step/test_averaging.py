@@ -10,6 +10,8 @@ from scaleray.checkpoints.consolidated import has_average, model_tensors
 from scaleray.checkpoints.tensor_files import read_tensor
 from scaleray.errors import ConfigError
 
+pytestmark = pytest.mark.combination
+
 FLAGS = {
     "stop.after": "9 steps", "averaging.decay": 0.8, "optimizer.name": "adamw", "optimizer.learning_rate": 0.02,
     "evaluation.every": "4 steps",

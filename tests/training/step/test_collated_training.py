@@ -12,6 +12,8 @@ from verified import judge
 from scaleray.data import Padding, Ragged, StepPlan, flattened, padded
 from scaleray.errors import ConfigError, DataError, WorkloadError
 
+pytestmark = pytest.mark.combination
+
 FLAGS = {"stop.after": "9 steps", "batch.global_size": 6, "batch.micro_size": 1}
 
 

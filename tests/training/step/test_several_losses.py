@@ -22,6 +22,8 @@ from torch.optim import lr_scheduler
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.reproducibility.seeding import seed_everything, stream_seed
 
+pytestmark = pytest.mark.combination
+
 FLAGS = {"stop.after": "9 steps", "optimizer.name": "adamw", "optimizer.learning_rate": 0.01}
 STRATEGIES = ["ddp", "zero1", "fsdp", "tensor"]
 

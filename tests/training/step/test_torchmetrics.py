@@ -12,6 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from scaleray.errors import ConfigError, StepFailedError, WorkloadError
 from scaleray.training.step import whole_copy
 
+pytestmark = pytest.mark.combination
+
 torchmetrics = pytest.importorskip("torchmetrics")
 
 FLAGS = {"stop.after": "4 steps", "evaluation.every": "2 steps", "evaluation.micro_size": 3}

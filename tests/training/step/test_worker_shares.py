@@ -37,6 +37,8 @@ from scaleray.training.step import worker_shares as measured
 from scaleray.training.step.worker_shares import ComputeMeter, WorkerShares
 from scaleray.training.verify.variants import Assignment, verify_group
 
+pytestmark = pytest.mark.combination
+
 UNEVEN = sorted(set(names_with("reduces_by_ddp")) & set(STRATEGIES))
 GIVEN = {1: {}, 2: {"shares.speeds": [3.0, 1.0]}, 4: {"shares.speeds": [4.0, 1.0, 2.0, 1.0]}}
 
