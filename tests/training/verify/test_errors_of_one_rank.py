@@ -16,6 +16,14 @@ from scaleray.training.verify import decided
 from scaleray.training.verify.resume import Interruption, interruption_job, verify_resume
 
 
+@pytest.fixture(scope="module")
+def gloo():
+    """A pool of this file's own: ranks that were ended in a collective are of no use to others."""
+    pool = gloo_pool.GlooPool()
+    yield pool
+    pool.stop()
+
+
 class FailsOnOne(Classify):
     """A loss that reads what rank 1 does not have."""
 
