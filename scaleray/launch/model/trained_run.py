@@ -103,6 +103,8 @@ def workload_of(run: TrainedRun, given: Any = None) -> Any:
 
 def _packed_name(run: TrainedRun) -> str:
     """Name of a packed model's workload, whose code is in its folder, and is taken from there."""
+    # Python's own copies of the code would be files that its promotion does not know
+    sys.dont_write_bytecode = True
     code, (target, _, attribute) = Path(run.folder.root) / CODE, run.config.workload.name.partition(":")
     if (code / target).is_file():
         return f"{code / target}:{attribute}"

@@ -228,6 +228,7 @@ class TestUse:
         version = ModelRegistry(uri).find(Named("corners", number=1))
         model = mlflow.pyfunc.load_model(version.source)
         assert [(one.name, one.shape) for one in model.metadata.signature.inputs] == [("x", (-1, 4))]
+        assert check_promoted("corners@champion", uri=uri).answer == "pass", "it was loaded where it lies"
         answers = model.predict(self.rows)
         assert answers["name"] == [f"c{k}" for k in answers["corner"]]
 
