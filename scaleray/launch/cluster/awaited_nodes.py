@@ -8,28 +8,29 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.errors import ClusterError
-from scaleray.launch.cluster.capacity import check_capacity, num_workers_possible
+from scaleray.launch.cluster.capacity import check_capacity, check_option_fits, num_workers_possible
 from scaleray.launch.cluster.connection import Node, alive_nodes
 from scaleray.progress import stage
 
 LOOK_S = 2.0
 
 
-def nodes_for(config: RunConfig, *, look: Callable[[], list[Node]] = alive_nodes) -> list[Node]:
+def nodes_for(config: RunConfig, *, option: str = "", look: Callable[[], list[Node]] = alive_nodes) -> list[Node]:
     """The nodes of the connected cluster, as soon as they can hold the run; at once where `scale.wait_for_nodes_s` is
     0, whether they can or not.
 
-    look: gives those that are alive. Raises ClusterError at the deadline, with what there is then.
+    option: where the number of workers was given, if not in the config. look: gives the nodes that are alive. Raises
+    ClusterError at the deadline, with what there is then.
     """
     nodes, wait_s = look(), config.scale.wait_for_nodes_s
-    if not wait_s or _missing(config, nodes) is None:
+    if not wait_s or _missing(config, nodes, option) is None:
         return nodes
     deadline = time.monotonic() + wait_s
     _ask_for(config)
     try:
         needed = config.scale.min_workers
         with stage("waiting for nodes of the cluster", total=needed, unit="workers have room") as shown:
-            while (missing := _missing(config, nodes)) is not None:
+            while (missing := _missing(config, nodes, option)) is not None:
                 shown.done = min(needed, num_workers_possible(config, nodes))
                 shown.note = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} up"
                 if time.monotonic() > deadline:
@@ -46,9 +47,9 @@ def nodes_for(config: RunConfig, *, look: Callable[[], list[Node]] = alive_nodes
     return nodes
 
 
-def _missing(config: RunConfig, nodes: Sequence[Node]) -> ClusterError | None:
+def _missing(config: RunConfig, nodes: Sequence[Node], option: str) -> ClusterError | None:
     try:
-        check_capacity(config, nodes)
+        check_option_fits(option, config, nodes) if option else check_capacity(config, nodes)
     except ClusterError as exc:
         return exc
     return None

@@ -13,6 +13,7 @@ import psutil
 from scaleray.config import RunConfig
 from scaleray.errors import ClusterError, UsageError
 from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node
 from scaleray.planner.hardware.catalogue import find_gpu
@@ -22,6 +23,16 @@ from scaleray.training.study.ladder import Rung
 
 OVERSUBSCRIBED, RELAUNCHED = "oversubscribed", "relaunched"
 """Marks of points."""
+
+
+def nodes_of(config: RunConfig, sizes: Sequence[int], workload: Any, *, oversubscribe: bool) -> list[Node]:
+    """The connected cluster's nodes: with `scale.wait_for_nodes_s`, as soon as they hold the largest number of workers,
+    or the smallest where workers may share cores. Raises ClusterError at the deadline."""
+    workers = max(sizes)
+    if config.scale.wait_for_nodes_s and (oversubscribe or sleeps(workload)):
+        workers = min(sizes)
+    asked = config.model_copy(update={"scale": config.scale.model_copy(update={"workers": workers})})
+    return nodes_for(asked, option="--world-sizes")
 
 
 def topology_of(config: RunConfig, nodes: Sequence[Node] | None) -> dict[str, Any]:

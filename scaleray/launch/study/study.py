@@ -15,7 +15,6 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.data import load_sources
 from scaleray.errors import ConfigError
-from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.conditions import check_same, conditions_of
 from scaleray.launch.session.measured import check_published
@@ -31,6 +30,7 @@ from scaleray.launch.study.hardware import (
     check_one_kind,
     find_room,
     launch_config,
+    nodes_of,
     num_cores,
     topology_of,
     workers_per_node,
@@ -75,7 +75,7 @@ def study(
     workload = code.load()
     check_learning_rate(config, workload)
     with connected_unless(config, local=local):
-        nodes = None if local else cluster.alive_nodes()
+        nodes = None if local else nodes_of(config, question.sizes, workload, oversubscribe=question.oversubscribe)
         config = with_gpus_decided(config, nodes if nodes is not None else [], say=say)
         sources = load_sources(workload)
         room = find_room(config, question.sizes, workload, nodes, oversubscribe=question.oversubscribe)

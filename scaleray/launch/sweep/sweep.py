@@ -170,4 +170,4 @@ def _connected(config: RunConfig, question: SweepQuestion) -> Iterator[list[clus
     workers = config.scale.model_copy(update={"workers": question.workers_per_trial})
     config = config.model_copy(update={"scale": workers})
     with cluster.connected(config):
-        yield nodes_for(config)
+        yield nodes_for(config, option="--workers-per-trial")

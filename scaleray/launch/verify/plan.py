@@ -92,7 +92,7 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
     splits[TRAIN] = dataclasses.replace(splits[TRAIN], dealt_by="")
     _check_comparable(splits[TRAIN])
     size = size_of(sources)
-    batch_size = derive(_spread(config, "auto", 1), size).global_batch_size
+    batch_size = derive(on_workers(config, "auto", 1), size).global_batch_size
     later_config, later_size = _later_training(config, question, size, batch_size)
     rows = rows_of_epoch(
         size.num_samples,
@@ -144,7 +144,7 @@ def _later_training(config: RunConfig, question: Question, size: DataSize, batch
     )
     later_config = _with_batch(config, later_size, batch_size)
     try:
-        derive(_spread(later_config, "auto", 1), size)
+        derive(on_workers(later_config, "auto", 1), size)
     except ConfigError:  # this training has no other batch size
         return config, batch_size
     return later_config, later_size
@@ -183,7 +183,7 @@ class _Trainings:
     def _job(
         self, config: RunConfig, strategy: str, world_size: int, accumulation: int, *, at_most: bool = False
     ) -> TrainJob:
-        spread = _spread(config, strategy, world_size)
+        spread = on_workers(config, strategy, world_size)
         recipe = _recipe(spread, self.size, accumulation, at_most=at_most)
         # explicit, as if a file said so: what is resumed is compared with it
         a_sample = self.size.tokens_per_sample or 1 if spread.batch.unit == "tokens" else 1
@@ -298,7 +298,7 @@ def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bo
     return with_micro_size(recipe, micro_size, why=f"at most {accumulation} micro-batches in each step")
 
 
-def _spread(config: RunConfig, strategy: str, world_size: int) -> RunConfig:
+def on_workers(config: RunConfig, strategy: str, world_size: int) -> RunConfig:
     """The config of the training on other workers."""
     # model_copy checks nothing: a strategy of the table need not be one that a config file may name
     cpus = min(CPUS_PER_WORKER, config.scale.cpus_per_worker)

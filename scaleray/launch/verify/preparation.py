@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +12,17 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.data import load_sources
 from scaleray.data.source import Source
+from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
-from scaleray.launch.cluster.connection import alive_nodes
+from scaleray.launch.cluster.connection import Node
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.start import check_learning_rate, connected_unless, with_absolute_paths
-from scaleray.launch.verify.plan import Plan, Question, make_plan
+from scaleray.launch.verify.plan import Plan, Question, make_plan, on_workers
 from scaleray.launch.workers.gloo import UserCode
 from scaleray.records.run import Say
 from scaleray.tracking import store
+
+OPTION = "--world-sizes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,11 +54,12 @@ def prepared(
     workload = code.load()
     check_learning_rate(config, workload)
     with connected_unless(config, local=local):
-        config = with_gpus_decided(config, [] if local else alive_nodes(), say=say)
+        nodes = [] if local else nodes_for(_alone(on_workers(config, "auto", max(question.world_sizes))), option=OPTION)
+        config = with_gpus_decided(config, nodes, say=say)
         sources = load_sources(workload)
         plan = make_plan(config, question, workload, sources)
         if not local:
-            _check_every_group_fits(plan)
+            _check_every_group_fits(plan, nodes)
         yield Verification(
             config=config,
             question=question,
@@ -69,11 +73,12 @@ def prepared(
         )
 
 
-def _check_every_group_fits(plan: Plan) -> None:
-    nodes = alive_nodes()
+def _check_every_group_fits(plan: Plan, nodes: Sequence[Node]) -> None:
+    hint = "leave the size out, or check on this machine alone with --local"
     for variants in plan.groups.values():
-        spread = (variants or [plan.reference])[0].job.config
-        # no input tasks run here, so that no CPU needs to stay free for them
-        alone = spread.model_copy(update={"data": spread.data.model_copy(update={"reserved_cpus": 0.0})})
-        hint = "leave the size out, or check on this machine alone with --local"
-        check_option_fits("--world-sizes", alone, nodes, hint=hint)
+        check_option_fits(OPTION, _alone((variants or [plan.reference])[0].job.config), nodes, hint=hint)
+
+
+def _alone(config: RunConfig) -> RunConfig:
+    """The config without CPUs that stay free for input tasks, of which none run here."""
+    return config.model_copy(update={"data": config.data.model_copy(update={"reserved_cpus": 0.0})})

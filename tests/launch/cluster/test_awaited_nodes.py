@@ -1,11 +1,18 @@
 """Nodes that a cluster starts only when they are asked for are waited for, up to a deadline."""
 
+import contextlib
+from functools import partial
+from pathlib import Path
+
 import pytest
 
 from scaleray.config import load_config
 from scaleray.errors import ClusterError
 from scaleray.launch.cluster import awaited_nodes
 from scaleray.launch.cluster.connection import Node
+from scaleray.launch.study import hardware
+from scaleray.launch.verify import preparation
+from scaleray.launch.verify.plan import Question
 
 MINIMAL = {"workload.name": "x:Y", "batch.global_size": 64, "optimizer.learning_rate": 0.1, "stop.after": "1 steps"}
 
@@ -61,6 +68,61 @@ def test_at_the_deadline_one_error_says_what_there_is(asked):
     for words in ("3 workers of 1 CPU", "1 node with 2 CPUs", "after 10 s of waiting", "ray status"):
         assert words in str(caught.value)
     assert asked[-1] == {"bundles": []}
+
+
+def test_an_option_that_gave_the_number_of_workers_is_what_the_error_is_about(asked):
+    with pytest.raises(ClusterError, match=r"--workers-per-trial is 3, which needs 3 workers of 1 CPU.*") as caught:
+        awaited_nodes.nodes_for(
+            config(**{"scale.wait_for_nodes_s": 10}), option="--workers-per-trial", look=growing(0, 1)
+        )
+    assert "after 10 s of waiting" in str(caught.value) and "--scale.workers" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("oversubscribe", "workers"), [(False, 4), (True, 2)])
+def test_a_study_waits_for_its_largest_size_or_where_cores_are_shared_its_smallest(
+    asked, monkeypatch, oversubscribe, workers
+):
+    monkeypatch.setattr(hardware, "nodes_for", partial(awaited_nodes.nodes_for, look=growing(0, 1, 2)))
+    options = config(**{"scale.wait_for_nodes_s": 60, "data.reserved_cpus": 0})
+    found = hardware.nodes_of(options, [2, 4], Nothing(), oversubscribe=oversubscribe)
+    assert len(found) == workers / 2
+    assert asked[0] == {"bundles": [{"CPU": 1.0}] * workers}
+
+
+class Nothing:
+    """A workload whose model does not sleep."""
+
+    def build_model(self):
+        from torch import nn
+
+        return nn.Linear(1, 1)
+
+
+@pytest.fixture
+def verified(asked, monkeypatch, tmp_path, uri):
+    """Prepares to verify on up to 16 workers, for which two of the nodes are needed; gives its plan by number of workers."""
+    monkeypatch.setattr(preparation, "connected_unless", lambda config, *, local: contextlib.nullcontext())
+    line = {"workload.name": f"{Path(__file__).parents[1] / 'workloads.py'}:Line", "tracking.uri": uri}
+    wanted = config(**line, **{"scale.wait_for_nodes_s": 10, "checkpoint.storage_path": str(tmp_path)})
+    question = Question(world_sizes=(1, 16), accumulation=(1,), steps=2)
+
+    def prepare(*sizes):
+        monkeypatch.setattr(preparation, "nodes_for", partial(awaited_nodes.nodes_for, look=growing(*sizes)))
+        with preparation.prepared(wanted, question, None, local=False, base_dir=None, say=print) as ready:
+            return ready.plan.groups
+
+    return prepare
+
+
+def test_verify_waits_for_its_largest_size_whose_workers_share_cores(asked, verified):
+    assert set(verified(0, 1, 2)) == {1, 16}
+    assert asked == [{"bundles": [{"CPU": 0.25}] * 16}, {"bundles": []}]
+
+
+def test_verify_is_refused_at_the_deadline(verified):
+    with pytest.raises(ClusterError, match=r"--world-sizes is 16, which needs 16 workers of 0\.25 CPU") as caught:
+        verified(0, 1)
+    assert "can hold 8 after 10 s of waiting" in str(caught.value)
 
 
 def test_gpus_and_labels_are_asked_for_as_well(asked):
