@@ -8,6 +8,7 @@ from small_transformer import SmallTransformer
 from torch import nn
 
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "schedule.name": "cosine"}
+SGD = {"optimizer.name": "sgd", "optimizer.momentum": 0.9, "optimizer.learning_rate": 0.01}
 SAVED = {**ADAMW, "deterministic": True, "checkpoint.every": "3 steps", "stop.after": "11 steps"}
 CLIPPED = {"optimizer.clip_norm": 0.3}
 FP16 = {"precision.dtype": "fp16"}
@@ -77,15 +78,22 @@ def test_a_run_resumed_on_as_many_workers_is_bit_identical(gloo, tmp_path, world
 
 # in each, every layout is written and read
 CHAINS = [
-    pytest.param(SmallTransformer(), "tensor x 2, pipeline x 2, fsdp x 2, zero1 x 2, tensor x 2", id="in short"),
+    pytest.param(ADAMW, SmallTransformer(), "tensor x 2, pipeline x 2, fsdp x 2, zero1 x 2, tensor x 2", id="in short"),
+    # torch has other kernels for shards
+    pytest.param(SGD, Deep(), "ddp x 1, fsdp x 2, ddp x 1", id="SGD"),
     pytest.param(
+        ADAMW,
         SmallTransformer(),
         "pipeline x 2, ddp x 1, tensor x 4, fsdp x 2, pipeline x 4, ddp x 2, tensor x 2, pipeline x 2",
         id="a model in parts",
         marks=IN_TURN,
     ),
     pytest.param(
-        Deep(), "fsdp x 2, ddp x 1, fsdp x 4, zero1 x 2, HSDP x 4, fsdp x 2", id="states in parts", marks=IN_TURN
+        ADAMW,
+        Deep(),
+        "fsdp x 2, ddp x 1, fsdp x 4, zero1 x 2, HSDP x 4, fsdp x 2",
+        id="states in parts",
+        marks=IN_TURN,
     ),
 ]
 
@@ -94,11 +102,11 @@ def run_part(place, workload, flags, folder, kill_at):
     return train(place, workload, flags, folder=folder, kill_at=kill_at)
 
 
-@pytest.mark.parametrize(("workload", "chain"), CHAINS)
-def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_path, workload, chain):
+@pytest.mark.parametrize(("optimizer", "workload", "chain"), CHAINS)
+def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_path, optimizer, workload, chain):
     """Each leg trains three steps, the last of which is lost to the next one."""
     legs = chain.split(", ")
-    flags = {**ADAMW, **CLIPPED, **PIECES, "checkpoint.every": "2 steps", "stop.after": f"{2 * len(legs) + 1} steps"}
+    flags = {**optimizer, **CLIPPED, **PIECES, "checkpoint.every": "2 steps", "stop.after": f"{2 * len(legs) + 1} steps"}
     whole = gloo.run(1, run_part, workload, flags, None, None)[0]
     for number, leg in enumerate(legs):
         name, _, workers = leg.split()

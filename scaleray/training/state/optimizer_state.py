@@ -18,6 +18,9 @@ from scaleray.training.setup.several_optimizers import members
 from scaleray.training.state.items import OPTIMIZER, Tensors, Values, dtype_of, plain, tensors_of, unplain
 
 UNNAMED, VALUE = "unnamed-", "(value)"
+# how torch computes a step, not which one: chosen for the layout that the parameters have now (torch 2.13 has no fused
+# SGD for shards, and one process uses it)
+KERNELS = ("foreach", "fused")
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> tuple[Tensors, Values]:
@@ -95,8 +98,12 @@ def optimizer_templates(
                 continue
             state.setdefault(numbers[name], {})[key] = tensor
         groups = [
-            {**{k: unplain(v) for k, v in group.items()}, "params": [numbers[n] for n in own]}
-            for group, own in zip(values["groups"], own_groups, strict=True)
+            {
+                **{k: unplain(v) for k, v in group.items()},
+                **{k: here[k] for k in KERNELS if k in here},
+                "params": [numbers[n] for n in own],
+            }
+            for group, here, own in zip(values["groups"], optimizer.param_groups, own_groups, strict=True)
         ]
         return {"state": state, "param_groups": groups}
 
