@@ -40,11 +40,12 @@ def slow_link(rows: Sequence[LinkRow]) -> SlowLink | None:
         return None
     usual, slowest = statistics.median(pairs.values()), min(pairs, key=lambda pair: pairs[pair])
     slow = {pair for pair, rate in pairs.items() if rate < SLOW * usual}
-    for rank in slowest:  # what all its pairs have in common is its own link
-        own = {pair for pair in pairs if rank in pair}
+    for rank in slowest:  # what all its pairs have in common, alike, is its own link
+        own = {pair: rate for pair, rate in pairs.items() if rank in pair}
         others = [rate for pair, rate in pairs.items() if pair not in own]
-        if others and max(pairs[pair] for pair in own) < SLOW * statistics.median(others):
-            return SlowLink((rank,), max(pairs[pair] for pair in own), statistics.median(others))
+        best = max(own.values())
+        if others and best < SLOW * statistics.median(others) and pairs[slowest] >= SLOW * best:
+            return SlowLink((rank,), best, statistics.median(others))
     if slowest not in slow:
         return None
     there, back = ways.get(slowest, 0.0), ways.get((slowest[1], slowest[0]), 0.0)

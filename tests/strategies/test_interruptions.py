@@ -89,11 +89,7 @@ CHAINS = [
         marks=IN_TURN,
     ),
     pytest.param(
-        ADAMW,
-        Deep(),
-        "fsdp x 2, ddp x 1, fsdp x 4, zero1 x 2, HSDP x 4, fsdp x 2",
-        id="states in parts",
-        marks=IN_TURN,
+        ADAMW, Deep(), "fsdp x 2, ddp x 1, fsdp x 4, zero1 x 2, HSDP x 4, fsdp x 2", id="states in parts", marks=IN_TURN
     ),
 ]
 
@@ -106,7 +102,13 @@ def run_part(place, workload, flags, folder, kill_at):
 def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_path, optimizer, workload, chain):
     """Each leg trains three steps, the last of which is lost to the next one."""
     legs = chain.split(", ")
-    flags = {**optimizer, **CLIPPED, **PIECES, "checkpoint.every": "2 steps", "stop.after": f"{2 * len(legs) + 1} steps"}
+    flags = {
+        **optimizer,
+        **CLIPPED,
+        **PIECES,
+        "checkpoint.every": "2 steps",
+        "stop.after": f"{2 * len(legs) + 1} steps",
+    }
     whole = gloo.run(1, run_part, workload, flags, None, None)[0]
     for number, leg in enumerate(legs):
         name, _, workers = leg.split()
