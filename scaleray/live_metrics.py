@@ -89,7 +89,8 @@ STEPS_PLANNED = Metric(
 CHECKPOINT_AGE_S = Metric(
     "live/checkpoint_age_s",
     "s",
-    "time since the newest checkpoint, or since the first step; absent where none are made",
+    "time of training since the newest checkpoint began, or since the first step, up to the last step or, while "
+    "a checkpoint is waited for, up to now; evaluations left out; absent where none are made",
     "lower",
     published=RUN,
 )

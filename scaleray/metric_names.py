@@ -19,10 +19,12 @@ OF_MEASURED = {"point": ("mode", "workers"), "trial": ("trial", "batch_size", "l
 """Labels in Prometheus that tell points of a study and trials of a sweep apart."""
 
 
-def _measured(name: str, unit: str, help: str, better: Better | None = None, label: str = "") -> Metric:
-    """A metric of points or trials that Prometheus has too, under its whole name."""
+def _measured(
+    name: str, unit: str, help: str, better: Better | None = None, label: str = "", *, ending: str = ""
+) -> Metric:
+    """A metric of points or trials that Prometheus has too, under its whole name and an ending."""
     labels = OF_MEASURED[name.partition("/")[0]]
-    return Metric(name, unit, help, better, label, ONCE, labels=labels, prometheus=name.replace("/", "_"))
+    return Metric(name, unit, help, better, label, ONCE, labels=labels, prometheus=name.replace("/", "_") + ending)
 
 
 LOSS = Metric(
@@ -107,7 +109,12 @@ WORKERS = Metric(
 )
 CHECKPOINT_STALL_S = Metric("checkpoint/stall_s", "s", "how long training waited for this checkpoint", "lower")
 CHECKPOINT_DURATION_S = Metric(
-    "checkpoint/duration_s", "s", "from its beginning to its manifest, beside the training", "lower"
+    "checkpoint/duration_s",
+    "s",
+    "from its beginning to its manifest, beside the training",
+    "lower",
+    published=ONCE,
+    prometheus="checkpoint_duration_s",
 )
 CHECKPOINT_WRITTEN_BYTES = Metric("checkpoint/written_bytes", "bytes", "what had changed since the last checkpoint")
 WORLD_SIZE = _measured("point/world_size", "workers", "number of workers of the run")
@@ -146,7 +153,7 @@ POINT_SPEEDUP = Metric(
     "point/speedup", "1", "throughput over that of the curve's base, times the base's workers", "higher"
 )
 POINT_EFFICIENCY = _measured(
-    "point/efficiency", "1", "scaling efficiency, strong or weak as the point's mode", "higher"
+    "point/efficiency", "1", "scaling efficiency, strong or weak as the point's mode", "higher", ending="_ratio"
 )
 TRIAL_BATCH_SIZE = Metric("trial/batch_size", "samples", "global batch size of the trial")
 TRIAL_LEARNING_RATE = Metric("trial/learning_rate", "1", "learning rate of the trial, after its rule")

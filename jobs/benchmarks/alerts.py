@@ -88,6 +88,8 @@ FAULTS = (
         {"precision.dtype": "fp16", "on_nonfinite": "skip"},
     ),
     Fault("memory", "memory_near_limit", "rank 1 fills 97 % of a limit that is emulated"),
+    # in the first two minutes memory may grow
+    Fault("leak", "memory_filling", "rank 1 keeps 256 KiB of each step, of 2 GiB that are emulated", healthy_s=120.0),
     Fault(
         "old checkpoint",
         "checkpoint_too_old",

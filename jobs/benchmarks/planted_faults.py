@@ -28,6 +28,8 @@ WIDTH, LAYERS, FORWARD_S = 32, 4, 0.02
 STRAGGLE_S, LINK_S, ROW_S, HANG_S = 0.04, 0.06, 0.06, 200.0
 LIMIT_BYTES, FILLED, KEPT_BYTES = 2**31, 0.97, 3 * 2**29
 """Memory that a worker is told it can have, the share of it that is filled, and what is kept for good."""
+LEAK_BYTES = 2**18
+"""What is kept of each step: 4 MB a second, which fills what the worker is told it has in some minutes."""
 
 
 class Delay(torch.autograd.Function):
@@ -90,7 +92,7 @@ class Planted(Workload):
 
     def prepare(self) -> None:
         """Plant in this process what is of no model."""
-        if self.fault == "memory":
+        if self.fault in ("memory", "leak"):
             # whoever samples has asked for the limit already
             setattr(RankSamples, "_limit", property(lambda self: LIMIT_BYTES, lambda self, value: None))  # noqa: B010
         if self.fault == "old checkpoint":
@@ -110,6 +112,8 @@ class Planted(Workload):
                 used = psutil.Process().memory_info().rss
                 size = KEPT_BYTES if self.fault == "creep" else int(FILLED * LIMIT_BYTES) - used
                 self.kept.append(np.ones(size, np.uint8))
+            if self.hits("leak", rank=1):
+                self.kept.append(np.ones(LEAK_BYTES, np.uint8))
 
         def backward() -> float:
             if self.hits("straggler", rank=1):

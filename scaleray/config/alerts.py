@@ -20,7 +20,8 @@ RULES = (
     "no_progress", "worker_lost", "restarts", "run_failed", "run_finished",
     "straggler", "slow_link", "slower_than_before", "slower_than_predicted", "input_starved",
     "loss_spike", "nonfinite", "loss_scale_collapse", "gradient_explosion",
-    "memory_near_limit", "memory_creeping", "disk_nearly_full", "checkpoint_too_old", "recorder_spooling",
+    "memory_near_limit", "memory_filling", "memory_creeping",
+    "disk_nearly_full", "checkpoint_too_old", "recorder_spooling",
     "gpu_idle", "gpu_throttled", "gpu_ecc", "gpu_xid",
 )  # fmt: skip
 """Names of the rules, which stand in `monitoring/rules/`."""
@@ -57,12 +58,14 @@ class AlertLimits(Settings):
     """Factor by which a loss scale has fallen in half an hour when it has collapsed; below 1 it always has."""
     memory_share: Annotated[float, Field(gt=0, le=1)] = 0.95
     """Share of the memory's limit that is in use."""
+    memory_full_within_s: Positive = 900.0
+    """Seconds in which a rank's memory would be full, at the growth of the last 40 seconds, from which on it fills."""
     memory_creep_gib: Positive = 1.0
     """GiB by which the least memory in use has grown in 20 minutes, where that is a twentieth of it too."""
     disk_free_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the run folder's disk that is still free."""
     checkpoint_intervals: Positive = 2.0
-    """Age of the newest checkpoint, in distances between checkpoints."""
+    """Age of the newest checkpoint, in distances between checkpoints, beside the time that one takes to be written."""
     restarts_an_hour: Count = 3
     """Number of times that workers were started again within an hour."""
     gpu_busy_share: Annotated[float, Field(gt=0, le=1)] = 0.3

@@ -45,6 +45,7 @@ LOOKED_AT = {
         live.EXPOSED_COMMUNICATION_SHARE, live.MEMORY_BYTES, live.MEMORY_LIMIT_BYTES, live.CHECKPOINT_AGE_S,
         live.CHECKPOINT_INTERVAL_S, live.RECORDER_SPOOLED_POINTS, live.DISK_FREE, names.STEP_TIME_S, names.WORKERS,
         names.SAMPLES_PER_S, names.INPUT_WAIT_SHARE, names.NONFINITE_STEPS, names.LOSS_SCALE,
+        names.CHECKPOINT_DURATION_S,
     )
 }  # fmt: skip
 """Metrics that rules look at, which are a few of all series, by their identity: each is one object of the table. Loss

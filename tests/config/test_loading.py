@@ -341,7 +341,7 @@ CHANGES = {
     "alerts.attempts": 2, "alerts.least": "critical", "alerts.action": {"critical": "stop"}, "alerts.no_progress_s": 1,
     "alerts.no_progress_steps": 2, "alerts.long_phase_s": 60, "alerts.straggler_share": 0.2, "alerts.link_ratio": 0.5, "alerts.throughput_ratio": 0.5,
     "alerts.predicted_ratio": 0.5, "alerts.input_wait_share": 0.5, "alerts.loss_spike_mads": 9, "alerts.gradient_factor": 9,
-    "alerts.loss_scale_drop": 9, "alerts.memory_share": 0.5, "alerts.memory_creep_gib": 2, "alerts.disk_free_share": 0.5,
+    "alerts.loss_scale_drop": 9, "alerts.memory_share": 0.5, "alerts.memory_creep_gib": 2, "alerts.memory_full_within_s": 60, "alerts.disk_free_share": 0.5,
     "alerts.checkpoint_intervals": 3, "alerts.restarts_an_hour": 9, "alerts.gpu_busy_share": 0.1, "alerts.gpu_throttled_share": 0.5,
     "memory.reserve": 0.1, "memory.on_out_of_memory": "halve",
     "monitoring.port": 0, "monitoring.every_s": 1, "monitoring.expected_samples_per_s": 9.0, "monitoring.flops_per_sample": 9.0,

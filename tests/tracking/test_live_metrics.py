@@ -83,7 +83,8 @@ def test_a_run_serves_the_table_while_it_trains_and_nothing_when_it_has_ended(tm
     flags = {
         "workload.name": "x:Classify", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "12 steps",
         "evaluation.every": "4 steps", "tracking.uri": uri, "tracking.run_name": "run", "tracking.every_steps": 1000,
-        "checkpoint.storage_path": str(tmp_path), "monitoring.port": 0, "monitoring.every_s": 0.001,
+        "checkpoint.storage_path": str(tmp_path), "checkpoint.every": "2 steps", "monitoring.port": 0,
+        "monitoring.every_s": 0.001,
     }  # fmt: skip
     record = run.train(flags, Classify(num_val=10), local=True, say=say, show=show)
     assert record.status == "FINISHED" and not record.events

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +15,14 @@ from scaleray.data.source import Source
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.launch.workers.without_ray import refuse_streams
-from scaleray.records.run import Show, WorkerMessage
+from scaleray.records.run import Heartbeat, Show, WorkerMessage
+from scaleray.records.wishes import Wish
 from scaleray.tracking.recorder import Recorder
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
+
+BEAT_S = 0.5
+"""Seconds between two signs of life of each process."""
 
 
 def run_in_processes(
@@ -32,9 +39,13 @@ def run_in_processes(
 
     refuse_streams(job)
 
-    def take(messages: list[WorkerMessage]) -> None:
-        recorder.log(messages)
-        show(messages)
+    def take(told: list[WorkerMessage] | Heartbeat) -> None:
+        if not isinstance(told, Heartbeat):
+            recorder.log(told)
+            return show(told)
+        recorder.beat(told)  # what it answers stays undone: nothing is said to these processes while they train
+        if told.rank == 0:
+            show([told])
 
     recorder.alerts.show = lambda event: show([event])
     ship_user_code(job.workload)
@@ -46,11 +57,12 @@ def run_in_processes(
         processes.run(workers, _train, assignment, TELL, workload=None, on_message=take)
 
 
-def _train(place: Place, assignment: bytes, tell: Callable[[list[WorkerMessage]], None]) -> None:
+def _train(place: Place, assignment: bytes, tell: Callable[[list[WorkerMessage] | Heartbeat], None]) -> None:
     """What each process runs."""
     import torch
 
     from scaleray.training import loop
+    from scaleray.training.health.progress import Progress, Watchdog
     from scaleray.training.state.checkpointing import Checkpointing
     from scaleray.training.state.weights import save_weights
 
@@ -58,33 +70,72 @@ def _train(place: Place, assignment: bytes, tell: Callable[[list[WorkerMessage]]
     torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
     emit = _InBatches(tell, job.config.tracking.interval_s)
     catalog = Catalog.of_run(run_path, job.config.checkpoint.copy_path)
-    try:
-        loop.run(
-            job,
-            place,
-            sources=sources,
-            emit=emit,
-            checkpointing=Checkpointing(job, place, catalog, emit=emit, facts=facts),
-            save_weights=lambda share, name: save_weights(share, run_path, name, rank=place.rank),
+    progress = Progress()
+
+    def beat(step: int, phase: str, since_s: float) -> Wish:
+        emit.beat(
+            Heartbeat(
+                place.rank,
+                place.node,
+                os.getpid(),
+                step,
+                phase,
+                since_s,
+                world_size=place.world_size,
+                recent=progress.recent,
+            )
         )
+        return Wish.NOTHING
+
+    # it ends nothing: the collectives' limit does, and `GroupWatch` writes down where the others stand
+    life = Watchdog(
+        progress, interval_s=BEAT_S, limit_s=math.inf, beat=beat, on_leave=lambda: None, on_hang=lambda what: None
+    )
+    try:
+        with life:
+            loop.run(
+                job,
+                place,
+                sources=sources,
+                emit=emit,
+                checkpointing=Checkpointing(job, place, catalog, emit=emit, facts=facts),
+                progress=progress,
+                save_weights=lambda share, name: save_weights(share, run_path, name, rank=place.rank),
+            )
     finally:
-        emit.flush()
+        emit.close()
 
 
 class _InBatches:
-    """Hands messages on once an interval: a call for each would cost the step more than it takes."""
+    """Hands messages on once an interval: a call for each would cost the step more than it takes. For several threads:
+    checkpoints and signs of life come from their own, and what goes through a pipe must not mix."""
 
-    def __init__(self, tell: Callable[[list[WorkerMessage]], None], interval_s: float) -> None:
+    def __init__(self, tell: Callable[[list[WorkerMessage] | Heartbeat], None], interval_s: float) -> None:
         self._tell, self._interval_s = tell, interval_s
         self._waiting: list[WorkerMessage] = []
         self._sent_at = time.monotonic()
+        self._is_closed = False
+        self._lock = threading.Lock()
 
     def __call__(self, message: WorkerMessage) -> None:
-        self._waiting.append(message)
-        if time.monotonic() - self._sent_at >= self._interval_s:
-            self.flush()
+        with self._lock:
+            self._waiting.append(message)
+            if time.monotonic() - self._sent_at >= self._interval_s:
+                self._flush()
 
-    def flush(self) -> None:
+    def beat(self, heartbeat: Heartbeat) -> None:
+        """Hand a sign of life on at once; nothing after the end, when the pipe is for the process's answer."""
+        with self._lock:
+            if not self._is_closed:
+                self._tell(heartbeat)
+
+    def close(self) -> None:
+        """Hand on what waits, and no sign of life any more."""
+        with self._lock:
+            self._flush()
+            self._is_closed = True
+
+    def _flush(self) -> None:
         if self._waiting:
             self._tell(self._waiting)
         self._waiting, self._sent_at = [], time.monotonic()

@@ -264,11 +264,13 @@ SAFETY = Row(
     (
         Panel(
             title="Age of the newest checkpoint",
-            description="What an interruption would cost now, beside the time from one checkpoint to the next. "
-            "Normal: a saw below twice the interval. Growing on: checkpoints fail; see the run's log and the disk.",
+            description="Training that an interruption would cost now, beside the time from one checkpoint to the next "
+            "and the time that the newest one took to be written. Normal: a saw below the interval and that time "
+            "together. Growing on: checkpoints fail; see the run's log and the disk.",
             queries=(
                 each_run(once(live.CHECKPOINT_AGE_S), "age"),
                 each_run(once(live.CHECKPOINT_INTERVAL_S), "interval"),
+                each_run(once(names.CHECKPOINT_DURATION_S), "writing"),
             ),
             unit="s",
             minimum=0,

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.metric import Metric
+from scaleray.monitoring.live.checkpoint_age import CheckpointAge
 from scaleray.monitoring.live.long_phases import LongPhases
 from scaleray.monitoring.live.rank_series import ComparedRanks, rank_series
 from scaleray.monitoring.live.series import Series, run_labels, series_of
 from scaleray.records.profile import Goodput
 from scaleray.records.published import PublishedFacts, RankSample
-from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord, WorkerMessage
+from scaleray.records.run import EvaluationRecord, EventRecord, Heartbeat, StepRecord, WorkerMessage
 
 WINDOW_S = 30.0
 """Rates are means over the last steps, of so many seconds."""
@@ -68,19 +69,17 @@ class RunSeries:
         self._grad_norm: float | None = None
         self._sent_bytes = 0.0
         self._metrics: dict[str, float] = {}
-        self._begun_at: float | None = None
-        self._checkpoint_at: float | None = None
+        self._checkpoints = CheckpointAge(facts)
 
     def hear(self, message: WorkerMessage) -> None:
         """Take what says something of the run now, and ignore everything else."""
+        self._checkpoints.hear(message)
         if isinstance(message, RankSample):
             self.ranks.hear(message)
         elif isinstance(message, StepRecord):
             self._hear_step(message)
         elif isinstance(message, EvaluationRecord):
             self._metrics.update(message.metrics)
-        elif isinstance(message, CheckpointRecord):
-            self._checkpoint_at = message.recorded_at
         elif isinstance(message, EventRecord) and message.kind == "resumed":
             self._steps.clear()
             self.ranks.forget()
@@ -113,7 +112,6 @@ class RunSeries:
         if record.grad_norm is not None:
             self._grad_norm = record.grad_norm
         self._sent_bytes += record.sent_bytes
-        self._begun_at = self._begun_at or record.recorded_at
 
     def _one(self, metric: Metric, value: float | None, /, **labels: object) -> list[Series]:
         return series_of(metric, run_labels(**self.named), value, **labels)
@@ -169,23 +167,18 @@ class RunSeries:
             *self._one(live.RESTARTS, goodput.attempts - 1 if goodput else None),
             *self._one(names.NONFINITE_STEPS, beside.nonfinite_steps),
             *self._one(names.GOODPUT, share),
-            *self._of_checkpoints(beside.now),
+            *self._of_checkpoints(beside),
             *self._one(live.RECORDER_SPOOLED_POINTS, beside.spooled_points),
             *self._one(live.DISK_FREE, beside.disk_free),
         ]
 
-    def _of_checkpoints(self, now: float) -> list[Series]:
-        every_steps, every_s = self.facts.checkpoint_every_steps, self.facts.checkpoint_every_s
-        begun_at = self._checkpoint_at or self._begun_at
-        if (every_steps is None and every_s is None) or begun_at is None:
-            return []
-        intervals = [every_s] if every_s is not None else []
-        if every_steps is not None and self._steps:
-            step_s = sum(record.step_time_s for record in self._steps) / len(self._steps)
-            intervals.append(every_steps * step_s)
+    def _of_checkpoints(self, beside: Beside) -> list[Series]:
+        known = self._checkpoints
+        step_s = sum(record.step_time_s for record in self._steps) / len(self._steps) if self._steps else None
         return [
-            *self._one(live.CHECKPOINT_AGE_S, max(0.0, now - begun_at)),
-            *self._one(live.CHECKPOINT_INTERVAL_S, min(intervals) if intervals else None),
+            *self._one(live.CHECKPOINT_AGE_S, known.age_s(beside.beats, beside.now)),
+            *self._one(live.CHECKPOINT_INTERVAL_S, known.interval_s(step_s)),
+            *self._one(names.CHECKPOINT_DURATION_S, known.duration_s),
         ]
 
     def _of_end(self, beside: Beside) -> list[Series]:

@@ -50,11 +50,18 @@ class Seen:
         points = self.series.get(metric, {}).get(of, ())
         return np.array([value for at, value in points if self.now - last_s <= at <= self.now - until_s])
 
+    def past_points(self, metric: str, *, last_s: float, of: str = "") -> tuple[Values, Values]:
+        """Times and values of the last seconds, oldest first."""
+        points = [(at, value) for at, value in self.series.get(metric, {}).get(of, ()) if self.now - last_s <= at]
+        return np.array([at for at, _ in points]), np.array([value for _, value in points])
+
     def newest_points(self, metric: str, count: int) -> tuple[Values, Values]:
         """Times and values of the last points, oldest first."""
         points = list(self.series.get(metric, {}).get("", ()))[-count:]
         return np.array([at for at, _ in points]), np.array([value for _, value in points])
 
-    def knows_since(self, metric: str, seconds: float) -> bool:
-        """Whether there is a point that is at least so old."""
-        return any(points and self.now - points[0][0] >= seconds for points in self.series.get(metric, {}).values())
+    def knows_since(self, metric: str, seconds: float, *, of: str | None = None) -> bool:
+        """Whether there is a point that is at least so old. of: of this rank or device; None: of any."""
+        found = self.series.get(metric, {})
+        looked_at = found.values() if of is None else [found.get(of, ())]
+        return any(points and self.now - points[0][0] >= seconds for points in looked_at)

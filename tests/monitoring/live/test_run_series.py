@@ -81,12 +81,28 @@ def test_lost_workers_samples_are_forgotten():
 
 def test_a_checkpoint_has_an_age_where_any_are_made():
     facts = PublishedFacts(checkpoint_every_steps=10, checkpoint_every_s=600.0)
-    run = run_of(facts, step(1))
-    assert value(run, live.CHECKPOINT_AGE_S) == pytest.approx(999.0), "since the first step, before there is one"
+    run = run_of(facts, step(1), step(200))
+    assert value(run, live.CHECKPOINT_AGE_S) == pytest.approx(199.0), "since the first step, before there is one"
     assert value(run, live.CHECKPOINT_INTERVAL_S) == pytest.approx(5.0)
-    run.hear(CheckpointRecord(1, "p", 1, 1, 0.1, 0.1, recorded_at=1990.0))
-    assert value(run, live.CHECKPOINT_AGE_S) == pytest.approx(10.0)
+    assert value(run, names.CHECKPOINT_DURATION_S) is None
+    run.hear(CheckpointRecord(1, "p", 1, 1, 4.0, 0.1, recorded_at=1194.0))
+    assert value(run, live.CHECKPOINT_AGE_S) == pytest.approx(10.0), "what it holds is as old as its beginning"
+    assert value(run, names.CHECKPOINT_DURATION_S) == 4.0
     assert value(run_of(None, step(1)), live.CHECKPOINT_AGE_S) is None
+
+
+def test_a_checkpoint_grows_older_by_training_and_by_waiting_for_the_next_one_alone():
+    run = run_of(PublishedFacts(checkpoint_every_s=60.0), step(1), step(30))
+    age = live.CHECKPOINT_AGE_S
+    run.hear(CheckpointRecord(30, "p", 1, 1, 1.0, 0.1, recorded_at=1021.0))
+    assert value(run, age, beating("evaluation", 1500.0)) == pytest.approx(10.0), "nothing more could be lost"
+    run.hear(EvaluationRecord(30, {}, 460.0, recorded_at=1490.0))
+    run.hear(step(31, recorded_at=1491.0))
+    assert value(run, age, beating("backward", 1800.0)) == pytest.approx(11.0), "a hang loses no more either"
+    assert value(run, age, beating("checkpoint", 1531.0)) == pytest.approx(51.0), "a next one that does not come"
+    run.hear(EventRecord("", kind="resumed", step=30, recorded_at=1900.0))
+    run.hear(step(31, recorded_at=1907.0))
+    assert value(run, age) == pytest.approx(7.0), "it goes on from that one"
 
 
 def beating(phase, now, since_s=1.0, silent_s=0.0):

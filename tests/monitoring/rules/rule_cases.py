@@ -211,12 +211,26 @@ def _upkeep() -> list[Case]:
         [(20 + number / 50) * gib for number in range(400)],
     )
 
+    leaks = [(2 + max(0, number - 4) * 5 / 32) * gib for number in range(120)]
+    jumps = [(2 + 3 * (number > 60) + 3 * (number > 64)) * gib for number in range(120)]
+    of_24 = of(live.MEMORY_LIMIT_BYTES, still(24 * gib, 120), "0")
+
     def used(points: Points) -> Series:
         return of(live.MEMORY_BYTES, points, "0")
+
+    def aged(age_s: float, *, took_s: float | None = None) -> Series:
+        took = {} if took_s is None else of(names.CHECKPOINT_DURATION_S, still(took_s, 2))
+        return {**of(live.CHECKPOINT_AGE_S, [10.0, age_s]), **of(live.CHECKPOINT_INTERVAL_S, still(12, 2)), **took}
 
     return [
         Case("memory_near_limit", "78 of 80 GiB", {**used(still(78 * gib, 6)), **limit}, True, rank_0, at=5),
         Case("memory_near_limit", "60 of 80 GiB", {**used(still(60 * gib, 6)), **limit}, False, at=5),
+        Case("memory_filling", "32 MiB a second of 24 GiB", {**used(leaks), **of_24}, True, rank_0, at=60),
+        Case("memory_filling", "in the first two minutes, as caches fill", {**used(leaks[4:]), **of_24}, False, at=20),
+        Case("memory_filling", "goes up and down", {**used(noisy(20 * gib, 120, spread=gib)), **of_24}, False),
+        Case("memory_filling", "a room that is taken at once", {**used(jumps), **of_24}, False, at=63),
+        Case("memory_filling", "the next one 20 seconds later", {**used(jumps), **of_24}, False, at=66),
+        Case("memory_filling", "slowly", {**used([(2 + n / 1000) * gib for n in range(120)]), **of_24}, False),
         Case("memory_creeping", "grows all the time", used(grows), True, rank_0),
         Case(
             "memory_creeping",
@@ -238,6 +252,10 @@ def _upkeep() -> list[Case]:
             {**of(live.CHECKPOINT_AGE_S, [100.0, 600.0]), **of(live.CHECKPOINT_INTERVAL_S, still(600, 2))},
             False,
         ),
+        Case("checkpoint_too_old", "of twelve seconds one was missed", aged(36, took_s=0.2), True),
+        Case("checkpoint_too_old", "it takes a while to be written", aged(36, took_s=15), False),
+        Case("checkpoint_too_old", "none was written yet, and the first one may be large", aged(50), False),
+        Case("checkpoint_too_old", "none is ever written", aged(56), True),
         Case("recorder_spooling", "for a minute", of(live.RECORDER_SPOOLED_POINTS, still(40, 12)), True),
         Case("recorder_spooling", "for a moment", of(live.RECORDER_SPOOLED_POINTS, [0, 40, 40, 0]), False),
     ]

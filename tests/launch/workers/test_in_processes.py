@@ -1,0 +1,73 @@
+"""A run in gloo processes gives the signs of life that a run on Ray does."""
+
+import pickle
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import torch
+from small_runs import Classify, make_job
+
+from scaleray.launch.workers import in_processes
+from scaleray.records.phases import Phase
+from scaleray.records.run import EventRecord, Heartbeat
+
+TOLD = []
+"""What this process has told while it trained."""
+
+
+class EvaluatesUntilSeen(Classify):
+    """Rank 0's evaluation goes on until it was told of."""
+
+    def metrics(self, model, batch):
+        until = time.monotonic() + 30
+        while torch.distributed.get_rank() == 0 and not evaluations() and time.monotonic() < until:
+            time.sleep(0.01)
+        return super().metrics(model, batch)
+
+
+def evaluations():
+    return [one for one in TOLD if isinstance(one, Heartbeat) and one.phase == Phase.EVALUATION]
+
+
+def trained(place, folder):
+    TOLD.clear()
+    in_processes.BEAT_S = 0.02
+    flags = {"evaluation.every": "2 steps", "stop.after": "4 steps", "data.readers": "worker"}
+    job, sources = make_job(EvaluatesUntilSeen(26, 8), flags, world_size=2)
+    in_processes._train(place, pickle.dumps((job, sources, folder, {})), TOLD.append)
+    num_told = len(TOLD)
+    time.sleep(0.1)
+    seen = evaluations()
+    return (
+        {(beat.rank, beat.world_size) for beat in TOLD if isinstance(beat, Heartbeat)},
+        bool(seen),
+        num_told,
+        len(TOLD),
+    )
+
+
+def test_each_process_tells_that_it_lives_in_a_long_evaluation_and_nothing_after_its_end(gloo, tmp_path):
+    first, second = gloo.run(2, trained, str(tmp_path))
+    assert first[0] == {(0, 2)} and second[0] == {(1, 2)}
+    assert first[1], "the evaluation is a sign of life of its own"
+    assert all(at_end == later for _, _, at_end, later in (first, second))
+
+
+def test_signs_of_life_reach_the_recorder_and_the_first_one_is_shown(monkeypatch, tmp_path):
+    event, beats = EventRecord("here"), [Heartbeat(rank, "local", 1, 3, "evaluation", 1.0) for rank in (0, 1)]
+
+    @contextmanager
+    def processes(*about, **more):
+        def run(*about, on_message, **more):
+            for told in ([event], *beats):
+                on_message(told)
+
+        yield SimpleNamespace(run=run)
+
+    monkeypatch.setattr(in_processes, "gloo_processes", processes)
+    logged, beaten, shown = [], [], []
+    recorder = SimpleNamespace(log=logged.extend, beat=beaten.append, alerts=SimpleNamespace())
+    job, sources = make_job(Classify(), {}, world_size=2)
+    in_processes.run_in_processes(job, sources, recorder, run_path=str(tmp_path), facts={}, show=shown.extend)
+    assert logged == [event] and beaten == beats and shown == [event, beats[0]]
