@@ -20,6 +20,12 @@ _HOMES = {
     "compare": "scaleray.api",
     "gate": "scaleray.api",
     "promote": "scaleray.launch.promote.promote",
+    "start_path": "scaleray.launch.path.state",
+    "find_path": "scaleray.launch.path.state",
+    "next_on_path": "scaleray.launch.path.go",
+    "try_on_path": "scaleray.launch.path.trials",
+    "skip_on_path": "scaleray.launch.path.go",
+    "redo_on_path": "scaleray.launch.path.go",
     "check_promoted": "scaleray.launch.promote.check",
     "rollback": "scaleray.launch.promote.rollback",
     "profile": "scaleray.api",
@@ -89,6 +95,7 @@ __all__ = [
     "evaluate",
     "explain_plan",
     "export_weights",
+    "find_path",
     "gate",
     "import_weights",
     "install_dashboards",
@@ -98,22 +105,27 @@ __all__ = [
     "live_state",
     "load",
     "load_config",
+    "next_on_path",
     "plan",
     "predict",
     "profile",
     "promote",
     "prune_checkpoints",
     "rebuild_checkpoint",
+    "redo_on_path",
     "replay",
     "report",
     "rollback",
     "show_config",
+    "skip_on_path",
+    "start_path",
     "stop_job",
     "study",
     "submit",
     "sweep",
     "tracking_ui",
     "train",
+    "try_on_path",
     "verify",
     "verify_checkpoints",
     "watch",
@@ -145,6 +157,9 @@ if TYPE_CHECKING:
         rebuild_checkpoint,
         verify_checkpoints,
     )
+    from scaleray.launch.path.go import next_on_path, redo_on_path, skip_on_path
+    from scaleray.launch.path.state import find_path, start_path
+    from scaleray.launch.path.trials import try_on_path
     from scaleray.launch.promote.check import check_promoted
     from scaleray.launch.promote.promote import promote
     from scaleray.launch.promote.rollback import rollback

@@ -72,6 +72,7 @@ def imported_by(words, modules):
                 "verify",
                 "compare",
                 "gate",
+                "path",
                 "report",
                 "evaluate",
                 "predict",

@@ -22,6 +22,7 @@ from scaleray.cli.evaluate import evaluate
 from scaleray.cli.gate import gate
 from scaleray.cli.init import init
 from scaleray.cli.jobs import jobs_app
+from scaleray.cli.path import path_app
 from scaleray.cli.plan import plan_app
 from scaleray.cli.predict import predict
 from scaleray.cli.profile import profile
@@ -64,6 +65,7 @@ for command in (
     watch,
     dashboards_app,
     gate,
+    path_app,
     promote,
     rollback,
     submit,

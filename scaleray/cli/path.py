@@ -1,0 +1,194 @@
+"""`scaleray path`: from a baseline on one worker to a promoted model, a command at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import App, Parameter
+
+from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
+from scaleray.cli.output import Output, print_json
+from scaleray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from scaleray.records.path import PathRecord
+
+path_app = App(
+    name="path", help="Go from a baseline on one worker to a promoted model, a step at a time.", help_format="plaintext"
+)
+INCONCLUSIVE = 3
+Name = Annotated[
+    str | None, Parameter(help="Name or folder of the path; by default the only one in the default storage path.")
+]
+
+
+@path_app.command
+def start(
+    *overrides: Overrides,
+    config: ConfigFile = None,
+    target: str,
+    workers: int,
+    runs: int = 5,
+    name: str | None = None,
+    model: str | None = None,
+    policy: Path | None = None,
+    cluster: str | None = None,
+    soak: str | None = None,
+    local: Flag = False,
+    json: Json = False,
+) -> int:
+    """Begin a path. Keys of the config can be given as options, as for train.
+
+    Parameters
+    ----------
+    target
+        What the model must reach, such as "test/accuracy >= 0.97".
+    workers
+        Workers of the distributed training.
+    runs
+        Trainings of each side, with as many seeds.
+    name
+        Name of the path; by default that of the experiment.
+    model
+        Name of the model in MLflow's registry; by default that of the path.
+    policy
+        YAML file of what the gates ask.
+    cluster
+        Cluster that the planner is to give advice for, as scaleray plan reads it, such as h100:8x2.
+    soak
+        Length of the long training, such as "30 epochs"; by default three times that of the job.
+    local
+        Run everything that can be without Ray: all but trainings of several workers and the sweep.
+    """
+    if config is None:
+        raise ConfigError("--config", "missing", "a path is of a training", "scaleray path start -c FILE --target ...")
+    from scaleray.launch.path.state import start_path
+
+    path = start_path(
+        config,
+        target,
+        workers=workers,
+        runs=runs,
+        name=name,
+        model=model,
+        policy=policy,
+        cluster=cluster,
+        soak=soak,
+        local=local,
+        overrides=overrides,
+    )
+    return _shown(path, json=json, writes=True)
+
+
+@path_app.command(name="next")
+def next_(*, name: Name = None, until: str | None = None, json: Json = False) -> int:
+    """Do the next task; say what a person must decide where it is not a command's to do.
+
+    Exit code 0 when it is done, 1 when its command failed, 3 when gates are inconclusive or a person must decide.
+
+    Parameters
+    ----------
+    until
+        Go on until this step is through: baseline, distribute, optimise, validate or produce.
+    """
+    from scaleray.launch.path.go import next_on_path
+
+    path = next_on_path(name, until=until, say=Output(json=True).say)
+    _shown(path, json=json, writes=True)
+    following = path.next_task()
+    if following is None:
+        return 0
+    if following.status == "failed":
+        return INCONCLUSIVE if following.exit_code == INCONCLUSIVE else 1
+    return INCONCLUSIVE if following.act == "decide" and (until is None or following.step == until) else 0
+
+
+@path_app.command(name="try")
+def try_(trial: str, *overrides: Overrides, name: Name = None, json: Json = False) -> int:
+    """Try a change of the config beside what is the best now; it is kept if it is faster and learns not worse.
+
+    Parameters
+    ----------
+    trial
+        A name for its runs.
+    """
+    from scaleray.launch.path.trials import try_on_path
+
+    path = try_on_path(trial, _settings(overrides), name=name, say=Output(json=True).say)
+    return _shown(path, json=json, writes=True)
+
+
+@path_app.command
+def skip(task: str, *, reason: str, name: Name = None, json: Json = False) -> int:
+    """Leave a task out.
+
+    Parameters
+    ----------
+    reason
+        Why, for whoever reads the path later.
+    """
+    from scaleray.launch.path.go import skip_on_path
+
+    return _shown(skip_on_path(task, reason, name=name), json=json, writes=True)
+
+
+@path_app.command
+def redo(task: str, *, reason: str = "", name: Name = None, json: Json = False) -> int:
+    """Open a task again, and those after it; the runs of trainings are set aside.
+
+    Parameters
+    ----------
+    reason
+        Why, for whoever reads the path later.
+    """
+    from scaleray.launch.path.go import redo_on_path
+
+    return _shown(redo_on_path(task, reason, name=name), json=json, writes=True)
+
+
+@path_app.command
+def status(*, name: Name = None, html: Path | None = None, json: Json = False) -> int:
+    """Show how far a path is.
+
+    Parameters
+    ----------
+    html
+        Write the whole path as one page to this file.
+    """
+    from scaleray.launch.path.state import find_path
+
+    return _shown(find_path(name), json=json, page=html)
+
+
+def _settings(words: tuple[str, ...]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    following = iter(words)
+    for word in following:
+        key, equals, value = word.removeprefix("--").partition("=")
+        found[key.replace("-", "_")] = value if equals else next(following, "")
+    if not found:
+        raise ConfigError(
+            "a change", "missing", "it is a key of the config", "scaleray path try NAME --batch.global-size 128"
+        )
+    return found
+
+
+def _shown(path: PathRecord, *, json: bool, writes: bool = False, page: Path | None = None) -> int:
+    """Show a path. writes: its page in its folder is written anew."""
+    from scaleray.reports.records.path import PAGE, write_path_page
+
+    pages = [*([Path(path.folder) / PAGE] if writes else []), *([page] if page is not None else [])]
+    for file in pages:
+        write_path_page(path, file)
+    output = Output(json=json)
+    for line in path.lines():
+        output.say(line)
+    for trial in path.trials:
+        output.say(f"{'kept' if trial.is_kept else 'left'}: {trial.name} {trial.settings}: {trial.verdict}")
+    for file in pages:
+        output.say(f"page: {file}")
+    if json:
+        written = {"page": str(pages[-1].absolute())} if pages else {}
+        print_json(path.to_dict(), written={"folder": path.folder, **written})
+    return 0

@@ -1,0 +1,134 @@
+"""What a path asks of a training beside its result: that it survives being killed, and that it stays well for long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.manifest import Incomplete
+from scaleray.config.base import Target
+from scaleray.errors import ScaleRayError
+from scaleray.gates.policy import Policy
+from scaleray.launch.gate.policy_file import read_policy
+from scaleray.launch.path.commands import Outcome, folder_of, is_finished, log_of, numbers_of, ran
+from scaleray.launch.path.tasks import CANDIDATE, POLICY, run_folder
+from scaleray.records.path import PathRecord, PathTask
+from scaleray.records.read import read_record
+from scaleray.records.run import RunRecord
+from scaleray.tracking.steps_file import step_rows
+
+LOOK_S = 0.05
+LIMIT_S = 3600.0
+"""Seconds without a checkpoint after which a training is not waited for any longer."""
+
+
+def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
+    """Kill a training once it has a checkpoint, go on with it, and hold its end against one that nobody killed."""
+    folder = folder_of(words)
+    assert folder is not None
+    if not (folder / "run.json").is_file():
+        killed = _killed(words, folder, log_of(path, task.key))
+        if not killed:
+            return Outcome(1, "it ended before it could be killed: it is too short for a checkpoint on its way")
+    outcome = Outcome(0) if is_finished(folder) else ran(path, task.key, words)
+    if outcome.code:
+        return outcome
+    return _compared(path, folder)
+
+
+def _killed(words: Sequence[str], folder: Path, log: Path) -> bool:
+    """Start a training and kill it with all its processes once it has a checkpoint; whether that came in time."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as kept:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "scaleray", *words, "--json"], stdout=kept, stderr=kept, start_new_session=True
+        )
+        try:
+            until = time.monotonic() + LIMIT_S
+            while process.poll() is None and time.monotonic() < until:
+                if _has_checkpoint(folder):
+                    return True
+                time.sleep(LOOK_S)
+            return False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    catalog = Catalog.of_run(str(folder))
+    with contextlib.suppress(OSError, Incomplete, ScaleRayError):
+        for step in catalog.steps():
+            with contextlib.suppress(Incomplete):
+                catalog.read(step)
+                return True
+    return False
+
+
+def _compared(path: PathRecord, folder: Path) -> Outcome:
+    metric, policy = Target.parse(path.target).metric, _policy(path)
+    record, other = _record(folder), _record(Path(run_folder(path, f"{CANDIDATE}-0")))
+    if record is None or not record.resumed_after:
+        return Outcome(1, "its record does not say that it went on from a checkpoint")
+    value = record.metrics.get(metric)
+    figures = {"steps": record.steps, "went on after step": record.resumed_after[-1], metric: value}
+    words = f"killed, went on after step {record.resumed_after[-1]} of {record.steps}"
+    if other is None or value is None or other.metrics.get(metric) is None:
+        return Outcome(1, f"{words}; nothing that was not killed has {metric}", numbers_of(figures), str(folder))
+    apart = abs(value - other.metrics[metric])
+    figures["differs by"] = apart
+    allowed = policy.convergence.metric_margin
+    words += f"; {metric} {value:.4g}, not killed {other.metrics[metric]:.4g} (may differ by {allowed:g})"
+    return Outcome(int(apart > allowed), words, numbers_of(figures), str(folder))
+
+
+def judged_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Outcome:
+    """A long training that has ended, judged by its alerts, its steps that were not finite, and how its speed
+    drifted."""
+    folder = folder_of(words)
+    record = None if folder is None else _record(folder)
+    if outcome.code or record is None or folder is None:
+        return outcome
+    operations = _policy(path).operations
+    begun = [alert for alert in record.alerts if alert.get("severity") in operations.no_alerts_of]
+    most = operations.max_nonfinite_steps
+    too_many = most is not None and record.nonfinite_steps > most
+    drift = _drift(folder)
+    told = [f"{record.steps} steps in {record.total_time_s:.0f} s", record.alerts_in_words() or "no alert"]
+    if drift is not None:
+        told.append(f"a step of its last quarter takes {drift:.2f} x one of its second")
+    if too_many:
+        told.append(f"{record.nonfinite_steps} steps were not finite")
+    figures = {**outcome.figures, **numbers_of({"drift": drift, "alerts": len(record.alerts)})}
+    return Outcome(int(bool(begun) or too_many), "; ".join(told), figures, str(folder))
+
+
+def _drift(folder: Path) -> float | None:
+    """Median step time of the last quarter over that of the second one, which the start does not slow any longer."""
+    try:
+        times = [row["step_time_s"] for row in step_rows((folder / "steps.csv").read_text())]
+    except OSError:
+        return None
+    quarter = len(times) // 4
+    return median(times[-quarter:]) / median(times[quarter : 2 * quarter]) if quarter else None
+
+
+def _record(folder: Path) -> RunRecord | None:
+    try:
+        record = read_record(folder)
+    except (OSError, ValueError, TypeError):
+        return None
+    return record if isinstance(record, RunRecord) else None
+
+
+def _policy(path: PathRecord) -> Policy:
+    return read_policy(Path(path.folder) / POLICY)

@@ -1,0 +1,139 @@
+"""Going along a path: its tasks one after another, and what came of each is kept."""
+
+from __future__ import annotations
+
+import getpass
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from scaleray.errors import UsageError
+from scaleray.launch.path.commands import Outcome, folder_of, ran
+from scaleray.launch.path.endurance import judged_soak, killed_and_gone_on
+from scaleray.launch.path.runbook import write_runbook
+from scaleray.launch.path.state import find_path, locked, read, write
+from scaleray.launch.path.tasks import DECIDE, SWEEP, again, filled
+from scaleray.records.path import STEPS, PathDecision, PathRecord, PathTask
+from scaleray.records.run import Say
+
+
+def next_on_path(name: str | None = None, *, until: str | None = None, say: Say = lambda text: None) -> PathRecord:
+    """Run the next task of a path, or all of them until a step is through.
+
+    until: name of a step; the path stops earlier where a task fails or a person must decide. Gives the path as it is
+    then. What was interrupted goes on where it was.
+    """
+    if until is not None and until not in STEPS:
+        raise UsageError("--until", until, f"steps are {', '.join(STEPS)}")
+    path = find_path(name)
+    with locked(path):
+        path = read(Path(path.folder))
+        while (task := path.next_task()) is not None:
+            if until is not None and STEPS.index(task.step) > STEPS.index(until):
+                break
+            if task.act == "decide":
+                break
+            path = _run(path, task, say=say)
+            done = path.task(task.key)
+            if until is None or done is None or done.status != "done":
+                break
+    return path
+
+
+def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathRecord:
+    """Leave a task out, with the reason that the page shows. Raises UsageError for one that is not there."""
+    path = find_path(name)
+    if not reason.strip():
+        raise UsageError("--reason", reason or None, "whoever reads the path later must know why")
+    with locked(path):
+        path = read(Path(path.folder))
+        known = _known(path, task)
+        by, at = getpass.getuser(), time.time()
+        path = _with(path, replace(known, status="skipped", words=reason, by=by, started_at=at))
+        path = _decided(path, f"skip {task}", reason)
+        write(path)
+    return path
+
+
+def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> PathRecord:
+    """Open a task again, and all that come after it and were not skipped. The runs of trainings are set aside."""
+    path = find_path(name)
+    with locked(path):
+        path = read(Path(path.folder))
+        first = path.tasks.index(_known(path, task))
+        after = [one.key for one in path.tasks[first:] if one.status != "skipped" or one.key == task]
+        fresh = {one.key: one for one in again(replace(path, tasks=[]), path.settings)}
+        path = replace(path, tasks=[_opened(t, fresh[t.key]) if t.key in after else t for t in path.tasks])
+        path = _decided(path, f"redo {task}", reason)
+        write(path)
+    return path
+
+
+def _opened(task: PathTask, fresh: PathTask) -> PathTask:
+    """A task as it was before it began; the run of a training is set aside, where it can still be looked at."""
+    folder = folder_of(task.command)
+    if folder is not None and folder.is_dir():
+        number = sum(one.name.startswith(f"{folder.name}.before-") for one in folder.parent.iterdir())
+        folder.rename(folder.with_name(f"{folder.name}.before-{number + 1}"))
+    return fresh
+
+
+def _run(path: PathRecord, task: PathTask, *, say: Say) -> PathRecord:
+    started, by = time.time(), getpass.getuser()
+    path = _with(path, replace(task, status="running", started_at=started, by=by))
+    write(path)
+    outcome = _outcome(path, task, say=say)
+    found = replace(
+        task,
+        status="done" if outcome.code == 0 else "failed",
+        exit_code=outcome.code,
+        started_at=started,
+        duration_s=time.time() - started,
+        by=by,
+        folder=outcome.folder,
+        figures=outcome.figures,
+        words=outcome.words,
+    )
+    path = _with(path, found)
+    if task.key == SWEEP and outcome.code == 0:
+        path = _advised(path, outcome.words)
+    write(path)
+    return path
+
+
+def _outcome(path: PathRecord, task: PathTask, *, say: Say) -> Outcome:
+    if task.act == "runbook":
+        return write_runbook(path)
+    try:
+        words = filled(path, task.command)
+    except UsageError as exc:
+        return Outcome(exc.exit_code, str(exc))
+    say(f"{task.key}: scaleray {' '.join(words)}")
+    if task.act == "faults":
+        return killed_and_gone_on(path, task, words)
+    outcome = ran(path, task.key, words)
+    return judged_soak(path, outcome, words) if task.act == "soak" else outcome
+
+
+def _advised(path: PathRecord, advice: str) -> PathRecord:
+    """The path whose next decision has the sweep's advice before it."""
+    task = path.task(DECIDE)
+    if task is None or not advice or task.status != "open":
+        return path
+    plain = task.words[task.words.index("a person decides") :]
+    return _with(path, replace(task, words=f"the sweep says: {advice} Now {plain}"))
+
+
+def _known(path: PathRecord, key: str) -> PathTask:
+    if (task := path.task(key)) is None:
+        raise UsageError("the task", key, f"{path.name} has {', '.join(one.key for one in path.tasks)}")
+    return task
+
+
+def _with(path: PathRecord, task: PathTask) -> PathRecord:
+    return replace(path, tasks=[task if one.key == task.key else one for one in path.tasks])
+
+
+def _decided(path: PathRecord, what: str, why: str) -> PathRecord:
+    decision = PathDecision(at=time.time(), by=getpass.getuser(), what=what, why=why)
+    return replace(path, decisions=[*path.decisions, decision])

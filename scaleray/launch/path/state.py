@@ -1,0 +1,238 @@
+"""The state of a path: one folder, with a copy in MLflow, so that a colleague can go on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import getpass
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scaleray.config import RunConfig, Target, load_config
+from scaleray.config.base import Duration, absolute_path
+from scaleray.config.checkpoint import default_storage_path
+from scaleray.errors import ConfigError, TrackingError, UsageError, first_line
+from scaleray.gates.policy import Policy
+from scaleray.launch.gate.policy_file import read_policy
+from scaleray.launch.path.tasks import JOB, POLICY, STATE, tasks_of
+from scaleray.launch.session.start import with_absolute_paths
+from scaleray.records.json_record import jsonable
+from scaleray.records.path import PathRecord
+from scaleray.tracking.operations import LogArtifact, LogParams, SetTags
+from scaleray.tracking.store import RunStore, check_reachable, open_client, resolve_uri, sqlite_path
+
+EXPERIMENT = "paths"
+NAME = "scaleray.path.name"
+"""Tag of a path's run in MLflow."""
+SOAK = 3
+"""How much longer than the job the long training is."""
+
+
+def start_path(
+    config: str | Path,
+    target: str,
+    *,
+    workers: int,
+    runs: int = 5,
+    name: str | None = None,
+    model: str | None = None,
+    policy: str | Path | Mapping[str, Any] | None = None,
+    cluster: str | None = None,
+    soak: str | None = None,
+    local: bool = False,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+) -> PathRecord:
+    """Begin a path: a folder with the job, the policy and the tasks, and a run in MLflow.
+
+    config: YAML file of the training. target: metric, >= or <=, and a value. workers: of the distributed training.
+    runs: trainings of each side; with fewer than the policy asks for the gates answer `inconclusive`. name: of the
+    path, by default that of the experiment. model: name in MLflow's registry, by default the path's. policy: of the
+    gates, whose target is `target`. cluster: that the planner is to give advice for, as for `plan`. soak: length of
+    the long training, by default three times the job's. Raises ConfigError, and UsageError for a name that is taken;
+    then nothing is left behind.
+    """
+    wanted = _target(target, workers, runs)
+    whole = with_absolute_paths(load_config(config, flags=overrides))
+    held = read_policy(policy)
+    held = held.model_copy(update={"convergence": held.convergence.model_copy(update={"target": wanted})})
+    called = name or whole.tracking.experiment
+    folder = Path(whole.checkpoint.storage_path) / f"path-{called}"
+    if "://" in whole.checkpoint.storage_path:
+        raise UsageError("checkpoint.storage_path", whole.checkpoint.storage_path, "a path's folder must be local")
+    job = _job(whole, Path(config))
+    path = PathRecord(
+        name=called,
+        folder=str(folder),
+        target=str(wanted),
+        workers=workers,
+        strategy="ddp" if whole.strategy.name == "auto" else whole.strategy.name,
+        batch_size=whole.batch.global_size,
+        runs=runs,
+        local=local,
+        by=getpass.getuser(),
+        started_at=time.time(),
+        model=model or called,
+        cluster=cluster,
+        soak=_soak(soak, whole),
+        notes=_notes(runs, held),
+        tracking_uri=resolve_uri(whole.tracking.uri),
+    )
+    _refuse_taken(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / JOB).write_text(yaml.safe_dump(job, sort_keys=False))
+    (folder / POLICY).write_text(yaml.safe_dump(jsonable(held.model_dump(mode="json")), sort_keys=False))
+    write(_with_run(replace(path, tasks=tasks_of(path))))
+    return read(folder)
+
+
+def _target(target: str, workers: int, runs: int) -> Target:
+    if workers < 2:
+        raise UsageError("--workers", workers, "a path leads to several workers: at least 2")
+    if runs < 1:
+        raise UsageError("--runs", runs, "it must be at least 1")
+    try:
+        return Target.parse(target)
+    except ValueError as exc:
+        raise ConfigError("--target", target, str(exc), "such as: test/accuracy >= 0.97") from exc
+
+
+def _soak(given: str | None, config: RunConfig) -> str:
+    if given is None:
+        return str(replace(config.stop.after, value=SOAK * config.stop.after.value))
+    try:
+        return str(Duration.parse(given))
+    except ValueError as exc:
+        raise ConfigError("--soak", given, str(exc)) from exc
+
+
+def _notes(runs: int, policy: Policy) -> list[str]:
+    least = policy.convergence.min_runs
+    if runs >= least:
+        return []
+    return [f"{runs} trainings of each side are fewer than the policy's {least}: its gate will say inconclusive"]
+
+
+def _refuse_taken(path: PathRecord) -> None:
+    """Raise UsageError for a path of this name, here or in the same MLflow."""
+    if (Path(path.folder) / STATE).exists():
+        taken = f"there is a path of this name in {path.folder}"
+        raise UsageError("--name", path.name, taken, "scaleray path next goes on with it; or name this one otherwise")
+    check_reachable(path.tracking_uri)
+    if path.tracking_uri.startswith("sqlite:") and not sqlite_path(path.tracking_uri).exists():
+        return
+    client = open_client(path.tracking_uri)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    found = [] if experiment is None else client.search_runs([experiment.experiment_id])
+    for run in found:
+        if run.data.tags.get(NAME) == path.name:
+            by, where = run.data.tags.get("mlflow.user"), run.data.params.get("folder")
+            taken = f"MLflow has a path of this name, which {by} began in {where}"
+            raise UsageError("--name", path.name, taken, "go on with that one, or name this one otherwise")
+
+
+def _job(config: RunConfig, file: Path) -> dict[str, Any]:
+    """The config as a file holds it, with the workload's file by its absolute path."""
+    values: dict[str, Any] = jsonable(config.to_dict())
+    target, colon, attribute = config.workload.name.partition(":")
+    if target.endswith(".py"):
+        places = [Path(target), file.resolve().parent / target]
+        found = next((place.resolve() for place in places if place.is_file()), None)
+        if found is None:
+            raise ConfigError("workload.name", config.workload.name, "its file does not exist")
+        values["workload"]["name"] = f"{found}{colon}{attribute}"
+    return values
+
+
+def find_path(name: str | None) -> PathRecord:
+    """The path in a folder, of a name in the default storage path, or the only one there is. Raises UsageError."""
+    root = Path(default_storage_path())
+    if name is not None:
+        for place in (Path(name).expanduser(), root / f"path-{name}", root / name):
+            if (place / STATE).is_file():
+                return read(place)
+        raise UsageError(
+            "--name", name, f"there is no path in such a folder, nor in {root}", "scaleray path start begins one"
+        )
+    found = sorted(root.glob(f"path-*/{STATE}"))
+    if len(found) != 1:
+        names = ", ".join(one.parent.name.removeprefix("path-") for one in found) or "none"
+        raise UsageError("--name", None, f"{root} holds {len(found)} paths: {names}", "name one, or its folder")
+    return read(found[0].parent)
+
+
+def read(folder: Path) -> PathRecord:
+    """The path in a folder. Raises UsageError for a damaged one."""
+    try:
+        found = PathRecord.read(folder / STATE)
+    except (OSError, ValueError) as exc:
+        raise UsageError("the path", str(folder), f"its {STATE} cannot be read: {first_line(exc)}") from exc
+    here = absolute_path(str(folder))
+    if found.folder == here:
+        return found
+    return PathRecord.from_json(found.to_json().replace(f'"{found.folder}', f'"{here}'))  # it was moved, or is mounted
+
+
+def write(path: PathRecord) -> None:
+    """Write the state, whole or not at all, and its copy in MLflow if that answers."""
+    place = Path(path.folder) / STATE
+    with tempfile.NamedTemporaryFile("w", dir=place.parent, prefix=".path-", delete=False) as file:
+        file.write(path.to_json())
+    os.replace(file.name, place)
+    if path.run_id:
+        with contextlib.suppress(Exception):  # the folder is what counts; the next write sends all of it again
+            check_reachable(path.tracking_uri, timeout_s=2.0)
+            store = RunStore(path.tracking_uri, path.run_id, path.experiment_id)
+            store.send(LogArtifact(str(place)))
+            following = path.next_task()
+            store.send(SetTags({"scaleray.path.next": "" if following is None else following.key}))
+
+
+@contextlib.contextmanager
+def locked(path: PathRecord) -> Iterator[None]:
+    """A context in which nobody else goes on with a path. Raises UsageError where somebody does."""
+    with open(Path(path.folder) / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(
+                "the path", path.name, "somebody else is going on with it", "wait for that to end"
+            ) from None
+        yield
+
+
+def _with_run(path: PathRecord) -> PathRecord:
+    try:
+        store = RunStore.create(
+            path.tracking_uri,
+            experiment=EXPERIMENT,
+            run_name=path.name,
+            tags={"scaleray.kind": "path", "mlflow.user": path.by, NAME: path.name},
+            key=f"path-{path.name}-{path.started_at}",
+        )
+        store.send(
+            LogParams(
+                {
+                    "target": path.target,
+                    "workers": path.workers,
+                    "strategy": path.strategy,
+                    "runs": path.runs,
+                    "folder": path.folder,
+                }
+            )
+        )
+        store.send(LogArtifact(f"{path.folder}/{JOB}"))
+        store.send(LogArtifact(f"{path.folder}/{POLICY}"))
+    except TrackingError:  # the folder may hold what is not the path's
+        for file in (JOB, POLICY):
+            (Path(path.folder) / file).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            Path(path.folder).rmdir()
+        raise
+    return replace(path, run_id=store.run_id, experiment_id=store.experiment_id)

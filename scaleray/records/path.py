@@ -1,0 +1,117 @@
+"""The record of a path from a baseline to a promoted model: what was decided, what was run, and what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from scaleray.records.json_record import JsonRecord
+
+Status = Literal["open", "running", "done", "failed", "skipped"]
+STEPS = ("baseline", "distribute", "optimise", "validate", "produce")
+"""The steps of a path, in their order."""
+OVER = ("done", "skipped")
+Act = Literal["command", "train", "faults", "soak", "decide", "runbook"]
+"""What a task is: a command, a training, one that is killed and goes on, a long one that is judged, what a person
+decides, or a page that the path writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathTask:
+    """One task of a path. key: `STEP/NAME`, unique; command: words after `scaleray`, none where there is no command."""
+
+    key: str
+    what: str
+    act: Act = "command"
+    status: Status = "open"
+    command: list[str] = field(default_factory=list)
+    exit_code: int | None = None
+    started_at: float | None = None
+    """Wall clock in s."""
+    duration_s: float | None = None
+    by: str = ""
+    folder: str = ""
+    """Where the command wrote its record."""
+    figures: dict[str, float] = field(default_factory=dict)
+    words: str = ""
+    """What came of it, or why it was skipped, or what a person must decide."""
+
+    @property
+    def step(self) -> str:
+        """The step that it is a part of."""
+        return self.key.partition("/")[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A change that was tried beside what was the best then. settings: keys of the config; verdict: why it was kept or
+    not, empty until its trainings are over."""
+
+    name: str
+    settings: dict[str, Any]
+    is_kept: bool = False
+    verdict: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+    by: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathDecision:
+    """What a person has decided. at: wall clock in s."""
+
+    at: float
+    by: str
+    what: str
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathRecord(JsonRecord):
+    """A path. target: such as `test/accuracy >= 0.97`; runs: trainings of each side; local: without Ray where that can
+    be; model: its name in the registry; cluster: that plan's advice is for; soak: length of the long training."""
+
+    name: str
+    folder: str
+    target: str
+    workers: int
+    strategy: str
+    batch_size: int
+    runs: int
+    local: bool
+    by: str
+    started_at: float
+    model: str
+    soak: str
+    alias: str = "champion"
+    cluster: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Keys of the config that trials have changed since the start."""
+    trials: list[Trial] = field(default_factory=list)
+    decisions: list[PathDecision] = field(default_factory=list)
+    tasks: list[PathTask] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    tracking_uri: str = ""
+    experiment_id: str = ""
+    run_id: str = ""
+
+    def task(self, key: str) -> PathTask | None:
+        """The task of this key."""
+        return next((task for task in self.tasks if task.key == key), None)
+
+    def next_task(self) -> PathTask | None:
+        """The first task that is neither done nor skipped; None at the end."""
+        return next((task for task in self.tasks if task.status not in OVER), None)
+
+    def lines(self) -> list[str]:
+        """A line for each step, for what failed, and the task that is next."""
+        found = [f"path {self.name}: {self.target} on {self.workers} workers", *self.notes]
+        for step in STEPS:
+            tasks = [task for task in self.tasks if task.step == step]
+            found.append(f"{step}: {sum(task.status in OVER for task in tasks)} of {len(tasks)}")
+        found += [f"{task.key} failed: {task.words}" for task in self.tasks if task.status == "failed"]
+        following = self.next_task()
+        if following is None:
+            return [*found, "the path is at its end"]
+        more = f": {following.words}" if following.act == "decide" and following.words else ""
+        return [*found, f"next: {following.key}: {following.what}{more}"]

@@ -1,0 +1,400 @@
+"""A path with commands that a stand-in answers: what comes next, what is kept, and what a person may do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import scaleray
+from scaleray.errors import ConfigError, UsageError
+from scaleray.gates.answer import GateResult
+from scaleray.launch.path import commands as of_commands
+from scaleray.launch.path import endurance, trials
+from scaleray.launch.path.runbook import runbook
+from scaleray.launch.path.state import find_path, locked, read, start_path
+from scaleray.reports.records.path import write_path_page
+from tests import study_examples
+
+JOB = """
+workload: {name: job.py:Job}
+batch: {global_size: 8}
+optimizer: {learning_rate: 0.1}
+stop: {after: 10 steps}
+"""
+
+
+@pytest.fixture
+def path(tmp_path, empty_database):
+    (tmp_path / "job.py").write_text("class Job:\n    pass\n")
+    (tmp_path / "job.yaml").write_text(JOB)
+    database = shutil.copy(empty_database, tmp_path / "mlflow.db")
+    keys = {"checkpoint.storage_path": str(tmp_path / "runs"), "tracking.uri": f"sqlite:///{database}"}
+    return start_path(
+        tmp_path / "job.yaml", "test/accuracy >= 0.9", workers=2, runs=2, name="digits", local=True, overrides=keys
+    )
+
+
+class Commands:
+    """Answers commands as scaleray would. codes: of the next ones; speeds: of trainings by their name's beginning;
+    printed: by the command's first word."""
+
+    def __init__(self):
+        self.ran, self.codes, self.speeds, self.printed = [], [], {}, {}
+
+    def __call__(self, words, *, log):
+        self.ran.append(list(words))
+        code = self.codes.pop(0) if self.codes else 0
+        if words[0] == "train":
+            folder = Path(words[2]) if "--resume" in words else of_commands.folder_of(words)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "run.json").write_text("{}")
+            if code == 0:
+                self.train(folder, resumed=[2] if "--resume" in words else [])
+            return code, {"samples_per_s": 100.0, "steps": 40, "written": {"folder": str(folder)}}, "Error: it broke"
+        return code, {"written": {"folder": f"/{words[0]}"}, **self.printed.get(words[0], {})}, "its last words"
+
+    def train(self, folder, resumed=()):
+        name, _, seed = folder.name.rpartition("-")
+        speed = self.speeds.get(name, 100.0) + int(seed)
+        record = study_examples.run_record(
+            name=folder.name, samples_per_s=speed, run_dir=str(folder), metrics={"test/accuracy": 0.95},
+            resumed_after=list(resumed),
+        )  # fmt: skip
+        (folder / "record.json").write_text(record.to_json())
+        (folder / "steps.csv").write_text(study_examples.steps_csv(40))
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    answering = Commands()
+    monkeypatch.setattr(of_commands, "run_command", answering)
+    monkeypatch.setattr(trials, "run_command", answering)
+
+    def killed(words, folder, log):
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_text("{}")
+        return True
+
+    monkeypatch.setattr(endurance, "_killed", killed)
+    return answering
+
+
+def test_a_path_begins_with_as_many_trainings_on_one_worker_as_there_are_seeds(path):
+    assert [task.key for task in path.tasks[:2]] == ["baseline/baseline-0", "baseline/baseline-1"]
+    assert all(task.command[task.command.index("--scale.workers") + 1] == "1" for task in path.tasks[:2])
+    job = (Path(path.folder) / "job.yaml").read_text()
+    assert f"name: {Path(path.folder).parents[1]}/job.py:Job" in job
+    assert "test/accuracy >= 0.9" in (Path(path.folder) / "policy.yaml").read_text()
+
+
+def test_each_call_does_one_task_and_until_does_a_step(path, commands):
+    after = scaleray.next_on_path(path.folder)
+    assert [task.status for task in after.tasks[:2]] == ["done", "open"]
+    assert after.tasks[0].figures == {"samples_per_s": 100.0, "test/accuracy": 0.95, "steps": 40.0}
+    after = scaleray.next_on_path(path.folder, until="distribute")
+    assert {task.key: task.status for task in after.tasks if task.step in ("baseline", "distribute")} == {
+        "baseline/baseline-0": "done", "baseline/baseline-1": "done", "distribute/doctor": "done",
+        "distribute/verify": "done", "distribute/resume": "done", "distribute/plan": "skipped",
+        "distribute/first-0": "done",
+    }  # fmt: skip
+    assert after.next_task().key == "optimise/study"
+
+
+def test_only_what_can_be_without_ray_is_local(path):
+    local = {task.key for task in path.tasks if "--local" in task.command}
+    assert local == {
+        "baseline/baseline-0", "baseline/baseline-1", "distribute/doctor", "distribute/verify", "distribute/resume",
+        "optimise/study",
+    }  # fmt: skip
+
+
+def test_it_stops_where_a_person_must_decide_and_goes_on_when_one_has(path, commands):
+    after = scaleray.next_on_path(path.folder, until="produce")
+    assert after.next_task().key == "optimise/decide" and "a person decides" in after.next_task().words
+    number = len(commands.ran)
+    assert scaleray.next_on_path(path.folder).next_task().key == "optimise/decide" and len(commands.ran) == number
+    with pytest.raises(UsageError, match="must know why"):
+        scaleray.skip_on_path("optimise/decide", " ", name=path.folder)
+    scaleray.skip_on_path("optimise/decide", "fast enough", name=path.folder)
+    after = scaleray.next_on_path(path.folder, until="produce")
+    assert after.next_task() is None and after.task("optimise/decide").words == "fast enough"
+    gate, promote = (next(words for words in commands.ran if words[0] == name) for name in ("gate", "promote"))
+    assert gate[gate.index("--study") + 1] == "/study" and gate[gate.index("--certificates") + 1] == "/verify"
+    assert promote[promote.index("--as") + 1] == "champion" and len(promote[1 : promote.index("--against")]) == 2
+    assert [(one.what, one.why) for one in after.decisions] == [("skip optimise/decide", "fast enough")]
+
+
+def test_a_study_that_was_skipped_is_not_named_to_the_gates(path, commands):
+    for key in ("optimise/study", "optimise/decide"):
+        scaleray.skip_on_path(key, "no time", name=path.folder)
+    scaleray.next_on_path(path.folder, until="validate")
+    gate = commands.ran[-1]
+    assert gate[0] == "gate" and "--study" not in gate and "{study}" not in gate
+
+
+def test_a_command_that_fails_stops_the_path_and_is_run_again(path, commands):
+    commands.codes = [0, 1]
+    after = scaleray.next_on_path(path.folder, until="distribute")
+    assert (after.tasks[1].status, after.tasks[1].exit_code, len(commands.ran)) == ("failed", 1, 2)
+    after = scaleray.next_on_path(path.folder)
+    assert after.tasks[1].status == "done"
+    assert commands.ran[-1][:2] == ["train", "--resume"], "its run is there and not finished"
+
+
+def to_the_gates(path):
+    scaleray.next_on_path(path.folder, until="produce")
+    scaleray.skip_on_path("optimise/decide", "no", name=path.folder)
+
+
+@pytest.mark.parametrize(("code", "answer"), [(1, "fail"), (3, "inconclusive")])
+def test_a_gate_that_does_not_pass_stops_the_path_before_anything_is_promoted(path, commands, code, answer):
+    check = {"what": "repeated runs", "answer": answer, "words": "2 of each; 5 are asked for"}
+    commands.printed["gate"] = {"gates": [{"gate": "scaling", "answer": answer, "checks": [check]}]}
+    to_the_gates(path)
+    commands.codes = [0] * 6 + [code]  # four trainings, the fault's, the soak's
+    after = scaleray.next_on_path(path.folder, until="produce")
+    task = after.next_task()
+    assert (task.key, task.status, task.exit_code) == ("validate/gate", "failed", code)
+    assert task.words == f"scaling {answer}; scaling: repeated runs: 2 of each; 5 are asked for"
+    assert "promote" not in [words[0] for words in commands.ran]
+
+
+def test_without_a_baseline_no_gate_is_asked(path, commands):
+    for seed in range(2):
+        scaleray.skip_on_path(f"baseline/baseline-{seed}", "there is an older one", name=path.folder)
+    to_the_gates(path)
+    after = scaleray.next_on_path(path.folder, until="produce")
+    task = after.next_task()
+    assert (task.key, task.status, task.exit_code) == ("validate/gate", "failed", 2)
+    assert "all its trainings were skipped" in task.words and "scaleray path redo baseline/baseline-0" in task.words
+    assert {"gate", "promote"}.isdisjoint(words[0] for words in commands.ran)
+
+
+def test_what_a_command_said_last_is_why_it_failed(path, commands):
+    commands.codes = [1]
+    assert scaleray.next_on_path(path.folder).tasks[0].words == "Error: it broke"
+
+
+def test_a_command_is_a_process_of_its_own_whose_words_are_kept(tmp_path, capfd):
+    code, printed, said = of_commands.run_command(["gate", "nowhere"], log=tmp_path / "logs" / "one.log")
+    assert (code, printed) == (2, {}) and said.startswith("TrackingError: ") and "nowhere" in said
+    assert said in (tmp_path / "logs" / "one.log").read_text() and said in capfd.readouterr().err
+
+
+class TestEndurance:
+    def ready(self, path, commands):
+        to_the_gates(path)
+        return scaleray.next_on_path(path.folder, until="validate")
+
+    def test_a_killed_training_must_come_to_the_same_end(self, path, commands):
+        task = self.ready(path, commands).task("validate/faults-0")
+        assert task.status == "done" and task.figures["went on after step"] == 2 and task.figures["differs by"] == 0
+        assert ["train", "--resume", f"{path.folder}/runs/faults-0"] in commands.ran
+
+    def test_another_end_fails(self, path, commands, monkeypatch):
+        before = commands.train
+
+        def train(folder, resumed=()):
+            before(folder, resumed)
+            if "faults" in folder.name:
+                text = (folder / "record.json").read_text().replace("0.95", "0.85")
+                (folder / "record.json").write_text(text)
+
+        monkeypatch.setattr(commands, "train", train)
+        task = self.ready(path, commands).task("validate/faults-0")
+        assert task.status == "failed" and "may differ by 0.01" in task.words
+
+    def test_one_that_nothing_was_killed_of_shows_nothing(self, path, commands, monkeypatch):
+        monkeypatch.setattr(endurance, "_killed", lambda *a: False)
+        task = self.ready(path, commands).task("validate/faults-0")
+        assert task.status == "failed" and "too short" in task.words
+
+    def test_it_has_a_checkpoint_after_a_quarter_of_the_steps(self, path, commands):
+        self.ready(path, commands)
+        assert "{quarter}" in find_path(path.folder).task("validate/faults-0").command
+        seen = []
+        endurance._killed, before = lambda words, *a: seen.append(words) or False, endurance._killed
+        try:
+            scaleray.redo_on_path("validate/faults-0", name=path.folder)
+            scaleray.next_on_path(path.folder)
+        finally:
+            endurance._killed = before
+        assert seen[0][seen[0].index("--checkpoint.every") + 1] == "10 steps"
+
+    def test_a_long_training_with_a_critical_alert_fails(self, path, commands, monkeypatch):
+        before = commands.train
+
+        def train(folder, resumed=()):
+            before(folder, resumed)
+            if "soak" in folder.name:
+                record = json.loads((folder / "record.json").read_text())
+                record["alerts"] = [{"name": "worker_lost", "severity": "critical"}]
+                (folder / "record.json").write_text(json.dumps(record))
+
+        monkeypatch.setattr(commands, "train", train)
+        task = self.ready(path, commands).task("validate/soak-0")
+        assert task.status == "failed" and "worker_lost" in task.words and task.figures["drift"] == 1.0
+        assert task.command[task.command.index("--stop.after") + 1] == "30 steps", "three times the job's"
+
+
+def test_what_is_done_again_sets_its_run_aside_and_opens_what_follows(path, commands):
+    scaleray.next_on_path(path.folder, until="distribute")
+    after = scaleray.redo_on_path("baseline/baseline-1", "a machine was slow", name=path.folder)
+    assert [task.status for task in after.tasks[:3]] == ["done", "open", "open"]
+    assert sorted(p.name for p in (Path(path.folder) / "runs").iterdir()) == [
+        "baseline-0", "baseline-1.before-1", "first-0.before-1"
+    ]  # fmt: skip
+    assert scaleray.next_on_path(path.folder).tasks[1].status == "done"
+    assert after.decisions[-1].why == "a machine was slow"
+
+
+def test_what_was_skipped_can_be_done_after_all(path, commands):
+    scaleray.skip_on_path("baseline/baseline-0", "later", name=path.folder)
+    assert scaleray.redo_on_path("baseline/baseline-0", name=path.folder).tasks[0].status == "open"
+
+
+class TestTrials:
+    def ready(self, path):
+        policy = Path(path.folder) / "policy.yaml"
+        policy.write_text("convergence: {min_runs: 2, metric_margin: 0.5, not_faster_than_chance: false}\n")
+        return scaleray.next_on_path(path.folder, until="produce")
+
+    def test_a_change_is_left_where_it_is_not_faster_beyond_the_noise(self, path, commands):
+        self.ready(path)
+        after = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder)
+        (trial,) = after.trials
+        assert not trial.is_kept and "within the noise" in trial.verdict and after.settings == {}
+        trained = [words[words.index("--tracking.run-name") + 1] for words in commands.ran[-4:]]
+        assert trained == ["best-0-0", "larger-0", "best-0-1", "larger-1"], "in turns"
+
+    def test_one_that_was_interrupted_goes_on(self, path, commands):
+        self.ready(path)
+        commands.codes = [0, 0, 0, 1]
+        with pytest.raises(UsageError, match="exit code 1: Error: it broke"):
+            scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder)
+        (trial,) = find_path(path.folder).trials
+        assert trial.verdict == ""
+        with pytest.raises(UsageError, match="it was tried with"):
+            scaleray.try_on_path("larger", {"batch.global_size": "32"}, name=path.folder)
+        number = len(commands.ran)
+        (trial,) = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder).trials
+        assert trial.verdict and [words[:2] for words in commands.ran[number:]] == [["train", "--resume"]]
+        again = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder)
+        assert again.trials == [trial] and len(commands.ran) == number + 1
+
+    def test_a_key_that_is_none_is_found_before_anything_is_trained(self, path, commands):
+        self.ready(path)
+        number = len(commands.ran)
+        with pytest.raises(ConfigError, match="globl_size"):
+            scaleray.try_on_path("larger", {"batch.globl_size": "16"}, name=path.folder)
+        assert len(commands.ran) == number and find_path(path.folder).trials == []
+
+    def test_learning_that_was_not_shown_to_be_no_worse_leaves_a_faster_change(self, path, commands):
+        self.ready(path)
+        commands.speeds = {"larger": 1000.0}
+        after = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder)
+        (trial,) = after.trials
+        assert not trial.is_kept and "beyond the noise" in trial.verdict and "learning inconclusive" in trial.verdict
+
+    def test_a_change_that_is_kept_is_in_the_trainings_to_come_and_proven_anew(self, path, commands, monkeypatch):
+        monkeypatch.setattr(
+            trials, "convergence_gate", lambda *a, **m: GateResult(gate="convergence", answer="pass", checks=[])
+        )
+        self.ready(path)
+        commands.speeds = {"larger": 1000.0}
+        after = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder)
+        assert after.settings == {"batch.global_size": "16"} and after.next_task().key == "distribute/verify"
+        assert [task.status for task in after.tasks if task.step == "baseline"] == ["done", "done"]
+        candidate = after.task("validate/candidate-0").command
+        assert candidate[candidate.index("--batch.global-size") + 1] == "16"
+        assert "--batch.global-size" not in after.task("baseline/baseline-0").command
+        with pytest.raises(UsageError, match="changes are tried at optimise/decide"):
+            scaleray.try_on_path("more", {"batch.global_size": "32"}, name=path.folder)
+        scaleray.next_on_path(path.folder, until="optimise")
+        with pytest.raises(UsageError, match="name it otherwise"):
+            scaleray.try_on_path("larger", {"batch.global_size": "32"}, name=path.folder)
+        assert {"validate/batch-8-0", "validate/batch-32-0"} <= {task.key for task in after.tasks}
+
+    def test_the_sweep_says_what_is_worth_a_trial(self, path, commands):
+        commands.printed["sweep"] = {"words": ["goodput is highest at batch 16."]}
+        task = self.ready(path).next_task()
+        assert task.key == "optimise/decide" and "goodput is highest at batch 16. Now a person decides" in task.words
+
+
+def test_the_page_has_every_task_with_its_command(path, commands, tmp_path):
+    scaleray.next_on_path(path.folder, until="optimise")
+    scaleray.skip_on_path("optimise/decide", "<fast> enough", name=path.folder)
+    write_path_page(find_path(path.folder), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert all(task.what in page for task in path.tasks)
+    assert "&lt;fast&gt; enough" in page and "scaleray verify -c" in page and "skip optimise/decide" in page
+
+
+def test_the_runbook_says_what_is_usual_and_what_every_alert_asks_for(path, commands):
+    to_the_gates(path)
+    after = scaleray.next_on_path(path.folder, until="produce")
+    text = (Path(path.folder) / "runbook.md").read_text()
+    assert after.next_task() is None and text.splitlines() == runbook(after).splitlines()
+    assert "| samples_per_s | 100 | 100 | 100 to 100 |" in text and "scaleray rollback digits@champion" in text
+    assert "| no_progress | critical |" in text
+
+
+def test_a_path_goes_on_where_its_folder_was_moved_to(path, commands, tmp_path):
+    scaleray.next_on_path(path.folder)
+    moved = tmp_path / "elsewhere" / "path-digits"
+    moved.parent.mkdir()
+    Path(path.folder).rename(moved)
+    after = scaleray.next_on_path(str(moved))
+    assert after.tasks[1].folder == f"{moved}/runs/baseline-1"
+    assert str(path.folder) not in " ".join(word for task in read(moved).tasks for word in task.command)
+
+
+def test_mlflow_has_the_state_as_it_is_now(path, commands):
+    from scaleray.tracking.store import open_client
+
+    scaleray.next_on_path(path.folder)
+    client = open_client(path.tracking_uri)
+    run = client.get_run(path.run_id)
+    assert run.data.tags["scaleray.path.next"] == "baseline/baseline-1" and run.data.params["workers"] == "2"
+    kept = json.loads(Path(client.download_artifacts(path.run_id, "path.json")).read_text())
+    assert kept["tasks"][0]["status"] == "done"
+
+
+def test_two_at_once_and_two_of_one_name_are_refused(path, tmp_path):
+    with locked(path), pytest.raises(UsageError, match="somebody else"):
+        scaleray.next_on_path(path.folder)
+    with pytest.raises(UsageError, match="there is a path of this name"):
+        start_path(
+            tmp_path / "job.yaml", "a/b >= 1", workers=2, name="digits",
+            overrides={"checkpoint.storage_path": str(tmp_path / "runs")},
+        )  # fmt: skip
+    elsewhere = {"checkpoint.storage_path": str(tmp_path / "others"), "tracking.uri": path.tracking_uri}
+    with pytest.raises(UsageError, match="MLflow has a path of this name"):
+        start_path(tmp_path / "job.yaml", "a/b >= 1", workers=2, name="digits", overrides=elsewhere)
+    assert not (tmp_path / "others").exists()
+
+
+def test_bad_input_is_one_message(path, tmp_path):
+    job = tmp_path / "job.yaml"
+    with pytest.raises(ConfigError, match="--target"):
+        start_path(job, "high", workers=2)
+    with pytest.raises(UsageError, match="at least 2"):
+        start_path(job, "a/b >= 1", workers=1)
+    fresh = {"checkpoint.storage_path": str(tmp_path / "fresh")}
+    with pytest.raises(ConfigError, match=r"convergence\.margn.*\n.*margin"):
+        start_path(job, "a/b >= 1", workers=2, policy={"convergence": {"margn": 0.1}}, overrides=fresh)
+    with pytest.raises(ConfigError, match="--soak"):
+        start_path(job, "a/b >= 1", workers=2, soak="long", overrides=fresh)
+    assert not (tmp_path / "fresh").exists(), "nothing is left behind"
+    with pytest.raises(UsageError, match="steps are baseline"):
+        scaleray.next_on_path(path.folder, until="the end")
+    with pytest.raises(UsageError, match="digits has baseline/baseline-0"):
+        scaleray.redo_on_path("baseline", name=path.folder)
+    with pytest.raises(UsageError, match="there is no path in such a folder"):
+        scaleray.next_on_path("nowhere")
+    (Path(path.folder) / "path.json").write_text("{")
+    with pytest.raises(UsageError, match=r"its path\.json cannot be read"):
+        find_path(path.folder)
