@@ -49,15 +49,17 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Program:
-    """A program of the machine. names: what packages call it. variable: of the environment, for one elsewhere."""
+    """A program of the machine. names: what packages call it. variable: of the environment, for one elsewhere. port: where
+    it usually listens."""
 
     title: str
     names: tuple[str, ...]
     variable: str
+    port: int
 
 
-PROMETHEUS = Program("Prometheus", ("prometheus",), "PROMETHEUS")
-ALERTMANAGER = Program("Alertmanager", ("prometheus-alertmanager", "alertmanager"), "ALERTMANAGER")
+PROMETHEUS = Program("Prometheus", ("prometheus",), "PROMETHEUS", 9090)
+ALERTMANAGER = Program("Alertmanager", ("prometheus-alertmanager", "alertmanager"), "ALERTMANAGER", 9093)
 HOW_TO_INSTALL = (
     "Debian, Ubuntu: apt-get install prometheus prometheus-alertmanager; macOS: brew install prometheus alertmanager; "
     "or put the path of one from prometheus.io/download into "
@@ -114,8 +116,10 @@ def _start(stack: contextlib.ExitStack, prometheus_path: str, alertmanager_path:
     graph = once(SAMPLES_PER_S).replace("$job", ".+").replace("$instance", ".+").replace("$run_id", ".*")
     shown = urllib.parse.urlencode({"g0.expr": graph.replace("$run", ".*"), "g0.tab": 0, "g0.range_input": "10m"})
     pages = f"{address}{_pages(address)}"
-    print(f"Prometheus    {address}  targets: {pages}/targets  rules: {pages}/rules  alerts: {pages}/alerts")
-    print(f"Alertmanager  {alerts}  alerts are shown below as well")
+    print(
+        f"Prometheus    {address}{_instead_of(PROMETHEUS, address)}  targets: {pages}/targets  rules: {pages}/rules  alerts: {pages}/alerts"
+    )
+    print(f"Alertmanager  {alerts}{_instead_of(ALERTMANAGER, alerts)}  alerts are shown below as well")
     print(f"throughput    {address}/graph?{shown}")
     print(f"dashboards    scaleray dashboards install --grafana URL, with {address} as data source", flush=True)
     return stack.enter_context(training(head, FOLDER))
@@ -130,15 +134,24 @@ def service_discovery(head: Head) -> Path:
 def training(head: Head | None, folder: Path, *more: str) -> Iterator[subprocess.Popen[bytes]]:
     """A run on the head's cluster, or without Ray, whose output comes through. more: options after the usual ones."""
     name = time.strftime("watched-%Y%m%d-%H%M%S") + ("" if head else "-local")
-    places = ("--tracking.uri", f"sqlite:///{folder / 'mlflow.db'}", "--checkpoint.storage-path", str(folder / "runs"))
-    words = (*TRAINING, "--tracking.run-name", name, *places, *(() if head else ("--local",)), *more)
-    environment = {**head.environment(), "RAY_ADDRESS": head.address} if head else None
-    with _running([sys.executable, "-m", "scaleray", *words], env=environment, cwd=ROOT) as process:
+    words = (*TRAINING, "--tracking.run-name", name, *(() if head else ("--local",)), *more)
+    with command(words, folder, head=head) as process:
         yield process
 
 
 @contextlib.contextmanager
-def prometheus(path: str, folder: Path, *, interval: str = "5s", port: int = 9090, **targets: Any) -> Iterator[str]:
+def command(words: Sequence[str], folder: Path, *, head: Head | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """A command of scaleray whose runs lie in `folder`, on the head's cluster where there is one."""
+    places = ("--tracking.uri", f"sqlite:///{folder / 'mlflow.db'}", "--checkpoint.storage-path", str(folder / "runs"))
+    environment = {**head.environment(), "RAY_ADDRESS": head.address} if head else None
+    with _running([sys.executable, "-m", "scaleray", *words, *places], env=environment, cwd=ROOT) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def prometheus(
+    path: str, folder: Path, *, interval: str = "5s", port: int = PROMETHEUS.port, **targets: Any
+) -> Iterator[str]:
     """A Prometheus with data of its own in `folder`; gives its address. targets: see `scraping.config`."""
     file, address = folder / "watch_prometheus.yml", f"{HOST}:{_port(port)}"
     file.write_text(yaml.safe_dump(config(interval=interval, **targets), sort_keys=False))
@@ -155,7 +168,7 @@ def prometheus(path: str, folder: Path, *, interval: str = "5s", port: int = 909
 
 
 @contextlib.contextmanager
-def alertmanager(path: str, folder: Path, *, webhook: str, port: int = 9093) -> Iterator[str]:
+def alertmanager(path: str, folder: Path, *, webhook: str, port: int = ALERTMANAGER.port) -> Iterator[str]:
     """An Alertmanager that sends everything to a webhook; gives its address."""
     file, address = folder / "alertmanager.yml", f"{HOST}:{_port(port)}"
     route = {"receiver": "here", "group_by": ["alertname", "ray_train_run_name"], "group_wait": "1s"}
@@ -250,6 +263,11 @@ def ask(address: str, path: str, parameters: Mapping[str, Any] | None = None) ->
     query = urllib.parse.urlencode(parameters or {}, doseq=True)
     with urllib.request.urlopen(f"{address}/api/v1/{path}?{query}", timeout=30) as answer:
         return json.loads(answer.read())["data"]
+
+
+def _instead_of(program: Program, address: str) -> str:
+    """What is said where a program does not listen where it usually does."""
+    return "" if address.endswith(f":{program.port}") else f" ({program.port} is in use)"
 
 
 def _port(usual: int) -> int:

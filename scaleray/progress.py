@@ -15,12 +15,13 @@ from typing import Protocol
 class Stage:
     """One thing that is under way.
 
-    total: how much there is to do, in `unit`; None is not known. done: how much of it is. note: what else is known.
+    total: how much there is to do, in `unit`; None is not known. before: how much was done when it began, as in a
+    resumed run. done: how much of it is. note: what else is known.
     """
 
-    def __init__(self, name: str, *, total: float | None = None, unit: str = "") -> None:
+    def __init__(self, name: str, *, total: float | None = None, unit: str = "", before: float = 0.0) -> None:
         self.name, self.total, self.unit, self.note = name, total, unit, ""
-        self.done = 0.0
+        self.before = self.done = before
         self.started_at = time.monotonic()
 
     def advance(self, by: float = 1.0) -> None:
@@ -35,9 +36,9 @@ class Stage:
     @property
     def left_s(self) -> float | None:
         """Seconds that are left if it goes on as it did; None where nothing can be said."""
-        if not self.total or not 0 < self.done <= self.total:
+        if not self.total or not self.before < self.done <= self.total:
             return None
-        return self.elapsed_s * (self.total - self.done) / self.done
+        return self.elapsed_s * (self.total - self.done) / (self.done - self.before)
 
 
 class Display(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -48,6 +49,18 @@ def test_a_program_that_does_not_come_up_is_shown_with_the_end_of_its_log(tmp_pa
         pytest.fail("it is not running")
     config = yaml.safe_load((tmp_path / "watch_prometheus.yml").read_text())
     assert config["scrape_configs"] == [] and "rule_files" not in config
+
+
+def test_another_port_is_taken_where_the_usual_one_is_in_use_and_that_is_said():
+    with socket.socket() as other:
+        other.bind((watch.HOST, 0))
+        other.listen()
+        usual = other.getsockname()[1]
+        taken = watch._port(usual)
+        program = watch.Program("Prometheus", ("prometheus",), "PROMETHEUS", usual)
+        assert taken != usual
+        assert watch._instead_of(program, f"http://{watch.HOST}:{taken}") == f" ({usual} is in use)"
+        assert watch._instead_of(program, f"http://{watch.HOST}:{usual}") == ""
 
 
 def test_alerts_are_printed_as_they_come(capsys):

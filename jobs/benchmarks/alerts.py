@@ -6,7 +6,8 @@ Starts Debian's `prometheus` and `prometheus-alertmanager` and a receiver on 127
 gloo processes (the lost worker: on Ray) with `monitoring.port`. In each of them one fault is planted after three quarters of
 a minute. Compute is a timed sleep (`scaleray.emulation`); everything else is real. Printed is how many seconds after the
 fault its alert was delivered: by Prometheus and Alertmanager, and by the run itself (`alerts.webhook`). The healthy training
-must raise none but its end. The full disk is a small tmpfs, which takes root. All that is started ends with the command.
+must raise none but its end. The full disk is a small tmpfs, which takes root; GPUs are those of a stand-in for NVIDIA's
+exporter (`stand_in_gpus.py`). All that is started ends with the command.
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ HERE = Path(__file__).resolve().parent
 RULES = HERE.parents[1] / "dashboards" / "alerts.yaml"
 sys.path.insert(0, str(HERE))
 from harness import free_port, table  # noqa: E402
+from stand_in_gpus import FAULTS as OF_GPUS  # noqa: E402
+from stand_in_gpus import StandInGpus, exporting  # noqa: E402
 
 WATCHED_S, START_S = 100.0, 240.0
 """Seconds that a training is watched after its fault, and that it may take to begin."""
 PROMETHEUS = """global: {{scrape_interval: 5s, evaluation_interval: 5s}}
 rule_files: [{rules}]
 alerting: {{alertmanagers: [{{static_configs: [{{targets: ["127.0.0.1:{alertmanager}"]}}]}}]}}
-scrape_configs: [{{job_name: scaleray, file_sd_configs: [{{files: [{targets}]}}]}}]
+scrape_configs: [{{job_name: watched, file_sd_configs: [{{files: [{targets}]}}]}}]
 """
 ALERTMANAGER = """route: {{receiver: hook, group_by: [alertname, run_id], group_wait: 1s, group_interval: 5s}}
 receivers: [{{name: hook, webhook_configs: [{{url: "http://127.0.0.1:{receiver}/prometheus", send_resolved: true}}]}}]
@@ -60,8 +63,16 @@ class Fault:
     """Seconds of training before the fault."""
     watched_s: float = WATCHED_S
     """Seconds that the training is watched after it."""
+    also: tuple[str, ...] = ()
+    """Further rules, each of another fault that is planted at the same time."""
+
+    @property
+    def rules(self) -> tuple[str, ...]:
+        """All rules that must tell of it."""
+        return (self.rule, *self.also) if self.rule else ()
 
 
+SLOWED = "a forward pass of either worker takes 120 ms longer"
 FAULTS = (
     Fault("healthy", "", "nothing"),
     Fault("straggler", "straggler", "the backward pass of rank 1 takes 40 ms longer"),
@@ -98,10 +109,25 @@ FAULTS = (
         watched_s=160.0,
     ),
     Fault("mlflow away", "recorder_spooling", "SIGKILL for the MLflow server"),
+    Fault("failed", "run_failed", "rank 1 raises an error in its loss"),
+    Fault("finished", "run_finished", "the last of its steps"),
+    # a minute is compared with the two before it at least, and a minute must pass
+    Fault("slower", "slower_than_before", SLOWED, healthy_s=220.0, watched_s=240.0),
+    Fault("prediction", "slower_than_predicted", SLOWED, {"monitoring.expected_samples_per_s": 80}, watched_s=180.0),
+    Fault(
+        "gpus",
+        "gpu_idle",
+        "of four made-up GPUs one becomes idle, one is throttled half of the time, one has a memory error, one an Xid 79",
+        on_ray=True,
+        healthy_s=330.0,
+        watched_s=300.0,
+        also=("gpu_throttled", "gpu_ecc", "gpu_xid"),
+    ),
     # twenty minutes are compared, the last five and the first five of them: half an hour, on demand only
     Fault("creep", "memory_creeping", "rank 1 keeps 1.5 GiB", healthy_s=1000.0, watched_s=700.0),
 )
 ON_DEMAND = ("creep",)
+BY_PROMETHEUS_ALONE = ("gpu_throttled", "gpu_ecc", "gpu_xid")
 BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
@@ -113,7 +139,10 @@ class Delivered:
 
     def first(self, by: str, run: str, rule: str, since: float) -> float | None:
         """Seconds from `since` to the first alert of this rule for a run; None where there is none."""
-        return next((at - since for at, *of in self.alerts if of == [by, run, rule, "firing"] and at > since), None)
+        # alerts of GPUs are of a node, whatever trains there
+        runs = (run, "") if rule in OF_GPUS else (run,)
+        found = (at for at, who, of, *what in self.alerts if who == by and of in runs and what == [rule, "firing"])
+        return next((at - since for at in found if at > since), None)
 
     def rules(self, by: str, run: str, until: float) -> list[str]:
         """Rules that told of a run, but for its end."""
@@ -222,12 +251,13 @@ def train_here(path: Path) -> None:
 class Run:
     """One training with a fault, and what came of it."""
 
-    def __init__(self, fault: Fault, folder: Path, hook: str, seconds: float) -> None:
+    def __init__(self, fault: Fault, folder: Path, hook: str, seconds: float, gpus: StandInGpus) -> None:
         self.fault, self.folder, self.port = fault, folder / fault.name.replace(" ", "-"), free_port()
         (self.folder / "runs").mkdir(parents=True)
         flags = config_of(fault, self.folder, self.port, hook, seconds)
         self.config = self.folder / "config.json"
         self.config.write_text(json.dumps({"flags": flags, "on_ray": fault.on_ray}))
+        self.gpus = gpus
         self.planted_at: float | None = None
         self.ended_at = float("inf")
 
@@ -249,15 +279,17 @@ class Run:
             time.sleep(self.fault.healthy_s)
             self.plant()
             until = time.time() + self.fault.watched_s
-            while time.time() < until and None in self.seconds(delivered):
+            while time.time() < until and any(None in self.seconds(delivered, rule) for rule in self.fault.rules):
                 time.sleep(0.5)
-            log(f"{self.fault.name}: {self.seconds(delivered)}")
+            for rule in self.fault.rules:
+                log(f"{self.fault.name}: {rule}: {self.seconds(delivered, rule)}")
             self.ended_at = time.time()
 
-    def seconds(self, delivered: Delivered) -> list[float | None]:
-        """Seconds from the fault to its alert, by Prometheus and by the run itself."""
+    def seconds(self, delivered: Delivered, rule: str) -> list[float | None]:
+        """Seconds from the fault to its alert, by Prometheus and by the run itself where that judges it."""
         since = self.planted_at or time.time()
-        return [delivered.first(by, self.name, self.fault.rule, since) for by in ("prometheus", "itself")]
+        whom = ("prometheus",) if rule in BY_PROMETHEUS_ALONE else ("prometheus", "itself")
+        return [delivered.first(by, self.name, rule, since) for by in whom]
 
     def wait_for_steps(self, process: subprocess.Popen[bytes]) -> bool:
         """Wait until steps are published; false when they never are."""
@@ -280,11 +312,21 @@ class Run:
             self.kill_worker(waits=False)
         elif self.fault.name == "mlflow away":
             os.killpg(int((self.folder / "mlflow").read_text()), signal.SIGKILL)
+        elif self.fault.name == "finished":
+            self.planted_at = self.last_step()
         elif self.fault.name == "full disk":
             free = shutil.disk_usage(self.folder / "runs")
             (self.folder / "runs" / "filler").write_bytes(bytes(int(free.free - 0.02 * free.total)))
         else:
+            for rule in OF_GPUS if self.fault.name == "gpus" else ():
+                self.gpus.plant(rule)
             (self.folder / "planted").touch()
+
+    def last_step(self) -> float:
+        """When the last step began, once none has begun for three seconds."""
+        while time.time() - (at := (self.folder / "step").stat().st_mtime) < 3.0:
+            time.sleep(0.1)
+        return at
 
     def kill_worker(self, *, waits: bool = True) -> None:
         """End the second worker, and wait for the one that is started in its place."""
@@ -352,26 +394,18 @@ def report(runs: list[Run], delivered: Delivered) -> str:
     """A row for each fault."""
     rows = []
     for run in runs:
-        also = [
-            f"{by}: {', '.join(found)}"
+        others = {
+            by: [rule for rule in delivered.rules(by, run.name, run.ended_at) if rule not in run.fault.rules]
             for by in ("prometheus", "itself")
-            if (found := [r for r in delivered.rules(by, run.name, run.ended_at) if r != run.fault.rule])
-        ]
-        if run.fault.rule:
-            times = ["not" if second is None else f"{second:.0f} s" for second in run.seconds(delivered)]
-        else:
-            times = [
-                ", ".join(delivered.rules(by, run.name, run.ended_at)) or "none" for by in ("prometheus", "itself")
-            ]
-        rows.append(
-            [
-                run.fault.name,
-                run.fault.planted,
-                run.fault.rule or "none",
-                *times,
-                "; ".join(also) if run.fault.rule else "",
-            ]
-        )
+        }
+        if not run.fault.rule:
+            rows.append(
+                [run.fault.name, run.fault.planted, "none", *(", ".join(o) or "none" for o in others.values()), ""]
+            )
+        for rule in run.fault.rules:
+            times = ["not" if second is None else f"{second:.0f} s" for second in run.seconds(delivered, rule)]
+            also = "; ".join(f"{by}: {', '.join(found)}" for by, found in others.items() if found)
+            rows.append([run.fault.name, run.fault.planted, rule, *times, *["not judged"] * (2 - len(times)), also])
     return table(["fault", "planted", "rule", "by Prometheus", "by the run itself", "other alerts"], rows)
 
 
@@ -391,28 +425,34 @@ def main() -> None:
     for program in ("prometheus", "prometheus-alertmanager"):
         if shutil.which(program) is None:
             sys.exit(f"{program} is not installed: apt-get install prometheus prometheus-alertmanager")
-    delivered = Delivered()
-    with tempfile.TemporaryDirectory(prefix="alerts-", ignore_cleanup_errors=True) as name, receiver(delivered) as port:
+    delivered, gpus = Delivered(), StandInGpus()
+    with contextlib.ExitStack() as stack:
+        name = stack.enter_context(tempfile.TemporaryDirectory(prefix="alerts-", ignore_cleanup_errors=True))
+        port, of_gpus = stack.enter_context(receiver(delivered)), stack.enter_context(exporting(gpus))
         folder, hook = Path(name), f"http://127.0.0.1:{port}/itself"
-        with monitoring(folder, port) as ports:
-            log(
-                f"Prometheus at http://127.0.0.1:{ports['prometheus']}, Alertmanager at http://127.0.0.1:{ports['alertmanager']}, {folder}"
-            )
-            lengths = {"healthy": options.healthy_s}
-            runs = [
-                Run(BY_NAME[one], folder, hook, lengths.get(one, BY_NAME[one].healthy_s + 2 * BY_NAME[one].watched_s))
-                for one in options.only.split(",")
-            ]
-            targets = [{"targets": [f"127.0.0.1:{run.port}" for run in runs]}]
-            (folder / "new.json").write_text(json.dumps(targets))
-            os.replace(folder / "new.json", folder / "targets.json")
-            with ThreadPoolExecutor(options.at_once) as pool:
-                list(pool.map(lambda run: run.watch(delivered, options.healthy_s), runs))
-            time.sleep(options.hold_s)
-            for run in runs:
-                if run.planted_at is None and run.fault.rule:
-                    log((run.folder / "log").read_text()[-2000:])
+        ports = stack.enter_context(monitoring(folder, port))
+        log(", ".join(f"{title} at http://127.0.0.1:{at}" for title, at in ports.items()) + f", {folder}")
+        runs = [
+            Run(BY_NAME[one], folder, hook, seconds_of(BY_NAME[one], options.healthy_s), gpus)
+            for one in options.only.split(",")
+        ]
+        targets = [{"targets": [f"127.0.0.1:{port}" for port in (*(run.port for run in runs), of_gpus)]}]
+        (folder / "new.json").write_text(json.dumps(targets))
+        os.replace(folder / "new.json", folder / "targets.json")
+        with ThreadPoolExecutor(options.at_once) as pool:
+            list(pool.map(lambda run: run.watch(delivered, options.healthy_s), runs))
+        time.sleep(options.hold_s)
+        for run in runs:
+            if run.planted_at is None and run.fault.rule:
+                log((run.folder / "log").read_text()[-2000:])
         print(report(runs, delivered))
+
+
+def seconds_of(fault: Fault, healthy_s: float) -> float:
+    """How long a training would go on by itself."""
+    if fault.name == "healthy":
+        return healthy_s
+    return fault.healthy_s if fault.name == "finished" else fault.healthy_s + 2 * fault.watched_s
 
 
 if __name__ == "__main__":

@@ -22,10 +22,13 @@ from torch import nn
 from scaleray import Workload
 from scaleray.checkpoints.storage import Store
 from scaleray.emulation import EmulatedLayer, EmulatedLink, Timing
+from scaleray.training.health.system_metrics import SystemMetrics
 from scaleray.training.profile.rank_samples import RankSamples
 
+BUSY, IDLE = 0.9, 0.02
+"""Share of time in which a GPU that there is not is busy, and in which it is not any more."""
 WIDTH, LAYERS, FORWARD_S = 32, 4, 0.02
-STRAGGLE_S, LINK_S, ROW_S, HANG_S = 0.04, 0.06, 0.06, 200.0
+STRAGGLE_S, SLOWED_S, LINK_S, ROW_S, HANG_S = 0.04, 0.12, 0.06, 0.06, 200.0
 LIMIT_BYTES, FILLED, KEPT_BYTES = 2**31, 0.97, 3 * 2**29
 """Memory that a worker is told it can have, the share of it that is filled, and what is kept for good."""
 LEAK_BYTES = 2**18
@@ -97,6 +100,8 @@ class Planted(Workload):
             setattr(RankSamples, "_limit", property(lambda self: LIMIT_BYTES, lambda self, value: None))  # noqa: B010
         if self.fault == "old checkpoint":
             slow_writes(self.sign)
+        if self.fault == "gpus":
+            made_up_gpu(self.sign)
 
     def build_model(self) -> nn.Module:
         self.prepare()
@@ -108,6 +113,8 @@ class Planted(Workload):
         def forward() -> None:
             if self.hits("hang", rank=1):
                 time.sleep(HANG_S)
+            if self.hits("slower") or self.hits("prediction"):
+                time.sleep(SLOWED_S)
             if not self.kept and (self.hits("memory", rank=1) or self.hits("creep", rank=1)):
                 used = psutil.Process().memory_info().rss
                 size = KEPT_BYTES if self.fault == "creep" else int(FILLED * LIMIT_BYTES) - used
@@ -133,6 +140,10 @@ class Planted(Workload):
     def loss(self, model: nn.Module, batch: Any) -> Any:
         if self.link is not None and self.hits("slow link"):
             self.link.latency_s = LINK_S
+        if self.fault == "finished":
+            Path(self.folder, "step").touch()
+        if self.hits("failed", rank=1):
+            raise RuntimeError("planted")
         found = model(batch["x"])
         if self.hits("explosion") and found.requires_grad:
             found.register_hook(lambda gradient: 1000 * gradient)
@@ -152,6 +163,17 @@ def slow_writes(sign: str) -> None:
         return write(self, name, pieces)
 
     Store.write = slow  # type: ignore[method-assign]
+
+
+def made_up_gpu(sign: str) -> None:
+    """Let this process sample a GPU that there is not, busy until the sign is there."""
+    sample = SystemMetrics.sample
+
+    def sampled(self: SystemMetrics) -> dict[str, float]:
+        busy = IDLE if os.path.exists(sign) else BUSY
+        return {**sample(self), "gpu_0_utilization_percentage": 100 * busy}
+
+    SystemMetrics.sample = sampled  # type: ignore[method-assign]
 
 
 def emulated_link() -> EmulatedLink:

@@ -32,6 +32,7 @@ from scaleray.launch.run.prediction import prediction
 from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
 from scaleray.launch.run.resume import Request, make_request
 from scaleray.launch.run.trainer import Interrupted, fit
+from scaleray.launch.session.alerts import alert_settings
 from scaleray.launch.session.data import check_same_data, size_of
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import check_learning_rate, forbid_ray, with_absolute_paths
@@ -107,6 +108,7 @@ def train(
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
     port = chosen_port(config.monitoring.port)
+    alert_settings(config.alerts)  # for its errors: the recorder asks for it when all data are read
     workload = make_workload(workload, config.workload.name, config.workload.args, base_dir=request.base_dir)
     check_learning_rate(config, workload)
     folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)

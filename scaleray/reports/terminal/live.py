@@ -126,11 +126,10 @@ class Terminal:
         if self._status is not None and self._status.name != EVALUATING:
             self._set_status(None)
         if self._steps is None:
-            self._steps = Stage("training", total=max(0, self.total_steps - record.step), unit="steps")
-            self._first_step = record.step
+            self._steps = Stage("training", total=self.total_steps, unit="steps", before=record.step)
             if self.console.is_terminal:
                 self.stages.begin(self._steps)
-        self._steps.done = record.step - self._first_step
+        self._steps.done = record.step
         if record.step == self.total_steps and self.console.is_terminal:
             self.stages.forget(self._steps)
 

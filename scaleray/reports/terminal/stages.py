@@ -24,6 +24,8 @@ EVERY_S = 15.0
 """Seconds of silence after which a pipe hears how far it is."""
 BAR_S = 5.0
 """Seconds that a stage takes from which on it has a bar on a terminal, where it is known how much there is to do."""
+BAR_WIDTH, LEAST_BAR_WIDTH, BESIDE_BAR = 24, 6, 5
+"""Columns of a bar, which it has fewer of where its line has no place, or none; and those of spinner and gaps."""
 
 
 class StageDisplay:
@@ -109,9 +111,12 @@ class StageDisplay:
         above, stages = self._above(), list(self._stages)
         rows = Table.grid(padding=(0, 1))
         for stage in stages:
-            has_bar = stage.total and (stage.elapsed_s + (stage.left_s or 0.0)) >= BAR_S
-            bar = ProgressBar(total=stage.total, completed=stage.done, width=24) if has_bar else ""
-            rows.add_row(self._spinner, stage.name, bar, so_far(stage))
+            words = so_far(stage)
+            width = min(BAR_WIDTH, self.console.width - len(stage.name) - len(words) - BESIDE_BAR)
+            is_long = stage.total and (stage.elapsed_s + (stage.left_s or 0.0)) >= BAR_S
+            has_bar = is_long and width >= LEAST_BAR_WIDTH
+            bar = ProgressBar(total=stage.total, completed=stage.done, width=width) if has_bar else ""
+            rows.add_row(self._spinner, stage.name, bar, words)
         return Group(*([above] if above is not None else []), *([rows] if stages else []))
 
 

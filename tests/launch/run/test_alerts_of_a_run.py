@@ -152,3 +152,13 @@ def test_what_cannot_be_reached_is_refused_before_workers_start(values, value, w
     with pytest.raises(ConfigError) as raised:
         alert_settings(with_alerts(**values))
     assert all(word in str(raised.value) for word in words) and SECRET not in str(raised.value), str(raised.value)
+
+
+def test_a_training_whose_alerts_reach_nobody_reads_no_data_and_leaves_no_folder(tmp_path, uri, monkeypatch):
+    monkeypatch.delenv("MY_HOOK", raising=False)
+    workload = NotFinite(until=list)
+    monkeypatch.setattr(workload, "datasets", lambda: pytest.fail("it should not come so far"))
+    config = load_config(flags=flags_of(tmp_path, uri, **{"alerts.webhook_env": "MY_HOOK"}), environ={})
+    with pytest.raises(ConfigError, match="this variable is not set"):
+        train(config, workload, local=True)
+    assert not (tmp_path / "runs").exists()

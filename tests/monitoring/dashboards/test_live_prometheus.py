@@ -1,15 +1,19 @@
-"""Every query of the dashboards is asked of a Prometheus that scrapes two live runs, one on Ray and one without it."""
+"""Every query of the dashboards is asked of a Prometheus that scrapes two live runs, one on Ray and one without it.
+
+GPUs are those of a stand-in for NVIDIA's exporter. What studies and sweeps fill is in `test_live_studies.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import shutil
-import time
 
 import pytest
+from live_queries import OF_MEASURED, PANELS, filled, labels_that_are_missing, values_of, without_values
 
 from jobs import watch
+from jobs.benchmarks.stand_in_gpus import StandInGpus, exporting
 from scaleray.launch.cluster.head import local_head
 from scaleray.launch.cluster.own_ray import free_port
 from scaleray.monitoring.dashboards.files import DASHBOARDS
@@ -20,35 +24,17 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian has it)"),
 ]
-EMPTY_WITHOUT = {"study", "sweep", "target", "GPU", "fp16", "tokens", "Ray Dataset", "long phase"}
-"""What neither run has: panels that need it are asked too, and may have no values."""
-PANELS = [(name, panel) for name, dashboard in DASHBOARDS.items() for panel in dashboard.panels()]
-VALUES = {
-    **{"__rate_interval": "30s", "__range": "5m", "__interval": "15s", "price": "2"},
-    **{"job": ".+", "instance": ".+"},
-    **dict.fromkeys(("run", "run_id", "rank", "node"), ".*"),
-}
+WORKLOADS = "tests/monitoring/dashboards/watched_workloads.py"
 EXPECTED = (
-    "--monitoring.expected-samples-per-s",
-    "5000",
-    "--checkpoint.every-minutes",
-    "0.2",
-    "--evaluation.every",
-    "10 epochs",
-    "--monitoring.every-s",
-    "1",
+    *("--monitoring.expected-samples-per-s", "5000", "--checkpoint.every-minutes", "0.2"),
+    *("--monitoring.every-s", "1", "--monitoring.flops-per-sample", "1e6", "--study.peak-tflops", "1"),
 )
-PATIENCE_S = 240
+ON_RAY = ("--workload.name", f"{WORKLOADS}:Streamed")
+WITHOUT_RAY = (
+    *("--workload.name", f"{WORKLOADS}:Tokens", "--precision.dtype", "fp16", "--scale.workers", "1"),
+    *("--evaluation.every", "2 epochs"),
+)
 LABEL_VALUES = re.compile(r"label_values\((.*), (\w+)\)")
-
-
-def filled(expr):
-    return re.sub(r"\$([a-z_]\w*)", lambda match: VALUES[match[1]], expr)
-
-
-def values_of(address, expr):
-    """The values of an expression now; raises where Prometheus refuses it."""
-    return watch.ask(address, "query", {"query": filled(expr)})["result"]
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +44,25 @@ def address(tmp_path_factory):
     (folder / "alerts.yaml").write_text(rules.files()["alerts.yaml"])
     with contextlib.ExitStack() as stack:
         head = stack.enter_context(local_head(num_cpus=watch.CPUS))
-        targets = {"ray_targets": [str(watch.service_discovery(head))], "run_targets": [f"127.0.0.1:{port}"]}
+        targets = {
+            "ray_targets": [str(watch.service_discovery(head))],
+            "run_targets": [f"127.0.0.1:{port}"],
+            "gpu_targets": [f"127.0.0.1:{stack.enter_context(exporting(StandInGpus()))}"],
+        }
         path, files = watch.found(watch.PROMETHEUS), [str(folder / "alerts.yaml")]
         found = stack.enter_context(
             watch.prometheus(path, folder, interval="2s", port=free_port(), rules=files, **targets)
         )
-        stack.enter_context(watch.training(head, folder, *EXPECTED))
+        stack.enter_context(watch.training(head, folder, *EXPECTED, *ON_RAY))
         (folder / "local").mkdir()
-        alone = ("--scale.workers", "1", "--monitoring.port", str(port))
+        alone = (*WITHOUT_RAY, "--monitoring.port", str(port))
         stack.enter_context(watch.training(None, folder / "local", *EXPECTED, *alone))
         yield found
 
 
 def test_every_query_has_values(address):
-    """At some moment: what Ray's nodes tell is gone for seconds where a loaded machine is late with it."""
-    waiting = {
-        (name, panel.title, query.expr)
-        for name, panel in PANELS
-        for query in panel.queries
-        if panel.needs not in EMPTY_WITHOUT
-    }
-    deadline = time.monotonic() + PATIENCE_S
-    while waiting and time.monotonic() < deadline:
-        time.sleep(2)
-        waiting = {one for one in waiting if not values_of(address, one[2])}
-    assert waiting == set()
+    panels = [(name, panel) for name, panel in PANELS if panel.needs not in OF_MEASURED]
+    assert without_values(address, panels) == set()
 
 
 @pytest.mark.parametrize(("name", "panel"), [pytest.param(*one, id=f"{one[0]}: {one[1].title}") for one in PANELS])
@@ -106,14 +86,7 @@ def test_prometheus_understands_the_queries_of_notes(address, name):
 
 
 def test_legends_are_made_of_labels_that_the_series_have(address):
-    wrong = {}
-    for _, panel in PANELS:
-        for query in panel.queries:
-            labels = set(re.findall(r"\{\{(\w+)\}\}", query.legend))
-            missing = [labels - set(one["metric"]) for one in values_of(address, query.expr)]
-            if any(missing):
-                wrong[query.expr] = missing
-    assert wrong == {}
+    assert labels_that_are_missing(address, PANELS) == {}
 
 
 def test_both_runs_are_on_every_panel_of_a_run(address):

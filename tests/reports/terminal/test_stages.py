@@ -31,8 +31,8 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def display(*, is_terminal=False):
-    return StageDisplay(Console(file=io.StringIO(), force_terminal=is_terminal, width=100))
+def display(*, is_terminal=False, width=100):
+    return StageDisplay(Console(file=io.StringIO(), force_terminal=is_terminal, width=width))
 
 
 def printed(shown):
@@ -104,6 +104,17 @@ def test_a_terminal_shows_every_stage_that_is_under_way_and_a_bar_where_the_whol
     assert shown.console.print(shown.view()) is None and printed(shown).endswith("verifying: 20 s\n")
 
 
+@pytest.mark.parametrize(("total", "has_bar"), [(46_000, True), (460_000_000, False)])
+def test_a_long_training_takes_one_line_of_80_columns_with_a_bar_where_there_is_place(clock, total, has_bar):
+    shown = display(is_terminal=True, width=80)
+    with progress.shown_by(shown), progress.stage("training", total=total, unit="steps") as training:
+        clock.wait(600)
+        training.advance(total / 3)
+        shown.console.print(shown.view())
+        (line,) = printed(shown).splitlines()
+    assert ("━" in line) == has_bar and line.rstrip().endswith("steps, about 20 min 0 s left")
+
+
 def test_a_stage_ends_with_an_error_too_and_is_free_where_nobody_looks():
     shown = display()
     with pytest.raises(ValueError, match="planted"), progress.shown_by(shown), progress.stage("failing"):
@@ -147,6 +158,17 @@ def test_the_lines_of_a_pipe_say_when_the_training_will_be_over(clock):
     clock.wait(10)
     terminal.show([step_record(11)])
     assert terminal.console.file.getvalue().splitlines()[1].endswith("| about 90 s left")
+
+
+def test_the_bar_of_a_resumed_run_counts_the_steps_before_and_its_time_left_does_not(clock):
+    console = Console(file=io.StringIO(), width=100, force_terminal=True)
+    terminal = Terminal(console, interval_s=2.0)
+    terminal.expect_steps(101)
+    terminal.show([step_record(51)])
+    clock.wait(10)
+    terminal.show([step_record(61)])
+    (training,) = terminal.stages.under_way
+    assert so_far(training) == "10 s, 61 of 101 steps, about 40 s left"
 
 
 @pytest.mark.parametrize("phase", list(Phase))

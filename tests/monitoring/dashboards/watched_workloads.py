@@ -1,0 +1,60 @@
+"""Workloads that have what digits lack and dashboards show: tokens, long evaluations, and rows of a Ray Dataset."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch.nn.functional as F
+from torch import nn
+
+from scaleray import Workload
+from scaleray.data import TokenSource
+
+VOCABULARY, LENGTH, WIDTH = 32, 16, 8
+EVALUATION_S = 3.0
+
+
+class Tokens(Workload):
+    """Predicts the next of made-up tokens. An evaluation takes seconds."""
+
+    def build_model(self):
+        return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY))
+
+    def datasets(self):
+        draw = np.random.default_rng(0)
+        return {
+            "train": TokenSource(
+                draw.integers(0, VOCABULARY, 4096 * LENGTH + 1, dtype=np.uint8), sequence_length=LENGTH
+            ),
+            "test": TokenSource(draw.integers(0, VOCABULARY, 64 * LENGTH + 1, dtype=np.uint8), sequence_length=LENGTH),
+        }
+
+    def loss(self, model, batch):
+        if not model.training:
+            time.sleep(EVALUATION_S)
+        tokens = batch["tokens"].long()
+        return F.cross_entropy(
+            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        ), tokens.numel()
+
+
+class Streamed(Workload):
+    """A regression on rows of a Ray Dataset."""
+
+    def build_model(self):
+        return nn.Linear(WIDTH, 1)
+
+    def datasets(self):
+        import ray.data
+
+        rows = np.random.default_rng(0).normal(size=(4096, WIDTH)).astype(np.float32)
+        return {"train": ray.data.from_numpy(rows).map_batches(columns)}
+
+    def loss(self, model, batch):
+        return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), len(batch["y"])
+
+
+def columns(rows):
+    """Inputs and what is to be learnt of them."""
+    return {"x": rows["data"], "y": rows["data"].sum(axis=1, keepdims=True)}
