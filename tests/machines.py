@@ -29,9 +29,18 @@ class Machine:
     first: int
     network: str
 
-    def command(self, words: Sequence[str]) -> list[str]:
-        """The command line that runs these words there."""
-        return ["nsenter", "--target", str(self.first), "--net", "--pid", "--mount", "--uts", *words]
+    def command(self, words: Sequence[str], *, folder: Path | None = None) -> list[str]:
+        """The command line that runs these words there, in a folder that it sees; without one in its root."""
+        inside = [] if folder is None else ["env", "-C", str(folder)]  # nsenter leaves the folder that it is called in
+        return ["nsenter", "--target", str(self.first), "--net", "--pid", "--mount", "--uts", *inside, *words]
+
+    def received_bytes(self) -> int:
+        """How much has come to it over its link so far."""
+        return int(Path(f"/sys/class/net/{self.network}{self.name}/statistics/tx_bytes").read_text())
+
+    def is_on(self) -> bool:
+        """Whether it has not been switched off."""
+        return Path(f"/proc/{self.first}").exists()
 
     def limit(self, rate: str) -> None:
         """Let its link pass no more than this in each direction, such as `200mbit`, from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scaleray.preflight import limits
+from scaleray.preflight.unmeasured import unmeasured
 from scaleray.preflight.words import node_list, together
 from scaleray.records.preflight import Measured, PreflightCheck, Verdict
 
@@ -23,7 +24,7 @@ def check_ports(measured: Measured) -> PreflightCheck:
         remedy = "sysctl -w net.ipv4.ip_local_port_range='32768 60999' there"
         return PreflightCheck(name=name, verdict="yellow", found=found, allowed=allowed, remedy=remedy)
     if why := measured.not_measured.get("ports", ""):
-        return PreflightCheck(name=name, verdict="not applicable", found=why, allowed=allowed)
+        return unmeasured(name, why, allowed=allowed)
     found = "every node reaches every other one"
     return PreflightCheck(name=name, verdict="green", found=found, allowed=allowed)
 
@@ -33,8 +34,7 @@ def check_storage(measured: Measured) -> PreflightCheck:
     name = "shared storage"
     allowed = f"written and seen by all, {_rate(limits.STORAGE_YELLOW_BYTES_PER_S)} each"
     if not measured.storage:
-        why = measured.not_measured.get("storage", "nothing was tried")
-        return PreflightCheck(name=name, verdict="not applicable", found=why, allowed=allowed)
+        return unmeasured(name, measured.not_measured.get("storage", "nothing was tried"), allowed=allowed)
     if failed := [one for one in measured.storage if one.error]:
         found = node_list([f"{one.node}: {one.error}" for one in failed])
         remedy = (

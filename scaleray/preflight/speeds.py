@@ -12,6 +12,7 @@ from scaleray.planner.hardware.catalogue import CATALOGUE
 from scaleray.planner.hardware.kinds import Cluster
 from scaleray.preflight import limits
 from scaleray.preflight.tournament import slow_links
+from scaleray.preflight.unmeasured import unmeasured
 from scaleray.preflight.words import node_list, together
 from scaleray.records.preflight import AllReduceTime, DeviceRate, LinkRate, Measured, PreflightCheck, Verdict
 from scaleray.text.units import seconds
@@ -24,8 +25,7 @@ def check_rates(measured: Measured) -> PreflightCheck:
     """The rate of matrix products of every card, against the others and against the catalogue."""
     name = "matrix products"
     if not measured.rates:
-        why = measured.not_measured.get("rates", "nothing was measured")
-        return PreflightCheck(name=name, verdict="not applicable", found=why)
+        return unmeasured(name, measured.not_measured.get("rates", "nothing was measured"))
     on_cpu = measured.rates[0].kind == PROCESSOR
     yellow, red = (
         (limits.SLOW_PROCESSOR_YELLOW, limits.SLOW_PROCESSOR_RED)
@@ -173,8 +173,7 @@ def _links(name: str, pairs: Sequence[LinkRate], measured: Measured) -> Prefligh
     )
     allowed = f"at least {yellow:.0%} of the usual link"
     if not pairs:
-        why = measured.not_measured.get("links", "one node")
-        return PreflightCheck(name=name, verdict="not applicable", found=why, allowed=allowed)
+        return unmeasured(name, measured.not_measured.get("links", "one node"), allowed=allowed)
     slow = slow_links(pairs, below=yellow)
     count = len(pairs)
     found = f"{_rate(slow.usual)} as usual, {count} links" if count > 1 else f"{_rate(slow.usual)}, one link"

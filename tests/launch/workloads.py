@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import signal
@@ -118,6 +119,30 @@ class Slow(Line):
     def loss(self, model, batch):
         if model.training:
             time.sleep(self.seconds)
+        return super().loss(model, batch)
+
+
+class Meshed(Line):
+    """Long rows, and a model of two units that may be sharded: says of each worker, in a folder, how those are laid out
+    that hold the first one's weights."""
+
+    def __init__(self, rows: int = 64, *, width: int = 4, folder: str) -> None:
+        super().__init__(rows)
+        self.width, self.folder = width, folder
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(self.width, 2), nn.Linear(2, 1))
+
+    def datasets(self):
+        x = np.random.default_rng(0).normal(size=(self.rows, self.width)).astype(np.float32)
+        y = x[:, :4].sum(axis=1, keepdims=True)
+        return {"train": {"x": x, "y": y}, "val": {"x": x[:10], "y": y[:10]}}
+
+    def loss(self, model, batch):
+        mesh = getattr(next(model.parameters()), "device_mesh", None)
+        if mesh is not None:
+            layout = {"axes": mesh.mesh_dim_names, "ranks": mesh.mesh.tolist()}
+            Path(self.folder, f"{torch.distributed.get_rank()}.json").write_text(json.dumps(layout))
         return super().loss(model, batch)
 
 

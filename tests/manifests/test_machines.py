@@ -53,10 +53,13 @@ def test_a_machine_has_a_name_processes_and_temporary_files_of_its_own(tmp_path)
         assert run(one, "cat", str(tmp_path / "for_all")) == "here"
         assert run(one, "ls", "/tmp") != "" and "for_all" not in run(one, "ls", "/tmp")
         assert run(one, "cat", "/proc/1/comm") == "bash\n"
+        assert subprocess.check_output(one.command(["pwd"], folder=tmp_path), text=True) == f"{tmp_path}\n"
         run(one, "touch", "/tmp/of_one")
         assert "of_one" not in run(two, "ls", "/tmp")
         two.limit("8mbit")
+        before = two.received_bytes()
         send(one, two, 10**6)
+        assert 10**6 < two.received_bytes() - before < 2 * 10**6
         to, back = held_back(two)
         assert to > 10 and back == 0
         send(two, one, 10**6)
@@ -68,5 +71,6 @@ def test_a_machine_has_a_name_processes_and_temporary_files_of_its_own(tmp_path)
             wait_until(lambda: "sleep" in run(two, "sh", "-c", "cat /proc/[0-9]*/comm"), seconds=60)
             two.switch_off()
             assert sleeping.result(timeout=60).returncode != 0
+        assert one.is_on() and not two.is_on()
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert one.network not in left

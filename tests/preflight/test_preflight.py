@@ -13,7 +13,8 @@ from scaleray.preflight.collectives import collectives_csv
 from scaleray.preflight.judge import judge
 from scaleray.preflight.limits import GIB
 from scaleray.preflight.speeds import expected_s
-from scaleray.records.preflight import AllReduceTime, ClockSeen, DiskSeen, DoctorRecord, Measured, StorageSeen
+from scaleray.preflight.unmeasured import FAILED
+from scaleray.records.preflight import AllReduceTime, ClockSeen, DiskSeen, DoctorRecord, Links, Measured, StorageSeen
 
 BAD = NAMES[2]
 DISK = DiskSeen(use="runs", path="/r", free_bytes=500 * GIB, total_bytes=1000 * GIB)
@@ -32,6 +33,15 @@ def test_every_check_that_can_be_made_is_made_of_gpus():
 def test_without_gpus_what_concerns_them_does_not_apply():
     names = {check.name for check in judge(healthy(gpus=0)) if check.verdict == "not applicable"}
     assert {"GPU drivers", "GPUs visible", "GPUs idle", "all-reduce inside nodes"} <= names
+
+
+def test_what_failed_is_in_doubt_and_is_no_check_that_does_not_apply():
+    why = {"links": f"{FAILED}rank 0 on 10.0.0.1: no answer within 25 s"}
+    measured = replace(healthy(), links=Links(), all_reduces=[], not_measured=why)
+    assert not_green(measured) == {"links between nodes": "yellow"}
+    assert "no answer within 25 s" in found(measured, "links between nodes").found
+    in_use = replace(healthy(), rates=[], not_measured={"rates": "1 GPU is in use"})
+    assert found(in_use, "matrix products").verdict == "not applicable"
 
 
 PLANTED = [

@@ -17,6 +17,7 @@ from scaleray.launch.doctor.measure import Seats
 from scaleray.launch.doctor.node import Asked
 from scaleray.preflight.clocks import offset
 from scaleray.preflight.machines import is_idle
+from scaleray.preflight.unmeasured import FAILED
 from scaleray.progress import stage
 from scaleray.records.preflight import Measured, NodeSeen, StorageSeen
 from scaleray.tracking.store import check_reachable, sqlite_path
@@ -81,7 +82,7 @@ class Look:
             with stage(f"looking at {WORDS[name]}"):
                 look()
         except (ScaleRayError, RuntimeError, OSError) as exc:
-            self.not_measured[name] = f"it failed: {first_line(exc)}"
+            self.not_measured[name] = f"{FAILED}{first_line(exc)}"
 
     def _facts(self) -> list[NodeSeen]:
         uri = self.subject.tracking_uri if self.subject.tracking_uri.startswith("http") else None
@@ -154,7 +155,7 @@ class Look:
             rate for node in alive for rate in found.given.get(node.name, []) if node.torch_gpus or not with_gpus
         ]
         if found.failed:
-            self.not_measured["rates"] = "; ".join(f"{name}: {why}" for name, why in found.failed.items())
+            self.not_measured["rates"] = FAILED + "; ".join(f"{name}: {why}" for name, why in found.failed.items())
 
     def _links(self, nodes: list[NodeSeen]) -> None:
         alive = [node for node in nodes if not node.error]

@@ -18,7 +18,7 @@ from scaleray.records.preflight import AllReduceTime, DeviceRate, LinkRate, Link
 MATMUL_S = 0.5
 REPEATS = 5
 ALL_REDUCE_S = 6.0
-"""Seconds after which no larger all-reduce is begun."""
+"""Seconds after which no larger all-reduce is begun, and which it may not be expected to pass."""
 TOURNAMENT_S = 10.0
 """Seconds after which no other round of the tournament is begun."""
 EXCHANGE_S = 0.5
@@ -155,11 +155,13 @@ def _times(
     """Seconds of an all-reduce by size, in each of `count` groups, of which this rank is in number `own`; all groups
     take the same sizes. The slowest rank's median counts."""
     found: dict[int, list[float]] = {}
-    for size in SIZES[seats.device]:
+    sizes = SIZES[seats.device]
+    for size, larger in zip(sizes, [*sizes[1:], 0], strict=True):
         values = torch.zeros(count, dtype=torch.float64)
         if own is not None:
             values[own] = _all_reduce_s(torch.zeros(size // 4, device=device), group)
-        late = torch.tensor([float(time.perf_counter() > deadline)], dtype=torch.float64)
+        expected_s = float(values.max()) * larger / size * (REPEATS + 1)
+        late = torch.tensor([float(time.perf_counter() + expected_s > deadline)], dtype=torch.float64)
         told = torch.cat([values, late])
         dist.all_reduce(told, op=dist.ReduceOp.MAX)
         found[size] = told[:count].tolist()

@@ -10,6 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from scaleray.launch.doctor import facts, measure, storage
 from scaleray.launch.doctor.fleet import Answers
@@ -68,6 +69,15 @@ def test_a_link_that_is_slow_is_named_by_the_tournament(gloo):
     slow = slow_links(links.pairs, below=0.3)
     assert ("b - d" in [pair.name for pair in slow.links]) and slow.ends == []
     assert min(links.pairs, key=lambda pair: pair.bytes_per_s).name == "b - d"
+
+
+@pytest.mark.parametrize(("bytes_per_s", "sizes"), [(2e9, 3), (2.5e6, 2), (1e4, 1)])
+def test_an_all_reduce_that_would_take_too_long_over_a_slow_link_is_not_begun(monkeypatch, bytes_per_s, sizes):
+    monkeypatch.setattr(measure, "_all_reduce_s", lambda tensor, group: tensor.nbytes / bytes_per_s)
+    monkeypatch.setattr(measure.dist, "all_reduce", lambda tensor, **options: None)
+    one = {"own": 0, "count": 1, "deadline": time.perf_counter() + 20}
+    times = measure._times(None, Seats(NODES, 1), torch.device("cpu"), **one)
+    assert list(times) == list(measure.SIZES["cpu"][:sizes])
 
 
 def test_a_rate_is_that_of_the_fastest_product(monkeypatch):
