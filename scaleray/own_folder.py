@@ -9,6 +9,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+"""torch's variable: the folder in which it keeps the code that it has compiled, and from which it loads such."""
+
 
 def short_place() -> Path:
     """Where temporary files get short names: the paths of sockets hold 107 characters."""
@@ -30,3 +33,9 @@ def own_folder() -> Path:
     if stat.S_IMODE(about.st_mode) != 0o700:
         folder.chmod(0o700)
     return folder
+
+
+def keep_compiled_code_here() -> None:
+    """Let torch in the processes below this one keep compiled code in this folder, unless the user says where: its own
+    has a name in /tmp that another user can take first, with code in it."""
+    os.environ.setdefault(COMPILED, f"{own_folder()}/torchinductor")

@@ -114,6 +114,21 @@ def is_refused(statuses: dict[str, str]) -> bool:
     return known == {"UNAUTHENTICATED"}
 
 
+def words(statuses: dict[str, str]) -> str:
+    """What a port answers to somebody without a token."""
+    if not statuses:
+        return "nothing"  # gloo, torch's store, or gone before it was asked
+    if is_refused(statuses) or set(statuses.values()) in ({"401"}, {"403"}):
+        return "a token is wanted"
+    if set(statuses.values()) <= {"UNIMPLEMENTED", "UNAUTHENTICATED", *NOT_GRPC}:
+        return "too busy to answer"
+    if {path: status for path, status in statuses.items() if status not in ("401", "403")} == {"/": "200"}:
+        return "a page without data"  # of Ray's dashboard
+    if set(statuses.values()) <= {"200", "404", "405"}:
+        return "metrics or MLflow"  # which ask nobody, see SECURITY.md
+    return f"something else: {statuses}"
+
+
 def _grpc(channel: grpc.Channel, method: str, header: dict[str, str]) -> str:
     try:
         channel.unary_unary(method)(b"", timeout=2, metadata=list(header.items()))

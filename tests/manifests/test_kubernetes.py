@@ -284,3 +284,6 @@ def test_the_check_of_files_says_file_object_and_rule_and_survives_what_is_no_ma
         assert run_command(["cluster", "check", str(path)]) == 2
     assert run_command(["cluster", "check", str(tmp_path / "nowhere.yaml")]) == 2
     assert run_command(["cluster", "check"]) == 2
+    capsys.readouterr()
+    assert run_command(["cluster", "check", str(FOLDER / "overlays")]) == 2  # nothing in it that rules are there for
+    assert "kubectl kustomize FOLDER | scaleray cluster check /dev/stdin" in capsys.readouterr().err

@@ -10,7 +10,6 @@ import gc
 import importlib
 import logging
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,10 +18,10 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.errors import ClusterError, first_line
-from scaleray.launch.cluster import loopback, own_ray, ray_settings, token
+from scaleray.launch.cluster import answering, loopback, own_ray, ray_settings, token
+from scaleray.own_folder import keep_compiled_code_here
 from scaleray.progress import stage
 
-CONNECT_TIMEOUT_S = 10.0
 DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # the controller looks at its workers this often, and a finished run ends one look later (default 2 s); a look costs
@@ -94,6 +93,7 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
     for name, value in DRIVER_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(config.scale.launch_timeout_s)
+    keep_compiled_code_here()
     set_auth_mode()
     if _is_connected():
         yield _address()
@@ -187,9 +187,12 @@ def _connect(address: str, *, name: str = "RAY_ADDRESS") -> None:
     import ray
 
     try:
-        _check_that_somebody_listens(address)
+        found = _gcs_address(address)
+        answering.check(address if found is None or address.startswith("ray://") else found)
         with loopback.reaching(address):
-            ray.init(address=address, runtime_env=runtime_env(_gcs_address(address)), logging_level=logging.ERROR)
+            ray.init(address=address, runtime_env=runtime_env(found), logging_level=logging.ERROR)
+    except ClusterError:
+        raise
     except Exception as exc:  # Ray raises of every kind
         if "ersion mismatch" in str(exc):
             raise ClusterError(
@@ -204,13 +207,6 @@ def _connect(address: str, *, name: str = "RAY_ADDRESS") -> None:
             f"no Ray cluster answers there: {first_line(exc)}",
             "check the address and the token (RAY_AUTH_MODE), or leave it out for this machine alone",
         ) from exc
-
-
-def _check_that_somebody_listens(address: str) -> None:
-    """Raise OSError for an address at which nothing listens: Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdigit():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
 
 
 def _own_ray_failed(exc: BaseException) -> ClusterError:

@@ -24,8 +24,9 @@ from scaleray.own_folder import own_folder, short_place
 PREFIX = "c-"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,11}")
 """Names of clusters: short, as the paths of Ray's sockets below them hold 107 characters."""
-MARK = "SCALERAY_CLUSTER"
-"""Variable of all processes of a cluster: its random number, by which those are found that nobody remembers."""
+MARK = "CLUSTER_OF_SCALERAY"
+"""Variable of all processes of a cluster: its random number, by which those are found that nobody remembers. Not one
+that begins like keys of the config, which jobs of the cluster would read."""
 SAME_START_S = 1.0
 """Between two readings of one process's start, which the system's clock is part of."""
 GRACE_S = 20.0

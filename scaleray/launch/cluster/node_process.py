@@ -23,6 +23,7 @@ from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, OWN_ENVIRONME
 from scaleray.launch.cluster.lean_node import NOT_PRESTARTED, nodes
 from scaleray.launch.cluster.own_ray import free_port
 from scaleray.launch.cluster.worker_template import WorkerTemplate, is_possible
+from scaleray.own_folder import keep_compiled_code_here
 
 START_TIMEOUT_S = 300.0
 """A loaded machine was seen to need more than two minutes."""
@@ -122,6 +123,7 @@ def _start(
         f"--num-cpus={num_cpus}",
         f"--object-store-memory={object_store_bytes}",
     ]
+    keep_compiled_code_here()
     of_node = {**os.environ, **DRIVER_ENVIRONMENT, **OWN_ENVIRONMENT, **NOT_PRESTARTED, **environment, "PATH": path()}
     of_node.pop("RAY_ADDRESS", None)
     log = folder / "log"

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scaleray.errors import ClusterError, RunFailedError, first_line
+from scaleray.launch.cluster.answering import other_token
 from scaleray.launch.cluster.connection import joined
-from scaleray.launch.cluster.token import has_token
 from scaleray.launch.doctor.fleet import Answers, Measurements, Trip
 from scaleray.launch.doctor.measure import Seats
 from scaleray.launch.doctor.node import NodeLook
@@ -148,12 +148,7 @@ def _connect(stack: contextlib.ExitStack, address: str) -> None:
     except ClusterError as exc:
         if REFUSED not in said:
             raise
-        raise ClusterError(
-            "the token",
-            "another than the cluster's" if has_token() else None,
-            f"the cluster at {address} asks for its own",
-            "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to it, with RAY_AUTH_MODE=token",
-        ) from exc
+        raise other_token(address) from exc
     finally:
         sys.stderr.write("".join(line for line in said.splitlines(keepends=True) if REFUSED not in line))
 

@@ -38,6 +38,7 @@ from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import check_learning_rate, forbid_ray, with_absolute_paths
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.own_folder import keep_compiled_code_here
 from scaleray.progress import stage
 from scaleray.records.run import EventRecord, RunRecord, Say, Show
 from scaleray.records.start import DATA, IMPORTS, RAY, StartClock
@@ -148,6 +149,7 @@ def _environment(config: RunConfig, *, local: bool, say: Say) -> Iterator[tuple[
     decide."""
     if local:
         forbid_ray()
+        keep_compiled_code_here()
         config = with_gpus_decided(config, None, say=say)
         if config.scale.gpus:
             import torch

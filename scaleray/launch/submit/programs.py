@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -10,6 +11,8 @@ from dataclasses import dataclass
 from scaleray.errors import ClusterError
 
 LIMIT_S = 60.0
+OF_A_LOG = re.compile(r"[EFIW]\d{4} \d\d:\d\d:\d\d")
+"""The beginning of lines that kubectl's libraries write beside what kubectl itself says."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,8 @@ class Said:
     def problem(self) -> str:
         """Its error in a line."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
-        return " ".join(lines)[:600] or f"it ended with {self.code} and said nothing"
+        said = [line for line in lines if not OF_A_LOG.match(line)]
+        return " ".join(said or lines)[:600] or f"it ended with {self.code} and said nothing"
 
 
 def is_there(program: str) -> bool:

@@ -54,6 +54,11 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "name the login node in `ssh`, or load Slurm's module in your profile",
     ),
     (
+        ("could not establish a configuration",),
+        "no controller of Slurm is found from here",
+        "submit from a login node, or name one in `ssh` of the cluster",
+    ),
+    (
         (
             "invalid partition",
             "invalid account",

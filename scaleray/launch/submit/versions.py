@@ -15,7 +15,7 @@ from pathlib import Path
 PROBE = (
     "import importlib.metadata as m, json, platform; "
     "print('scaleray-probe', json.dumps({'python': platform.python_version(), "
-    "'packages': {d.metadata['Name']: d.version for d in m.distributions() if d.metadata['Name']}}))"
+    "'packages': {d.metadata['Name']: d.version for d in reversed([*m.distributions()]) if d.metadata['Name']}}))"
 )
 """Program that a cluster runs to tell its versions: it imports nothing but Python's own."""
 SIGN = "scaleray-probe "
@@ -52,7 +52,9 @@ def versions_in(text: str) -> Versions | None:
 
 @functools.cache
 def _installed() -> dict[str, str]:
-    return {one.metadata["Name"]: one.version for one in importlib.metadata.distributions() if one.metadata["Name"]}
+    """The first one of a name counts, as for an import: a package of the user's own may hide that of the system."""
+    found = reversed([*importlib.metadata.distributions()])
+    return {one.metadata["Name"]: one.version for one in found if one.metadata["Name"]}
 
 
 @functools.cache

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
+from scaleray.own_folder import keep_compiled_code_here
+
 PRELOADED = ("scaleray.training.verify.variants", "scaleray.training.study.ladder", "scaleray.training.verify.resume")
 """Modules that the processes run."""
 OF_A_CHECK = PRELOADED[:1]
@@ -19,6 +21,7 @@ OF_A_CHECK = PRELOADED[:1]
 
 def begin_imports(modules: Sequence[str] = PRELOADED) -> None:
     """Let that process import beside what this one does meanwhile; where it runs already, nothing happens."""
+    keep_compiled_code_here()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
     with without_main():
         forkserver.ensure_running()

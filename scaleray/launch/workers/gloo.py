@@ -25,6 +25,7 @@ from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
 from scaleray.guarded import end_with_parent
 from scaleray.launch.workers.forks import PRELOADED, without_main
 from scaleray.launch.workers.hang_reports import with_explanation
+from scaleray.own_folder import keep_compiled_code_here
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 from scaleray.workload import load_workload, no_exit
@@ -149,6 +150,7 @@ def gloo_processes(
     timeout_s: time limit of a collective. watched_in: folder for what their trainings were doing when they stood still;
     None: nobody watches.
     """
+    keep_compiled_code_here()
     meeting = OwnedStore(HOST)
     store = open_store(meeting.place)  # the server
     context = multiprocessing.get_context("forkserver")

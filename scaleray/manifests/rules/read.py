@@ -39,6 +39,13 @@ def check_manifests(*paths: str | Path, kuberay: str = KUBERAY) -> dict[str, Any
             said = f"KubeRay {kuberay} does not know {', '.join(newer)}: upgrade the operator to {oldest} or newer"
             found.append(("kuberay", said))
         faults += [{"file": str(path), "manifest": name, "rule": rule, "fault": fault} for rule, fault in found]
+    if not num_manifests:
+        raise UsageError(
+            "a manifest",
+            ", ".join(map(str, paths)),
+            "it has no RayCluster, RayJob or file for `ray up` in it, which rules are there for",
+            "an overlay is checked as it is built: kubectl kustomize FOLDER | scaleray cluster check /dev/stdin",
+        )
     return {"manifests": num_manifests, "faults": faults}
 
 

@@ -22,9 +22,9 @@ from torch import nn
 
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError
+from scaleray.own_folder import COMPILED
 from scaleray.training.setup.blocks import Forward, forward_of, model_blocks, replace_forward
 
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 MEND = "mend what is named there, or leave it out to train without compilation"
 DDP_SPLITS_FROM_MIB = 1.0  # torch's DDP optimizer asserts that buckets are no smaller than DDP's first one
 
@@ -137,7 +137,7 @@ def _switches(config: RunConfig, notes: list[str]) -> Iterator[None]:
         stack.enter_context(torch._dynamo.config.patch(**dynamo))
         stack.enter_context(torch._functorch.config.patch(activation_memory_budget=budget))
         if settings.cache_dir is not None:
-            stack.enter_context(_environment(CACHE_VARIABLE, settings.cache_dir))
+            stack.enter_context(_environment(COMPILED, settings.cache_dir))
         try:
             yield
         finally:

@@ -1,13 +1,16 @@
 """What a user reads where Ray cannot be reached: one message, at once."""
 
+import contextlib
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 import ray
 
 from scaleray.config import load_config
 from scaleray.errors import ClusterError
-from scaleray.launch.cluster import connection, own_ray
+from scaleray.launch.cluster import answering, connection, own_ray, token
 
 CONFIG = load_config(
     flags={"workload.name": "m:W", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "1 epoch"},
@@ -37,12 +40,49 @@ def test_an_address_at_which_nobody_listens_is_refused_without_waiting_for_ray(m
     assert address in message and "no Ray cluster answers" in message and len(message.splitlines()) == 2
 
 
+@contextlib.contextmanager
+def a_server(*handlers):
+    """The address of a server that speaks as Ray's do."""
+    server = grpc.server(ThreadPoolExecutor(1), handlers=handlers)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(None).wait()
+
+
+def wanting_a_token(call, context):
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+
+
+@pytest.mark.parametrize(("has_one", "found"), [(True, "another than the cluster's"), (False, "missing")])
+def test_a_cluster_that_wants_another_token_is_one_message_at_once(monkeypatch, has_one, found):
+    monkeypatch.setattr(token, "has_token", lambda: has_one)
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    service, method = answering.ALIVE[1:].split("/")
+    handlers = {method: grpc.unary_unary_rpc_method_handler(wanting_a_token)}
+    with a_server(grpc.method_handlers_generic_handler(service, handlers)) as address:
+        message = refused(monkeypatch, address)
+    assert f"the token is {found}" in message and address in message and len(message.splitlines()) == 2
+
+
+def test_what_listens_and_is_not_ray_is_said_instead_of_waited_for(monkeypatch):
+    monkeypatch.setattr(answering, "ANSWER_TIMEOUT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        message = refused(monkeypatch, f"127.0.0.1:{silent.getsockname()[1]}")
+    assert "does not speak as Ray does (without TLS, RAY_USE_TLS)" in message and len(message.splitlines()) == 2
+
+
+def test_the_address_of_a_dashboard_is_told_from_that_of_a_head(monkeypatch):
+    message = refused(monkeypatch, "http://127.0.0.1:8265")
+    assert "scaleray submit --to" in message and len(message.splitlines()) == 2
+
+
 def test_other_versions_are_said_with_both(monkeypatch):
     text = "Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.12.1\nThis process was started with:\n    Ray: 2.60.0\n    Python: 3.11.7"
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        message = refused(monkeypatch, f"127.0.0.1:{listening.getsockname()[1]}", RuntimeError(text))
+    with a_server() as address:
+        message = refused(monkeypatch, address, RuntimeError(text))
     assert "Ray: 2.50.0 Python: 3.12.1" in message and "Ray: 2.60.0" in message and len(message.splitlines()) == 2
 
 

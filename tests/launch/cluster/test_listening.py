@@ -11,9 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from listening import MARK, NOT_GRPC, answer, is_refused, marked, ports, processes, status
+from listening import MARK, answer, marked, ports, processes, status, words
 from waiting import wait_until
 
+from scaleray import own_folder
 from scaleray.launch.cluster import connection, loopback
 
 CLIENT = "/ray.rpc.RayletDriver/ClusterInfo"
@@ -107,7 +108,21 @@ def test_the_folder_of_rays_processes_lies_in_one_of_this_user_alone(monkeypatch
     assert connection.ray_logs() == "/elsewhere/ray/session_latest/logs"
 
 
+def test_what_torch_compiles_lies_in_the_folder_of_this_user_alone_unless_the_user_says_where(monkeypatch):
+    monkeypatch.delenv(own_folder.COMPILED, raising=False)
+    own_folder.keep_compiled_code_here()
+    folder = Path(os.environ[own_folder.COMPILED]).parent
+    assert folder == own_folder.own_folder() and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    monkeypatch.setenv(own_folder.COMPILED, "/elsewhere")
+    own_folder.keep_compiled_code_here()
+    assert os.environ[own_folder.COMPILED] == "/elsewhere"
+
+
 COMMANDS = {
+    "train with a dashboard": ["-m", "scaleray", "train", *LONG, "--scale.dashboard", "true", "--monitoring.port", "0"],
+    "profile": ["-m", "scaleray", "profile", "-c", "jobs/digits.yaml", "--scale.workers", "2", "--steps", "2000"],
+    "check": ["-m", "scaleray", "check", "-c", "jobs/digits.yaml"],
+    "doctor": ["-m", "scaleray", "doctor", "--local"],
     "train --local": ["-m", "scaleray", "train", *LONG, "--local"],
     "verify": ["-m", "scaleray", "verify", "-c", "jobs/digits.yaml", "--steps", "2000"],
     "verify --local": ["-m", "scaleray", "verify", "-c", "jobs/digits.yaml", "--steps", "2000", "--local"],
@@ -119,7 +134,7 @@ COMMANDS = {
     "demo": ["-m", "jobs.demo"],
 }
 NEEDS_NO_PORT = ("train --local",)
-WITHOUT_RAY = ("train --local", "verify --local", "study --local", "tracking ui")
+WITHOUT_RAY = ("check", "doctor", "train --local", "verify --local", "study --local", "tracking ui")
 WATCHED_S = 60
 UNSETTLED = ("nothing", "too busy to answer")
 """A server that has just been started takes connections before it answers; one that says this is asked again."""
@@ -154,21 +169,6 @@ def test_no_command_listens_for_other_hosts_and_ray_answers_nobody_without_a_tok
         )
     if name not in WITHOUT_RAY:
         assert [words(statuses) for statuses in answers.values()].count("a token is wanted") >= 3, answers
-
-
-def words(statuses):
-    """What a port answers to somebody without a token."""
-    if not statuses:
-        return "nothing"  # gloo, torch's store, or gone before it was asked
-    if is_refused(statuses) or set(statuses.values()) in ({"401"}, {"403"}):
-        return "a token is wanted"
-    if set(statuses.values()) <= {"UNIMPLEMENTED", "UNAUTHENTICATED", *NOT_GRPC}:
-        return "too busy to answer"
-    if {path: status for path, status in statuses.items() if status not in ("401", "403")} == {"/": "200"}:
-        return "a page without data"  # of Ray's dashboard
-    if set(statuses.values()) <= {"200", "404", "405"}:
-        return "metrics or MLflow"  # which ask nobody, see SECURITY.md
-    return f"something else: {statuses}"
 
 
 @pytest.mark.ray

@@ -14,6 +14,7 @@ from waiting import wait_until
 
 import scaleray
 from scaleray.cli.main import run_command
+from scaleray.config import load_config
 from scaleray.errors import ClusterError, UsageError
 from scaleray.guarded import guarded
 from scaleray.launch.cluster import local_clusters, local_state, node_process
@@ -94,6 +95,11 @@ def test_a_process_that_has_the_number_of_a_node_now_is_left_alone(started):
     assert not stranger.left() and stranger.end() == 0
     assert all(node.is_running for node in state.nodes)
     state.end()
+
+
+def test_a_job_of_a_cluster_reads_its_config_though_it_has_the_mark():
+    flags = {"workload.name": "m:W", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "1 epoch"}
+    assert load_config(flags=flags, environ={MARK: "0123"}).batch.global_size == 8
 
 
 def test_a_cluster_of_a_name_that_is_up_is_refused_and_one_whose_processes_are_gone_is_forgotten(started, monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 
 from scaleray.cli.main import run_command
 from scaleray.errors import ClusterError
+from scaleray.launch.cluster import token as of_user
 from scaleray.launch.doctor import on_ray
 
 LINE = "[W 1] gcs_client.cc:210: Unauthenticated: RPC error: InvalidAuthToken: Authentication token is missing or incorrect\n"
@@ -42,7 +43,7 @@ def refusing(text):
 @pytest.mark.parametrize(("token", "found"), [("a-wrong-one", "another than the cluster's"), (None, "missing")])
 def test_a_wrong_token_is_one_message_without_the_token(monkeypatch, capfd, token, found):
     monkeypatch.setattr(on_ray, "joined", refusing(LINE * 20))
-    monkeypatch.setattr(on_ray, "has_token", lambda: token is not None)
+    monkeypatch.setattr(of_user, "has_token", lambda: token is not None)
     if token:
         monkeypatch.setenv("RAY_AUTH_TOKEN", token)
     assert run_command(["doctor", "--address", "10.0.0.1:6379"]) == 2

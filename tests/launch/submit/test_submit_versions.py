@@ -1,8 +1,10 @@
 """Whether a cluster has what a job needs."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from scaleray.launch.submit.versions import (
     imported_packages,
     missing_packages,
     normalised,
+    versions_in,
 )
 
 HERE = Versions("3.11.7", {"ray": "2.60.0", "torch": "2.13.0+cpu", "scikit-learn": "1.7.0", "numpy": "2.1.0"})
@@ -69,3 +72,21 @@ def test_what_a_cluster_is_asked_needs_nothing_but_python_and_tells_its_packages
     values = json.loads(done.stdout.removeprefix(SIGN))
     assert normalised(values["packages"])["torch"] == Versions.here().packages["torch"]
     assert values["python"] == Versions.here().python
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        PROBE,
+        "import json; from scaleray.launch.submit.versions import SIGN, Versions; print(SIGN + json.dumps(vars(Versions.here())))",
+    ],
+)
+def test_of_two_installations_of_a_package_the_one_that_is_imported_counts(tmp_path, program):
+    (tmp_path / "torch-2.12.1.dist-info").mkdir()
+    (tmp_path / "torch-2.12.1.dist-info" / "METADATA").write_text("Name: torch\nVersion: 2.12.1\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}"}
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    found = versions_in(said.stdout)
+    assert found is not None and found.packages["torch"] == "2.12.1" and found.packages["ray"]

@@ -164,6 +164,8 @@ def test_a_manifest_of_the_users_own_is_taken_and_must_keep_the_rules(kubectl, c
     [
         ("get rayjobs", "Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout", "nothing answers there"),
         ("get rayjobs", "The connection to the server 10.0.0.1:6443 was refused", "nothing answers there"),
+        ("get rayjobs", 'E1124 03:30:50.790820 7770 memcache.go:265] "Unhandled Error"\nThe connection to the server was refused',
+         "nothing answers there: The connection to"),
         ("get rayjobs", "error: You must be logged in to the server (Unauthorized)", "token or certificate is not accepted"),
         ("get rayjobs", 'error: context "lab" does not exist', "kubectl does not know its context"),
         ("get rayjobs", "error: the server doesn't have a resource type \"rayjobs\"", "KubeRay is not installed there"),

@@ -133,6 +133,7 @@ def test_a_login_node_that_is_not_reached_is_one_message(slurm, clusters, shared
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit", "a limit of your account or QOS is reached"),
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
          "its controller cannot be reached"),
+        ("sbatch: fatal: Could not establish a configuration source", "no controller of Slurm is found from here"),
         ("sbatch: error: invalid partition specified: gpu", "it has no such partition, account or nodes"),
         ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "no such partition"),
         ("sbatch: error: something new", "Slurm says: sbatch: error: something new"),

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from verified import judge
 
 from scaleray.errors import ConfigError, WorkloadError
+from scaleray.own_folder import COMPILED
 from scaleray.training.setup import compilation
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
@@ -198,7 +199,7 @@ def test_must_succeed_ends_the_run_where_compiling_fails(a_compiler_that_fails):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 def test_inductor_compiles_keeps_its_code_and_keeps_to_a_memory_budget(tmp_path, monkeypatch):
-    monkeypatch.delenv(compilation.CACHE_VARIABLE, raising=False)
+    monkeypatch.delenv(COMPILED, raising=False)
     flags = {
         "batch.drop_last": True,
         "stop.after": "2 steps",
@@ -213,7 +214,7 @@ def test_inductor_compiles_keeps_its_code_and_keeps_to_a_memory_budget(tmp_path,
     assert first.summary.compilation["is_compiled"] and any(tmp_path.iterdir())
     assert first.summary.compilation["cache_hits"] == 0 < again.summary.compilation["cache_hits"]
     assert again.losses == first.losses
-    assert compilation.CACHE_VARIABLE not in os.environ
+    assert COMPILED not in os.environ
 
 
 def saved_bytes(budget):

@@ -1,0 +1,53 @@
+"""Whether a Ray answers at an address, and takes this user's token: Ray itself would try for minutes, and say less."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from scaleray.errors import ClusterError
+from scaleray.launch.cluster import token
+
+CONNECT_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 20.0
+"""A head that is loaded answers within seconds."""
+ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+"""A call of Ray's control store that asks for nothing; a server of Ray's client refuses it as unknown."""
+
+
+def check(address: str) -> None:
+    """Raise OSError for an address at which nothing listens, or not Ray, and ClusterError for another token."""
+    place = address.removeprefix("ray://")
+    if place.startswith(("http://", "https://")):
+        raise OSError("a dashboard takes jobs (scaleray submit --to); a training connects to HOST:PORT of the head")
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdigit():
+        return
+    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    try:
+        import grpc  # not all installations of Ray have it
+        from ray._private.grpc_utils import init_grpc_channel
+    except ImportError:
+        return
+    channel = init_grpc_channel(place)  # with Ray's TLS and this user's token, where these are asked for
+    try:
+        channel.unary_unary(ALIVE)(b"", timeout=ANSWER_TIMEOUT_S, wait_for_ready=True)
+    except grpc.RpcError as exc:
+        if exc.code() is grpc.StatusCode.UNAUTHENTICATED:
+            raise other_token(address) from exc
+        if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            tls = "with" if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true") else "without"
+            said = f"something listens there, which does not speak as Ray does ({tls} TLS, RAY_USE_TLS)"
+            raise OSError(f"{said} within {ANSWER_TIMEOUT_S:g} s") from exc
+    finally:
+        channel.close()
+
+
+def other_token(address: str) -> ClusterError:
+    """The error of a cluster that does not take this user's token."""
+    return ClusterError(
+        "the token",
+        "another than the cluster's" if token.has_token() else None,
+        f"the cluster at {address} asks for its own",
+        "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to it, with RAY_AUTH_MODE=token",
+    )
