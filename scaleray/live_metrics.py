@@ -22,12 +22,29 @@ LATENESS_S = Metric(
     published=RANK,
 )
 LINK_RATIO = Metric(
-    "rank/link_ratio",
+    "live/link_ratio",
     "1",
-    "speed of the collectives that a step waits for when all ranks have come, over their best in this run; alike on "
-    "all ranks, as they end together",
+    "speed of the collectives that a step waits for when all ranks have come, over their best in this run; of all "
+    "links together, as ranks end a collective together",
     "higher",
-    published=RANK,
+    published=RUN,
+)
+SLOWEST_LINK_BYTES_PER_S = Metric(
+    "live/slowest_link_bytes_per_s",
+    "bytes/s",
+    "bandwidth of the slowest link between two ranks, each measured alone when links were last found slow",
+    "higher",
+    published=RUN,
+    labels=("source", "to"),
+)
+SLOWEST_LINK = Metric(
+    "live/slowest_link",
+    "1",
+    "the same over the median of all links, where there are three or more",
+    "higher",
+    published=RUN,
+    labels=("source", "to"),
+    prometheus="slowest_link_ratio",
 )
 MEMORY_BYTES = Metric(
     "rank/memory_bytes",

@@ -42,7 +42,7 @@ from scaleray.training.observer import StepResult
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
-from scaleray.training.state.checkpointing import Checkpointing
+from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.step.step import TrainStep
 
 NUM_FEATURES, NUM_CLASSES = 6, 3
@@ -254,14 +254,15 @@ def train_job(
     kill_at: int | None = None,
     facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    control: Control | None = None,
 ) -> Finished:
-    """Run the loop on a job that is ready."""
+    """Run the loop on a job that is ready. control: what reaches it from outside, where it has a folder."""
     messages: list[WorkerMessage] = []
 
     checkpointing = None
     if folder is not None:
         catalog = Catalog.of_run(str(folder), job.config.checkpoint.copy_path)
-        checkpointing = Checkpointing(job, place, catalog, emit=messages.append, facts=facts)
+        checkpointing = Checkpointing(job, place, catalog, emit=messages.append, facts=facts, control=control)
     weights: dict[str, dict[str, torch.Tensor]] = {FINAL_WEIGHTS: {}, TRAINED_WEIGHTS: {}}
 
     was_deterministic = torch.are_deterministic_algorithms_enabled()

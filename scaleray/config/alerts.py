@@ -18,7 +18,7 @@ ACTIONS: tuple[Action, ...] = ("stop", "checkpoint", "none")
 
 RULES = (
     "no_progress", "worker_lost", "restarts", "run_failed", "run_finished",
-    "straggler", "slow_link", "slower_than_before", "slower_than_predicted", "input_starved",
+    "straggler", "slow_link", "slow_pair", "slower_than_before", "slower_than_predicted", "input_starved",
     "loss_spike", "nonfinite", "loss_scale_collapse", "gradient_explosion",
     "memory_near_limit", "memory_filling", "memory_creeping",
     "disk_nearly_full", "checkpoint_too_old", "recorder_spooling",
@@ -43,7 +43,9 @@ class AlertLimits(Settings):
     straggler_share: Positive = 0.1
     """Share of a step by which one rank comes later than the others."""
     link_ratio: Positive = 0.7
-    """Bandwidth of a rank's collectives over its usual one, below which its link is slow."""
+    """Speed of collectives over their usual one, below which links are slow."""
+    pair_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Bandwidth of the slowest link between two ranks over that of the others, below which it is named."""
     throughput_ratio: Positive = 0.8
     """Samples per second over the median of the half hour before, below which a run has become slower."""
     predicted_ratio: Positive = 0.8
@@ -80,6 +82,9 @@ class AlertSettings(AlertLimits):
 
     watch: bool = True
     """Judge the run while it lives. It costs a step nothing."""
+    measures_links: bool = True
+    """Measure each pair of workers when links are slow, after a step, for at most ten seconds, and not more often than
+    every ten minutes: collectives cannot tell which link it is."""
     without: tuple[str, ...] = ()
     """Names of rules that are not judged, such as [loss_spike]."""
     webhook: str | None = None

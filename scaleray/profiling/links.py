@@ -17,6 +17,10 @@ SLOW = 0.5
 less."""
 
 
+EVERY_OTHER = "any"
+"""The other end where all links of a rank are slow."""
+
+
 @dataclass(frozen=True)
 class SlowLink:
     """A pair of ranks whose link is slow, or all pairs of one rank, of which `ranks` then has that one alone."""
@@ -55,6 +59,18 @@ def slow_link(rows: Sequence[LinkRow]) -> SlowLink | None:
     return SlowLink(slowest, pairs[slowest], usual, one_way)
 
 
+def slowest(rows: Sequence[LinkRow]) -> tuple[str, str, float, float | None]:
+    """The slowest link there is: from which rank, to which, its bandwidth, and that of the others, None where there are
+    too few of them to be held against; or, where all links of a rank are slow alike, that rank and its best one."""
+    found = slow_link(rows)
+    if found is not None and len(found.ranks) == 1:
+        return str(found.ranks[0]), EVERY_OTHER, found.bytes_per_s, found.usual
+    least = min(rows, key=lambda row: row.bytes_per_s)
+    others = {frozenset((row.sender, row.receiver)) for row in rows}
+    usual = found.usual if found is not None else statistics.median(row.bytes_per_s for row in rows)
+    return str(least.sender), str(least.receiver), least.bytes_per_s, usual if len(others) >= 3 else None
+
+
 def in_words(found: SlowLink) -> str:
     """The link, with its bandwidth beside the others'."""
     if len(found.ranks) == 1:
@@ -73,7 +89,8 @@ def _rate(bytes_per_s: float) -> str:
 def why_not(rows: Sequence[LinkRow], num_ranks: int) -> str:
     """Why no link is named."""
     if num_ranks < 3:
-        return "two ranks have one, and nothing to hold it against"
+        carries = f"; it carries {_rate(min(row.bytes_per_s for row in rows))}" if rows else ""
+        return f"two ranks have one, and nothing to hold it against{carries}"
     if not rows:
         return "a run does not measure its pairs of ranks; scaleray profile -c FILE does, after its steps"
     rates = [row.bytes_per_s for row in rows]

@@ -28,6 +28,20 @@ class PublishedFacts:
 
 
 @dataclass(frozen=True)
+class LinksMeasured:
+    """What came of measuring each pair of ranks: the slowest of their links. source, to: their ranks; `any`
+    where it is all links of one."""
+
+    step: int
+    source: str
+    to: str
+    bytes_per_s: float
+    usual_bytes_per_s: float | None
+    """Of the other links; None where there are too few to tell."""
+    recorded_at: float = field(default_factory=time.time, compare=False)
+
+
+@dataclass(frozen=True)
 class RankSample:
     """How one worker is doing, over the steps since its last sample. What could not be measured is None or missing."""
 

@@ -19,7 +19,7 @@ from scaleray.records.json_record import JsonRecord
 from scaleray.records.live import RecentSteps
 from scaleray.records.printed import figures, quantity
 from scaleray.records.profile import RankMeasurements, RunProfile
-from scaleray.records.published import RankSample
+from scaleray.records.published import LinksMeasured, RankSample
 from scaleray.records.rows import Row
 
 EMULATED = "emulated"
@@ -204,6 +204,7 @@ WorkerMessage = (
     | LoggedFile
     | WorkerSummary
     | RankSample
+    | LinksMeasured
 )
 Emit = Callable[[WorkerMessage], None]
 """Function that takes a message of a worker."""

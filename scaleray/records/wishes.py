@@ -11,5 +11,7 @@ class Wish(StrEnum):
     NOTHING = ""
     SAVE = "save"
     """Make a checkpoint, and go on."""
+    LINKS = "links"
+    """Measure the links between the workers, and go on."""
     LEAVE = "leave"
     """Save, and end in good order."""

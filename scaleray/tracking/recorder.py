@@ -18,7 +18,7 @@ from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records.live import LiveState
-from scaleray.records.published import RankSample
+from scaleray.records.published import LinksMeasured, RankSample
 from scaleray.records.run import (
     CheckpointRecord,
     DerivedRecord,
@@ -86,6 +86,7 @@ class Recorder(SignsOfLife):
         self._shown = ShownMessages()
         self.publishing.silent, self.publishing.beats = lambda: self.silent_ranks(self._summaries), self.heartbeats
         self.alerts = RunAlerts(description, series=self.publishing.series, tell=self._writer.put, act=self.act_on)
+        self.alerts.measure_links = self.ask_for_links
         self._last_evaluation = -1
         self._metrics: dict[str, float] = {}
         self._summaries: dict[int, WorkerSummary] = {}
@@ -307,7 +308,7 @@ class Recorder(SignsOfLife):
                 return
             self._events.append(message.text)
             self._writer.put(SetTags.of_event(len(self._events), message))
-        if not isinstance(message, RankSample):
+        if not isinstance(message, RankSample | LinksMeasured):
             self._shown.add(message)
 
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:

@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from scaleray import live_metrics as live
@@ -45,11 +45,12 @@ LOOKED_AT = {
         live.EXPOSED_COMMUNICATION_SHARE, live.MEMORY_BYTES, live.MEMORY_LIMIT_BYTES, live.CHECKPOINT_AGE_S,
         live.CHECKPOINT_INTERVAL_S, live.RECORDER_SPOOLED_POINTS, live.DISK_FREE, names.STEP_TIME_S, names.WORKERS,
         names.SAMPLES_PER_S, names.INPUT_WAIT_SHARE, names.NONFINITE_STEPS, names.LOSS_SCALE,
-        names.CHECKPOINT_DURATION_S,
+        names.CHECKPOINT_DURATION_S, live.SLOWEST_LINK,
     )
 }  # fmt: skip
 """Metrics that rules look at, which are a few of all series, by their identity: each is one object of the table. Loss
 and gradient norm are heard of with every step."""
+SLOW_LINK = "slow_link"
 ENDS = ("run_failed", "run_finished")
 """Rules of which everybody but a webhook knows already."""
 ALERT_TAG, NOTE = "scaleray.alert.", "mlflow.note.content"
@@ -69,6 +70,8 @@ class RunAlerts:
     ) -> None:
         self.description, self.settings = description, description.alerts
         self._series, self._tell, self._act = series, tell, act
+        self.measure_links: Callable[[], None] = lambda: None
+        """Asks the workers which link is slow."""
         self.show: Callable[[EventRecord], None] = lambda event: None
         """Takes alerts where nobody polls the recorder: in the process that trains."""
         self.raised: list[Alert] = []
@@ -140,11 +143,12 @@ class RunAlerts:
             published = LOOKED_AT.get(id(metric))
             if published is None or labels.get("kind", "used") != "used":
                 continue
-            rank = f"rank {labels['rank']} on {labels['node']}" if "rank" in labels else ""
-            seen.add(published, value, at=now, of=rank)
+            seen.add(published, value, at=now, of=_of(labels))
         seen.look(now)
         for alert in self._judge.look(seen):
             self._raise(alert)
+        if self.settings.measures_links and any(alert.name == SLOW_LINK for alert in self._judge.firing):
+            self.measure_links()
 
     def _look_on(self) -> None:
         took_s = 0.0
@@ -200,3 +204,10 @@ class RunAlerts:
     def _say(self, event: EventRecord) -> None:
         self._tell(event)
         self.show(event)
+
+
+def _of(labels: Mapping[str, str]) -> str:
+    """The rank or link that a series is of, in words; empty for one of the whole run."""
+    if "rank" in labels:
+        return f"rank {labels['rank']} on {labels['node']}"
+    return f"rank {labels['source']} to rank {labels['to']}" if "source" in labels else ""

@@ -3,6 +3,7 @@ stop."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -15,12 +16,16 @@ from scaleray.records.wishes import Wish
 SILENT_S, SILENT_S_A_RANK = 10.0, 0.03
 """Seconds without a sign of life after which a rank is lost; of many ranks each gives fewer signs."""
 
+LINKS_EVERY_S = 600.0
+"""Seconds between two times that links are measured, however long they stay slow."""
+
 
 class SignsOfLife:
     """The heartbeats of all ranks, each answered with what was asked of the workers."""
 
     def __init__(self) -> None:
-        self._stop_requested = self._save_requested = False
+        self._stop_requested = self._save_requested = self._links_requested = False
+        self._links_asked_at = -math.inf
         self._stopped_by = ""
         self._heartbeats: dict[int, tuple[float, Heartbeat]] = {}
         self._beaten_at = time.monotonic()
@@ -34,6 +39,9 @@ class SignsOfLife:
         if heartbeat.rank == 0 and self._save_requested:  # the others follow it
             self._save_requested = False
             return Wish.SAVE
+        if heartbeat.rank == 0 and self._links_requested:
+            self._links_requested = False
+            return Wish.LINKS
         return Wish.NOTHING
 
     def heartbeats(self) -> list[Heartbeat]:
@@ -68,6 +76,12 @@ class SignsOfLife:
             self.request_stop()
         elif alert.action == "checkpoint":
             self._save_requested = True
+
+    def ask_for_links(self) -> None:
+        """Ask the workers to measure the links between them, unless they were asked a while ago."""
+        now = time.monotonic()
+        if now - self._links_asked_at >= LINKS_EVERY_S:
+            self._links_requested, self._links_asked_at = True, now
 
     def stopped_by(self) -> str:
         """The alert that stopped the run, in words; empty where none did."""

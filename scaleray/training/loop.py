@@ -98,7 +98,7 @@ class _Run:
         self.state = LoopState(job, first_step)
         self.located = partial(locating, lambda: (self.job, self.state.step), place, progress)
         self.reporter = Reporter(job, place, emit, step=lambda: self.state.step, figures=lambda: self.noise.figures())
-        self.profile = Profile(job, place, first_step, progress, self.reporter)
+        self.profile = Profile(job, place, first_step, progress, self.reporter, checkpointing)
         self.clock = Clock(job.started_at, job.start_ends, self.profile)
         self.noise = NoiseWatch(self.reporter.guard)
         self.memory = MemoryReport(place.device, self.reporter.guard)

@@ -108,6 +108,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
         limit_s=WATCHDOG_SHARE * scale.collective_timeout_s,
         on_leave=control.wants_leave.set,
         on_save=control.wants_save.set,
+        on_links=control.wants_links.set,
         on_hang=lambda what: life.die(progress.step, what),
         look=stalls.look,
     )

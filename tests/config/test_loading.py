@@ -339,7 +339,7 @@ CHANGES = {
     "noise_scale.measure": "auto", "noise_scale.every_steps": 3, "noise_scale.averaging": 0.9, "noise_scale.preconditioned": True,
     "alerts.watch": False, "alerts.without": ["loss_spike"], "alerts.webhook": "http://x/y", "alerts.command": ["x"], "alerts.timeout_s": 1,
     "alerts.attempts": 2, "alerts.least": "critical", "alerts.action": {"critical": "stop"}, "alerts.no_progress_s": 1,
-    "alerts.no_progress_steps": 2, "alerts.long_phase_s": 60, "alerts.straggler_share": 0.2, "alerts.link_ratio": 0.5, "alerts.throughput_ratio": 0.5,
+    "alerts.no_progress_steps": 2, "alerts.long_phase_s": 60, "alerts.straggler_share": 0.2, "alerts.link_ratio": 0.5, "alerts.pair_ratio": 0.4, "alerts.measures_links": False, "alerts.throughput_ratio": 0.5,
     "alerts.predicted_ratio": 0.5, "alerts.input_wait_share": 0.5, "alerts.loss_spike_mads": 9, "alerts.gradient_factor": 9,
     "alerts.loss_scale_drop": 9, "alerts.memory_share": 0.5, "alerts.memory_creep_gib": 2, "alerts.memory_full_within_s": 60, "alerts.disk_free_share": 0.5,
     "alerts.checkpoint_intervals": 3, "alerts.restarts_an_hour": 9, "alerts.gpu_busy_share": 0.1, "alerts.gpu_throttled_share": 0.5,

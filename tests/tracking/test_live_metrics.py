@@ -28,7 +28,7 @@ from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.store import open_client
 
 ABSENT = {
-    live.LATENESS_S, live.LINK_RATIO,  # one worker
+    live.LATENESS_S, live.LINK_RATIO, live.SLOWEST_LINK, live.SLOWEST_LINK_BYTES_PER_S,  # one worker
     names.LOSS_SCALE, names.TOKENS_PER_S, live.MFU, names.GRAD_NORM,
     live.EXPECTED_SAMPLES_PER_S, live.EFFICIENCY_OVER_PREDICTION,
 }  # fmt: skip

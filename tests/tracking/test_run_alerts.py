@@ -17,11 +17,13 @@ from scaleray.monitoring.rules.gpus import ACTIVE
 from scaleray.monitoring.rules.seen import Seen
 from scaleray.monitoring.rules.table import RULES
 from scaleray.records.alerts import parse_alerts
-from scaleray.records.run import EventRecord, StepRecord, SystemRecord
+from scaleray.records.run import EventRecord, Heartbeat, StepRecord, SystemRecord
+from scaleray.records.wishes import Wish
 from scaleray.tracking import run_alerts
 from scaleray.tracking.operations import LogArtifact, SetTags
 from scaleray.tracking.run_alerts import RunAlerts
 from scaleray.tracking.run_description import RunDescription
+from scaleray.tracking.signs_of_life import SignsOfLife
 
 LABELS = {"ray_train_run_name": "digits", "run_id": "d1"}
 
@@ -157,6 +159,30 @@ def test_a_rank_that_publishes_nothing_any_more_is_lost(tmp_path, monkeypatch):
             del run.figures[live.LAST_STEP_TIMESTAMP_S, 1]
         run.looks()
     assert [alert.name for alert in run.written] == ["worker_lost"]
+
+
+@pytest.mark.parametrize("measures", [True, False])
+def test_links_are_measured_while_they_are_slow_and_the_pair_is_named_by_an_alert_of_its_own(
+    measures, tmp_path, monkeypatch
+):
+    asked, life = [], SignsOfLife()
+    run = Run(tmp_path, monkeypatch, measures_links=measures)
+    run.alerts.measure_links = lambda: asked.append(life.ask_for_links())
+    run.has(live.EXPOSED_COMMUNICATION_SHARE, 0.3)
+    run.has(live.LINK_RATIO, 0.9)
+    run.looks(20)
+    assert asked == []
+    run.has(live.LINK_RATIO, 0.3)
+    run.looks(6)
+    assert [alert.name for alert in run.written] == ["slow_link"] and bool(asked) is measures
+    before = len(asked)
+    run.looks()
+    assert len(asked) == before + measures, "as long as they are slow"
+    given = [life.beat(Heartbeat(rank, "a", 1, 5, "forward", 0.1)) for rank in (1, 0, 0)]
+    assert given == [Wish.NOTHING, Wish.LINKS if measures else Wish.NOTHING, Wish.NOTHING], "once in ten minutes"
+    run.figures[live.SLOWEST_LINK, None] = {"source": "1", "to": "2"}, 0.1
+    run.looks()
+    assert run.written[-1].summary == "the link from rank 1 to rank 2 carries 10 % of what the others do"
 
 
 def test_an_idle_gpu_is_found_by_what_its_node_says(tmp_path, monkeypatch):

@@ -33,6 +33,8 @@ from scaleray.workload import load_workload, no_exit
 HOST = "127.0.0.1"
 GRACE_S = 10.0  # seconds after a rank's error for what the others have to say
 ENDED = "the process ended"
+TOLD, ASKED = "told", "asked"
+"""What stands before messages of a process in place of whether it has succeeded."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,13 @@ class GlooProcesses:
         function: Callable[..., Any],
         *args: Any,
         workload: Any,
-        on_message: Callable[[Any], None] = lambda message: None,
+        on_message: Callable[[Any], Any] = lambda message: None,
     ) -> Any:
         """What rank 0 returned of `function(place, *args)`. Raises what a rank raised.
 
         workload: the object that each process replaces by its own. on_message: gets at once what a process says by
-        calling the function that it finds in the place of TELL among its arguments.
+        calling the function that it finds in the place of TELL among its arguments; what it gives is the answer where
+        the process asks.
         """
         self._num_groups += 1
         watch = None if self._watched_in is None else (self._watched_in, f"{self._started_at}-{self._num_groups}")
@@ -113,7 +116,7 @@ class GlooProcesses:
         return answers[0]
 
     def _receive(
-        self, world_size: int, on_message: Callable[[Any], None]
+        self, world_size: int, on_message: Callable[[Any], Any]
     ) -> tuple[dict[int, Any], dict[int, tuple[BaseException | None, str]]]:
         waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes[:world_size])}
         answers: dict[int, Any] = {}
@@ -127,9 +130,11 @@ class GlooProcesses:
                 value: Any
                 try:
                     is_good, value = pipe.recv()
-                    if is_good is None:
+                    if is_good in (TOLD, ASKED):
                         waiting[pipe] = rank
-                        on_message(value)
+                        answer = on_message(value)
+                        if is_good == ASKED:
+                            pipe.send(answer)
                         continue
                 except (EOFError, ConnectionError):
                     self._processes[rank].join(timeout=5)
@@ -205,7 +210,7 @@ def _serve(rank: int, meeting: StorePlace, user_code: UserCode, pipe: Connection
         except (EOFError, KeyboardInterrupt):
             return
         try:
-            known = {"workload": user_code.load(), "tell": lambda value: pipe.send((None, value))}
+            known = {"workload": user_code.load(), "tell": Teller(pipe)}
             function, args = _Unpickler(io.BytesIO(content), known).load()
             if world_size > 1:
                 store = dist.PrefixStore(f"group {number}", open_store(meeting))
@@ -247,6 +252,24 @@ def _without_frames(exc: BaseException) -> None:
         seen.add(id(current))
         current.__traceback__ = None
         current = current.__cause__ or current.__context__
+
+
+class Teller:
+    """How a process says something to the one that started it while it runs."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def __call__(self, value: Any) -> None:
+        """Say something. One thread at a time."""
+        self._pipe.send((TOLD, value))
+
+    def ask(self, value: Any, saying: contextlib.AbstractContextManager[object]) -> Any:
+        """Say something and wait for the answer, in one thread alone. saying: held while it is said, not while it is
+        waited for."""
+        with saying:
+            self._pipe.send((ASKED, value))
+        return self._pipe.recv()
 
 
 class _Tell:

@@ -114,6 +114,7 @@ def _watches(
         beat=beat,
         on_leave=control.wants_leave.set,
         on_save=control.wants_save.set,
+        on_links=control.wants_links.set,
         on_hang=lambda what: None,
         look=stalls.look,
     )

@@ -7,12 +7,12 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data.source import Source
-from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
+from scaleray.launch.workers.gloo import TELL, Teller, UserCode, gloo_processes
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.launch.workers.without_ray import refuse_streams
 from scaleray.records.run import Heartbeat, Show, WorkerMessage
@@ -39,13 +39,14 @@ def run_in_processes(
 
     refuse_streams(job)
 
-    def take(told: list[WorkerMessage] | Heartbeat) -> None:
+    def take(told: list[WorkerMessage] | Heartbeat) -> Wish | None:
         if not isinstance(told, Heartbeat):
             recorder.log(told)
-            return show(told)
-        recorder.beat(told)  # what it answers stays undone: nothing is said to these processes while they train
+            show(told)
+            return None
         if told.rank == 0:
             show([told])
+        return recorder.beat(told)
 
     recorder.alerts.show = lambda event: show([event])
     ship_user_code(job.workload)
@@ -57,23 +58,23 @@ def run_in_processes(
         processes.run(workers, _train, assignment, TELL, workload=None, on_message=take)
 
 
-def _train(place: Place, assignment: bytes, tell: Callable[[list[WorkerMessage] | Heartbeat], None]) -> None:
+def _train(place: Place, assignment: bytes, tell: Teller) -> None:
     """What each process runs."""
     import torch
 
     from scaleray.training import loop
     from scaleray.training.health.progress import Progress, Watchdog
-    from scaleray.training.state.checkpointing import Checkpointing
+    from scaleray.training.state.checkpointing import Checkpointing, Control
     from scaleray.training.state.weights import save_weights
 
     job, sources, run_path, facts = pickle.loads(assignment)  # made by the process that started this one
     torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
     emit = _InBatches(tell, job.config.tracking.interval_s)
     catalog = Catalog.of_run(run_path, job.config.checkpoint.copy_path)
-    progress = Progress()
+    progress, control = Progress(), Control()
 
     def beat(step: int, phase: str, since_s: float) -> Wish:
-        emit.beat(
+        return emit.beat(
             Heartbeat(
                 place.rank,
                 place.node,
@@ -85,11 +86,17 @@ def _train(place: Place, assignment: bytes, tell: Callable[[list[WorkerMessage] 
                 recent=progress.recent,
             )
         )
-        return Wish.NOTHING
 
     # it ends nothing: the collectives' limit does, and `GroupWatch` writes down where the others stand
     life = Watchdog(
-        progress, interval_s=BEAT_S, limit_s=math.inf, beat=beat, on_leave=lambda: None, on_hang=lambda what: None
+        progress,
+        interval_s=BEAT_S,
+        limit_s=math.inf,
+        beat=beat,
+        on_leave=control.wants_leave.set,
+        on_save=control.wants_save.set,
+        on_links=control.wants_links.set,
+        on_hang=lambda what: None,
     )
     try:
         with life:
@@ -98,7 +105,7 @@ def _train(place: Place, assignment: bytes, tell: Callable[[list[WorkerMessage] 
                 place,
                 sources=sources,
                 emit=emit,
-                checkpointing=Checkpointing(job, place, catalog, emit=emit, facts=facts),
+                checkpointing=Checkpointing(job, place, catalog, emit=emit, control=control, facts=facts),
                 progress=progress,
                 save_weights=lambda share, name: save_weights(share, run_path, name, rank=place.rank),
             )
@@ -110,12 +117,12 @@ class _InBatches:
     """Hands messages on once an interval: a call for each would cost the step more than it takes. For several threads:
     checkpoints and signs of life come from their own, and what goes through a pipe must not mix."""
 
-    def __init__(self, tell: Callable[[list[WorkerMessage] | Heartbeat], None], interval_s: float) -> None:
+    def __init__(self, tell: Teller, interval_s: float) -> None:
         self._tell, self._interval_s = tell, interval_s
         self._waiting: list[WorkerMessage] = []
         self._sent_at = time.monotonic()
         self._is_closed = False
-        self._lock = threading.Lock()
+        self._lock, self._asking = threading.Lock(), threading.Lock()
 
     def __call__(self, message: WorkerMessage) -> None:
         with self._lock:
@@ -123,15 +130,15 @@ class _InBatches:
             if time.monotonic() - self._sent_at >= self._interval_s:
                 self._flush()
 
-    def beat(self, heartbeat: Heartbeat) -> None:
-        """Hand a sign of life on at once; nothing after the end, when the pipe is for the process's answer."""
-        with self._lock:
-            if not self._is_closed:
-                self._tell(heartbeat)
+    def beat(self, heartbeat: Heartbeat) -> Wish:
+        """Hand a sign of life on at once, and give what is asked for; nothing after the end, when the pipe is for the
+        process's result."""
+        with self._asking:
+            return Wish.NOTHING if self._is_closed else Wish(self._tell.ask(heartbeat, self._lock))
 
     def close(self) -> None:
-        """Hand on what waits, and no sign of life any more."""
-        with self._lock:
+        """Hand on what waits, and no sign of life any more, once the last one is answered."""
+        with self._asking, self._lock:
             self._flush()
             self._is_closed = True
 

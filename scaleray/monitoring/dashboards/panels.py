@@ -11,7 +11,18 @@ from typing import Literal
 
 Kind = Literal["timeseries", "stat", "gauge", "heatmap", "bargauge", "table"]
 Needs = Literal[
-    "", "GPU", "fp16", "prediction", "study", "sweep", "target", "tokens", "long phase", "Ray", "Ray Dataset"
+    "",
+    "GPU",
+    "fp16",
+    "prediction",
+    "study",
+    "sweep",
+    "target",
+    "tokens",
+    "long phase",
+    "slow link",
+    "Ray",
+    "Ray Dataset",
 ]
 """What a panel shows nothing without. Empty where a run alone fills it."""
 COLUMNS = 24

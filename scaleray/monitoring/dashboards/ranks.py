@@ -20,6 +20,8 @@ from scaleray.monitoring.dashboards.queries import (
 )
 
 OF_RANK = f"rank {{{{{RANK}}}}} on {{{{{NODE}}}}}"
+ENDS = live.SLOWEST_LINK.labels
+LINK = "rank {{source}} to rank {{to}}"
 MOST = 10
 """How many ranks a list of the worst has."""
 
@@ -94,29 +96,39 @@ LINKS = Row(
     "Which link",
     (
         Panel(
-            title="Link",
+            title="Links",
             description="Speed of the collectives when all ranks have come, over their best in this run. Normal: above "
-            "0.7. Ranks that meet end together, and so are alike: all of them red is their slowest link, or somebody "
-            "else on the network. The network of the nodes (dashboard Cluster) shows which one carries less.",
-            queries=(in_order_of_ranks(by_rank(live.LINK_RATIO)),),
+            "0.7. Ranks end a collective together, so that it tells of all links at once. Below: once the alert slow "
+            "link has fired, each pair is measured, and Slowest link names the one.",
+            queries=(each_run(once(live.LINK_RATIO)),),
             unit="percentunit",
-            kind="heatmap",
-            low_is_bad=True,
-            width=16,
-            height=12,
-        ),
-        Panel(
-            title="Slowest links",
-            description="The ten ranks whose collectives are slowest against their best, now. Normal: above 0.7. Below "
-            "while nobody is late: the link; with a late rank: first mend what makes it late.",
-            queries=(each_run(f"bottomk({MOST}, {by_rank(live.LINK_RATIO)})", OF_RANK),),
-            unit="percentunit",
-            kind="bargauge",
             minimum=0,
             maximum=1,
             thresholds=(Threshold(float("-inf"), "red"), Threshold(0.7, "green")),
-            width=8,
-            height=12,
+        ),
+        Panel(
+            title="Slowest link",
+            description="The slowest link between two ranks, from which to which, over the median of all, as measured "
+            "when links were last slow, in the last ten minutes. Normal: nothing here, or above 0.5: then all carry "
+            "less, which is a neighbour on the network. Below: that cable or its two nodes; to rank any: the first "
+            "one's node. Of two ranks nothing is here, as there is one link.",
+            queries=(each_run(once(live.SLOWEST_LINK, *ENDS), LINK),),
+            unit="percentunit",
+            needs="slow link",
+            kind="bargauge",
+            minimum=0,
+            maximum=1,
+            thresholds=(Threshold(float("-inf"), "red"), Threshold(0.5, "green")),
+        ),
+        Panel(
+            title="Bandwidth of the slowest link",
+            description="The same in bytes a second. Normal: nothing here, or what `scaleray doctor` measured between "
+            "these nodes.",
+            queries=(each_run(once(live.SLOWEST_LINK_BYTES_PER_S, *ENDS), LINK),),
+            unit="Bps",
+            needs="slow link",
+            kind="bargauge",
+            minimum=0,
         ),
     ),
 )

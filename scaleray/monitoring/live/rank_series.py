@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
-from scaleray.monitoring.live.series import Series, common_labels, series_of
+from scaleray.monitoring.live.series import Series, common_labels, run_labels, series_of
 from scaleray.records.phases import Phase
 from scaleray.records.published import RankSample
 
@@ -32,8 +32,8 @@ def rank_series(sample: RankSample, *, run_name: str, run_id: str) -> list[Serie
 
 
 class ComparedRanks:
-    """What comes of the newest samples of all ranks together: who is late, how fast their link is, and how long they
-    stand still."""
+    """What comes of the newest samples of all ranks together: who is late, how fast their links are, and how long
+    they stand still."""
 
     def __init__(self) -> None:
         self.samples: dict[int, RankSample] = {}
@@ -53,7 +53,7 @@ class ComparedRanks:
         self.samples = {}
 
     def series(self, *, run_name: str, run_id: str) -> list[Series]:
-        """Lateness of every rank, and what its link reaches."""
+        """Lateness of every rank, and what the links between them reach."""
         compared, found = self._compared(), []
         late_s, transfer_s = lateness_s(compared), transfer_s_of(compared)
         steps_s = [sample.step_time_s for sample in compared if sample.step_time_s]
@@ -61,9 +61,9 @@ class ComparedRanks:
         for sample in compared:
             common = common_labels(run_name, run_id, sample.rank, sample.node)
             found += series_of(live.LATENESS_S, common, late_s.get(sample.rank))
-            if transfer_s is not None:
-                ratio = max(least_s, self._best_transfer_s) / max(least_s, transfer_s)
-                found += series_of(live.LINK_RATIO, common, ratio)
+        if transfer_s is not None:
+            ratio = max(least_s, self._best_transfer_s) / max(least_s, transfer_s)
+            found += series_of(live.LINK_RATIO, run_labels(run_name, run_id), ratio)
         return found
 
     def exposed_share(self) -> float | None:

@@ -14,12 +14,14 @@ from scaleray.monitoring.live.long_phases import LongPhases
 from scaleray.monitoring.live.rank_series import ComparedRanks, rank_series
 from scaleray.monitoring.live.series import Series, run_labels, series_of
 from scaleray.records.profile import Goodput
-from scaleray.records.published import PublishedFacts, RankSample
+from scaleray.records.published import LinksMeasured, PublishedFacts, RankSample
 from scaleray.records.run import EvaluationRecord, EventRecord, Heartbeat, StepRecord, WorkerMessage
 
 WINDOW_S = 30.0
 """Rates are means over the last steps, of so many seconds."""
 MOST_STEPS = 1000
+LINKS_KEPT_S = 660.0
+"""Seconds for which measured links say something of the run: slow ones are measured every ten minutes."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,15 @@ class RunSeries:
         self._sent_bytes = 0.0
         self._metrics: dict[str, float] = {}
         self._checkpoints = CheckpointAge(facts)
+        self._links: LinksMeasured | None = None
 
     def hear(self, message: WorkerMessage) -> None:
         """Take what says something of the run now, and ignore everything else."""
         self._checkpoints.hear(message)
         if isinstance(message, RankSample):
             self.ranks.hear(message)
+        elif isinstance(message, LinksMeasured):
+            self._links = message
         elif isinstance(message, StepRecord):
             self._hear_step(message)
         elif isinstance(message, EvaluationRecord):
@@ -97,6 +102,7 @@ class RunSeries:
             *self._of_speed(),
             *self._of_course(beside),
             *self._of_end(beside),
+            *self._of_links(beside.now),
             *self._long_phases.series(**self.named),
             *self.ranks.series(**self.named),
         ]
@@ -179,6 +185,17 @@ class RunSeries:
             *self._one(live.CHECKPOINT_AGE_S, known.age_s(beside.beats, beside.now)),
             *self._one(live.CHECKPOINT_INTERVAL_S, known.interval_s(step_s)),
             *self._one(names.CHECKPOINT_DURATION_S, known.duration_s),
+        ]
+
+    def _of_links(self, now: float) -> list[Series]:
+        links = self._links
+        if links is None or now - links.recorded_at > LINKS_KEPT_S:
+            return []
+        ratio = links.bytes_per_s / links.usual_bytes_per_s if links.usual_bytes_per_s else None
+        ends = {"source": links.source, "to": links.to}
+        return [
+            *self._one(live.SLOWEST_LINK_BYTES_PER_S, links.bytes_per_s, **ends),
+            *self._one(live.SLOWEST_LINK, ratio, **ends),
         ]
 
     def _of_end(self, beside: Beside) -> list[Series]:

@@ -26,6 +26,7 @@ IN_WORDS: dict[Unit, Callable[[float], str]] = {
     "count": lambda value: f"{value:.0f}",
 }
 OF_RANK = "rank {{ $labels.rank }} on {{ $labels.node }}"
+OF_LINK = "rank {{ $labels.source }} to rank {{ $labels.to }}"
 OF_GPU = "GPU {{ $labels.gpu }} of {{ $labels.instance }}"
 
 

@@ -8,8 +8,8 @@ from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.config.alerts import AlertLimits
 from scaleray.metric import prometheus_name
-from scaleray.monitoring.rules.promql import RANK, RUN, of_rank, of_run, over
-from scaleray.monitoring.rules.rule import OF_RANK, Found, Rule
+from scaleray.monitoring.rules.promql import RUN, of_rank, of_run, over
+from scaleray.monitoring.rules.rule import OF_LINK, OF_RANK, Found, Rule
 from scaleray.monitoring.rules.seen import Seen
 
 LEAST_LATENESS_S = 0.001
@@ -21,6 +21,7 @@ LINK_PAST_S, LINK_RECENT_S, LEAST_EXPOSED = 3600.0, 30.0, 0.1
 is told of where steps stand still for communication in such a share of their time."""
 LATENESS, STEP_TIME = prometheus_name(live.LATENESS_S), prometheus_name(names.STEP_TIME_S)
 EXPOSED = prometheus_name(live.EXPOSED_COMMUNICATION_SHARE)
+SLOWEST_LINK = prometheus_name(live.SLOWEST_LINK)
 LINK_RATIO, WORLD_SIZE = prometheus_name(live.LINK_RATIO), prometheus_name(names.WORKERS)
 SAMPLES_PER_S, INPUT_WAIT = prometheus_name(names.SAMPLES_PER_S), prometheus_name(names.INPUT_WAIT_SHARE)
 OVER_PREDICTION = prometheus_name(live.EFFICIENCY_OVER_PREDICTION)
@@ -46,21 +47,26 @@ def _slow_link_query(limits: AlertLimits) -> str:
     usual = over("quantile_over_time", live.LINK_RATIO, LINK_PAST_S, first="0.5", ago_s=LINK_RECENT_S)
     slower = f"{LINK_RATIO} / ({usual} and {LINK_RATIO} offset {2 * LINK_RECENT_S:g}s) < {limits.link_ratio:g}"
     costs = f"{of_run(live.EXPOSED_COMMUNICATION_SHARE)} > {LEAST_EXPOSED:g}"
-    return f"min by ({RANK}) ({slower}) and on ({RUN}) {costs}"
+    return f"min by ({RUN}) ({slower}) and on ({RUN}) {costs}"
 
 
 def _slow_link(seen: Seen, limits: AlertLimits) -> Found | None:
-    ratios: dict[str, float] = {}
-    if (seen.last(EXPOSED) or 0.0) <= LEAST_EXPOSED:
+    now = seen.last(LINK_RATIO)
+    if now is None or (seen.last(EXPOSED) or 0.0) <= LEAST_EXPOSED:
         return None
-    for rank, ratio in seen.newest(LINK_RATIO).items():
-        usual = seen.past(LINK_RATIO, last_s=LINK_PAST_S + LINK_RECENT_S, until_s=LINK_RECENT_S, of=rank)
-        if len(usual) and seen.knows_since(LINK_RATIO, 2 * LINK_RECENT_S):
-            ratios[rank] = ratio / max(float(np.median(usual)), 1e-9)
-    slowest = min(ratios, key=lambda of: ratios[of], default=None)
-    if slowest is None or ratios[slowest] >= limits.link_ratio:
+    usual = seen.past(LINK_RATIO, last_s=LINK_PAST_S + LINK_RECENT_S, until_s=LINK_RECENT_S)
+    if not len(usual) or not seen.knows_since(LINK_RATIO, 2 * LINK_RECENT_S):
         return None
-    return Found(ratios[slowest], slowest)
+    ratio = now / max(float(np.median(usual)), 1e-9)
+    return Found(ratio) if ratio < limits.link_ratio else None
+
+
+def _slow_pair(seen: Seen, limits: AlertLimits) -> Found | None:
+    found = seen.newest(SLOWEST_LINK)
+    slowest = min(found, key=lambda of: found[of], default=None)
+    if slowest is None or found[slowest] >= limits.pair_ratio:
+        return None
+    return Found(found[slowest], slowest)
 
 
 def _slower_than_before_query(limits: AlertLimits) -> str:
@@ -111,16 +117,29 @@ RULES = (
     Rule(
         "slow_link",
         "warning",
-        "the link of {of} carries {value} of what it usually does",
+        "collectives carry {value} of what they usually do when all ranks have come",
         "share",
         "Collectives end with the slowest link: all workers wait for it.",
-        "Look at the node's network errors and neighbours. Fewer bytes help meanwhile: compression.name bf16, or "
-        "local_sgd.",
-        ("ranks", "Link"),
+        "Which link it is the alert slow_pair tells, or the run's next event, once each pair was measured "
+        "(alerts.measures_links); scaleray profile -c FILE measures them too. Fewer bytes help meanwhile: "
+        "compression.name bf16, or local_sgd.",
+        ("ranks", "Links"),
         _slow_link_query,
         _slow_link,
         for_s=20,
-        of=OF_RANK,
+    ),
+    Rule(
+        "slow_pair",
+        "warning",
+        "the link from {of} carries {value} of what the others do",
+        "share",
+        "All workers wait for this one link in every step.",
+        "Look at the network errors, cables and neighbours of its two nodes; to rank any means all links of the "
+        "first: look at its node alone. Leave the node out meanwhile (scale.label_selector).",
+        ("ranks", "Slowest link"),
+        lambda limits: f"min by ({RUN}, source, to) ({SLOWEST_LINK}) < {limits.pair_ratio:g}",
+        _slow_pair,
+        of=OF_LINK,
     ),
     Rule(
         "slower_than_before",

@@ -79,7 +79,7 @@ on_new: Callable[[Progress], None] | None = None
 
 class Watchdog:
     """Reports progress at an interval. beat: takes (step, phase, seconds in it), gives what is asked of the worker,
-    for which on_leave and on_save are called.
+    for which on_leave, on_save and on_links are called.
 
     on_hang: called once with a sentence when the training thread has not left a watched phase for `limit_s`, or three
     times that where it compiles or does something for the first time. look: called before that with the seconds in the
@@ -95,12 +95,14 @@ class Watchdog:
         beat: Callable[[int, str, float], Wish],
         on_leave: Callable[[], None],
         on_save: Callable[[], None] = lambda: None,
+        on_links: Callable[[], None] = lambda: None,
         on_hang: Callable[[str], None],
         look: Callable[[float, bool], None] = lambda since_s, is_limited: None,
     ) -> None:
         self.look = look
         self.progress, self.interval_s, self.limit_s = progress, interval_s, limit_s
-        self.beat, self.on_leave, self.on_save, self.on_hang = beat, on_leave, on_save, on_hang
+        self.beat, self.on_hang = beat, on_hang
+        self._answers = {Wish.LEAVE: on_leave, Wish.SAVE: on_save, Wish.LINKS: on_links}
         self._stop = threading.Event()
         self._waited_since = self._compiled_since = -1.0
         self._thread = threading.Thread(target=self._watch, name="scaleray-watchdog", daemon=True)
@@ -131,10 +133,8 @@ class Watchdog:
                 return
             try:
                 wish = self.beat(step, Phase.COMPILING if compiling else phase, since_s)
-                if wish is Wish.LEAVE:
-                    self.on_leave()
-                elif wish is Wish.SAVE:
-                    self.on_save()
+                if wish in self._answers:
+                    self._answers[wish]()
             except Exception:  # nobody listens for the moment, which is no reason to stop training
                 continue
 

@@ -1,12 +1,14 @@
-"""How fast each pair of ranks sends to each other, one pair after another, when the training has ended.
+"""How fast each pair of ranks sends to each other, one pair after another.
 
-Off the path of training: a run that nobody profiles does not do it. Between many ranks of several nodes only the first
+Off the path of training: when one that is profiled has ended, and in a run where the alert of slow links asks for it,
+see `link_watch.py`. Between many ranks of several nodes only the first
 of each node takes part, as ranks of a node share its links.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 
 import torch
@@ -23,16 +25,19 @@ MOST_RANKS = 8
 """Ranks of which each pair is measured; of more, the first of each node, and of these the first."""
 
 
-def probe_links(place: Place) -> list[LinkRow]:
-    """Bandwidth from this rank to each other one that takes part. Collective over all ranks."""
-    rows = []
+def probe_links(place: Place, *, limit_s: float = math.inf) -> list[LinkRow]:
+    """Bandwidth from this rank to each other one that takes part; after `limit_s` no further pair is begun. Collective
+    over all ranks."""
+    rows, until = [], time.monotonic() + limit_s
     for first, second in itertools.combinations(_taking_part(place), 2):
         for sender, receiver in ((first, second), (second, first)):
             if place.rank == sender:
                 rows.append(_sent(place, receiver))
             elif place.rank == receiver:
                 _received(place, sender)
-        dist.barrier()  # pairs would share links
+        # pairs would share links, so that all ranks wait here, and agree on whether there is time for another one
+        if place.all_reduce_max([float(time.monotonic() > until)])[0] > 0:
+            break
     return rows
 
 

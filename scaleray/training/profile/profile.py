@@ -14,6 +14,7 @@ from scaleray.records.run import Emit
 from scaleray.training.observer import Observer
 from scaleray.training.profile.arrivals import ArrivalTimes
 from scaleray.training.profile.link_probe import probe_links
+from scaleray.training.profile.link_watch import AsksForLinks, LinkWatch
 from scaleray.training.profile.phase_times import PhaseTimes
 from scaleray.training.profile.rank_samples import RankSamples
 from scaleray.training.profile.trace import Tells, tracers
@@ -41,10 +42,19 @@ class Enters(Protocol):
 class Profile(Observer):
     """Phases, memory and arrivals of this rank, samples of them, and traces where they were asked for.
 
-    progress: knows when the training enters a phase. The training's clock calls `start` and `cut`, see `PhaseTimes`.
+    progress: knows when the training enters a phase. asks: knows whether links are to be measured. The training's clock
+    calls `start` and `cut`, see `PhaseTimes`.
     """
 
-    def __init__(self, job: TrainJob, place: Place, first_step: int, progress: Enters, tells: Emits) -> None:
+    def __init__(
+        self,
+        job: TrainJob,
+        place: Place,
+        first_step: int,
+        progress: Enters,
+        tells: Emits,
+        asks: AsksForLinks | None = None,
+    ) -> None:
         self.phases = PhaseTimes(
             place, first_step, started_at=job.started_at, enter=progress.enter, emit=tells.emit, guard=tells.guard
         )
@@ -63,7 +73,8 @@ class Profile(Observer):
             emit=tells.emit,
             guard=tells.guard,
         )
-        self._parts: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals, samples]
+        links = LinkWatch(place, asks, emit=tells.emit, guard=tells.guard)
+        self._parts: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals, samples, links]
 
     @property
     def observers(self) -> list[Observer]:

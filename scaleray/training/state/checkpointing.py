@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -34,20 +34,22 @@ from scaleray.watchers import Guard, Watcher
 GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer closes its connections at once
 NOTICE_INTERVAL_S = 2.0
 
-SAVE, LEAVE, ASK = 0, 1, 2
-"""Places in the signals of a step: ranks that want a checkpoint, that want to leave, that want to ask for a notice."""
+SAVE, LEAVE, ASK, LINKS = 0, 1, 2, 3
+"""Places in the signals of a step: ranks that want a checkpoint, that want to leave, that want to ask for a notice, and
+that want the links between them measured."""
 
 
 @dataclass
 class Control:
     """What reaches one worker from outside. wants_leave: save and end in good order, because somebody asked for it;
-    wants_save: save, and go on.
+    wants_save: save, and go on; wants_links: measure the links between the workers, and go on.
 
     notice: the nodes of workers that the cluster will take away soon; collective, None where nobody can know.
     """
 
     wants_leave: threading.Event = field(default_factory=threading.Event)
     wants_save: threading.Event = field(default_factory=threading.Event)
+    wants_links: threading.Event = field(default_factory=threading.Event)
     notice: Callable[[], frozenset[str]] | None = None
 
 
@@ -167,7 +169,15 @@ class Checkpointing:
         is_time = minutes is not None and now - self.saved_at > minutes * 60
         wants_save = self.place.rank == 0 and (is_time or self.control.wants_save.is_set())
         wants_ask = self.place.rank == 0 and self.control.notice is not None and now - self.asked_at > NOTICE_INTERVAL_S
-        return float(wants_save), float(self.control.wants_leave.is_set()), float(wants_ask)
+        wants_links = self.place.rank == 0 and self.control.wants_links.is_set()
+        return float(wants_save), float(self.control.wants_leave.is_set()), float(wants_ask), float(wants_links)
+
+    def asks_for_links(self, signals: Sequence[float]) -> bool:
+        """Whether the links between the workers are to be measured after a step with these signals."""
+        asks = len(signals) > LINKS and signals[LINKS] > 0
+        if asks:
+            self.control.wants_links.clear()
+        return asks
 
     def evaluated(self, step: int, metrics: Mapping[str, float], *, is_last: bool) -> None:
         """Take note of an evaluation after `step` steps: a state that is among the best so far is saved. Collective.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,6 +105,10 @@ class AskingCheckpointing(Checkpointing):
     def signals(self) -> tuple[float, ...]:
         """One number, as the loop asks only after steps that have some."""
         return (0.0,)
+
+    def asks_for_links(self, signals: Sequence[float]) -> bool:
+        """False: nobody asks a trial for them, and what else is among the signals says nothing of it."""
+        return False
 
     def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
         """True when the training should stop here. Collective."""

@@ -3,12 +3,13 @@
 import os
 import signal
 import sys
+import threading
 import time
 import types
 
 import psutil
 
-from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 
 
 def runs(pid):
@@ -33,6 +34,23 @@ def test_a_process_that_hears_no_sigterm_is_ended_all_the_same():
 
 def number(place):
     return place.rank
+
+
+def ask_twice(place, tell):
+    tell(f"rank {place.rank}")
+    return [tell.ask(number, threading.Lock()) for number in (1, 2)]
+
+
+def test_a_process_is_answered_where_it_asks_and_not_where_it_only_tells():
+    heard = []
+
+    def on_message(told):
+        heard.append(told)
+        return told * 10
+
+    with gloo_processes(1, UserCode(None, {}, None), timeout_s=60) as processes:
+        assert processes.run(1, ask_twice, TELL, workload=None, on_message=on_message) == [10, 20]
+    assert heard == ["rank 0", 1, 2]
 
 
 def test_a_script_that_starts_them_at_its_top_level_is_not_run_once_more(tmp_path, monkeypatch):

@@ -11,9 +11,22 @@ from small_runs import Classify, make_job
 from scaleray.launch.workers import in_processes
 from scaleray.records.phases import Phase
 from scaleray.records.run import EventRecord, Heartbeat
+from scaleray.records.wishes import Wish
 
-TOLD = []
-"""What this process has told while it trained."""
+TOLD, WISHES = [], []
+"""What this process has told while it trained, and what it is asked for."""
+
+
+class Tells:
+    """Whoever is told, and answers."""
+
+    def __call__(self, told):
+        TOLD.append(told)
+
+    def ask(self, told, saying):
+        with saying:
+            TOLD.append(told)
+        return WISHES.pop(0) if WISHES and told.rank == 0 and told.step else Wish.NOTHING
 
 
 class EvaluatesUntilSeen(Classify):
@@ -35,7 +48,7 @@ def trained(place, folder):
     in_processes.BEAT_S = 0.02
     flags = {"evaluation.every": "2 steps", "stop.after": "4 steps", "data.readers": "worker"}
     job, sources = make_job(EvaluatesUntilSeen(26, 8), flags, world_size=2)
-    in_processes._train(place, pickle.dumps((job, sources, folder, {})), TOLD.append)
+    in_processes._train(place, pickle.dumps((job, sources, folder, {})), Tells())
     num_told = len(TOLD)
     time.sleep(0.1)
     seen = evaluations()
@@ -55,19 +68,25 @@ def test_each_process_tells_that_it_lives_in_a_long_evaluation_and_nothing_after
 
 
 def test_signs_of_life_reach_the_recorder_and_the_first_one_is_shown(monkeypatch, tmp_path):
+    answers = []
     event, beats = EventRecord("here"), [Heartbeat(rank, "local", 1, 3, "evaluation", 1.0) for rank in (0, 1)]
 
     @contextmanager
     def processes(*about, **more):
         def run(*about, on_message, **more):
-            for told in ([event], *beats):
-                on_message(told)
+            answers.extend(on_message(told) for told in ([event], *beats))
 
         yield SimpleNamespace(run=run)
 
     monkeypatch.setattr(in_processes, "gloo_processes", processes)
     logged, beaten, shown = [], [], []
-    recorder = SimpleNamespace(log=logged.extend, beat=beaten.append, alerts=SimpleNamespace())
+
+    def beat(heartbeat):
+        beaten.append(heartbeat)
+        return Wish.LINKS
+
+    recorder = SimpleNamespace(log=logged.extend, beat=beat, alerts=SimpleNamespace())
     job, sources = make_job(Classify(), {}, world_size=2)
     in_processes.run_in_processes(job, sources, recorder, run_path=str(tmp_path), facts={}, show=shown.extend)
     assert logged == [event] and beaten == beats and shown == [event, beats[0]]
+    assert answers == [None, Wish.LINKS, Wish.LINKS]

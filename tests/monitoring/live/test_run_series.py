@@ -4,9 +4,9 @@ import pytest
 
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
-from scaleray.monitoring.live.run_series import Beside, RunSeries
+from scaleray.monitoring.live.run_series import LINKS_KEPT_S, Beside, RunSeries
 from scaleray.records.profile import Goodput
-from scaleray.records.published import PublishedFacts, RankSample
+from scaleray.records.published import LinksMeasured, PublishedFacts, RankSample
 from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord
 
 
@@ -134,3 +134,15 @@ def test_a_run_that_has_ended_is_marked(status, marks):
     beside = Beside(now=1.0, status=status)
     run = run_of()
     assert (value(run, live.RUN_FINISHED, beside), value(run, live.RUN_FAILED, beside)) == marks
+
+
+def test_links_that_were_measured_are_told_of_for_some_minutes_by_the_slowest_one_alone():
+    run = run_of(None, LinksMeasured(9, "1", "2", 5e6, 1e8, recorded_at=1900.0))
+    found = {one.metric: one for one in run.of_run(Beside(now=2000.0))}
+    slowest, ratio = found[live.SLOWEST_LINK_BYTES_PER_S], found[live.SLOWEST_LINK]
+    assert (slowest.value, ratio.value) == (5e6, pytest.approx(0.05))
+    assert (ratio.labels["source"], ratio.labels["to"]) == ("1", "2") and slowest.labels == ratio.labels
+    assert value(run, live.SLOWEST_LINK, Beside(now=1901.0 + LINKS_KEPT_S)) is None
+    run.hear(LinksMeasured(20, "0", "1", 5e6, None, recorded_at=2000.0))
+    assert value(run, live.SLOWEST_LINK) is None, "of one link nothing can be said"
+    assert value(run, live.SLOWEST_LINK_BYTES_PER_S) == 5e6

@@ -147,7 +147,8 @@ def _speed() -> list[Case]:
     grows = of(names.WORKERS, [*still(4, 60), *still(2, 30)])
     slower = of(names.SAMPLES_PER_S, [*before, *after])
     rank_1 = {"rank": "1", "node": "here"}
-    link = _both(live.LINK_RATIO, still(0.9, 30), [*noisy(0.8, 20), *still(0.4, 10)])
+    link = of(live.LINK_RATIO, [*noisy(0.8, 20), *still(0.4, 10)])
+    one_of_three = {"source": "1", "to": "2"}
 
     def waits(share: float) -> Series:
         return of(live.EXPOSED_COMMUNICATION_SHARE, still(share, 30))
@@ -163,9 +164,11 @@ def _speed() -> list[Case]:
             False,
             at=11,
         ),
-        Case("slow_link", "half", {**link, **waits(0.3)}, True, rank_1),
+        Case("slow_link", "half", {**link, **waits(0.3)}, True),
         Case("slow_link", "half, hidden behind the backward pass", {**link, **waits(0.02)}, False),
-        Case("slow_link", "as ever", {**_both(live.LINK_RATIO, still(0.9, 30), noisy(0.5, 30)), **waits(0.3)}, False),
+        Case("slow_link", "as ever", {**of(live.LINK_RATIO, noisy(0.5, 30)), **waits(0.3)}, False),
+        Case("slow_pair", "a tenth", of(live.SLOWEST_LINK, [None, None, 0.1], "1 to 2"), True, one_of_three),
+        Case("slow_pair", "all are alike", of(live.SLOWEST_LINK, [None, None, 0.8], "1 to 2"), False),
         Case("slower_than_before", "six tenths", {**slower, **of(names.WORKERS, still(4, 90))}, True),
         Case("slower_than_before", "fewer workers", {**slower, **grows}, False),
         Case("slower_than_before", "as ever", of(names.SAMPLES_PER_S, noisy(100, 90, spread=15)), False),

@@ -74,6 +74,8 @@ def as_promtool(case: Case) -> dict[str, Any]:
     series = []
     for (metric, rank), points in case.series.items():
         of_rank = {"rank": rank, "node": "here"} if rank else {}
+        if " to " in rank:
+            of_rank = dict(zip(("source", "to"), rank.split(" to "), strict=True))
         of_series = GPU if rank.startswith("gpu") else {**RUN, **of_rank}
         kind = {"kind": "used"} if metric == "ray_scaleray_memory_bytes" else {}
         inside = ",".join(f'{key}="{value}"' for key, value in {**of_series, **kind}.items())
