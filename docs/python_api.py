@@ -31,6 +31,7 @@ ORDER = (
             "promote",
             "check_promoted",
             "rollback",
+            "drift",
             "report",
             "watch",
             "live_state",

@@ -28,6 +28,7 @@ _HOMES = {
     "redo_on_path": "scaleray.launch.path.go",
     "check_promoted": "scaleray.launch.promote.check",
     "rollback": "scaleray.launch.promote.rollback",
+    "drift": "scaleray.launch.drift.drift",
     "profile": "scaleray.api",
     "report": "scaleray.api",
     "write_project": "scaleray.projects.write",
@@ -92,6 +93,7 @@ __all__ = [
     "config_keys",
     "config_schema",
     "doctor",
+    "drift",
     "evaluate",
     "explain_plan",
     "export_weights",
@@ -146,6 +148,7 @@ if TYPE_CHECKING:
     from scaleray.errors import ConfigError, ScaleRayError
     from scaleray.launch.check.check import check
     from scaleray.launch.doctor.doctor import doctor
+    from scaleray.launch.drift.drift import drift
     from scaleray.launch.model.evaluate import evaluate
     from scaleray.launch.model.load import load
     from scaleray.launch.model.predict import predict

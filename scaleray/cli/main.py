@@ -18,6 +18,7 @@ from scaleray.cli.compare import compare
 from scaleray.cli.config import config_app
 from scaleray.cli.dashboards import dashboards_app
 from scaleray.cli.doctor import doctor
+from scaleray.cli.drift import drift
 from scaleray.cli.evaluate import evaluate
 from scaleray.cli.gate import gate
 from scaleray.cli.init import init
@@ -68,6 +69,7 @@ for command in (
     path_app,
     promote,
     rollback,
+    drift,
     submit,
     jobs_app,
     init,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -25,6 +25,9 @@ def promote(
     step: Step = None,
     weights: WhichWeights = None,
     workload: WorkloadName = None,
+    pipeline: Path | None = None,
+    cluster: Literal["local", "kubernetes", "slurm", "ray-up"] = "local",
+    schedule: str = "0 3 * * 1",
     verify: str | None = None,
     uri: Uri = None,
     json: Json = False,
@@ -52,15 +55,22 @@ def promote(
         Scaling study of the training.
     certificates
         Folders or files of certificates of `scaleray verify`.
+    pipeline
+        Folder to copy the repeatable pipeline to: job file, cluster, alerts, schedule and drift check. It is among the
+        version's files as well. With --verify, a folder that must still be that of the version.
+    cluster
+        Kind of cluster that the pipeline is for.
+    schedule
+        When it trains again, as five fields of cron; by default Mondays at 3.
     verify
         Promote nothing: check what NAME@ALIAS or NAME/VERSION names. The alias, every byte, the gates' answers to the
-        kept evidence, the run and its weights.
+        kept evidence, the pipeline, the run and its weights.
     """
     output = Output(json=json)
     if verify is not None:
         if runs:
             raise ConfigError("--verify", verify, "it promotes nothing, so no RUN is given beside it")
-        return _verify(verify, output, uri=uri, json=json)
+        return _verify(verify, output, pipeline=pipeline, uri=uri, json=json)
     if not runs:
         raise ConfigError("RUN", "missing", "a promotion is of a training", "scaleray promote RUN --as champion")
     from scaleray.launch.promote.promote import promote as run_promotion
@@ -77,6 +87,9 @@ def promote(
             step=step_of(step),
             weights=weights,
             workload=workload,
+            pipeline=pipeline,
+            cluster=cluster,
+            schedule=schedule,
             uri=uri,
             say=output.say,
         )
@@ -87,6 +100,8 @@ def promote(
         output.say(
             f"use it: scaleray predict {found.uri} --data FILE --out FILE; check it: scaleray promote --verify {name}"
         )
+    if pipeline is not None and found.version is not None:
+        output.say(f"pipeline: {pipeline}")
     if json:
         print_json(found.to_dict())
     return EXIT_CODES[found.answer] if found.version is None else 0
@@ -117,14 +132,14 @@ def rollback(model: str, *, to: int | None = None, uri: Uri = None, json: Json =
     return EXIT_CODES[check.answer]
 
 
-def _verify(name: str, output: Output, *, uri: str | None, json: bool) -> int:
+def _verify(name: str, output: Output, *, pipeline: Path | None, uri: str | None, json: bool) -> int:
     from rich.console import Console
 
     from scaleray.launch.promote.check import check_promoted
     from scaleray.reports.terminal.gates import show_gates
 
     with output.running():
-        record = check_promoted(name, uri=uri)
+        record = check_promoted(name, pipeline=pipeline, uri=uri)
     show_gates(Console(stderr=json), record)
     if json:
         print_json(record.to_dict())

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from scaleray.config.base import Target
 from scaleray.gates.answer import Check, GateResult, gate_of
+from scaleray.gates.compared import compared
 from scaleray.gates.convergence_points import LEAST_REFERENCE, ReferencePoint, olympic
-from scaleray.gates.noisy_means import POWER, Better, Margin, Runs, equal, not_worse, power, power_of_both, runs_needed
+from scaleray.gates.noisy_means import Better, Margin, Runs
 from scaleray.gates.policy import ConvergencePolicy
 
 GATE = "convergence"
@@ -91,7 +92,7 @@ def _efforts(candidates: Sequence[Learning], baselines: Sequence[Learning], poli
         remedy = "evaluate more often (evaluation.every) or give a wider convergence.margin"
         checks.append(Check(what="fine enough evaluations", answer="inconclusive", words=words, remedy=remedy))
     margin = Margin(policy.margin, is_relative=True)
-    checks.append(_compared("samples to the target", runs, margin, "lower", policy))
+    checks.append(_asked("samples to the target", runs, margin, "lower", policy))
     if policy.not_faster_than_chance:
         checks.append(_not_faster(efforts[0], efforts[1], policy.alpha))
     return checks
@@ -107,34 +108,13 @@ def _last_values(
         words = f"{missing} runs have no evaluation of it"
         return Check(what=what, answer="inconclusive", words=words, remedy="convergence.metric names the metric")
     margin = Margin(policy.metric_margin, is_relative=False)
-    return _compared("last value of the metric", [Runs.of(side) for side in sides], margin, better, policy)
+    return _asked(what, [Runs.of(side) for side in sides], margin, better, policy)
 
 
-def _compared(what: str, runs: Sequence[Runs], margin: Margin, better: Better, policy: ConvergencePolicy) -> Check:
-    candidate, baseline = runs
-    allowed = f"{100 * margin.size:g} %" if margin.is_relative else f"{margin.size:g}"
-    what = f"{what}: {policy.ask_for}, within {allowed}"
-    test, chance = (equal, power_of_both) if policy.ask_for == "equal" else (not_worse, power)
-    found = test(candidate, baseline, margin, better=better, alpha=policy.alpha)
-    shown = f"{candidate.mean:.6g} against {baseline.mean:.6g}"
-    numbers = {"candidate": candidate.mean, "baseline": baseline.mean}
-    if found is None:
-        words = f"{shown}; one run says nothing of its noise"
-        return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=policy.min_runs)
-
-    def enough(number: int) -> bool:
-        sides = candidate.repeated(number), baseline.repeated(number)
-        return chance(*sides, margin, better=better, alpha=policy.alpha) >= POWER
-
-    needed, sure = runs_needed(enough), f"{100 * (1 - policy.alpha):g} %"
-    words = f"{shown}: worse by {found.worse:.3g} ({found.low:.3g} to {found.high:.3g}, each end with {sure})"
-    if found.answer == "inconclusive" and needed is None:
-        words += f"; a margin of {allowed} is too narrow for this noise"
-    elif found.answer == "fail":
-        words += f"; that is beyond the margin of {allowed}"
-    numbers |= {"worse": found.worse, "low": found.low, "high": found.high, "p_value": found.p_value}
-    likely = chance(candidate, baseline, margin, better=better, alpha=policy.alpha)
-    return Check(what=what, answer=found.answer, words=words, numbers=numbers, power=likely, runs_needed=needed)
+def _asked(what: str, runs: Sequence[Runs], margin: Margin, better: Better, policy: ConvergencePolicy) -> Check:
+    return compared(
+        what, runs, margin, better=better, alpha=policy.alpha, min_runs=policy.min_runs, ask_for=policy.ask_for
+    )
 
 
 def _not_faster(candidates: Sequence[float], baselines: Sequence[float], alpha: float) -> Check:

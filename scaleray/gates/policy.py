@@ -81,6 +81,24 @@ class OperationsPolicy(Settings):
     """Severities of which no alert may have been raised."""
 
 
+class DriftPolicy(Settings):
+    """How far today's runs may be from the promoted ones, see `scaleray drift`; how they learn is judged by
+    `convergence`."""
+
+    margin_slower: Annotated[float, Field(gt=0)] = 0.1
+    """Largest share by which a sample may take longer."""
+    margin_shift: Annotated[float, Field(gt=0)] = 0.25
+    """Largest distance of a column's mean from that of the promoted data, in standard deviations of its rows."""
+    max_stretch: Annotated[float, Field(gt=1)] = 2.0
+    """Largest factor by which the standard deviation of a column may have become larger or smaller."""
+    min_rows: Annotated[int, Field(ge=2)] = 30
+    """Fewest rows on which a column's mean and deviation are judged."""
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
+    """Probability to pass at a margin, of each test."""
+    min_runs: Annotated[int, Field(ge=2)] = 2
+    """Fewest runs of each side whose speed is compared."""
+
+
 class Policy(Settings):
     """The whole policy, as its YAML file holds it."""
 
@@ -89,3 +107,4 @@ class Policy(Settings):
     scaling: ScalingPolicy = ScalingPolicy()
     convergence: ConvergencePolicy = ConvergencePolicy()
     operations: OperationsPolicy = OperationsPolicy()
+    drift: DriftPolicy = DriftPolicy()

@@ -16,6 +16,7 @@ from scaleray.gates.statement import GATES_FILE
 from scaleray.launch.gate.gate import judge_evidence
 from scaleray.launch.gate.kept_evidence import read_evidence
 from scaleray.launch.model.load import find_parts
+from scaleray.launch.promote.pipeline_check import pipeline_checks
 from scaleray.launch.promote.promote import EVIDENCE, PASSED
 from scaleray.progress import stage
 from scaleray.tracking.registry.fetched import MODEL, changes
@@ -25,17 +26,19 @@ BYPASS = "the alias names what was promoted"
 DATE = "%Y-%m-%dT%H:%M:%S%z"
 
 
-def check_promoted(model: str, *, uri: str | None = None) -> GateRecord:
-    """Check a version, or the one that an alias names: the alias, every byte, the gates, the run, the weights.
+def check_promoted(model: str, *, pipeline: str | Path | None = None, uri: str | None = None) -> GateRecord:
+    """Check a version, or the one that an alias names: the alias, every byte, the gates, the pipeline, the run, the
+    weights.
 
-    model: `NAME@ALIAS` or `NAME/VERSION`. Gives an answer for each, as the gates do. Raises UsageError for another
-    form, TrackingError where there is no such version, or MLflow is away.
+    model: `NAME@ALIAS` or `NAME/VERSION`. pipeline: a folder that must hold the version's pipeline. Gives an answer for
+    each, as the gates do. Raises UsageError for another form, TrackingError where there is no such version, or MLflow
+    is away.
     """
     named = Named.parse(model)
     registry = ModelRegistry(uri)
     version = registry.find(named)
     with tempfile.TemporaryDirectory(prefix="scaleray-check-") as place, stage("checking what was promoted"):
-        checks = [_alias(registry, named, version), *_kept(registry, version, Path(place))]
+        checks = [_alias(registry, named, version), *_kept(registry, version, Path(place), pipeline)]
     result = gate_of("promotion", checks)
     return GateRecord(
         answer=result.answer,
@@ -65,7 +68,7 @@ def _alias(registry: ModelRegistry, named: Named, version: ModelVersion) -> Chec
     return Check(what=BYPASS, answer="pass", words=f"version {version.number}")
 
 
-def _kept(registry: ModelRegistry, version: ModelVersion, place: Path) -> Iterator[Check]:
+def _kept(registry: ModelRegistry, version: ModelVersion, place: Path, pipeline: str | Path | None) -> Iterator[Check]:
     """The checks of what is kept with a version; those that need a whole folder only where it is one."""
     whole = "every file is the one that was promoted"
     if not version.tags.get(STATEMENT_TAG):
@@ -83,6 +86,7 @@ def _kept(registry: ModelRegistry, version: ModelVersion, place: Path) -> Iterat
     yield _source(registry, version)
     if not wrong:
         yield from _gates(folder, version, registry.uri)
+        yield from pipeline_checks(folder, pipeline)
         yield _weights(folder, version, registry.uri)
 
 

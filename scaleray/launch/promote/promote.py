@@ -28,9 +28,12 @@ from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.model.load import find_parts
 from scaleray.launch.model.packed import pack
 from scaleray.launch.model.trained_run import find_trained
+from scaleray.launch.promote.pipeline import FOLDER, check_pipeline, copy_pipeline, write_pipeline
+from scaleray.launch.promote.schedules import WEEKLY
 from scaleray.progress import stage
 from scaleray.records.promotion import Promotion
 from scaleray.records.run import RunRecord, Say
+from scaleray.tracking.registry.fetched import MODEL
 from scaleray.tracking.registry.models import (
     MODEL_URI,
     PROMOTION_TAG,
@@ -59,6 +62,9 @@ def promote(
     step: int | str | None = None,
     weights: str | None = None,
     workload: Any = None,
+    pipeline: str | Path | None = None,
+    cluster: str = "local",
+    schedule: str = WEEKLY,
     uri: str | None = None,
     say: Say = lambda text: None,
 ) -> Promotion:
@@ -67,8 +73,10 @@ def promote(
     runs: the run whose model it is, and runs that repeat it with other seeds. model: name in the registry, by default
     that of the run's experiment. against, policy, study, certificates: as for `gate`. step, weights, workload: as for
     `load`. Without an alias a version is made whatever the gates answer, with their answers; with one nothing is made
-    unless all pass. Raises UsageError for what the user can mend, TrackingError where MLflow cannot be asked: then the
-    alias names what it named before, and the same call goes on where it was.
+    unless all pass, and the version has the pipeline that trains it again on a kind of cluster (local, kubernetes,
+    slurm or ray-up) by a schedule of cron. pipeline: folder to copy that to. Raises UsageError for what the user can
+    mend, TrackingError where MLflow cannot be asked: then the alias names what it named before, and the same call goes
+    on where it was.
     """
     import mlflow.pyfunc  # whole, before readers of runs import a part of it
 
@@ -76,6 +84,9 @@ def promote(
     names = [runs] if isinstance(runs, str) else list(runs)
     if alias is not None:
         check_alias(alias)
+    elif pipeline is not None:
+        raise UsageError("--pipeline", str(pipeline), "it is written for an alias", "scaleray promote RUN --as ALIAS")
+    check_pipeline(cluster, schedule)
     held = read_policy(policy)
     with tempfile.TemporaryDirectory(prefix="scaleray-promote-") as place:
         out = Path(place) / "model"
@@ -97,8 +108,14 @@ def promote(
         _refuse_deleted(registry, run)
         say(f"packing the model of {run.name}")
         words = _write(names[0], out, Path(place), gates, run, step=step, weights=weights, workload=workload, uri=uri)
+        if alias is not None:
+            write_pipeline(evidence.candidates, out / MODEL, out / FOLDER, model=str(Named(name, alias)),
+                           cluster=cluster, schedule=schedule, uri=registry.uri)  # fmt: skip
         chosen = dataclasses.replace(found, promotion=_id(out, name, held), weights=words)
-        return _registered(registry, chosen, out, run, gates, say=say)
+        done = _registered(registry, chosen, out, run, gates, say=say)
+        if pipeline is not None:
+            copy_pipeline(out / FOLDER, pipeline)
+        return done
 
 
 def _write(
@@ -141,7 +158,7 @@ def _id(out: Path, model: str, policy: Policy) -> str:
     steady = {
         name: digest
         for name, digest in digests(out).items()
-        if name.startswith((f"{EVIDENCE}/", "data/"))  # MLflow's own files have the time in them
+        if name.startswith((f"{EVIDENCE}/", "data/", f"{FOLDER}/"))  # MLflow's own files have the time in them
     }
     text = json.dumps([model, policy.model_dump(mode="json"), sorted(steady.items())])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -18,6 +18,7 @@ from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
+from scaleray.data.described import described
 from scaleray.data.loading import preprocessor_of
 from scaleray.data.source import Source
 from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
@@ -170,11 +171,6 @@ def _environment(config: RunConfig, *, local: bool, say: Say) -> Iterator[tuple[
         yield config, cluster.topology(nodes)
 
 
-def _notes_of(source: Source) -> dict[str, list[str]]:
-    notes = getattr(source, "notes", ())
-    return {"notes": list(notes)} if notes else {}
-
-
 class _Run:
     def __init__(
         self,
@@ -197,10 +193,7 @@ class _Run:
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
         splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
         readers = "worker" if topology[0]["node"] == "local" else config.data.readers
-        self.data = {
-            name: {**source.describe(), **splits[name].reading(readers), **_notes_of(source)}
-            for name, source in sources.items()
-        }
+        self.data = {name: described(source, splits[name], readers) for name, source in sources.items()}
         if before is not None:
             known = (before.newest.facts.get("data") or {}) if before.newest else {}
             advice = "resume with the same data, or start a new run from its weights: --workload.weights RUN_FOLDER"

@@ -39,7 +39,8 @@ def _spike_query(limits: AlertLimits) -> str:
     return f"max by ({RUN}) ({above}) > {limits.loss_spike_mads:g}"
 
 
-def _mads_above(values: Values, usual: Values) -> Values:
+def mads_above(values: Values, usual: Values) -> Values:
+    """Median absolute deviations by which values lie above the median of the usual ones."""
     median = np.median(usual)
     spread = np.median(np.abs(usual - median)) + RELATIVE_FLOOR * abs(median) + FLOOR
     return np.asarray((values - median) / spread)
@@ -51,7 +52,8 @@ def _explosion_query(limits: AlertLimits) -> str:
     return f"max by ({RUN}) ({ratio}) > {limits.gradient_factor:g}"
 
 
-def _over_median(values: Values, usual: Values) -> Values:
+def over_median(values: Values, usual: Values) -> Values:
+    """Values over the median of the usual ones."""
     median = np.median(usual)
     return values / median if median > 0 else np.zeros(len(values))
 
@@ -109,7 +111,7 @@ RULES = (
         "optimizer.clip_norm, a longer schedule.warmup, a lower learning rate, going back to the checkpoint before.",
         ("run", "Loss"),
         _spike_query,
-        lambda seen, limits: _in_a_row(seen, names.LOSS, _mads_above, limits.loss_spike_mads),
+        lambda seen, limits: _in_a_row(seen, names.LOSS, mads_above, limits.loss_spike_mads),
         for_s=10,
         steps_in_a_row=True,
     ),
@@ -145,7 +147,7 @@ RULES = (
         "optimizer.clip_norm 1.0, a lower learning rate or a longer schedule.warmup; look at the rows of these steps.",
         ("run", "Gradient norm"),
         _explosion_query,
-        lambda seen, limits: _in_a_row(seen, names.GRAD_NORM, _over_median, limits.gradient_factor),
+        lambda seen, limits: _in_a_row(seen, names.GRAD_NORM, over_median, limits.gradient_factor),
         for_s=10,
         steps_in_a_row=True,
     ),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.errors import TrackingError, UsageError, first_line
+from scaleray.tracking.find_record import PARENT_TAG
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
 
 PROMOTION_TAG, STATEMENT_TAG = "scaleray.promotion", "scaleray.statement_sha256"
@@ -22,6 +23,8 @@ GIVEN = "scaleray.given."
 """Beginning of a version's tag of an alias: nanoseconds since 1970 and the user who gave it."""
 MODEL_URI = "models:/"
 ATTEMPTS = 4
+MOST_RUNS = 200
+"""Most runs of an experiment that are looked at, the newest first."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class ModelVersion:
     run_id: str
     tags: Mapping[str, str]
     aliases: tuple[str, ...] = ()
+    created_at_ms: float = 0.0
+    """Milliseconds since 1970."""
 
     @property
     def promotion(self) -> str | None:
@@ -176,6 +181,19 @@ class ModelRegistry:
                     return None
                 raise
 
+    def runs_beside(self, run_id: str, *, since_ms: float) -> list[str]:
+        """Ids of the finished runs in the experiment of a run that began since then, the newest first; points of
+        studies and trials of sweeps are left out."""
+        with self._asking(f"the runs beside {run_id}"):
+            experiment = self.client.get_run(run_id).info.experiment_id
+            found = self.client.search_runs(
+                [experiment],
+                f"attributes.status = 'FINISHED' and attributes.start_time >= {int(since_ms)}",
+                order_by=["attributes.start_time DESC"],
+                max_results=MOST_RUNS,
+            )
+            return [one.info.run_id for one in found if PARENT_TAG not in one.data.tags]
+
     def upload(self, run_id: str, folder: Path, place: str) -> str:
         """Copy a folder to a run's artifacts, and give the URI by which a version names it."""
         with self._asking(f"the artifacts of {run_id}"):
@@ -212,4 +230,5 @@ class ModelRegistry:
 def _version(found: Any, aliases: Mapping[str, int]) -> ModelVersion:
     number = int(found.version)
     own = tuple(sorted(alias for alias, one in aliases.items() if one == number))
-    return ModelVersion(found.name, number, str(found.source), str(found.run_id), dict(found.tags), own)
+    created = float(found.creation_timestamp or 0)
+    return ModelVersion(found.name, number, str(found.source), str(found.run_id), dict(found.tags), own, created)
