@@ -44,7 +44,7 @@ ORDER = (
             "write_project",
         ),
     ),
-    ("Use a run's model", ("load", "predict", "evaluate")),
+    ("Use a run's model", ("load", "predict", "evaluate", "export_model")),
     (
         "Checkpoints",
         (

@@ -38,6 +38,7 @@ _HOMES = {
     "load": "scaleray.launch.model.load",
     "evaluate": "scaleray.launch.model.evaluate",
     "predict": "scaleray.launch.model.predict",
+    "export_model": "scaleray.launch.model.exported",
     "show_config": "scaleray.api_looks",
     "config_keys": "scaleray.api_looks",
     "config_schema": "scaleray.api_looks",
@@ -96,6 +97,7 @@ __all__ = [
     "drift",
     "evaluate",
     "explain_plan",
+    "export_model",
     "export_weights",
     "find_path",
     "gate",
@@ -150,6 +152,7 @@ if TYPE_CHECKING:
     from scaleray.launch.doctor.doctor import doctor
     from scaleray.launch.drift.drift import drift
     from scaleray.launch.model.evaluate import evaluate
+    from scaleray.launch.model.exported import export_model
     from scaleray.launch.model.load import load
     from scaleray.launch.model.predict import predict
     from scaleray.launch.model.stored_checkpoints import (

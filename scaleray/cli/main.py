@@ -20,6 +20,7 @@ from scaleray.cli.dashboards import dashboards_app
 from scaleray.cli.doctor import doctor
 from scaleray.cli.drift import drift
 from scaleray.cli.evaluate import evaluate
+from scaleray.cli.export import export
 from scaleray.cli.gate import gate
 from scaleray.cli.init import init
 from scaleray.cli.jobs import jobs_app
@@ -61,6 +62,7 @@ for command in (
     report,
     evaluate,
     predict,
+    export,
     check,
     profile,
     watch,

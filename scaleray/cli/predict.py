@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Any
 
-from scaleray.cli.options import Flag, Json
+from scaleray.cli.options import ConfigFile, Flag, Json
 from scaleray.cli.output import Output, print_json
 from scaleray.cli.run_options import Run, Step, Uri, WhichWeights, WorkloadName, step_of
+from scaleray.errors import UsageError
 
 
 def predict(
-    run: Run,
+    run: Run | None = None,
     *,
     out: str,
+    config: ConfigFile = None,
     data: str | None = None,
     split: str | None = None,
     step: Step = None,
@@ -29,7 +33,8 @@ def predict(
 ) -> int:
     """Let a run's model predict rows over Ray Data, and write its answers in the order of the rows.
 
-    The answers are the workload's predict(model, batch), or without one what the model returns to its loss.
+    The answers are the workload's predict(model, batch), or without one what the model returns to its loss. With
+    -c FILE the workload is that of the config, and --weights names the run.
 
     Parameters
     ----------
@@ -56,15 +61,16 @@ def predict(
     from scaleray.launch.model.predict import predict as run_prediction
 
     output = Output(json=json)
+    name, which, made = _model(run, config, weights, workload)
     with output.running():
         found = run_prediction(
-            run,
+            name,
             data,
             out=out,
             split=split,
             step=step_of(step),
-            weights=weights,
-            workload=workload,
+            weights=which,
+            workload=made,
             keep=[name.strip() for name in keep.split(",") if name.strip()],
             batch_size=batch_size,
             workers=workers,
@@ -81,3 +87,25 @@ def predict(
     if json:
         print_json(found.about(), written={"answers": str(found.out)})
     return 0
+
+
+def _model(
+    run: str | None, config: Path | None, weights: str | None, workload: str | None
+) -> tuple[str, str | None, Any]:
+    """The run, which of its weights, and the workload: with a config, `--weights` is the run. Raises UsageError."""
+    if config is None:
+        if run is None:
+            given = "scaleray predict RUN, or scaleray predict -c FILE --weights RUN"
+            raise UsageError("RUN", None, "a model is that of a run, or models:/NAME@ALIAS", given)
+        return run, weights, workload
+    if run is not None or workload is not None:
+        said = "RUN" if run is not None else "--workload"
+        raise UsageError(said, run or workload, "with -c the config names the workload, and --weights the run")
+    if weights is None:
+        allowed = "with -c it names the run whose weights are taken"
+        raise UsageError("--weights", None, allowed, "a run, or models:/NAME@ALIAS")
+    from scaleray.config import load_config
+    from scaleray.workload import load_workload
+
+    settings = load_config(config).workload
+    return weights, None, load_workload(settings.name, settings.args, base_dir=config.resolve().parent)

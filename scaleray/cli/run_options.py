@@ -25,7 +25,7 @@ WhichWeights = Annotated[
     Parameter(
         name="--weights",
         help="averaged or trained, of a run that keeps an average of its weights (averaging.decay). By default the "
-        "average.",
+        "average. With `predict -c FILE` it names the run.",
     ),
 ]
 WorkloadName = Annotated[

@@ -10,7 +10,7 @@ from typing import Any
 from scaleray.errors import TrackingError, first_line
 from scaleray.tracking.light_import import import_mlflow
 from scaleray.tracking.operations import LogArtifact, LogMetrics
-from scaleray.tracking.store import RunStore, check_reachable, resolve_uri, without_password
+from scaleray.tracking.store import RunStore, check_reachable, open_client, resolve_uri, without_password
 
 
 def add_to_run(
@@ -21,14 +21,15 @@ def add_to_run(
     Raises TrackingError; the run's status stays as it is.
     """
     run_id, experiment_id, uri = (about.get(key) for key in ("run_id", "experiment_id", "tracking_uri"))
-    if not run_id or not experiment_id:
+    if not run_id:
         raise TrackingError("the run in MLflow", None, "its run.json names none", "add --no-record")
     uri = resolve_uri(uri)
     check_reachable(uri)
     import_mlflow()
     now = int(1000 * time.time())
     try:
-        store = RunStore(uri, run_id, experiment_id)
+        # a promoted model names its run alone
+        store = RunStore(uri, run_id, experiment_id or open_client(uri).get_run(run_id).info.experiment_id)
         store.send(LogMetrics([(name, value, now, step) for name, value in metrics.items()]))
         for file in files:
             store.send(LogArtifact(str(file), folder))

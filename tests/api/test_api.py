@@ -33,7 +33,7 @@ def test_every_public_name_is_on_the_page():
 
 COMMANDS = {
     "train": "train", "verify": "verify", "study": "study", "sweep": "sweep", "plan": "plan", "compare": "compare",
-    "profile": "profile", "report": "report", "evaluate": "evaluate", "predict": "predict", "check": "check", "init": "write_project",
+    "profile": "profile", "report": "report", "evaluate": "evaluate", "predict": "predict", "export": "export_model", "check": "check", "init": "write_project",
     "checkpoint list": "list_checkpoints", "checkpoint verify": "verify_checkpoints",
     "checkpoint prune": "prune_checkpoints", "checkpoint rebuild": "rebuild_checkpoint",
     "checkpoint export": "export_weights", "checkpoint import": "import_weights", "config show": "show_config",
@@ -69,9 +69,15 @@ def options_of(words):
         yield from [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else [name]
 
 
-ELSEWHERE = {"config schema": {"out"}, "profile": {"ranks", "memory"}, "promote": {"verify"}, "path status": {"html"}}
+ELSEWHERE = {
+    "config schema": {"out"},
+    "profile": {"ranks", "memory"},
+    "promote": {"verify"},
+    "predict": {"config"},
+    "path status": {"html"},
+}
 """What a function gives in another way: the schema is returned, options of `trace` are part of its argument, and
-`check_promoted` verifies."""
+`check_promoted` verifies, and `workload` is what the config of `predict` names."""
 
 
 def others(name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -214,3 +215,27 @@ def test_a_folder_of_images_is_predicted_with_the_names_of_its_files_and_evaluat
         scaleray.evaluate(run, data=tmp_path / "new", local=True, record=False)
     with pytest.raises(DataError, match="there are: id, file"):
         scaleray.predict(run, tmp_path / "new", keep=["name"], local=True)
+
+
+def test_with_a_config_its_workload_answers_with_the_weights_of_the_run(run, rows, tmp_path):
+    config, out = tmp_path / "points.yaml", tmp_path / "answers.parquet"
+    name = json.loads(Path(run, "run.json").read_text())["config"]["workload"]["name"].replace(":Points", ":Named")
+    config.write_text(f"workload: {{name: '{name}'}}\nbatch: {{global_size: 8}}\nstop: {{after: 1 epochs}}\n"
+                      "optimizer: {learning_rate: 0.1}\n")  # fmt: skip
+    write(rows, tmp_path / "rows.parquet")
+    words = ["predict", "-c", str(config), "--data", str(tmp_path / "rows.parquet"), "--out", str(out), "--local"]
+    assert run_command([*words, "--weights", run]) == 0
+    assert pq.read_table(out).column("corner").to_pylist() == expected(run, rows).argmax(1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-c", "a.yaml"], "it names the run whose weights are taken"),
+        (["a", "-c", "a.yaml", "--weights", "b"], "the config names the workload"),
+        ([], "a model is that of a run"),
+    ],
+)
+def test_a_prediction_of_nothing_or_of_two_things_says_what_to_give(words, message, capsys):
+    assert run_command(["predict", *words, "--data", "x.parquet", "--out", "y.parquet"]) == 2
+    assert message in capsys.readouterr().err

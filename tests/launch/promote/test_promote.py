@@ -211,6 +211,14 @@ class TestUse:
         predicted = scaleray.predict("models:/corners/1", self.rows, uri=uri)
         assert np.array_equal(predicted.columns["corner"], theirs["corner"])
 
+    def test_a_promoted_model_is_evaluated_into_its_run_and_exported(self, promoted, tmp_path):
+        found, uri = promoted
+        measured = scaleray.evaluate("models:/corners@champion", local=True, uri=uri)
+        values = ModelRegistry(uri).client.get_run(found.run_id).data.metrics
+        assert measured.recorded and all(values[f"evaluate/{n}"] == v for n, v in measured.metrics.items())
+        made = scaleray.export_model("models:/corners@champion", tmp_path / "a.pt2", format="torch.export", uri=uri)
+        assert made.difference <= made.tolerance and made.any_rows
+
     def test_a_model_that_was_changed_is_not_loaded(self, promoted, monkeypatch, tmp_path):
         _, uri = promoted
         source = Path(ModelRegistry(uri).find(Named("corners", number=1)).source)

@@ -1,0 +1,197 @@
+"""`scaleray export`: a run's model in a file that others read, loaded back and asked the same before it appears."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from scaleray.data.source import Columns, rows_in
+from scaleray.errors import CheckpointError, DataError, StorageError, UsageError, first_line
+from scaleray.gates.statement import file_digest
+from scaleray.launch.model import export_formats as formats
+from scaleray.launch.model.load import ModelParts, TrainedModel, find_parts
+from scaleray.launch.model.model_call import ModelCall, distance
+from scaleray.launch.model.rows import Files, columns_of, shape_of
+from scaleray.progress import stage
+from scaleray.records.json_record import JsonRecord
+
+Format = Literal["safetensors", "torch.export", "onnx"]
+DType = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ROWS, FEWER = 8, 5
+"""Rows on which outputs are compared, and another number of them, which a program must take as well."""
+TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "torch.export": 1e-5, "onnx": 1e-4}
+"""Largest difference over the largest output, of weights in the type that they were trained in: the same kernels give
+the same bits, other ones round elsewhere."""
+OF_DTYPE: dict[DType, float] = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
+"""The same of weights in another type, against the model as it was trained."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    ending: str
+    write: Callable[[nn.Module, ModelCall, Path, dict[str, str]], None]
+    open: Callable[[Path, Callable[[], nn.Module]], formats.Opened]
+
+
+KINDS: dict[Format, _Kind] = {
+    "safetensors": _Kind(".safetensors", formats.write_safetensors, formats.open_safetensors),
+    "torch.export": _Kind(".pt2", formats.write_program, formats.open_program),
+    "onnx": _Kind(".onnx", formats.write_onnx, formats.open_onnx),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedModel(JsonRecord):
+    """A model in a file. difference: largest of its outputs from the model's over the largest output, on so many rows;
+    any_rows: whether it takes other numbers of rows than that."""
+
+    file: str
+    format: Format
+    weights: str
+    step: int | None
+    dtype: DType | None
+    num_bytes: int
+    sha256: str
+    rows: int
+    any_rows: bool
+    difference: float
+    tolerance: float
+
+    def lines(self) -> list[str]:
+        """What was written, and how far its outputs are from the model's."""
+        many = "any number of rows" if self.any_rows else f"{self.rows} rows and no other number"
+        return [
+            f"{self.weights} -> {self.file} ({self.num_bytes:,} bytes, {self.format}, takes {many})",
+            f"loaded back, its outputs for {self.rows} rows differ by {self.difference:.2g} of the largest "
+            f"(at most {self.tolerance:g} is allowed)",
+        ]
+
+
+def export_model(
+    run: str | Path,
+    out: str | Path,
+    *,
+    format: Format = "safetensors",
+    step: int | str | None = None,
+    weights: str | None = None,
+    workload: Any = None,
+    data: str | Path | None = None,
+    dtype: DType | None = None,
+    tolerance: float | None = None,
+    overwrite: bool = False,
+    uri: str | None = None,
+) -> ExportedModel:
+    """Write a run's model to a file, open the file again, and compare its outputs on real rows with the model's before
+    the file appears.
+
+    run: as for `load`, `models:/NAME@ALIAS` among others. format: weights (safetensors), or weights and the computation
+    of the model's forward as `torch.export` or onnxruntime run them. data: a file of rows; None takes rows of the
+    training's data. dtype: type of the floating-point weights; None leaves them as they are. tolerance: largest
+    difference over the largest output. Raises UsageError, DataError, CheckpointError, WorkloadError and StorageError.
+    """
+    _check(format, dtype, tolerance, Path(out), overwrite=overwrite)
+    parts = find_parts(run, step=step, which=weights, workload=workload, uri=uri)
+    model = parts.build()
+    model, rows = _with_rows(model, parts, data)
+    call = ModelCall.of(model, rows)
+    expected = call(model.module)
+    fewer = ModelCall.of(model, {name: values[:FEWER] for name, values in rows.items()})
+    fewer_expected = fewer(model.module)
+    if dtype is not None:
+        model.module.to(DTYPES[dtype])
+        call, fewer = (one.of_dtype(DTYPES[dtype]) for one in (call, fewer))
+
+    def fresh() -> nn.Module:
+        module = parts.build().module
+        for tensor in module.state_dict().values():
+            tensor.zero_()
+        return module if dtype is None else module.to(DTYPES[dtype])
+
+    allowed = tolerance if tolerance is not None else OF_DTYPE[dtype] if dtype else TOLERANCES[format]
+    about = {"run": parts.name, "weights": parts.weights.words, "step": str(parts.weights.step)}
+    with _place(Path(out)) as file:
+        with stage(f"writing {format}"):
+            KINDS[format].write(model.module, call, file, about)
+        with stage("loading it back"):
+            opened = KINDS[format].open(file, fresh)
+            found = distance(opened(call), expected)
+            any_rows = _takes(opened, fewer, fewer_expected, allowed)
+        if found > allowed:
+            raise CheckpointError(
+                "the exported model",
+                f"its outputs differ by {found:.3g} of the largest",
+                f"at most {allowed:g} is allowed, and nothing was written",
+                "--tolerance allows more; --dtype fp32 rounds less",
+            )
+        made = ExportedModel(
+            file=str(out), format=format, weights=f"{parts.weights.words} of {parts.name}", step=parts.weights.step,
+            dtype=dtype, num_bytes=file.stat().st_size, sha256=file_digest(file), rows=call.num_rows, any_rows=any_rows,
+            difference=found, tolerance=allowed,
+        )  # fmt: skip
+    return made
+
+
+def _check(format: str, dtype: str | None, tolerance: float | None, out: Path, *, overwrite: bool) -> None:
+    """Refuse what cannot be, before anything is read."""
+    if format not in KINDS:
+        raise UsageError("--format", format, f"formats are {', '.join(KINDS)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError("--dtype", dtype, f"types are {', '.join(DTYPES)}")
+    if format == "onnx":
+        formats.check_onnx()
+        if dtype == "bf16":
+            allowed = "onnxruntime has too few operations in it on the CPU to be compared"
+            raise UsageError("--dtype", dtype, allowed, "--dtype fp16, or --format torch.export")
+    if tolerance is not None and not tolerance >= 0:
+        raise UsageError("--tolerance", tolerance, "it must be at least 0")
+    if out.suffix != KINDS[format].ending:
+        raise UsageError("--out", str(out), f"a file of {format} ends in {KINDS[format].ending}")
+    if out.exists() and not overwrite:
+        raise CheckpointError("--out", str(out), "it exists already", "name another, or --overwrite")
+
+
+def _with_rows(model: TrainedModel, parts: ModelParts, data: str | Path | None) -> tuple[TrainedModel, Columns]:
+    """The model with what is known of its rows, and some of them."""
+    wide = parts.config.precision.dtype == "fp64"
+    shape, tuples = shape_of(parts.workload, wide=wide, fitted=parts.preprocessor)
+    model = dataclasses.replace(model, gives_tuples=tuples)
+    rows: Columns = {name: values[:ROWS] for name, values in shape.examples.items()}
+    if data is not None:  # of files, labels may be missing
+        table = next(Files.at(data).tables(ROWS), None)
+        found = columns_of(table, str(data), allows_text=shape.allows_text)[0] if table is not None else {}
+        rows = shape.fit(found)
+    if not rows or not rows_in(rows):
+        allowed = "outputs are compared on real rows"
+        raise DataError("the training data", "not readable here", allowed, "give a file of some with --data")
+    return model, rows
+
+
+def _takes(opened: formats.Opened, call: ModelCall, expected: list[torch.Tensor], allowed: float) -> bool:
+    """Whether a file takes another number of rows, and gives the same for them."""
+    try:
+        return distance(opened(call), expected) <= allowed
+    except Exception:  # each runtime has errors of its own for another shape
+        return False
+
+
+@contextlib.contextmanager
+def _place(out: Path) -> Iterator[Path]:
+    """A file of the same name beside `out`, which takes its place at the end of the context, and not after an error."""
+    target = out.expanduser().absolute()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as folder:
+            yield Path(folder) / target.name
+            os.replace(Path(folder) / target.name, target)
+    except OSError as exc:
+        raise StorageError("--out", str(out), f"it cannot be written: {first_line(exc)}") from exc
