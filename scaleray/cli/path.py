@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -34,6 +34,7 @@ def start(
     model: str | None = None,
     policy: Path | None = None,
     cluster: str | None = None,
+    kind: Literal["local", "kubernetes", "slurm", "ray-up"] = "local",
     soak: str | None = None,
     local: Flag = False,
     json: Json = False,
@@ -56,6 +57,8 @@ def start(
         YAML file of what the gates ask.
     cluster
         Cluster that the planner is to give advice for, as scaleray plan reads it, such as h100:8x2.
+    kind
+        Kind of cluster that the promoted model's pipeline trains it again on.
     soak
         Length of the long training, such as "30 epochs"; by default three times that of the job.
     local
@@ -74,6 +77,7 @@ def start(
         model=model,
         policy=policy,
         cluster=cluster,
+        kind=kind,
         soak=soak,
         local=local,
         overrides=overrides,

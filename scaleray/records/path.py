@@ -68,8 +68,9 @@ class PathDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class PathRecord(JsonRecord):
-    """A path. target: such as `test/accuracy >= 0.97`; runs: trainings of each side; local: without Ray where that can
-    be; model: its name in the registry; cluster: that plan's advice is for; soak: length of the long training."""
+    """A path. target: such as `test/accuracy >= 0.97`; runs: trainings of each side; local: without Ray where that
+    can be; model: its name in the registry; cluster: that plan's advice is for; soak: length of the long training;
+    kind: of cluster that the pipeline is for."""
 
     name: str
     folder: str
@@ -83,6 +84,7 @@ class PathRecord(JsonRecord):
     started_at: float
     model: str
     soak: str
+    kind: str = "local"
     alias: str = "champion"
     cluster: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)

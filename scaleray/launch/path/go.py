@@ -70,8 +70,9 @@ def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> Pat
 
 
 def _opened(task: PathTask, fresh: PathTask) -> PathTask:
-    """A task as it was before it began; the run of a training is set aside, where it can still be looked at."""
-    folder = folder_of(task.command)
+    """A task as it was before it began; what it wrote is set aside, where it can still be looked at."""
+    is_promotion = "--pipeline" in task.command and "--verify" not in task.command
+    folder = Path(task.command[task.command.index("--pipeline") + 1]) if is_promotion else folder_of(task.command)
     if folder is not None and folder.is_dir():
         number = sum(one.name.startswith(f"{folder.name}.before-") for one in folder.parent.iterdir())
         folder.rename(folder.with_name(f"{folder.name}.before-{number + 1}"))

@@ -8,8 +8,11 @@ from pathlib import Path
 from statistics import mean
 
 from scaleray.launch.path.commands import Outcome
-from scaleray.launch.path.tasks import CHECK, PROMOTE
+from scaleray.launch.path.tasks import CHECK, PIPELINE, PROMOTE
+from scaleray.launch.promote.pipeline import PINS
+from scaleray.monitoring.rules.files import PATH as ALERTS
 from scaleray.monitoring.rules.table import RULES
+from scaleray.parsing import load_json
 from scaleray.records.path import PathRecord, PathTask
 
 RUNBOOK = "runbook.md"
@@ -33,6 +36,7 @@ def runbook(path: PathRecord) -> str:
         _commands(
             [
                 ("the version is what was promoted", f"scaleray promote --verify {name}"),
+                ("runs since are like those that were promoted", f"{path.folder}/{PIPELINE}/drift.sh"),
                 ("what was done on the way to it", f"scaleray path status --name {shlex.quote(path.folder)}"),
                 ("running trainings", "scaleray watch --all"),
             ]
@@ -44,14 +48,14 @@ def runbook(path: PathRecord) -> str:
             [
                 ("its answers are wrong: the version before", f"scaleray rollback {name}"),
                 ("a training was cut off", f"scaleray train --resume {path.folder}/runs/NAME"),
-                ("it must be trained again", _train(path)),
+                ("it must be trained again", f"{path.folder}/{PIPELINE}/retrain.sh"),
                 ("it is to be served", f"mlflow models serve -m models:/{name} --env-manager local --port 5001"),
                 ("rows are to be answered", f"scaleray predict models:/{name} --data FILE --out FILE"),
             ]
         ),
         _known_of_faults(path),
         "## Alerts",
-        _alerts(),
+        _alerts(path),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -71,11 +75,6 @@ def _usual(path: PathRecord) -> str:
     return "\n".join(rows)
 
 
-def _train(path: PathRecord) -> str:
-    task = next((task for task in path.tasks if task.key.startswith("validate/candidate")), None)
-    return "scaleray " + shlex.join(task.command) if task is not None else ""
-
-
 def _known_of_faults(path: PathRecord) -> str:
     tasks = (path.task(key) for key in ("validate/faults-0", "validate/soak-0", "validate/gate", PROMOTE, CHECK))
     return "\n".join(["What was tried:", "", *(_tried(task) for task in tasks if task is not None)])
@@ -85,6 +84,18 @@ def _tried(task: PathTask) -> str:
     return f"- {task.what}: {task.status}" + (f"; {task.words}" if task.words else "")
 
 
-def _alerts() -> str:
+def _alerts(path: PathRecord) -> str:
     rows = [f"| {rule.name} | {rule.severity} | {rule.costs} | {rule.advice} |" for rule in RULES]
-    return "\n".join(["| alert | severity | left alone | what to do |", "|---|---|---|---|", *rows])
+    table = "\n".join(["| alert | severity | left alone | what to do |", "|---|---|---|---|", *rows])
+    return "\n\n".join([*_limits(path), table])
+
+
+def _limits(path: PathRecord) -> list[str]:
+    """What the promotion has measured for the limits of alerts, as its pipeline keeps it."""
+    try:
+        pins = load_json((Path(path.folder) / PIPELINE / PINS).read_bytes())
+    except (OSError, ValueError):
+        return []
+    lines = [f"- {line}" for line in pins.get("alert_limits") or ()]
+    words = f"Limits in `{PIPELINE}/{ALERTS}` and in its job, by what was measured; others are the usual ones:"
+    return ["\n".join([words, "", *lines])] if lines else []

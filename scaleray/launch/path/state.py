@@ -22,6 +22,7 @@ from scaleray.errors import ConfigError, TrackingError, UsageError, first_line
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.path.tasks import JOB, POLICY, STATE, tasks_of
+from scaleray.launch.promote.schedules import KINDS
 from scaleray.launch.session.start import with_absolute_paths
 from scaleray.records.json_record import jsonable
 from scaleray.records.path import PathRecord
@@ -45,6 +46,7 @@ def start_path(
     model: str | None = None,
     policy: str | Path | Mapping[str, Any] | None = None,
     cluster: str | None = None,
+    kind: str = "local",
     soak: str | None = None,
     local: bool = False,
     overrides: Sequence[str] | Mapping[str, Any] = (),
@@ -54,11 +56,14 @@ def start_path(
     config: YAML file of the training. target: metric, >= or <=, and a value. workers: of the distributed training.
     runs: trainings of each side; with fewer than the policy asks for the gates answer `inconclusive`. name: of the
     path, by default that of the experiment. model: name in MLflow's registry, by default the path's. policy: of the
-    gates, whose target is `target`. cluster: that the planner is to give advice for, as for `plan`. soak: length of
-    the long training, by default three times the job's. Raises ConfigError, and UsageError for a name that is taken;
-    then nothing is left behind.
+    gates, whose target is `target`. cluster: that the planner is to give advice for, as for `plan`. kind: of
+    cluster that the promoted model's pipeline is for, as for `promote`. soak: length of the long training, by
+    default three times the job's. Raises ConfigError, and UsageError for a name that is taken; then nothing is left
+    behind.
     """
     wanted = _target(target, workers, runs)
+    if kind not in KINDS:
+        raise UsageError("--kind", kind, f"kinds are {', '.join(KINDS)}")
     whole = with_absolute_paths(load_config(config, flags=overrides))
     held = read_policy(policy)
     held = held.model_copy(update={"convergence": held.convergence.model_copy(update={"target": wanted})})
@@ -80,6 +85,7 @@ def start_path(
         started_at=time.time(),
         model=model or called,
         cluster=cluster,
+        kind=kind,
         soak=_soak(soak, whole),
         notes=_notes(runs, held),
         tracking_uri=resolve_uri(whole.tracking.uri),

@@ -9,7 +9,7 @@ from typing import Any
 from scaleray.errors import UsageError
 from scaleray.records.path import Act, PathRecord, PathTask
 
-JOB, POLICY, STATE, RUNS = "job.yaml", "policy.yaml", "path.json", "runs"
+JOB, POLICY, STATE, RUNS, PIPELINE = "job.yaml", "policy.yaml", "path.json", "runs", "pipeline"
 BASELINE, CANDIDATE = "baseline", "candidate"
 VERIFY, STUDY, SWEEP, DECIDE = "distribute/verify", "optimise/study", "optimise/sweep", "optimise/decide"
 FIRST, GATE, PROMOTE, CHECK = "distribute/first-0", "validate/gate", "produce/promote", "produce/check"
@@ -79,14 +79,14 @@ def _validate(path: PathRecord) -> list[PathTask]:
 
 def _produce(path: PathRecord) -> list[PathTask]:
     uri = ["--uri", path.tracking_uri] if path.tracking_uri else []
+    pipeline = ["--pipeline", f"{path.folder}/{PIPELINE}"]
     return [
-        _task(PROMOTE, f"a version that {path.alias} names",
-              ["promote", *_evidence(path), "--as", path.alias, "--model", path.model]),
-        _task(CHECK, "the version holds what was promoted",
-              ["promote", "--verify", f"{path.model}@{path.alias}", *uri]),
-        _task("produce/cluster", "job files for a cluster",
-              ["cluster", "write", "--kind", "kubernetes", "--folder", f"{path.folder}/cluster"]),
-        _task("produce/dashboards", "dashboards and alerts for Prometheus and Grafana",
+        _task(PROMOTE, f"a version that {path.alias} names, with the pipeline that trains it again",
+              ["promote", *_evidence(path), "--as", path.alias, "--model", path.model, *pipeline,
+               "--cluster", path.kind]),
+        _task(CHECK, "the version holds what was promoted, and its pipeline trains it",
+              ["promote", "--verify", f"{path.model}@{path.alias}", *pipeline, *uri]),
+        _task("produce/dashboards", "dashboards for Grafana, and a configuration of Prometheus",
               ["dashboards", "write", "--folder", f"{path.folder}/dashboards"]),
         PathTask(key="produce/runbook", act="runbook", what="a runbook for whoever is called"),
     ]  # fmt: skip

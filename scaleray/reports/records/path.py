@@ -62,14 +62,38 @@ def path_page(path: PathRecord) -> Page:
         when=_when(path.started_at),
         headline=headline,
         verdicts=[f"Target: {path.target}, on {quantity(path.workers, 'worker')} with {path.strategy}."],
-        words=[f"{task.key} failed: {task.words}" for task in path.tasks if task.status == "failed"],
+        words=_words(path),
         marks=path.notes,
         figures=_facts(path),
-        sections=[*(_section(path, step) for step in STEPS), *_decisions(path)],
-        command=f"scaleray path next --name {shlex.quote(path.folder)}",
+        sections=[_steps(path), *(_section(path, step) for step in STEPS), *_decisions(path)],
         facts=_conditions(path),
         closing="This page needs no network.",
     )
+
+
+def _words(path: PathRecord) -> list[str]:
+    """What failed, what a person must decide, and the command that goes on."""
+    found = [f"{task.key} failed: {task.words}" for task in path.tasks if task.status == "failed"]
+    following = path.next_task()
+    if following is None:
+        return found
+    if following.act == "decide":
+        return [*found, sentence_case(following.words)]
+    return [*found, f"To go on: scaleray path next --name {shlex.quote(path.folder)}"]
+
+
+def _steps(path: PathRecord) -> Section:
+    rows = []
+    for step in STEPS:
+        tasks = [task for task in path.tasks if task.step == step]
+        counts = [sum(task.status == status for task in tasks) for status in ("done", "skipped", "failed")]
+        took = sum(task.duration_s or 0.0 for task in tasks)
+        people = ", ".join(dict.fromkeys(task.by for task in tasks if task.by))
+        started = min((task.started_at for task in tasks if task.started_at), default=None)
+        cells = (sentence_case(step), f"{len(tasks)}", *(str(count) if count else "" for count in counts))
+        rows.append((*cells, _when(started), seconds(took) if took else "", people))
+    heads = ("step", "tasks", "done", "skipped", "failed", "begun", "took", "by")
+    return Section("Steps", tables=[Table("", heads, tuple(rows), has_words=True)])
 
 
 def _facts(path: PathRecord) -> list[Fact]:
