@@ -47,13 +47,14 @@ def _distribute(path: PathRecord) -> list[PathTask]:
 
 def _optimise(path: PathRecord) -> list[PathTask]:
     half, most = max(path.workers, path.batch_size // 2), 4 * path.batch_size
-    sweep = ["sweep", *job_words(replace(path, settings={})), "--guided", "--batch-sizes", f"{half}..{most}"]
+    sweep = ["sweep", *job_words(replace(path, settings={})), "--guided", "--batch-sizes", f"{half}..{most}",
+             "--rules", "linear,sqrt,none"]  # fmt: skip
     sweep += ["--stop.at", path.target, "--workers-per-trial", str(path.workers)]
     return [
         _task(STUDY, "speed and efficiency by the number of workers",
               ["study", *job_words(path), "--world-sizes", f"1,{path.workers}", *_local(path)]),
         _task("optimise/profile", "what limits the first run", ["profile", run_folder(path, "first-0")]),
-        _task(SWEEP, "which batch size is worth a trial", sweep),
+        _task(SWEEP, "which batch size and rule of the learning rate are worth a trial", sweep),
         PathTask(key=DECIDE, act="decide", what="changes to try, or to go on without one",
                  words="a person decides: `scaleray path try NAME --section.key value ...`, or `scaleray path skip "
                  f"{DECIDE} --reason WORDS`"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import scaleray
+from scaleray.cli.main import run_command
 from scaleray.errors import ConfigError, UsageError
 from scaleray.gates.answer import GateResult
 from scaleray.launch.path import commands as of_commands
@@ -17,6 +20,7 @@ from scaleray.launch.path.runbook import runbook
 from scaleray.launch.path.state import find_path, locked, read, start_path
 from scaleray.reports.records.path import write_path_page
 from tests import study_examples
+from tests.recorded_runs import a_run
 
 JOB = """
 workload: {name: job.py:Job}
@@ -171,6 +175,45 @@ def test_without_a_baseline_no_gate_is_asked(path, commands):
     assert (task.key, task.status, task.exit_code) == ("validate/gate", "failed", 2)
     assert "all its trainings were skipped" in task.words and "scaleray path redo baseline/baseline-0" in task.words
     assert {"gate", "promote"}.isdisjoint(words[0] for words in commands.ran)
+
+
+def test_a_baseline_of_other_data_is_named_by_the_real_gate_and_nothing_is_promoted(path, commands, monkeypatch):
+    def train(folder, resumed=()):
+        rows = {"train": {"rows": 1437, "sha256": "other" if folder.name == "baseline-1" else "same"}}
+        record = a_run(
+            folder.name, data=rows, workers=1 if "baseline" in folder.name else 2, resumed_after=list(resumed)
+        )
+        (folder / "record.json").write_text(record.to_json())
+
+    def answer(words, *, log, instead=commands):
+        if words[0] != "gate":
+            return instead(words, log=log)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            code = run_command([*words, "--json"])
+        return code, json.loads(printed.getvalue()), ""
+
+    monkeypatch.setattr(commands, "train", train)
+    monkeypatch.setattr(of_commands, "run_command", answer)
+    to_the_gates(path)
+    for key in ("distribute/verify", "optimise/study", "validate/faults-0"):
+        scaleray.skip_on_path(key, "the fingerprint comes first", name=path.folder)
+    task = scaleray.next_on_path(path.folder, until="produce").next_task()
+    assert (task.key, task.status, task.exit_code) == ("validate/gate", "failed", 1)
+    assert "fingerprint fail" in task.words and "data.train.sha256" in task.words
+    assert "promote" not in [words[0] for words in commands.ran]
+
+
+def test_a_run_that_was_deleted_is_the_reason_that_the_promotion_gives(path, commands, monkeypatch):
+    said = "TrackingError: the run in MLflow is 'abc', but it is deleted."
+
+    def answer(words, *, log, instead=commands):
+        return (2, {}, said) if words[0] == "promote" else instead(words, log=log)
+
+    monkeypatch.setattr(of_commands, "run_command", answer)
+    to_the_gates(path)
+    after = scaleray.next_on_path(path.folder, until="produce")
+    assert (after.next_task().key, after.next_task().words) == ("produce/promote", said)
+    assert {task.status for task in after.tasks if task.step == "produce"} == {"failed", "open"}
 
 
 def test_what_a_command_said_last_is_why_it_failed(path, commands):
