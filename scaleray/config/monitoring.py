@@ -23,4 +23,4 @@ class MonitoringSettings(Settings):
     None: no prediction is known."""
     flops_per_sample: Positive | None = None
     """FLOPs of one sample, forward and backward, for MFU, with the peak in study.peak_tflops or of the GPU's catalogue
-    entry. None: MFU is not published."""
+    entry. None: they are counted beside the run's first steps, where it has GPUs or that peak."""

@@ -28,6 +28,13 @@ class PublishedFacts:
 
 
 @dataclass(frozen=True)
+class CountedFlops:
+    """FLOPs of one sample, forward and backward, as counted beside the run."""
+
+    flops_per_sample: float
+
+
+@dataclass(frozen=True)
 class LinksMeasured:
     """What came of measuring each pair of ranks: the slowest of their links. source, to: their ranks; `any`
     where it is all links of one."""

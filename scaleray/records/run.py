@@ -19,7 +19,7 @@ from scaleray.records.json_record import JsonRecord
 from scaleray.records.live import RecentSteps
 from scaleray.records.printed import figures, quantity
 from scaleray.records.profile import RankMeasurements, RunProfile
-from scaleray.records.published import LinksMeasured, RankSample
+from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
 from scaleray.records.rows import Row
 
 EMULATED = "emulated"
@@ -205,6 +205,7 @@ WorkerMessage = (
     | WorkerSummary
     | RankSample
     | LinksMeasured
+    | CountedFlops
 )
 Emit = Callable[[WorkerMessage], None]
 """Function that takes a message of a worker."""

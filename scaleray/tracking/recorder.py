@@ -18,7 +18,7 @@ from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.records.live import LiveState
-from scaleray.records.published import LinksMeasured, RankSample
+from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
 from scaleray.records.run import (
     CheckpointRecord,
     DerivedRecord,
@@ -308,7 +308,7 @@ class Recorder(SignsOfLife):
                 return
             self._events.append(message.text)
             self._writer.put(SetTags.of_event(len(self._events), message))
-        if not isinstance(message, RankSample | LinksMeasured):
+        if not isinstance(message, RankSample | LinksMeasured | CountedFlops):
             self._shown.add(message)
 
     def _take_step(self, record: StepRecord, *, is_new: bool) -> None:

@@ -29,6 +29,7 @@ from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.run.alerts import why_stopped
 from scaleray.launch.run.announcement import announcement
 from scaleray.launch.run.checkpoint_facts import checkpoint_facts
+from scaleray.launch.run.counted_flops import counted_flops
 from scaleray.launch.run.prediction import prediction
 from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
 from scaleray.launch.run.resume import Request, make_request
@@ -238,7 +239,8 @@ class _Run:
         try:
             if self.before is not None:
                 final_weights.forget(self.folder.path)
-            work()
+            with counted_flops(self.job, self.sources, recorder.log):
+                work()
             recorder.wait_started()
             if self.config.checkpoint.save_final:
                 weights = self._complete_weights()  # every worker has ended, and nobody waits for this

@@ -172,8 +172,10 @@ SPEED = Row(
         ),
         Panel(
             title="Model FLOPs utilisation",
-            description="Model FLOPs a second over the peak of the devices. Normal for large language models: 35 to "
-            "55 %. Low with nothing waiting: small kernels; `scaleray profile -c FILE --trace` names the modules.",
+            description="Model FLOPs a second over the peak of the devices. Nothing here: the peak is not known, as of "
+            "CPUs and of GPUs that the catalogue lacks (study.peak_tflops says it), or the FLOPs of a sample could not "
+            "be counted, which an event of the run says. Normal for large language models: 35 to 55 %. Low with "
+            "nothing waiting: small kernels; `scaleray profile -c FILE --trace` names the modules.",
             queries=(each_run(once(live.MFU)),),
             unit="percentunit",
             needs="GPU",

@@ -14,7 +14,7 @@ from scaleray.monitoring.live.long_phases import LongPhases
 from scaleray.monitoring.live.rank_series import ComparedRanks, rank_series
 from scaleray.monitoring.live.series import Series, run_labels, series_of
 from scaleray.records.profile import Goodput
-from scaleray.records.published import LinksMeasured, PublishedFacts, RankSample
+from scaleray.records.published import CountedFlops, LinksMeasured, PublishedFacts, RankSample
 from scaleray.records.run import EvaluationRecord, EventRecord, Heartbeat, StepRecord, WorkerMessage
 
 WINDOW_S = 30.0
@@ -73,12 +73,15 @@ class RunSeries:
         self._metrics: dict[str, float] = {}
         self._checkpoints = CheckpointAge(facts)
         self._links: LinksMeasured | None = None
+        self._flops_per_sample = facts.flops_per_sample
 
     def hear(self, message: WorkerMessage) -> None:
         """Take what says something of the run now, and ignore everything else."""
         self._checkpoints.hear(message)
         if isinstance(message, RankSample):
             self.ranks.hear(message)
+        elif isinstance(message, CountedFlops):
+            self._flops_per_sample = message.flops_per_sample
         elif isinstance(message, LinksMeasured):
             self._links = message
         elif isinstance(message, StepRecord):
@@ -155,7 +158,7 @@ class RunSeries:
         ]
 
     def _mfu(self, samples_per_s: float | None) -> float | None:
-        flops, peak = self.facts.flops_per_sample, self.facts.peak_flops_per_s
+        flops, peak = self._flops_per_sample, self.facts.peak_flops_per_s
         device = next((sample.device for sample in self.ranks.samples.values()), "")
         peak = peak or (self._peak_of(device) if device else None)
         if samples_per_s is None or not flops or not peak or self._last is None:

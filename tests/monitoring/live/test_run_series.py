@@ -6,7 +6,7 @@ from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.monitoring.live.run_series import LINKS_KEPT_S, Beside, RunSeries
 from scaleray.records.profile import Goodput
-from scaleray.records.published import LinksMeasured, PublishedFacts, RankSample
+from scaleray.records.published import CountedFlops, LinksMeasured, PublishedFacts, RankSample
 from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord
 
 
@@ -59,6 +59,10 @@ def test_mfu_needs_the_flops_of_a_sample_and_the_peak_of_the_devices():
     by_name = run_of(PublishedFacts(flops_per_sample=1e12), step(1), peak_of={"a GPU": 32e12}.get)
     by_name.hear(RankSample(0, "n", 1, 1, 1.0, device="a GPU"))
     assert value(by_name, live.MFU) == pytest.approx(0.5)
+    counted = run_of(PublishedFacts(peak_flops_per_s=16e12), step(1))
+    assert value(counted, live.MFU) is None
+    counted.hear(CountedFlops(5e11))
+    assert value(counted, live.MFU) == pytest.approx(0.5)
 
 
 def test_steps_are_the_newest_one_and_repeated_ones_do_not_go_back():
