@@ -29,6 +29,10 @@ _HOMES = {
     "check_promoted": "scaleray.launch.promote.check",
     "rollback": "scaleray.launch.promote.rollback",
     "drift": "scaleray.launch.drift.drift",
+    "list_experiments": "scaleray.tracking.registry.choose",
+    "invalidate_experiment": "scaleray.launch.study.invalidate",
+    "experiment_curves": "scaleray.api_registry",
+    "export_experiments": "scaleray.tracking.registry.export",
     "profile": "scaleray.api",
     "report": "scaleray.api",
     "write_project": "scaleray.projects.write",
@@ -96,15 +100,19 @@ __all__ = [
     "doctor",
     "drift",
     "evaluate",
+    "experiment_curves",
     "explain_plan",
+    "export_experiments",
     "export_model",
     "export_weights",
     "find_path",
     "gate",
     "import_weights",
     "install_dashboards",
+    "invalidate_experiment",
     "job_logs",
     "list_checkpoints",
+    "list_experiments",
     "list_jobs",
     "live_state",
     "load",
@@ -144,6 +152,7 @@ if TYPE_CHECKING:
     from scaleray.api_jobs import job_logs, list_jobs, stop_job, submit
     from scaleray.api_looks import config_keys, config_schema, live_state, replay, show_config, tracking_ui, watch
     from scaleray.api_plan import explain_plan, plan
+    from scaleray.api_registry import experiment_curves
     from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config
     from scaleray.data import ArraySource, ParquetSource, TokenSource
@@ -169,12 +178,15 @@ if TYPE_CHECKING:
     from scaleray.launch.promote.check import check_promoted
     from scaleray.launch.promote.promote import promote
     from scaleray.launch.promote.rollback import rollback
+    from scaleray.launch.study.invalidate import invalidate_experiment
     from scaleray.manifests.files import write_cluster_files
     from scaleray.manifests.rules.read import check_manifests
     from scaleray.projects.write import write_project
     from scaleray.records.run import RunRecord
     from scaleray.reports.grafana.api import install_dashboards
     from scaleray.reports.grafana.written import write_dashboards
+    from scaleray.tracking.registry.choose import list_experiments
+    from scaleray.tracking.registry.export import export_experiments
     from scaleray.workload import Workload
 
 

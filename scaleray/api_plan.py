@@ -34,6 +34,7 @@ def plan(
     step_time: float | None = None,
     micro_batch: int | None = None,
     from_run: str | Path | None = None,
+    learn: str | Path | None = None,
     input_rate: float | None = None,
     samples: float | None = None,
     target_steps: float | None = None,
@@ -43,6 +44,7 @@ def plan(
     waits_for_checkpoints: bool = False,
     write: str | Path | None = None,
     html: str | Path | None = None,
+    record: bool = False,
 ) -> Advice:
     """Rank the layouts of a model on a cluster, by arithmetic alone; `.best` of the advice is the recommended one.
 
@@ -54,6 +56,7 @@ def plan(
     """
     from scaleray.cli.plan_answer import answered
     from scaleray.cli.plan_options import ClusterOptions, MeasuredOptions, ModelOptions, RecipeOptions, TargetOptions
+    from scaleray.cli.plan_registered import registered
 
     answer = answered(
         ModelOptions(model=model, profile=_path(profile)),
@@ -73,7 +76,13 @@ def plan(
             optimizer=optimizer,
             compiled=compiled,
         ),
-        MeasuredOptions(step_time=step_time, micro_batch=micro_batch, from_run=_path(from_run), input_rate=input_rate),
+        MeasuredOptions(
+            step_time=step_time,
+            micro_batch=micro_batch,
+            from_run=_path(from_run),
+            learn=None if learn is None else str(learn),
+            input_rate=input_rate,
+        ),
         TargetOptions(
             samples=samples,
             target_steps=target_steps,
@@ -85,6 +94,7 @@ def plan(
         config=_path(config),
         overrides=overrides,
     )
+    registered(answer, config=_path(config), overrides=overrides, record=record, command="scaleray.plan(...)")
     if write is not None:
         answer.write_config(_path(config), Path(write))
     if html is not None:

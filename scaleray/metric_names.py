@@ -198,6 +198,9 @@ VERIFY_MISMATCHES = Metric(
     "verify/mismatches", "variants", "variants that are not the training that they promise to be", "lower"
 )
 
+WORKER_HOURS = Metric("cost/worker_hours", "h", "hours of all workers together, from their start to their end", "lower")
+COST = Metric("cost/price", "currency", "price of these hours, by study.price_per_worker_hour", "lower")
+
 RECORD_STEPS = Metric("record/steps", "steps", "optimizer steps of the run", None, "steps", published=RECORD)
 RECORD_FINAL_LOSS = Metric(
     "record/final_loss", "loss per sample or token", "loss of the last step", "lower", "final loss", published=RECORD

@@ -29,6 +29,7 @@ from scaleray.cli.plan import plan_app
 from scaleray.cli.predict import predict
 from scaleray.cli.profile import profile
 from scaleray.cli.promote import promote, rollback
+from scaleray.cli.registry import registry_app
 from scaleray.cli.report import report
 from scaleray.cli.study import study
 from scaleray.cli.submit import submit
@@ -72,6 +73,7 @@ for command in (
     promote,
     rollback,
     drift,
+    registry_app,
     submit,
     jobs_app,
     init,

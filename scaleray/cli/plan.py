@@ -44,6 +44,7 @@ def plan(
 
     from scaleray.cli.plan_answer import answered
     from scaleray.cli.plan_record import plan_record
+    from scaleray.cli.plan_registered import registered
     from scaleray.config.alerts import without_secrets
     from scaleray.reports.terminal.plan import plan_view
     from scaleray.reports.terminal.record import print_whole, width_of
@@ -52,6 +53,8 @@ def plan(
 
     answer = answered(model, cluster, recipe, measured, target, config=config, overrides=overrides)
     advice, seen, found, kept = answer.advice, answer.seen, answer.found, answer.checkpoints
+    command = f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}"
+    link = registered(answer, config=config, overrides=overrides, record=output.record, command=command)
     console = Console(stderr=output.json)
     width = width_of(console)
     if found.ways:
@@ -62,9 +65,10 @@ def plan(
         for line in answer.write_config(config, output.write):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     if output.html is not None:
-        command = f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}"
         answer.write_page(output.html, command=command, rows=output.rows)
         console.print(f"page: {output.html}", highlight=False, markup=False, soft_wrap=True)
+    if link is not None:
+        console.print(f"MLflow: {link}", highlight=False, markup=False, soft_wrap=True)
     if output.json:
         record = plan_record(advice, seen, rows=output.rows, kept=kept, ways=found.ways)
         files = {"config": output.write, "page": output.html}

@@ -71,6 +71,9 @@ class MeasuredOptions:
     """Samples of the measured step."""
     from_run: Path | None = None
     """Record of a run or study on one worker or more, whose smallest point replaces --step-time; or of a sweep."""
+    learn: str | None = None
+    """The team's own points that correct the data sheets: a file of `scaleray registry export`, tracking, or MLflow's
+    URI. Said is by how much they do, on points left out."""
     input_rate: float | None = None
     """Samples a second that the input pipeline of one node delivers."""
 
@@ -110,4 +113,6 @@ class OutputOptions:
     """Write the best layout that `scaleray train` can run as a config, onto -c where it is given."""
     html: Path | None = None
     """Write the plan as one HTML page."""
+    record: Flag = False
+    """Record the plan in MLflow, for `scaleray registry`; a team with a policy (tracking.policy) has all recorded."""
     json: Json = False

@@ -74,9 +74,17 @@ def question_of(
     wanted = recipe.precision or _precision_of(resolved) or ("bf16" if "bf16" in target.gpu.peak_tflops else "fp16")
     target.gpu.peak_flops(wanted)  # an unknown precision is refused here
     is_fused = "bf16" in target.gpu.peak_tflops and wanted not in ("fp32", "tf32")
-    found, scaled = _measurement(measured), None
+    found, scaled, anchor, lesson = _measurement(measured), None, None, None
     if found is not None:
         scaled, target = measurement_of(found, shape, target, precision=wanted, fused_attention=is_fused)
+        anchor = anchor_of(found, target, catalogue)
+    if measured.learn is not None:
+        if found is not None:
+            raise ConfigError("--learn", measured.learn, "a measured step is given too", "leave one of them out")
+        from scaleray.cli.plan_learn import lesson_of, used  # it fits, by scipy
+
+        lesson = lesson_of(measured.learn, shape, target, config=resolved, catalogue=catalogue)
+        scaled, anchor = used(lesson)
     named = recipe.optimizer or (resolved.optimizer.name if resolved is not None else "adam")
     return Question(
         model=shape,
@@ -88,7 +96,8 @@ def question_of(
         fused_attention=is_fused,
         compiled=recipe.compiled or bool(resolved and resolved.compilation.what != "nothing"),
         measured=scaled,
-        anchor=anchor_of(found, target, catalogue) if found else None,
+        anchor=anchor,
+        learned=tuple(lesson.lines()) if lesson is not None else (),
         input_samples_per_s=measured.input_rate,
         rank_by=rank_by,
     )

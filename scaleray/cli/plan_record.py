@@ -37,6 +37,7 @@ def _question(advice: Advice) -> dict[str, Any]:
         "num_gpus": advice.question.cluster.num_gpus,
         "gpu": advice.question.cluster.gpu.name,
         "global_batch": advice.question.global_batch,
+        "learned": list(advice.question.learned),
         "assumed": [*advice.question.cluster.notes, *advice.question.model.notes],
     }
 

@@ -19,6 +19,15 @@ class TrackingSettings(Settings):
     run_name: Annotated[str, Field(min_length=1, max_length=120, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = None
     """Name of the run and of its folder. None: derived from workload and size, with the time added. A name in use is
     refused."""
+    owner: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Name of who answers for it, in the registry. None: the user who gave the command."""
+    purpose: Annotated[str, Field(min_length=1, max_length=500)] | None = None
+    """What it is for, in a few words, in the registry."""
+    policy: Annotated[str, Field(min_length=1)] | None = None
+    """YAML file of the team's policy, which trainings, studies, sweeps, plans and profiles must keep to. None: there is
+    none. docs/experiments.md says what it may hold."""
+    policy_reason: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """Reason for which constraints of the policy may be broken this time; recorded with what it breaks."""
     every_steps: Count = 10
     """Steps between two points of the metrics in MLflow. The run folder's steps.csv has every step."""
     interval_s: Positive = 2.0

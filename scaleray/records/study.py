@@ -284,6 +284,9 @@ class StudyRecord(JsonRecord):
     marks: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
     """Every curve's verdict, and what else a reader should know."""
+    model_profile: dict[str, Any] | None = None
+    """Counted costs of the model, as `records/workload_profile.py` has them, from which the planner learns. None where
+    they were not counted."""
     noise: list[tuple[int, float]] = field(default_factory=list)
     """(samples, noise scale) over the training of the point with most measurements, where it was measured."""
     started_at: float

@@ -7,6 +7,8 @@ import getpass
 from collections.abc import Mapping
 from typing import Any
 
+from scaleray import metric_names as names
+
 TRAINING = "train"
 
 
@@ -20,6 +22,13 @@ def source_tags(workload: str, git: Mapping[str, Any]) -> dict[str, str]:
         if git["is_dirty"] is not None:
             tags["scaleray.git_is_dirty"] = str(git["is_dirty"]).lower()
     return tags
+
+
+def cost_of(worker_s: float, *, price_per_worker_hour: float | None) -> dict[str, float]:
+    """Metrics of what an experiment cost. worker_s: seconds of all workers together."""
+    hours = worker_s / 3600
+    price = {} if price_per_worker_hour is None else {names.COST.name: hours * price_per_worker_hour}
+    return {names.WORKER_HOURS.name: hours, **price}
 
 
 def dataset(split: str, facts: Mapping[str, Any], *, workload: str) -> dict[str, Any]:

@@ -16,10 +16,15 @@ from scaleray.tracking.operations import (
     SaveView,
     StudyOperation,
 )
+from scaleray.tracking.registry.seal import MEASURED, seals
 from scaleray.tracking.store import LONGEST_PARAM, RunStore
 
 CHILD_TAG = "scaleray.child"
 """Tag of a child: which point or trial of its parent it is."""
+
+
+class ChangedPoint(ValueError):
+    """A point that was measured is to be written with other numbers. MLflow would show the later ones."""
 
 
 class StudyStore(RunStore):
@@ -30,16 +35,19 @@ class StudyStore(RunStore):
         self.children: dict[str, str] = {}
         self._begun: dict[str, str | None] = {}
         self._known: dict[str, int] = {}
+        self._seals: dict[str, str] = {}
 
     def send(self, operation: StudyOperation) -> None:
         """Write one operation. What is there already is left as it is."""
         if isinstance(operation, LogChild):
             if operation.key not in self.children:
                 self._write_child(operation)
+            elif self._seals.get(operation.key) not in (None, _seals_of(operation)[MEASURED]):
+                raise ChangedPoint(f"{operation.name} was measured with other numbers, which stay as they are")
         elif isinstance(operation, LogToChildren):
             for key, points in operation.points.items():
                 if run_id := self.children.get(key):
-                    self._log(run_id, points, {})
+                    self._log(run_id, points, {}, seals(points, {}))
         elif isinstance(operation, LearnChildren):
             self._learn_children()
         elif isinstance(operation, RemoveHalfWritten):
@@ -66,9 +74,10 @@ class StudyStore(RunStore):
                     self.experiment_id, start_time=child.started_at, tags=tags, run_name=child.name
                 )
                 run_id = self._begun[key] = str(made.info.run_id)
-        self._log(run_id, child.points, child.params)
+        own = _seals_of(child)
+        self._log(run_id, child.points, child.params, own)
         self.client.set_terminated(run_id, child.status, child.ended_at)
-        self.children[key] = run_id
+        self.children[key], self._seals[key] = run_id, own[MEASURED]
 
     def _learn_children(self) -> None:
         for run in list(self._find_children()):
@@ -76,6 +85,8 @@ class StudyStore(RunStore):
                 self.client.delete_run(run.info.run_id)
             elif key := run.data.tags.get(CHILD_TAG):
                 self.children[key] = run.info.run_id
+                if sealed := run.data.tags.get(MEASURED):
+                    self._seals[key] = sealed
         self._known = self.last_steps()
 
     def _find_children(self, key: str | None = None) -> Iterator[Any]:
@@ -89,13 +100,18 @@ class StudyStore(RunStore):
             if not token:
                 return
 
-    def _log(self, run_id: str, points: Sequence[Point], params: Mapping[str, Any]) -> None:
-        """Log points and params in as few calls as the server's limits of 1000 metrics and 100 params allow."""
-        from mlflow.entities import Metric, Param
+    def _log(self, run_id: str, points: Sequence[Point], params: Mapping[str, Any], tags: Mapping[str, str]) -> None:
+        """Log points, params and tags in as few calls as the server's limits of 1000 metrics and 100 params allow."""
+        from mlflow.entities import Metric, Param, RunTag
 
+        own = [RunTag(key, value) for key, value in tags.items()]
         metrics = [Metric(name, value, at_ms, step) for name, value, at_ms, step in points]
         given = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in params.items()]
         while metrics or given:
             batch = metrics[: 1000 - len(given[:100])]
-            self.client.log_batch(run_id, metrics=batch, params=given[:100])
-            metrics, given = metrics[len(batch) :], given[100:]
+            self.client.log_batch(run_id, metrics=batch, params=given[:100], tags=own)
+            metrics, given, own = metrics[len(batch) :], given[100:], []
+
+
+def _seals_of(child: LogChild) -> dict[str, str]:
+    return seals(child.points, {key: str(value)[:LONGEST_PARAM] for key, value in child.params.items()})

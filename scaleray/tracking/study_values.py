@@ -17,6 +17,7 @@ from scaleray.records.settings import best_by_batch, settings
 from scaleray.records.study import Curve, CurvePoint, Point, StudyRecord
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.tracking import chart_points
+from scaleray.tracking.provenance import cost_of
 
 Value = tuple[str, float, int, float]
 """(metric, value, step, wall clock in seconds since 1970)."""
@@ -73,7 +74,8 @@ def point_values(point: Point) -> list[Value]:
     """A point's single values at step 0, and its training to the target and noise with the number of samples as
     step."""
     at = point.measured_at
-    rows = [Row(names.WORLD_SIZE, point.workers), *point.rows()]
+    hours = None if point.reused_from else point.workers * point_duration_s(point) / 3600
+    rows = [Row(names.WORLD_SIZE, point.workers), *point.rows(), Row(names.WORKER_HOURS, hours)]
     rows = [row for row in rows if row.value or row.metric != names.PEAK_MEMORY_BYTES]  # 0 is one not measured
     curve: list[Value] = []
     if point.to_target:
@@ -98,6 +100,7 @@ def trial_values(trial: Trial, *, ended_at: float) -> list[Value]:
         Row(names.TRIAL_BATCH_SIZE, trial.batch_size),
         Row(names.TRIAL_LEARNING_RATE, trial.learning_rate),
         Row(names.WORLD_SIZE, trial.workers),
+        Row(names.WORKER_HOURS, trial.workers * trial_duration_s(trial) / 3600),
     ]
     began_at = ended_at - trial_duration_s(trial)
     curve = curve_values(trial.metric, trial.curve, trial.recorded_at, began_at=began_at)
@@ -129,9 +132,20 @@ def curve_values(
 
 def record_values(record: StudyRecord | SweepRecord) -> list[Value]:
     """The curves of the parent. What several points or trials decide carries the end of the last one."""
+    cost = [(name, value, 0, end_of(record)) for name, value in _cost(record).items()]
     if isinstance(record, StudyRecord):
-        return list(_finite(_study_values(record)))
-    return list(_finite((*value, end_of(record)) for value in _sweep_values(record)))
+        return [*_finite(_study_values(record)), *cost]
+    return [*_finite((*value, end_of(record)) for value in _sweep_values(record)), *cost]
+
+
+def _cost(record: StudyRecord | SweepRecord) -> dict[str, float]:
+    """What a study or sweep cost: a study holds all its workers from beginning to end."""
+    if isinstance(record, StudyRecord):
+        workers = max((at.point.workers for curve in record.curves for at in curve.points), default=0)
+        return cost_of(workers * record.duration_s, price_per_worker_hour=record.price_per_worker_hour)
+    price = (record.config.get("study") or {}).get("price_per_worker_hour")
+    own = [trial for trial in record.trials if trial.same_as is None]
+    return cost_of(sum(t.workers * trial_duration_s(t) for t in own), price_per_worker_hour=price)
 
 
 def end_of(record: StudyRecord | SweepRecord) -> float:

@@ -44,9 +44,11 @@ COMMANDS = {
     "gate": "gate", "promote": "promote", "path start": "start_path", "path next": "next_on_path", "path try": "try_on_path",
     "path skip": "skip_on_path", "path redo": "redo_on_path", "path status": "find_path",
     "rollback": "rollback", "drift": "drift", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job", "doctor": "doctor",
+    "registry list": "list_experiments", "registry curve": "experiment_curves",
+    "registry export": "export_experiments", "registry invalidate": "invalidate_experiment",
 }  # fmt: skip
 OTHER_NAMES = {
-    "mode": "modes", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "continue_": "continue_folder",
+    "kind": "kinds", "mode": "modes", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "continue_": "continue_folder",
     "guided": "guided_share", "processes": "processes", "file": "out",
 }  # fmt: skip
 """Options whose argument has another name in Python."""

@@ -291,3 +291,29 @@ def test_a_slip_is_one_message_and_exit_code_2(capsys, words, says):
 def test_without_a_batch_a_usual_one_is_assumed_and_said(capsys):
     code, out, _ = run(capsys, "--model", "llama-70b", "--cluster", "a100-80:8x16,net=200G", "--sequence", "4096")
     assert code == 0 and "1024 samples a step, as --global-batch is not given" in out  # 4 million tokens
+
+
+def test_a_plan_is_recorded_where_that_is_asked_for_and_held_against_the_teams_policy(
+    capsys, tmp_path, uri, monkeypatch
+):
+    from scaleray.tracking.registry.choose import list_experiments
+
+    monkeypatch.setenv("SCALERAY_TRACKING__URI", uri)
+    monkeypatch.setenv("SCALERAY_TRACKING__OWNER", "anna")
+    code, out, _ = run(capsys, *SMALL, "--record")
+    assert code == 0 and "MLflow: " in out
+    [plan] = list_experiments(uri=uri)
+    assert (plan.kind, plan.values["owner"], plan.values["gpus"], plan.values["hardware"]) == (
+        "plan",
+        "anna",
+        8,
+        "8 x h100",
+    )
+    assert plan.values["step_time_s"] > 0 and plan.values["global_batch"] == 64
+    (tmp_path / "team.yaml").write_text("invariants:\n  purpose: required\n")
+    monkeypatch.setenv("SCALERAY_TRACKING__POLICY", str(tmp_path / "team.yaml"))
+    code, out, err = run(capsys, *SMALL)
+    assert code == 2 and "team.yaml:2 purpose is missing" in err and "recommended" not in out
+    monkeypatch.setenv("SCALERAY_TRACKING__PURPOSE", "before we buy")
+    assert run(capsys, *SMALL)[0] == 0
+    assert [one.values.get("purpose") for one in list_experiments(uri=uri)] == ["before we buy", None]

@@ -22,6 +22,7 @@ from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.errors import CheckpointError
 from scaleray.launch.session.alerts import alert_settings
+from scaleray.launch.session.experiment import experiment_tags
 from scaleray.launch.session.folder import RunFolder
 from scaleray.profiling.run_profile import run_profile
 from scaleray.profiling.verdict.findings import Limit
@@ -32,7 +33,7 @@ from scaleray.records.rows import Row
 from scaleray.records.run import EMULATED, RunRecord
 from scaleray.reproducibility.fingerprint import environment_hash
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
-from scaleray.tracking.provenance import dataset, source_tags
+from scaleray.tracking.provenance import cost_of, dataset, source_tags
 from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TrainJob
@@ -78,7 +79,7 @@ def describe(
         work_dir=folder.work_dir,
         every_steps=config.tracking.every_steps,
         params={k: v for k, v in params.items() if v is not None},
-        tags=_start_tags(job, facts, folder),
+        tags=_start_tags(job, facts, folder, data),
         files={
             "config.yaml": as_yaml(config.to_dict()),
             "derived.yaml": as_yaml({"values": recipe.values(), "how": how}),
@@ -114,13 +115,23 @@ def _published_facts(job: TrainJob, port: int | None, expected_samples_per_s: fl
     )
 
 
-def _start_tags(job: TrainJob, facts: Mapping[str, Any], folder: RunFolder) -> dict[str, str]:
+def _start_tags(
+    job: TrainJob, facts: Mapping[str, Any], folder: RunFolder, data: Mapping[str, Mapping[str, Any]]
+) -> dict[str, str]:
     tags = {
         "scaleray.kind": "train",
         "scaleray.config_hash": job.config.hash(),
         "scaleray.strategy": job.recipe.strategy,
         "scaleray.run_dir": without_password(folder.path),
         **source_tags(job.config.workload.name, facts["environment"]["git"]),
+        **experiment_tags(
+            job.config,
+            environment=facts["environment"],
+            nodes=facts["topology"],
+            data=data[TRAIN],
+            workers=job.config.scale.max_workers,
+            profiled=job.probes_links,
+        ),
     }
     if job_id := os.environ.get(RAYS_JOB):
         tags["scaleray.ray_job_id"] = job_id
@@ -209,7 +220,18 @@ def point_metrics(record: RunRecord) -> dict[str, float]:
     shown = (names.POINT_SAMPLES_PER_S, names.POINT_TOKENS_PER_S, names.TIME_TO_FIRST_STEP_S, names.PEAK_MEMORY_BYTES)
     rows = [Row(names.WORLD_SIZE, record.workers), *(row for row in record.rows() if row.metric in shown)]
     found = {row.name: float(row.value) for row in rows if row.value is not None and math.isfinite(row.value)}
-    return {**found, **(record.profile.figures() if record.profile is not None else {})}
+    price = (record.config.get("study") or {}).get("price_per_worker_hour")
+    return {
+        **found,
+        **(record.profile.figures() if record.profile is not None else {}),
+        **cost_of(record.workers * _elapsed_s(record), price_per_worker_hour=price),
+    }
+
+
+def _elapsed_s(record: RunRecord) -> float:
+    """Seconds of a run, in all its attempts where these are known."""
+    goodput = record.profile.goodput if record.profile is not None else None
+    return goodput.elapsed_s if goodput is not None and goodput.elapsed_s else record.total_time_s
 
 
 def end_tags(record: RunRecord) -> dict[str, str]:

@@ -36,6 +36,7 @@ from scaleray.launch.run.resume import Request, make_request
 from scaleray.launch.run.trainer import Interrupted, fit
 from scaleray.launch.session.alerts import alert_settings
 from scaleray.launch.session.data import check_same_data, size_of
+from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import check_learning_rate, forbid_ray, with_absolute_paths
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
@@ -110,6 +111,7 @@ def train(
     _check_number_of_workers(config, local=local and not in_processes)
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
+    check_policy(config)
     port = chosen_port(config.monitoring.port)
     alert_settings(config.alerts)  # for its errors: the recorder asks for it when all data are read
     workload = make_workload(workload, config.workload.name, config.workload.args, base_dir=request.base_dir)

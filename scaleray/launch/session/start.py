@@ -24,10 +24,12 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     if checkpoint.copy_path is not None:
         paths["copy_path"] = absolute_path(checkpoint.copy_path)
     weights = absolute_path(workload.weights) if workload.weights is not None else None
+    policy = absolute_path(config.tracking.policy) if config.tracking.policy is not None else None
     return config.model_copy(
         update={
             "checkpoint": checkpoint.model_copy(update=paths),
             "workload": workload.model_copy(update={"weights": weights}),
+            "tracking": config.tracking.model_copy(update={"policy": policy}),
         }
     )
 

@@ -22,6 +22,7 @@ from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.data.source import Source
 from scaleray.errors import ScaleRayError, UsageError, first_line
+from scaleray.launch.session.experiment import experiment_tags
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.measured import published_while
 from scaleray.launch.study import noise as study_noise
@@ -94,6 +95,13 @@ class RunningStudy:
             tags={
                 "scaleray.config_hash": self.conditions.config_hash,
                 **source_tags(self.config.workload.name, self.conditions.environment.get("git") or {}),
+                **experiment_tags(
+                    self.config,
+                    environment=self.conditions.environment,
+                    nodes=self.conditions.topology["nodes"],
+                    data=self.sources[TRAIN].describe(),
+                    workers=max(self.question.sizes),
+                ),
             },
             datasets=[
                 dataset(name, source.describe(), workload=self.config.workload.name)
@@ -291,6 +299,7 @@ class RunningStudy:
             currency=config.currency,
             marks=list(dict.fromkeys(mark for point in points for mark in point.marks)),
             words=words_of(curves, points, str(self.config.stop.at), [*notes, self.left_out]),
+            model_profile=None if isinstance(self.profile, str) else self.profile.to_dict(),
             noise=study_noise.resolved(study_noise.surest(points)),
             started_at=self.started_at,
             duration_s=time.time() - self.started_at,

@@ -17,6 +17,7 @@ from scaleray.data import load_sources
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.conditions import check_same, conditions_of
+from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.measured import check_published
 from scaleray.launch.session.start import (
     check_learning_rate,
@@ -68,6 +69,7 @@ def study(
     config = with_absolute_paths(study_noise.with_noise(config) if question.noise else config)
     store.check_reachable(store.resolve_uri(config.tracking.uri))
     check_published(config)
+    check_policy(config)
     if local:
         check_local(config)
     more = [_read(folder) for folder in points_of]

@@ -12,10 +12,12 @@ from typing import Any
 
 from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
+from scaleray.data import TRAIN
 from scaleray.errors import RunFailedError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import num_concurrent
 from scaleray.launch.session.conditions import conditions_of
+from scaleray.launch.session.experiment import experiment_tags
 from scaleray.launch.session.measured import published_while
 from scaleray.launch.sweep.folder import RECORD_FILE, AskedSweep, SweepFolder
 from scaleray.launch.sweep.guided import GuidedTrials
@@ -28,7 +30,7 @@ from scaleray.progress import Stage, stage
 from scaleray.records.printed import quantity
 from scaleray.records.run import Say
 from scaleray.records.sweep import SweepRecord, Trial
-from scaleray.reproducibility.fingerprint import git_state
+from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.sweeps.result import DIVERGED, FAILED, NOT_STARTED, common_causes, sentences, with_common_target
 from scaleray.tracking.live_stage import written_while
 from scaleray.tracking.measured_metrics import MeasuredMetrics
@@ -77,7 +79,7 @@ class RunningSweep:
             kind="sweep",
             name=self.files.folder.name,
             config=used_settings(config, config.strategy.name),
-            tags={"scaleray.config_hash": config.hash(), **source_tags(config.workload.name, git_state(Path.cwd()))},
+            tags=self._tags(),
             datasets=[
                 dataset(name, source.describe(), workload=config.workload.name)
                 for name, source in next(iter(plan.materials.values())).sources.items()
@@ -97,6 +99,20 @@ class RunningSweep:
             for number, (settings, reason) in enumerate(self.asked.refused, start=len(plan.candidates)):
                 self._keep(make_trial(plan, number, settings, status=NOT_STARTED, error=reason), is_said=False)
         return self
+
+    def _tags(self) -> dict[str, str]:
+        config, facts = self.plan.base, environment(Path.cwd())
+        return {
+            "scaleray.config_hash": config.hash(),
+            **source_tags(config.workload.name, facts["git"]),
+            **experiment_tags(
+                config,
+                environment=facts,
+                nodes=cluster.topology(self.nodes),
+                data=next(iter(self.plan.materials.values())).sources[TRAIN].describe(),
+                workers=self.plan.question.workers_per_trial,
+            ),
+        }
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.run is None:

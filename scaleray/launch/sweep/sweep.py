@@ -22,6 +22,7 @@ from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.data import check_same_data
+from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.folder import RunFolder, unique_name
 from scaleray.launch.session.measured import check_published
 from scaleray.launch.session.start import with_absolute_paths
@@ -84,6 +85,7 @@ def sweep(
     tracking_uri = store.resolve_uri(tracking_uri or config.tracking.uri)
     store.check_reachable(tracking_uri)
     check_published(config)
+    check_policy(config)
     workloads = _load_workloads(config, question, workload, base_dir)  # before a cluster is started
     try:
         if continue_folder is not None:

@@ -29,6 +29,8 @@ class Question:
     measured: Measured | None = None
     anchor: Anchor | None = None
     """The point that `measured` was calibrated on."""
+    learned: tuple[str, ...] = ()
+    """What a team's own points taught, in words."""
     input_samples_per_s: float | None = None
     """Samples per second that the input pipeline of one node delivers; None: enough."""
     rank_by: str = "throughput"

@@ -113,7 +113,7 @@ def _facts(advice: Advice) -> list[Fact]:
 
 def _doubts(advice: Advice) -> list[str]:
     found = [f"{sentence_case(line)}." for line in (*memory_doubt(advice), *faster_lines(advice))]
-    found += [f"{sentence_case(line)}." for line in width_lines(advice.best)]
+    found += [f"{sentence_case(line)}." for line in (*advice.question.learned, *width_lines(advice.best))]
     if advice.best.kind == "unmeasured":
         found.append(
             "One step measured on one GPU narrows the intervals: --step-time with --micro-batch, or --from-run."

@@ -44,7 +44,7 @@ def plan_view(
         *(f"  {line}" for line in faster_lines(advice)),
     ]
     why_lines += [f"  assumed: {note}" for note in (*cluster.notes, *question.model.notes)]
-    why_lines += [f"  {line}" for line in width_lines(best)]
+    why_lines += [f"  {line}" for line in (*question.learned, *width_lines(best))]
     room = bar_width(width)
     memory_lines = [
         "",

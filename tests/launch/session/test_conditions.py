@@ -8,9 +8,9 @@ import pytest
 from small_runs import DEFAULTS, Classify
 
 from scaleray.config import load_config
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, StorageError
 from scaleray.launch.session.conditions import MOST_DIFFERENCES, check_same, conditions_of, differences, key_of
-from scaleray.launch.study.turn_store import KnownTurns, studies_of
+from scaleray.launch.study.turn_store import InvalidTurns, KnownTurns, mark_invalid, studies_of
 from scaleray.records.study import ToTarget, Turn
 
 NODES = {"launch": "Ray Train", "nodes": [{"cpus": 2, "gpus": 0, "accelerator": None}]}
@@ -111,3 +111,28 @@ def test_reused_turns_are_named():
     assert studies_of([turn(1, "a"), turn(2, "a")], own="a") is None
     assert studies_of([turn(1, "a"), turn(2, "b")], own="c") == "a, b"
     assert studies_of([turn(1, "a"), turn(2, "c"), turn(3, "c")], own="c") == "a (1 of 3 turns)"
+
+
+def test_a_turn_that_was_changed_on_the_disk_is_refused_with_its_file(tmp_path):
+    known = KnownTurns(str(tmp_path), conditions())
+    known.keep("w001", turn(1.0))
+    [name] = known.store.names("w001")
+    known.store.write_text(name, known.store.read(name).decode().replace("0.2", "0.1"))
+    with pytest.raises(StorageError, match=r"turn-1\.000-.*it was changed since.*\n.*--force"):
+        known.turns("w001")
+
+
+def test_turns_of_a_study_that_is_invalid_are_not_taken_over_and_stay(tmp_path):
+    known = KnownTurns(str(tmp_path), conditions())
+    target = ToTarget(is_reached=True, steps=1, samples=2, time_s=3.0, metric="val/loss", value=0.5)
+    for rung in ("w001-b8", "w002-b8"):
+        known.keep(rung, turn(1.0, "hot"))
+        known.keep(rung, turn(50.0, "cool"))
+        known.keep_target(rung, target, at=2.0)
+    mark_invalid(str(tmp_path), InvalidTurns("hot", "the fan was off", 0.0, 10.0, workers=2))
+    again = KnownTurns(str(tmp_path), conditions())
+    assert again.turns("w001-b8") == [turn(1.0, "hot"), turn(50.0, "cool")] and again.to_target("w001-b8") == target
+    assert again.turns("w002-b8") == [turn(50.0, "cool")] and again.to_target("w002-b8") is None
+    mark_invalid(str(tmp_path), InvalidTurns("hot", "the fan was off", 0.0, 10.0))
+    assert KnownTurns(str(tmp_path), conditions()).turns("w001-b8") == [turn(50.0, "cool")]
+    assert len(known.store.names("w002-b8")) == 3

@@ -1,0 +1,220 @@
+"""A team's own measured steps as the planner learns from them: a JSON file with the counted costs of each model, and a
+point for each number of workers that was measured.
+
+    {"format": "scaleray team points", "version": 1,
+     "models": {KEY: counted costs, as `WorkloadProfile.to_json` writes them},
+     "points": [{"study": ..., "model": KEY, "gpu": "h100", "workers": 8, "workers_per_node": 8, ...}]}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from scaleray.config.strategy_traits import TRAITS, traits_of
+from scaleray.errors import UsageError, first_line
+from scaleray.parsing import load_json
+from scaleray.planner.cost.layout import Layout
+from scaleray.planner.hardware.catalogue import CATALOGUE
+from scaleray.planner.hardware.kinds import Cluster
+from scaleray.planner.hardware.lookup import Catalogue
+from scaleray.planner.models.from_counted_workload import from_workload
+from scaleray.planner.models.profile import ModelProfile
+from scaleray.records.study import Point, StudyRecord
+from scaleray.records.workload_profile import WorkloadProfile
+
+FORMAT, VERSION = "scaleray team points", 1
+STATE_BYTES = {"sgd": 4, "lars": 4}
+"""Bytes of optimizer state for each parameter, where they are not Adam's 8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeamPoint:
+    """One measured step. study: name of the study that measured it; points of one study were measured in one go."""
+
+    study: str
+    model: str
+    """Key of the model's costs."""
+    gpu: str
+    """Name in the planner's catalogue."""
+    workers: int
+    workers_per_node: int
+    strategy: str
+    micro_batch: int
+    accumulation: int
+    precision: str
+    optimizer: str = "adamw"
+    compiled: bool = False
+    step_time_s: float
+    measured_at: float
+    run_id: str = ""
+
+    @property
+    def layout(self) -> Layout:
+        """How the model was spread."""
+        sharding = traits_of(self.strategy).sharding
+        return Layout(
+            data=self.workers,
+            shard=self.workers if sharding == "zero3" else 1,
+            micro_batch=self.micro_batch,
+            accumulation=self.accumulation,
+            sharding=sharding,
+            precision=self.precision,
+            is_mixed=self.precision not in ("fp32", "tf32"),
+            gradient_bytes=4,
+            optimizer_bytes=STATE_BYTES.get(self.optimizer, 8),
+            compiled=self.compiled,
+        )
+
+    def cluster(self, catalogue: Catalogue = CATALOGUE) -> Cluster:
+        """What it ran on, as machines of this kind usually are. Raises UsageError for a GPU that nobody knows, and for
+        several nodes with a network that is not known."""
+        gpu = catalogue.find_gpu(self.gpu)
+        num_nodes = math.ceil(self.workers / self.workers_per_node)
+        if num_nodes > 1 and not gpu.network:
+            raise UsageError("the network between nodes", None, f"machines with {gpu.name} have no usual one")
+        return Cluster(
+            gpu=gpu,
+            gpus_per_node=min(self.workers, self.workers_per_node),
+            num_nodes=num_nodes,
+            link=catalogue.find_link(gpu.link),
+            network=catalogue.find_network(gpu.network) if num_nodes > 1 else None,
+            board_gpus=max(self.workers_per_node, gpu.gpus_per_node),
+        )
+
+
+@dataclass(frozen=True)
+class TeamPoints:
+    """Points with the costs of their models by key. skipped: what was measured and teaches nothing, with the reason."""
+
+    points: tuple[TeamPoint, ...]
+    models: Mapping[str, WorkloadProfile]
+    skipped: tuple[str, ...] = field(default=(), compare=False)
+
+    def profile(self, key: str) -> ModelProfile:
+        """The model of a key in the planner's terms."""
+        return from_workload(self.models[key], name=key)
+
+    def to_json(self) -> str:
+        """The points as JSON, which `read_team_points` reads."""
+        return json.dumps(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "models": {key: profile.to_dict() for key, profile in self.models.items()},
+                "points": [dataclasses.asdict(point) for point in self.points],
+            },
+            indent=2,
+        )
+
+
+def read_team_points(path: Path) -> TeamPoints:
+    """Read what `to_json` wrote. Raises UsageError for anything else."""
+    try:
+        data = load_json(path.read_text())
+        if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, VERSION):
+            raise ValueError(f"it is not '{FORMAT}', version {VERSION}")
+        models = TypeAdapter(dict[str, WorkloadProfile]).validate_python(data["models"])
+        points = TypeAdapter(tuple[TeamPoint, ...]).validate_python(data["points"])
+        if lost := {point.model for point in points} - set(models):
+            raise ValueError(f"no costs of {', '.join(sorted(lost))} are in it")
+    except (OSError, ValueError, KeyError, TypeError) as exc:  # pydantic's errors are ValueErrors
+        raise UsageError(
+            "--learn", str(path), f"it holds no points to learn from: {first_line(exc)}",
+            "scaleray registry export --out FILE.json writes one",
+        ) from exc  # fmt: skip
+    return TeamPoints(points, models)
+
+
+def points_of(records: Sequence[StudyRecord]) -> TeamPoints:
+    """What these studies teach the planner: each measured point once, with the costs of its model where it counted
+    them."""
+    points: dict[str, TeamPoint] = {}
+    models: dict[str, WorkloadProfile] = {}
+    skipped: list[str] = []
+    for record in records:
+        try:
+            key = model_key(record.config)
+            if record.model_profile is None:
+                raise UsageError("the model's operations", None, "they were not counted")
+            models.setdefault(key, TypeAdapter(WorkloadProfile).validate_python(record.model_profile))
+            _check_config(record.config)
+            for point in (at.point for curve in record.curves for at in curve.points):
+                if point.reused_from:  # it is in the study that measured it
+                    continue
+                if why := _why_not(point):
+                    skipped.append(f"{record.name}, {point.workers} workers: {why}")
+                    continue
+                found = _point(record, point, key)
+                points.setdefault(f"{found.study} {found.workers} {found.layout}", found)
+        except (UsageError, ValueError, KeyError, TypeError) as exc:
+            skipped.append(f"{record.name}: {first_line(exc)}")
+    kept = {key: profile for key, profile in models.items() if any(p.model == key for p in points.values())}
+    return TeamPoints(tuple(points.values()), kept, tuple(skipped))
+
+
+def model_key(config: Mapping[str, Any]) -> str:
+    """What says that two configs train the same model: the workload with its arguments."""
+    workload = config.get("workload") or {}
+    args = json.dumps(workload.get("args") or {}, sort_keys=True)
+    return f"{str(workload.get('name')).rpartition('/')[2]} {args}"
+
+
+def precision_of(config: Mapping[str, Any]) -> str:
+    """The planner's name of a config's precision."""
+    precision = config.get("precision") or {}
+    dtype = str(precision.get("dtype", "fp32"))
+    return "tf32" if precision.get("tf32") and dtype == "fp32" else dtype
+
+
+def _check_config(config: Mapping[str, Any]) -> None:
+    method = (config.get("compression") or {}).get("name", "none")
+    if method != "none":
+        raise UsageError("compression.name", method, "what it costs to compress is not known")
+    tuning = config.get("fine_tuning") or {}
+    if tuning.get("lora_rank") or tuning.get("freeze"):
+        raise UsageError("fine_tuning", "frozen parameters", "the planner counts a gradient for every parameter")
+
+
+def _why_not(point: Point) -> str:
+    traits = TRAITS.get(point.strategy)
+    if point.marks:
+        return f"it is {', '.join(point.marks)}"
+    if traits is None or traits.trains_apart or traits.splits_replica:
+        return f"the planner does not know steps of {point.strategy} as scaleray takes them"
+    return ""
+
+
+def _point(record: StudyRecord, point: Point, key: str) -> TeamPoint:
+    config, topology = record.config, record.conditions.topology
+    has_gpus = bool((config.get("scale") or {}).get("gpus_per_worker"))
+    kinds = [kind for kind in topology.get("workers") or () if isinstance(kind, Mapping)]
+    names = [str(n) for kind in kinds for n in (kind.get("accelerators") or {}).get("names") or ()]
+    if has_gpus and not names:
+        raise UsageError("the workers' GPUs", None, "their names are not recorded")
+    resource = "gpus" if has_gpus else "cpus"
+    per_node = max((int(node.get(resource) or 0) for node in topology.get("nodes") or ()), default=0)
+    gpu = CATALOGUE.find_gpu(names[0] if has_gpus else "cpu")
+    return TeamPoint(
+        study=record.name,
+        model=key,
+        gpu=gpu.name,
+        workers=point.workers,
+        workers_per_node=max(1, per_node),
+        strategy=point.strategy,
+        micro_batch=point.micro_batch_size,
+        accumulation=point.accumulation_steps,
+        precision=precision_of(config),
+        optimizer=str((config.get("optimizer") or {}).get("name", "adamw")),
+        compiled=(config.get("compilation") or {}).get("what", "nothing") != "nothing",
+        step_time_s=point.step_time_s.value,
+        measured_at=point.measured_at,
+        run_id=point.run_id,
+    )

@@ -1,0 +1,70 @@
+"""How figures of a team's trainings went over the months: tables, and one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scaleray.records.printed import quantity
+from scaleray.reports.figures.history import course_drawing
+from scaleray.reports.page.page import Page, Section, render
+from scaleray.scaling.curves.history import Course
+from scaleray.text.tables import Table
+from scaleray.text.units import figure, seconds
+
+CHANGE_IS = "a change is marked where the energy distance of both sides is beyond chance (E-divisive, 5 %)"
+
+
+def course_table(course: Course) -> Table:
+    """Every point by date, with the changes of level."""
+    changes = {one.index: one for one in course.changes}
+    rows = []
+    for number, (one, value) in enumerate(zip(course.points, course.values, strict=True)):
+        change = changes.get(number)
+        said = ""
+        if change is not None:
+            word = "worse" if course.is_worse(change) else "better"
+            levels = f"{_shown(course.figure, change.before)} to {_shown(course.figure, change.after)}"
+            beside = "; ".join(course.explained(change)) or "nothing else is recorded to have changed"
+            said = f"{word}: {levels} (p {change.p_value:.2g}); {beside}"
+        started = str(one.values["started"]).replace("T", " ")
+        rows.append((started, str(one.values["name"]), _shown(course.figure, value), said))
+    columns = ("started", "name", course.figure.replace("_", " "), "change")
+    return Table(course.title, columns, tuple(rows), (CHANGE_IS,) if course.changes else ())
+
+
+def course_headline(found: Sequence[Course]) -> str:
+    """How many changes there are, in a line."""
+    changes = [(course, one) for course in found for one in course.changes]
+    worse = sum(course.is_worse(one) for course, one in changes)
+    points = sum(len(course.points) for course in found)
+    counted = f"{quantity(points, 'point')} on {quantity(len(found), 'curve')}"
+    return f"{counted}: {quantity(len(changes), 'change')} beyond noise, {worse} for the worse"
+
+
+def history_page(found: Sequence[Course], *, command: str) -> str:
+    """The page as HTML. Nothing in it is loaded from elsewhere."""
+    sections = [
+        Section(
+            course.title,
+            drawings=[course_drawing(course, name=f"course-{number}")] if len(course.points) > 1 else [],
+            tables=[course_table(course)],
+        )
+        for number, course in enumerate(found)
+    ]
+    page = Page(
+        kind="Registry",
+        name=f"{found[0].figure.replace('_', ' ')} by date",
+        when=f"{found[0].points[0].values['started'][:10]} and later",
+        headline=course_headline(found),
+        sections=sections,
+        command=command,
+        notes=[f"{CHANGE_IS[0].upper()}{CHANGE_IS[1:]}. Invalid and changed measurements are left out."],
+        closing="This page needs no network.",
+    )
+    return render(page)
+
+
+def _shown(name: str, value: float) -> str:
+    if name in ("efficiency", "mfu"):
+        return f"{value:.1%}"
+    return seconds(value) if name.endswith("_s") and name != "samples_per_s" else figure(value)
