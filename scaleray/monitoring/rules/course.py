@@ -118,7 +118,7 @@ RULES = (
     Rule(
         "run_failed",
         "critical",
-        "the run has failed, or was stopped",
+        "the run has failed",
         "count",
         "Its workers are free, and nobody trains.",
         "Read the verdict in MLflow or record.json; scaleray train --resume RUN_FOLDER goes on from the newest "
@@ -130,7 +130,7 @@ RULES = (
     Rule(
         "run_finished",
         "info",
-        "the run has finished",
+        "the run has finished, or was stopped by its user or an alert",
         "count",
         "Nothing.",
         "Read its record: scaleray report RUN.",

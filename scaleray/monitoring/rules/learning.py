@@ -118,7 +118,7 @@ RULES = (
     Rule(
         "nonfinite",
         "critical",
-        "{value} steps of the last five minutes had a loss or gradient that was not finite",
+        "a loss or gradient was not finite in {value} of the steps of the last five minutes",
         "count",
         "Skipped steps teach nothing; where they are not skipped, the weights are lost.",
         "Look at the first such step: its rows, a division or logarithm in the loss, the precision. fp16 without a "

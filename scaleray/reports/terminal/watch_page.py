@@ -155,7 +155,7 @@ def _health(state: LiveState) -> list[str]:
     if state.loss_scale is not None:
         words.append(f"loss scale {state.loss_scale:.4g}")
     if state.nonfinite_steps:
-        words.append(f"{state.nonfinite_steps} steps not finite")
+        words.append(f"not finite in {state.nonfinite_steps:,} of the steps")
     if state.attempts > 1:
         words.append(quantity(state.attempts - 1, "restart"))
     if state.repeated_steps:

@@ -67,13 +67,22 @@ def test_an_alert_of_a_training_reaches_terminal_mlflow_record_and_webhook_and_i
         record = train(config, workload, local=True, show=shown.extend)
     assert receiver.names() == ["nonfinite firing", "run_finished firing"] and receiver.paths == [f"/{SECRET}"] * 2
     events = [message.text for message in shown if isinstance(message, EventRecord)]
-    assert len([text for text in events if text.startswith("alert nonfinite (critical): 1 step")]) == 1
+    assert (
+        len(
+            [
+                text
+                for text in events
+                if text.startswith("alert nonfinite (critical): a loss or gradient was not finite in 1 of")
+            ]
+        )
+        == 1
+    )
     kept = RunRecord.from_json((Path(record.run_dir) / "record.json").read_text())
     assert [alert["name"] for alert in kept.alerts] == ["nonfinite"] and "alerts: nonfinite" in repr(record)
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         tags = dict(database.execute("select key, value from tags").fetchall())
     assert (
-        tags["scaleray.alert.nonfinite"].startswith("firing: 1 steps")
+        tags["scaleray.alert.nonfinite"].startswith("firing: a loss")
         and "| alerts | nonfinite |" in tags["mlflow.note.content"]
     )
     assert SECRET.encode() not in everything_below(tmp_path)
@@ -120,7 +129,9 @@ def test_an_alert_can_stop_a_training_which_saves_before_and_says_why(tmp_path, 
         uri,
         **{"alerts.action": {"critical": "stop"}, "tracking.run_name": "one", "stop.after": "100000 steps"},
     )
-    with pytest.raises(LeftEarly, match=r"stopped by the alert nonfinite \(critical\): 1 steps"):
+    with pytest.raises(
+        LeftEarly, match=r"stopped by the alert nonfinite \(critical\): a loss or gradient was not finite in 1 of"
+    ):
         train(load_config(flags=flags, environ={}), NotFinite(), local=True)
     record = RunRecord.from_json((folder / "record.json").read_text())
     assert record.status == "KILLED" and record.verdict.startswith("stopped by the alert nonfinite")
