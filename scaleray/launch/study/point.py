@@ -11,8 +11,9 @@ from scaleray.data import TRAIN
 from scaleray.errors import RunFailedError
 from scaleray.launch.study.hardware import OVERSUBSCRIBED, peak_flops
 from scaleray.launch.study.turn_store import studies_of
+from scaleray.monitoring.live.measured_series import PointSoFar
 from scaleray.records.run import EMULATED
-from scaleray.records.study import Mode, Point, Turn
+from scaleray.records.study import Estimate, Mode, Point, Turn
 from scaleray.records.workload_profile import ImpossibleUtilisation, WorkloadProfile, mfu
 from scaleray.scaling.curves.efficiency import median_step_time, throughput
 from scaleray.scaling.curves.steady_state import steady_state
@@ -21,6 +22,14 @@ from scaleray.training.study.ladder import Rung
 
 NOT_STEADY = "not steady"
 """Mark of a point whose turns drift, or have too few steps to tell."""
+
+
+def point_so_far(mode: Mode, rung: Rung) -> PointSoFar:
+    """What the turns so far say, at least one, for whoever watches: the median of all their steps. It takes a
+    millisecond, and may be asked for while the next turn is measured."""
+    step_s = statistics.median(step for turn in list(rung.turns) for step in turn.step_times_s)
+    rate = rung.job.recipe.global_batch_size / step_s
+    return PointSoFar(mode, rung.workers, Estimate(rate, rate, rate), Estimate(step_s, step_s, step_s))
 
 
 def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProfile | str, study: str) -> Point:

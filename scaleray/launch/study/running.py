@@ -29,7 +29,7 @@ from scaleray.launch.study import noise as study_noise
 from scaleray.launch.study.conclusions import planner_laws, points_of_others, words_of
 from scaleray.launch.study.hardware import OVERSUBSCRIBED
 from scaleray.launch.study.plan import MODES, Question
-from scaleray.launch.study.point import point_of
+from scaleray.launch.study.point import point_of, point_so_far
 from scaleray.launch.study.turn_store import KnownTurns
 from scaleray.monitoring.live.measured_series import Measured
 from scaleray.progress import Stage
@@ -132,8 +132,13 @@ class RunningStudy:
         return published_while(self._measured, self.config, folder=self.folder, parent=self.mlflow, say=self.say)
 
     def _measured(self) -> Measured:
-        stage = self.measuring
-        return Measured("study", stage.done, stage.total, points=list(self.points.values()))
+        # the turns of all sizes take turns, so that whole points come with the last ones alone
+        points = [
+            self.points.get((mode, rung.name)) or point_so_far(mode, rung)
+            for mode, rung in self._standing()
+            if rung.turns
+        ]
+        return Measured("study", self.measuring.done, self.measuring.total, points=points)
 
     def shown_in_its_folder(self) -> contextlib.AbstractContextManager[None]:
         """Context in which the folder says how far the measuring is."""

@@ -11,11 +11,21 @@ from scaleray import metric_names as names
 from scaleray.metric import Metric
 from scaleray.monitoring.live.rank_series import ComparedRanks, rank_series
 from scaleray.monitoring.live.series import Series, run_labels, series_of
-from scaleray.records.study import Point
+from scaleray.records.study import Estimate, Mode, Point
 from scaleray.records.sweep import Trial
 
 MOST_TRIALS = 200
 """Newest trials that have series of their own: a sweep of thousands is MLflow's to show."""
+
+
+@dataclass(frozen=True)
+class PointSoFar:
+    """A point some of whose turns are still to come. Its values have no intervals yet."""
+
+    mode: Mode
+    workers: int
+    samples_per_s: Estimate
+    step_time_s: Estimate
 
 
 @dataclass(frozen=True)
@@ -25,7 +35,7 @@ class Measured:
     kind: Literal["study", "sweep"]
     done: float
     total: float | None
-    points: Sequence[Point] = ()
+    points: Sequence[Point | PointSoFar] = ()
     trials: Sequence[Trial] = ()
     workers: int | None = None
     """Of each trial."""
@@ -64,7 +74,7 @@ def measured_series(measured: Measured, ranks: ComparedRanks, *, run_name: str, 
     ]
 
 
-def efficiency(point: Point, points: Sequence[Point]) -> float | None:
+def efficiency(point: Point | PointSoFar, points: Sequence[Point | PointSoFar]) -> float | None:
     """Samples a second and worker, over those of the point with fewest workers on the same curve: the efficiency of
     both strong and weak scaling. None before there is another one."""
     curve = [other for other in points if other.mode == point.mode]
@@ -74,7 +84,9 @@ def efficiency(point: Point, points: Sequence[Point]) -> float | None:
     return point.samples_per_s.value / point.workers / (base.samples_per_s.value / base.workers)
 
 
-def _of_point(point: Point, points: Sequence[Point], common: Mapping[str, str]) -> list[Series]:
+def _of_point(
+    point: Point | PointSoFar, points: Sequence[Point | PointSoFar], common: Mapping[str, str]
+) -> list[Series]:
     labels = {"mode": point.mode, "workers": point.workers}
     values = {
         names.POINT_SAMPLES_PER_S: point.samples_per_s.value,

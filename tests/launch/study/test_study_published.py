@@ -51,6 +51,32 @@ def test_prometheus_finds_the_points_of_a_study_that_goes_on_and_how_its_workers
         urllib.request.urlopen(next(line.split()[-1] for line in said if "http" in line), timeout=30)
 
 
+class Early(Watched):
+    """Stand-ins at whose page somebody looks after the first turns of both sizes, of which more are to come."""
+
+    def __call__(self, code, path, rungs, seed, tell, config, sources):
+        told = []
+        Workers.__call__(self, code, path, rungs, seed, told.append, config, sources)
+        (url,) = [line.split()[-1] for line in self.said if "metrics for Prometheus" in line]
+        for number, result in enumerate(told):
+            tell(result)
+            if number == 1:
+                with urllib.request.urlopen(url, timeout=30) as answer:
+                    for family in text_string_to_metric_families(answer.read().decode()):
+                        self.page[family.name] = family.samples
+
+
+def test_points_are_there_from_their_first_turn_on_as_those_of_all_sizes_take_turns(study):
+    said = []
+    workers = Early(said)
+    record = study(Question(world_sizes=[1, 2], repeats=2), workers, said, flags={"monitoring.port": 0})
+    (done,) = workers.page["ray_scaleray_measured"]
+    times = {int(s.labels["workers"]): s.value for s in workers.page["ray_scaleray_point_step_time_seconds"]}
+    whole = {at.point.workers: at.point.step_time_s.value for curve in record.curves for at in curve.points}
+    assert done.value == 2 and set(times) == {1, 2}
+    assert times == pytest.approx(whole, rel=0.2)
+
+
 def test_a_study_that_fails_says_so_to_its_alert_command(study, tmp_path):
     heard = tmp_path / "heard"
     command = ["sh", "-c", f"cat >> {heard}"]
