@@ -92,6 +92,9 @@ def why_not(rows: Sequence[LinkRow], num_ranks: int) -> str:
         carries = f"; it carries {_rate(min(row.bytes_per_s for row in rows))}" if rows else ""
         return f"two ranks have one, and nothing to hold it against{carries}"
     if not rows:
-        return "a run does not measure its pairs of ranks; scaleray profile -c FILE does, after its steps"
+        return (
+            "a run measures its pairs of ranks while the alert slow_link holds, and says so in an event; "
+            "scaleray profile -c FILE does it after its steps"
+        )
     rates = [row.bytes_per_s for row in rows]
     return f"none more than the others, which carry {_rate(min(rates))} to {_rate(max(rates))}"

@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import torch
 from small_runs import Classify, make_job
 
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.errors import LeftEarly
 from scaleray.launch.workers import in_processes
 from scaleray.records.phases import Phase
+from scaleray.records.published import LinksMeasured
 from scaleray.records.run import EventRecord, Heartbeat
 from scaleray.records.wishes import Wish
 
@@ -30,11 +33,11 @@ class Tells:
 
 
 class EvaluatesUntilSeen(Classify):
-    """Rank 0's evaluation goes on until it was told of."""
+    """Rank 0's evaluation goes on until it was told of twice: what was answered the first time is done by then."""
 
     def metrics(self, model, batch):
         until = time.monotonic() + 30
-        while torch.distributed.get_rank() == 0 and not evaluations() and time.monotonic() < until:
+        while torch.distributed.get_rank() == 0 and len(evaluations()) < 2 and time.monotonic() < until:
             time.sleep(0.01)
         return super().metrics(model, batch)
 
@@ -43,28 +46,41 @@ def evaluations():
     return [one for one in TOLD if isinstance(one, Heartbeat) and one.phase == Phase.EVALUATION]
 
 
-def trained(place, folder):
+def trained(place, folder, wish):
     TOLD.clear()
+    WISHES[:] = [wish]
     in_processes.BEAT_S = 0.02
     flags = {"evaluation.every": "2 steps", "stop.after": "4 steps", "data.readers": "worker"}
     job, sources = make_job(EvaluatesUntilSeen(26, 8), flags, world_size=2)
-    in_processes._train(place, pickle.dumps((job, sources, folder, {})), Tells())
+    try:
+        in_processes._train(place, pickle.dumps((job, sources, folder, {})), Tells())
+    except LeftEarly as left:
+        return str(left)
     num_told = len(TOLD)
     time.sleep(0.1)
-    seen = evaluations()
-    return (
-        {(beat.rank, beat.world_size) for beat in TOLD if isinstance(beat, Heartbeat)},
-        bool(seen),
-        num_told,
-        len(TOLD),
+    messages = [one for told in TOLD if isinstance(told, list) for one in told]
+    return SimpleNamespace(
+        lives={(beat.rank, beat.world_size) for beat in TOLD if isinstance(beat, Heartbeat)},
+        has_evaluated=bool(evaluations()),
+        is_silent=len(TOLD) == num_told,
+        measured_after=[one.step for one in messages if isinstance(one, LinksMeasured)],
     )
 
 
 def test_each_process_tells_that_it_lives_in_a_long_evaluation_and_nothing_after_its_end(gloo, tmp_path):
-    first, second = gloo.run(2, trained, str(tmp_path))
-    assert first[0] == {(0, 2)} and second[0] == {(1, 2)}
-    assert first[1], "the evaluation is a sign of life of its own"
-    assert all(at_end == later for _, _, at_end, later in (first, second))
+    first, second = gloo.run(2, trained, str(tmp_path), Wish.LINKS)
+    assert first.lives == {(0, 2)} and second.lives == {(1, 2)}
+    assert first.has_evaluated, "the evaluation is a sign of life of its own"
+    assert first.is_silent and second.is_silent
+    assert (first.measured_after, second.measured_after) == ([3], []), "what was asked for in the evaluation before"
+
+
+def test_processes_that_are_asked_to_leave_save_and_do(gloo, tmp_path):
+    assert (
+        gloo.run(2, trained, str(tmp_path), Wish.LEAVE)
+        == ["left in good order after step 3, whose checkpoint is complete"] * 2
+    )
+    assert [manifest.step for manifest in Catalog.of_run(str(tmp_path)).complete()] == [3]
 
 
 def test_signs_of_life_reach_the_recorder_and_the_first_one_is_shown(monkeypatch, tmp_path):

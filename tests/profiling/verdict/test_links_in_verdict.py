@@ -43,7 +43,11 @@ def test_a_slow_link_behind_another_limit_is_named_among_the_others():
 
 @pytest.mark.parametrize(
     ("rows", "workers", "words"),
-    [([], 4, "a run does not measure its pairs"), (links(set()), 4, "none more than the others"), ([], 2, "two ranks")],
+    [
+        ([], 4, "a run measures its pairs of ranks while"),
+        (links(set()), 4, "none more than the others"),
+        ([], 2, "two ranks"),
+    ],
 )
 def test_where_nobody_knows_which_link_it_is_the_verdict_says_why(rows, workers, words):
     found = with_links(verdict(COMMUNICATION), SimpleNamespace(links=rows), Facts(workers, "ddp"))
