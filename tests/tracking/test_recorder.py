@@ -15,9 +15,11 @@ from types import SimpleNamespace
 import pytest
 from gloo_pool import PRELOADED
 
+from scaleray import live_metrics as live
 from scaleray.errors import TrackingError
-from scaleray.records.published import RankSample
+from scaleray.records.published import LinksMeasured, RankSample
 from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord, SystemRecord
+from scaleray.records.wishes import Wish
 from scaleray.tracking import store
 from scaleray.tracking.operations import SetTags
 from scaleray.tracking.recorder import Recorder
@@ -424,6 +426,20 @@ def test_a_worker_of_an_earlier_larger_group_is_not_missed(uri, tmp_path):
     for rank, size in ((0, 3), (1, 3), (2, 3), (0, 2), (1, 2)):
         recorder.beat(Heartbeat(rank, "node", 1, 5, "loss", 0.0, world_size=size))
     assert [beat.rank for beat in recorder.heartbeats()] == [0, 1]
+
+
+def test_what_alerts_ask_of_links_reaches_the_first_worker_and_what_it_measures_is_published(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    recorder.alerts.measure_links()
+    wishes = [recorder.beat(Heartbeat(rank, "node", 1, 1, "forward", 0.1, world_size=2)) for rank in (1, 0)]
+    assert wishes == [Wish.NOTHING, Wish.LINKS]
+    recorder.start()
+    recorder.log([LinksMeasured(2, "1", "0", 4e6, 8e7)])
+    recorder.durable()
+    found = {one.metric: one for one in recorder.publishing.own_series()}
+    assert found[live.SLOWEST_LINK].value == pytest.approx(0.05)
+    assert recorder.poll(0)[1][:-1] == [], "figures for charts are no lines of a terminal"
+    recorder.finish("FINISHED", metrics={}, tags={}, files={})
 
 
 def test_tries_come_further_and_further_apart_while_mlflow_is_away(tmp_path, monkeypatch):
