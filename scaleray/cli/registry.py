@@ -51,7 +51,7 @@ def list_(
 
     from scaleray.reports.terminal.record import print_whole, width_of
     from scaleray.reports.terminal.registry import registry_table
-    from scaleray.reports.terminal.tables import as_rich
+    from scaleray.reports.terminal.tables import MOST_ROWS, as_rich
     from scaleray.tracking.registry.choose import list_experiments
 
     kinds = kind.replace(" ", "").split(",") if kind else ()
@@ -60,9 +60,12 @@ def list_(
         print_json({"experiments": [one.to_dict() for one in found]})
         return 0
     console = Console()
-    if found:
-        print_whole(console, as_rich(registry_table(found, rows=rows), width=width_of(console)))
-    print(f"{len(found)} experiments" if found else "no experiment is like that")
+    shown = found[: max(0, rows)]
+    for start in range(0, len(shown), MOST_ROWS):
+        table = registry_table(shown[start : start + MOST_ROWS])
+        print_whole(console, as_rich(table, width=width_of(console)))
+    left_out = len(found) - len(shown)
+    print(f"{len(found)} experiments" + (f", {left_out} of them not shown: --rows, --json" if left_out else ""))
     return 0
 
 
@@ -96,6 +99,7 @@ def curve(
     where: str | None = None,
     figure: str = "efficiency",
     html: Path | None = None,
+    rows: int = 20,
     uri: Uri = None,
     json: Json = False,
 ) -> int:
@@ -115,6 +119,8 @@ def curve(
         efficiency, samples_per_s, mfu, speedup or step_time_s.
     html
         File for one page with the curves.
+    rows
+        Newest points to show of each curve; changes are shown anyway.
     """
     from rich.console import Console
 
@@ -133,7 +139,7 @@ def curve(
         return 0
     console = Console()
     for course in found:
-        print_whole(console, as_rich(course_table(course), width=width_of(console)))
+        print_whole(console, as_rich(course_table(course, rows=rows), width=width_of(console)))
     print(course_headline(found) + (f"\npage: {html}" if html is not None else ""))
     return 0
 

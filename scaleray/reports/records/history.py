@@ -14,12 +14,15 @@ from scaleray.text.units import figure, seconds
 CHANGE_IS = "a change is marked where the energy distance of both sides is beyond chance (E-divisive, 5 %)"
 
 
-def course_table(course: Course) -> Table:
-    """Every point by date, with the changes of level."""
+def course_table(course: Course, *, rows: int | None = None) -> Table:
+    """The points by date, with the changes of level. rows: of the newest points; those of changes are shown anyway."""
     changes = {one.index: one for one in course.changes}
-    rows = []
+    first = 0 if rows is None else max(0, len(course.points) - rows)
+    cells = []
     for number, (one, value) in enumerate(zip(course.points, course.values, strict=True)):
         change = changes.get(number)
+        if change is None and number < first:
+            continue
         said = ""
         if change is not None:
             word = "worse" if course.is_worse(change) else "better"
@@ -27,9 +30,12 @@ def course_table(course: Course) -> Table:
             beside = "; ".join(course.explained(change)) or "nothing else is recorded to have changed"
             said = f"{word}: {levels} (p {change.p_value:.2g}); {beside}"
         started = str(one.values["started"]).replace("T", " ")
-        rows.append((started, str(one.values["name"]), _shown(course.figure, value), said))
+        cells.append((started, str(one.values["name"]), _shown(course.figure, value), said))
     columns = ("started", "name", course.figure.replace("_", " "), "change")
-    return Table(course.title, columns, tuple(rows), (CHANGE_IS,) if course.changes else ())
+    notes = [CHANGE_IS] if course.changes else []
+    left_out = len(course.points) - len(cells)
+    notes += [f"{quantity(left_out, 'earlier point')} left out: --rows, --html or --json"] if left_out else []
+    return Table(course.title, columns, tuple(cells), tuple(notes))
 
 
 def course_headline(found: Sequence[Course]) -> str:

@@ -11,18 +11,16 @@ from scaleray.text.units import count, seconds
 SHOWN = ("name", "kind", "started", "owner", "model", "gpus", "strategy", "global_batch", "rule")
 
 
-def registry_table(found: Sequence[Experiment], *, rows: int) -> Table:
-    """The first `rows` of the experiments. What must not be used says why."""
-    notes = [f"{len(found) - rows} more are left out: --rows, --json, or scaleray registry export"]
-    has_words = any(_remarks(one) for one in found[:rows])
+def registry_table(found: Sequence[Experiment]) -> Table:
+    """The experiments, one a row. What must not be used says why."""
+    has_words = any(map(_remarks, found))
     return Table(
         title="",
         columns=(
             *("workers" if name == "gpus" else name.replace("_", " ") for name in SHOWN),
             "samples/s", "step", "efficiency", "worker hours", "purpose", *(["remarks"] if has_words else []),
         ),
-        rows=tuple(_row(one)[: None if has_words else -1] for one in found[:rows]),
-        notes=tuple(notes if len(found) > rows else ()),
+        rows=tuple(_row(one)[: None if has_words else -1] for one in found),
     )  # fmt: skip
 
 
