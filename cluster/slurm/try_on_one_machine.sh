@@ -311,7 +311,12 @@ try_submit() {
   scaleray jobs stop second --to here
   scaleray jobs logs second --to here --follow >"$work/second.log" 2>&1 || true
   grep -q '^stopped: what was trained is saved' "$work/second.log" || { tail -n 20 "$work/second.log"; return 1; }
-  scaleray jobs list --to here --json | grep -q '"status": "STOPPED"'
+  for _ in $(seq 60); do # its nodes may still be at its end
+    said=$(scaleray jobs list --to here --json)
+    case "$said" in *'"status": "STOPPED"'*) break ;; esac
+    sleep 1
+  done
+  case "$said" in *'"status": "STOPPED"'*) ;; *) echo "failed: it is not stopped: $said" >&2; return 1 ;; esac
   passed "scaleray jobs stop: saved, ended, not queued again"
   if scaleray submit -c jobs/digits.yaml --to apart --wait --name third "${training[@]:2}" >"$work/third.log" 2>&1; then
     echo "failed: a folder that is not shared did not fail the job" >&2
