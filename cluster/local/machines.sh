@@ -64,6 +64,13 @@ trap clean_up EXIT
 trap 'exit 130' INT TERM
 
 make_network "$name" "$network"
+# by which addresses have names: where nobody answers, torch asks for a name ten seconds at each connection
+hosts="127.0.0.1 localhost"
+last=10
+for machine in "${machines[@]}"; do
+  last=$((last + 1))
+  hosts+=$'\n'"$network.$last $machine"
+done
 last=10
 for machine in "${machines[@]}"; do
   last=$((last + 1))
@@ -77,8 +84,10 @@ for machine in "${machines[@]}"; do
     mkdir -p "$2"
     mount --move /mnt "$2"
     mount -t tmpfs -o size=8g tmpfs /dev/shm
+    echo "$3" >/tmp/hosts
+    mount --bind /tmp/hosts /etc/hosts
     touch "$2/.$1"
-    while true; do sleep 3600 & wait; done' machine "$machine" "$shared" </dev/null >/dev/null 2>&1 &
+    while true; do sleep 3600 & wait; done' machine "$machine" "$shared" "$hosts" </dev/null >/dev/null 2>&1 &
   starter=$!
   until [ -e "$shared/.$machine" ]; do
     kill -0 "$starter" 2>/dev/null || { echo "skipped: no machine can be made here"; exit 75; }

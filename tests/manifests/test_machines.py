@@ -50,6 +50,7 @@ def test_a_machine_has_a_name_processes_and_temporary_files_of_its_own(tmp_path)
     (tmp_path / "for_all").write_text("here")
     with machines(2, tmp_path) as (one, two):
         assert [run(each, "hostname").strip() for each in (one, two)] == ["n1", "n2"]
+        assert run(one, "getent", "hosts", two.address).split() == [two.address, "n2"]
         assert run(one, "cat", str(tmp_path / "for_all")) == "here"
         assert run(one, "ls", "/tmp") != "" and "for_all" not in run(one, "ls", "/tmp")
         assert run(one, "cat", "/proc/1/comm") == "bash\n"
