@@ -37,17 +37,19 @@ def check(address: str) -> None:
             raise other_token(address) from exc
         if exc.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             tls = "with" if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true") else "without"
-            said = f"something listens there, which does not speak as Ray does ({tls} TLS, RAY_USE_TLS)"
-            raise OSError(f"{said} within {ANSWER_TIMEOUT_S:g} s") from exc
+            said = f"something listens there, but did not answer as Ray does within {ANSWER_TIMEOUT_S:g} s"
+            raise OSError(f"{said} (asked {tls} TLS, by RAY_USE_TLS)") from exc
     finally:
         channel.close()
 
 
 def other_token(address: str) -> ClusterError:
     """The error of a cluster that does not take this user's token."""
+    is_sent = os.environ.get(token.MODE) != "disabled"
+    mine = "another than the cluster's" if is_sent else f"not sent, as {token.MODE} is disabled"
     return ClusterError(
         "the token",
-        "another than the cluster's" if token.has_token() else None,
+        mine if token.has_token() else None,
         f"the cluster at {address} asks for its own",
         "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to it, with RAY_AUTH_MODE=token",
     )

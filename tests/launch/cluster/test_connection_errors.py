@@ -56,10 +56,18 @@ def wanting_a_token(call, context):
     context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
 
 
-@pytest.mark.parametrize(("has_one", "found"), [(True, "another than the cluster's"), (False, "missing")])
-def test_a_cluster_that_wants_another_token_is_one_message_at_once(monkeypatch, has_one, found):
+@pytest.mark.parametrize(
+    ("has_one", "mode", "found"),
+    [
+        (True, "token", "another than the cluster's"),
+        (True, "disabled", "not sent, as RAY_AUTH_MODE"),
+        (False, "disabled", "missing"),
+    ],
+)
+def test_a_cluster_that_wants_another_token_is_one_message_at_once(monkeypatch, has_one, mode, found):
     monkeypatch.setattr(token, "has_token", lambda: has_one)
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     service, method = answering.ALIVE[1:].split("/")
     handlers = {method: grpc.unary_unary_rpc_method_handler(wanting_a_token)}
     with a_server(grpc.method_handlers_generic_handler(service, handlers)) as address:
@@ -71,7 +79,7 @@ def test_what_listens_and_is_not_ray_is_said_instead_of_waited_for(monkeypatch):
     monkeypatch.setattr(answering, "ANSWER_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         message = refused(monkeypatch, f"127.0.0.1:{silent.getsockname()[1]}")
-    assert "does not speak as Ray does (without TLS, RAY_USE_TLS)" in message and len(message.splitlines()) == 2
+    assert "did not answer as Ray does" in message and "asked without TLS" in message and len(message.splitlines()) == 2
 
 
 def test_the_address_of_a_dashboard_is_told_from_that_of_a_head(monkeypatch):
