@@ -130,7 +130,7 @@ RULES = (
     Rule(
         "run_finished",
         "info",
-        "the run has finished, or was stopped by its user or an alert",
+        "the run has ended without an error",
         "count",
         "Nothing.",
         "Read its record: scaleray report RUN.",
