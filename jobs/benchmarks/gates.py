@@ -1,6 +1,6 @@
 """How often the gates pass what is worse by their margin, and refuse what is as good, on the noise of real runs.
 
-    python jobs/benchmarks/gates.py --runs FOLDER [--study FOLDER] [--trials 2000]
+    python jobs/benchmarks/gates.py --runs FOLDER [--study FOLDER] [--trials 2000] [--drift]
 
 FOLDER holds trainings that differ in their seed alone (and their records); the study's folder a scaling study. Each
 trial draws runs (or turns) with replacement, moves one side so that the truth is known, and asks the gate.
@@ -19,12 +19,16 @@ from pathlib import Path
 import numpy as np
 
 from scaleray.config.base import Target
+from scaleray.data import ArraySource
+from scaleray.data.described import columns_of
 from scaleray.gates.answer import GateResult
 from scaleray.gates.convergence import Learning, convergence_gate
-from scaleray.gates.policy import ConvergencePolicy, ScalingPolicy
+from scaleray.gates.drift import data_gate, speed_gate
+from scaleray.gates.policy import ConvergencePolicy, DriftPolicy, ScalingPolicy
 from scaleray.gates.scaling import scaling_gate
 from scaleray.launch.gate.evidence import learning
 from scaleray.records.read import FILE, read_record
+from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
 from scaleray.scaling.curves.efficiency import curve_points
 from scaleray.tracking.find_record import find_run
@@ -97,6 +101,50 @@ def scaling(study: StudyRecord, policy: ScalingPolicy, *, efficiency: float, tur
     return draw
 
 
+def speed(pool: list[RunRecord], policy: DriftPolicy, *, number: int, slower: float) -> Draw:
+    """Trials of drift's gate `speed`: `number` runs of today, whose samples truly take so much longer, against five."""
+
+    def draw(random: np.random.Generator) -> GateResult:
+        today, then = ([pool[i] for i in random.integers(len(pool), size=size)] for size in (number, 5))
+        changed = [dataclasses.replace(run, samples_per_s=(run.samples_per_s or 0) / (1 + slower)) for run in today]
+        return speed_gate(changed, then, policy=policy)
+
+    return draw
+
+
+def data(pool: list[RunRecord], policy: DriftPolicy, *, rows: int, shift: float) -> Draw:
+    """Trials of drift's gate `data` on rows of the digits, of which those of today are moved by so many standard
+    deviations of their means."""
+    from sklearn.datasets import load_digits
+
+    images = load_digits().data / 16
+    moved = shift * float(images.mean(axis=1).std(ddof=1))
+
+    def draw(random: np.random.Generator) -> GateResult:
+        sides = [images[random.integers(len(images), size=rows)] + by for by in (moved, 0.0)]
+        facts = [{"x": {"rows": rows, "columns": columns_of(ArraySource({"image": side}))}} for side in sides]
+        today, then = (dataclasses.replace(pool[0], data=one) for one in facts)
+        return data_gate([today], [then], policy=policy)
+
+    return draw
+
+
+def drift_rows(folder: Path, show: Callable[[str, str, int, Draw], None]) -> None:
+    """Print the rows of drift's gates. show: prints one."""
+    found = [read_record(path.parent) for path in sorted(folder.glob(f"*/{FILE}"))]
+    pool = [run for run in found if isinstance(run, RunRecord) and run.samples_per_s]
+    speeds = [run.samples_per_s or 0.0 for run in pool]
+    print(
+        f"{len(pool)} speeds, standard deviation {statistics.stdev(speeds) / statistics.mean(speeds):.1%} of the mean"
+    )
+    limit = DriftPolicy()
+    for number in (3, 5):
+        for slower in (0.0, limit.margin_slower, 2 * limit.margin_slower):
+            show("speed", f"{slower:.0%} slower", number, speed(pool, limit, number=number, slower=slower))
+    for shift in (0.0, limit.margin_shift, 2 * limit.margin_shift):
+        show("data", f"mean moved by {shift:g} deviations", 1000, data(pool, limit, rows=1000, shift=shift))
+
+
 def main() -> None:
     """Simulate and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -108,8 +156,8 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, nargs="+", default=[5, 10, 20])
     parser.add_argument("--trials", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drift", action="store_true", help="the gates of drift alone")
     options = parser.parse_args()
-    pool = pool_of(options.runs, options.target)
     policy = ConvergencePolicy(margin=options.margin, metric_margin=options.metric_margin, not_faster_than_chance=False)
     both = policy.model_copy(update={"not_faster_than_chance": True})
     print("| gate | truth | runs or turns | pass | fail | inconclusive |\n|---|---|---|---|---|---|")
@@ -121,6 +169,10 @@ def main() -> None:
             flush=True,
         )
 
+    if options.drift:
+        drift_rows(options.runs, show)
+        return
+    pool = pool_of(options.runs, options.target)
     at = 1 + options.margin
     for number in options.numbers:
         one = lambda n=number, rule=both, **truth: convergence(pool, options.target, rule, n, **truth)

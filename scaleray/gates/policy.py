@@ -95,8 +95,8 @@ class DriftPolicy(Settings):
     """Fewest rows on which a column's mean and deviation are judged."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
     """Probability to pass at a margin, of each test."""
-    min_runs: Annotated[int, Field(ge=2)] = 2
-    """Fewest runs of each side whose speed is compared."""
+    min_runs: Annotated[int, Field(ge=2)] = 3
+    """Fewest runs of each side whose speed is compared: two beside many would pass too often at the margin."""
 
 
 class Policy(Settings):

@@ -51,17 +51,21 @@ class TestSpeed:
             and "beyond the margin of 10 %" in check.words
         )
 
+    def test_two_runs_beside_many_are_too_few_whatever_their_speed(self):
+        result = speed_gate(runs([1000, 1001]), runs([1000] * 9 + [1001]), policy=POLICY)
+        assert result.answer == "inconclusive" and "asks for 3" in result.checks[-1].words
+
     def test_one_run_says_nothing_of_its_noise(self):
         result = speed_gate(runs([700]), runs([1005, 995, 1000]), policy=POLICY)
-        assert result.answer == "inconclusive" and result.checks[-1].runs_needed == 2
+        assert result.answer == "inconclusive" and result.checks[-1].runs_needed == 3
 
     def test_noise_that_hides_the_margin_is_inconclusive(self):
-        result = speed_gate(runs([700, 1300]), runs([800, 1200]), policy=POLICY)
+        result = speed_gate(runs([700, 1300, 1000]), runs([800, 1200, 1000]), policy=POLICY)
         assert result.answer == "inconclusive"
 
     def test_other_hardware_is_named_and_never_passes(self):
         other = {**copy.deepcopy(ENVIRONMENT), "accelerators": {"names": ["L4"]}}
-        result = speed_gate(runs([1000, 1010], environment=other), runs([1005, 995]), policy=POLICY)
+        result = speed_gate(runs([1000, 1010, 990], environment=other), runs([1005, 995, 1000]), policy=POLICY)
         assert result.answer == "inconclusive" and "on L4 today" in result.checks[0].words
 
     def test_runs_that_were_too_short_and_no_runs_are_inconclusive(self):

@@ -16,7 +16,7 @@ from tests.launch.promote.conftest import POLICY
 
 pytestmark = pytest.mark.combination
 
-WIDE = {**POLICY, "drift": {"margin_slower": 50.0, "alpha": 0.4}}
+WIDE = {**POLICY, "drift": {"margin_slower": 50.0, "alpha": 0.4, "min_runs": 2}}
 """A policy that speeds of a loaded machine pass: what is slower fails in tests of the gate."""
 
 

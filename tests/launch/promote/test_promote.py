@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,17 @@ def test_nothing_is_made_where_a_gate_does_not_pass(sides):
     assert (found.answer, found.version) == ("inconclusive", None)
     assert ModelRegistry(uri).versions("corners") == []
     assert "stays as it is" in found.lines()[-1] and any("asks for 5" in line for line in found.lines())
+
+
+def test_nothing_is_made_of_a_record_that_is_not_what_mlflow_was_told(sides, tmp_path):
+    candidates, baselines, uri = sides
+    changed = shutil.copytree(candidates[0], tmp_path / "changed")
+    record = json.loads((changed / "record.json").read_text())
+    record["metrics"]["val/accuracy"] = 0.999
+    (changed / "record.json").write_text(json.dumps(record))
+    found = promote([str(changed), candidates[1]], "champion", against=baselines, policy=POLICY, uri=uri)
+    assert (found.gates["fingerprint"], found.version) == ("fail", None)
+    assert any("is not what MLflow was told: metrics.val/accuracy" in line for line in found.not_passed)
 
 
 def test_without_an_alias_a_version_is_made_with_the_answers_of_the_gates(sides):
