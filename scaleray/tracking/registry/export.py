@@ -10,6 +10,7 @@ from pathlib import Path
 from scaleray.errors import ConfigError, StorageError, UsageError, first_line
 from scaleray.planner.answers.team_points import TeamPoints, points_of
 from scaleray.records.experiment import COLUMNS, Experiment
+from scaleray.records.printed import quantity
 from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.study import StudyRecord
 from scaleray.tracking.find_record import reading_mlflow
@@ -57,7 +58,7 @@ def export_experiments(
     except OSError as exc:
         raise StorageError("--out", str(out), f"it cannot be written: {exc.strerror or first_line(exc)}") from exc
     return [
-        f"{len(points.points)} points of {len(points.models)} models: {path}",
+        f"{quantity(len(points.points), 'point')} of {quantity(len(points.models), 'model')}: {path}",
         *(f"left out: {reason}" for reason in points.skipped),
         f"learn from them: scaleray plan -c FILE --cluster ... --learn {path}",
     ]

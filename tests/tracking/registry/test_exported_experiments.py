@@ -59,7 +59,7 @@ def test_the_planner_learns_from_the_points_of_studies_that_are_valid(uri, tmp_p
     a_counted_study(uri, tmp_path)
     a_study(uri, name="uncounted", started_at=1.79e9)
     lines = export_experiments(tmp_path / "points.json", uri=uri)
-    assert lines[0].startswith("3 points of 1 models") and any(
+    assert lines[0].startswith("3 points of 1 model:") and any(
         "uncounted: it has no record.json" in line for line in lines
     )
     found = read_team_points(tmp_path / "points.json")
