@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scaleray import metric_names as names
 from scaleray.config.base import Target
 from scaleray.errors import ScaleRayError
 from scaleray.launch.gate.evidence import learning
@@ -127,8 +128,8 @@ def of_training(folder: Path, target: str) -> dict[str, float]:
         if (profile := getattr(record, "profile", None)) is not None:
             known = profile.figures()
             parts = ("forward", "backward", "optimizer")
-            figures["busy"] = sum(known.get(f"profile/{part}_share", 0.0) for part in parts)
-            figures["goodput"] = known.get("profile/goodput")
+            figures["busy"] = sum(known.get(names.PART_SHARE.name.replace("PART", part), 0.0) for part in parts)
+            figures["goodput"] = known.get(names.GOODPUT.name)
         return numbers_of(figures)
     return {}
 

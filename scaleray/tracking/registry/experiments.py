@@ -109,7 +109,9 @@ def _experiment(run: Any) -> Experiment:
         for name, metrics in METRICS.items()
     }
     if kind == "study":
-        values["efficiency"] = _first(data.metrics, [f"scaling/{mode}_efficiency" for mode in ("strong", "weak")])
+        values["efficiency"] = _first(
+            data.metrics, [names.scaling_curve(mode, "efficiency") for mode in ("strong", "weak")]
+        )
     if "global_batch" in values:
         values["global_batch"] = _whole(values["global_batch"])
     return Experiment(
