@@ -38,6 +38,7 @@ def test_a_linear_network_costs_six_flops_for_each_weight_of_which_the_input_nee
     assert found == CountedFlops(6 * (6 * 8 + 8 * 3) - 2 * 6 * 8)
 
 
+@pytest.mark.combination
 def test_what_cannot_be_counted_is_said_with_its_reason_and_the_run_goes_on():
     workload = Classify()
     workload.lock = threading.Lock()  # does not travel
@@ -63,6 +64,7 @@ def test_nothing_is_started_where_no_utilisation_comes_of_it_or_the_flops_are_gi
         assert threading.active_count() == before
 
 
+@pytest.mark.combination
 def test_a_run_that_ends_before_they_are_counted_ends_their_process_and_hears_nothing(monkeypatch):
     started, told = [], []
     popen = module.subprocess.Popen
