@@ -18,6 +18,8 @@ MISSING = "missing"
 SECTIONS = ("config", "derived", "code", "environment", "topology", "data")
 NAMES_OF_THE_RUN = ("tracking.run_name",)
 """Keys of the config that differ between any two runs and mean nothing."""
+MEASURED_OF_DATA = "row_us"
+"""Last part of the keys of the data that are a measurement, which differs between any two runs: no condition."""
 
 Conditions = dict[str, dict[str, Any]]
 """Conditions by section, then by dotted key."""
@@ -37,7 +39,8 @@ def conditions(record: RunRecord | StudyRecord | SweepRecord) -> Conditions:
     found: Conditions = {section: {} for section in SECTIONS}
     found["config"] = {k: v for k, v in leaves(record.config) if k not in NAMES_OF_THE_RUN}
     if isinstance(record, RunRecord):
-        found["derived"], found["data"] = dict(leaves(record.derived)), dict(leaves(record.data))
+        found["derived"] = dict(leaves(record.derived))
+        found["data"] = {k: v for k, v in leaves(record.data) if k.rpartition(".")[2] != MEASURED_OF_DATA}
         environment = record.environment.get("environment", {})
         found["topology"] = _topology(record)
     else:

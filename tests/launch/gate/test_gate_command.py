@@ -40,6 +40,14 @@ def test_runs_of_the_same_but_the_seed_beside_the_run_are_its_repeats(tmp_path):
     assert len(evidence.notes) == 2
 
 
+def test_what_a_row_took_to_be_read_makes_no_other_run_of_a_repeat(tmp_path):
+    runs = [
+        write(tmp_path / f"run{seed}", a_run(f"run{seed}", config={"seed": seed}, data={"train": {"row_us": us}}))
+        for seed, us in enumerate([8.1, 8.4, 7.9])
+    ]
+    assert len(collect(runs[:1]).candidates) == 3
+
+
 def test_the_command_of_a_gate_asks_it_again_of_the_same_runs(tmp_path):
     candidates, baselines = (a_folder_of_runs(tmp_path / side, side) for side in ("candidate", "baseline"))
     first = judge(candidates[:1], against=baselines[:1], gates=["convergence", "operations"])
