@@ -3,10 +3,10 @@
 # FOLDER: where everything is kept; RUNS: trainings of each side; below 5 the policy's gates would be inconclusive.
 # Started again, it goes on where it was.
 set -euo pipefail
-jobs=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 folder=${FOLDER:-$HOME/scaleray/path-of-digits} runs=${RUNS:-5} python=${PYTHON:-python}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
+cd "$(dirname "${BASH_SOURCE[0]}")/.." # where jobs/digits.py is found
 path=$folder/path-digits uri=sqlite:///$folder/mlflow.db
 name=path$$ server=
 
@@ -24,8 +24,8 @@ scaleray cluster up "$name" --cpus 4
 eval "$(scaleray cluster status "$name" --export)"
 
 if [ ! -e "$path/path.json" ]; then
-    scaleray path start -c "$jobs/digits.yaml" --target "test/accuracy >= 0.95" --workers 2 --runs "$runs" --name digits \
-        --policy "$jobs/path_digits.policy.yaml" --cluster h100:8x1 --local --checkpoint.storage-path "$folder" \
+    scaleray path start -c "jobs/digits.yaml" --target "test/accuracy >= 0.95" --workers 2 --runs "$runs" --name digits \
+        --policy "jobs/path_digits.policy.yaml" --cluster h100:8x1 --local --checkpoint.storage-path "$folder" \
         --tracking.uri "$uri" --stop.after "8 epochs" --evaluation.every "256 samples"
 fi
 stage baseline
