@@ -1,5 +1,5 @@
 #!/bin/bash
-# Digits from a baseline on one worker to a model that MLflow serves, along `scaleray path`: about ten minutes on 2 cores.
+# Digits from a baseline on one worker to a model that MLflow serves, along `scaleray path`.
 # FOLDER: where everything is kept; RUNS: trainings of each side; below 5 the policy's gates would be inconclusive.
 # Started again, it goes on where it was.
 set -euo pipefail

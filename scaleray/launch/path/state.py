@@ -26,6 +26,7 @@ from scaleray.launch.promote.schedules import KINDS
 from scaleray.launch.session.start import with_absolute_paths
 from scaleray.records.json_record import jsonable
 from scaleray.records.path import PathRecord
+from scaleray.reproducibility.fingerprint import git_state
 from scaleray.tracking.operations import LogArtifact, LogParams, SetTags
 from scaleray.tracking.store import RunStore, check_reachable, open_client, resolve_uri, sqlite_path
 
@@ -87,7 +88,7 @@ def start_path(
         cluster=cluster,
         kind=kind,
         soak=_soak(soak, whole),
-        notes=_notes(runs, held),
+        notes=[*_notes(runs, held), *_of_code(held)],
         tracking_uri=resolve_uri(whole.tracking.uri),
     )
     _refuse_taken(path)
@@ -123,6 +124,16 @@ def _notes(runs: int, policy: Policy) -> list[str]:
     if runs >= least:
         return []
     return [f"{runs} trainings of each side are fewer than the policy's {least}: its gate will say inconclusive"]
+
+
+def _of_code(policy: Policy) -> list[str]:
+    """What the gate fingerprint will miss of the code, said before anything is trained rather than after all of it."""
+    state = git_state(Path.cwd())
+    if not state:
+        return ["no commit is known of this folder: the gate fingerprint will say inconclusive; begin it in a checkout"]
+    if state["is_dirty"] and not policy.fingerprint.allow_uncommitted:
+        return ["there are changes that no commit holds: the gate fingerprint will fail; commit them first"]
+    return []
 
 
 def _refuse_taken(path: PathRecord) -> None:

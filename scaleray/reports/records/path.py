@@ -55,7 +55,11 @@ def path_page(path: PathRecord) -> Page:
         is_out = promoted is not None and promoted.status == "done"
         headline = f"{path.model}@{path.alias} is promoted" if is_out else "At its end, with nothing promoted"
     else:
-        headline = f"{len(done)} of {quantity(len(path.tasks), 'task')} done; next: {following.what}"
+        skipped = sum(task.status == "skipped" for task in done)
+        left_out = f", {skipped} skipped" if skipped else ""
+        headline = (
+            f"{len(done) - skipped} of {quantity(len(path.tasks), 'task')} done{left_out}; next: {following.what}"
+        )
     return Page(
         kind="Path to production",
         name=path.name,
@@ -189,7 +193,7 @@ def _row(task: PathTask) -> tuple[str, ...]:
     return (
         task.what,
         task.status,
-        task.words or _figures(task),
+        _figures(task) if task.act == "train" and task.status == "done" else task.words,
         task.by,
         _when(task.started_at),
         seconds(task.duration_s) if task.duration_s is not None else "",
