@@ -115,9 +115,9 @@ def assert_same_run(record, whole):
         steps = [step for step, _ in values]
         assert len(steps) == len(set(steps)), f"{name} is doubled"
     for name, values in expected.items():
-        # a process that is killed right after a checkpoint may not have told how long that took, and a profile is that of
-        # the last process
-        if not name.startswith(("system/", "point/", "checkpoint/", "profile/")):
+        # a process that is killed right after a checkpoint may not have told how long that took, a profile is that of the
+        # last process, and one that was stopped has told what the run had cost until then
+        if not name.startswith(("system/", "point/", "checkpoint/", "profile/", "cost/")):
             assert [step for step, _ in found[name]] == [step for step, _ in values], name
     for name in ("train/loss", "train/learning_rate", "train/epoch", "val/loss"):
         assert found[name] == expected[name]
