@@ -23,14 +23,12 @@ MOST_DIFFERENCES = 8
 Configs = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 
-def conditions_of(
-    config: RunConfig, workload: Any, topology: Mapping[str, Any], folder: str | Path = "."
-) -> Conditions:
-    """The conditions of what is measured here and now.
+def conditions_of(config: RunConfig, workload: Any, topology: Mapping[str, Any]) -> Conditions:
+    """The conditions of what is measured here and now. topology: nodes and how workers are started.
 
-    topology: nodes and how workers are started. folder: where git is asked for the commit.
+    The commit is that of the working directory, as for a training: a config may lie outside of the checkout.
     """
-    facts = environment(folder)
+    facts = environment()
     git = facts.pop("git", {})
     return Conditions(
         config_hash=digest(training_of(config.to_dict())),

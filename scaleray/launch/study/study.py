@@ -84,7 +84,7 @@ def study(
         question = dataclasses.replace(question, world_sizes=room.sizes)
         rungs = make_rungs(config, question, workload, sources, cores=num_cores(nodes))
         spread = launch_config(config, room, nodes)
-        conditions = conditions_of(config, workload, topology_of(config, nodes), base_dir or ".")
+        conditions = conditions_of(config, workload, topology_of(config, nodes))
         for other in more:
             check_same(conditions, other.conditions, whose=other.name, configs=(config.to_dict(), other.config))
         with own_folder(config, "study", started_at) as folder, sigterm_like_ctrl_c():

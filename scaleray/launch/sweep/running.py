@@ -101,7 +101,7 @@ class RunningSweep:
         return self
 
     def _tags(self) -> dict[str, str]:
-        config, facts = self.plan.base, environment(Path.cwd())
+        config, facts = self.plan.base, environment()
         return {
             "scaleray.config_hash": config.hash(),
             **source_tags(config.workload.name, facts["git"]),

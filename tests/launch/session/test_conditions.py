@@ -12,6 +12,7 @@ from scaleray.errors import ConfigError, StorageError
 from scaleray.launch.session.conditions import MOST_DIFFERENCES, check_same, conditions_of, differences, key_of
 from scaleray.launch.study.turn_store import InvalidTurns, KnownTurns, mark_invalid, studies_of
 from scaleray.records.study import ToTarget, Turn
+from scaleray.reproducibility import fingerprint
 
 NODES = {"launch": "Ray Train", "nodes": [{"cpus": 2, "gpus": 0, "accelerator": None}]}
 
@@ -136,3 +137,10 @@ def test_turns_of_a_study_that_is_invalid_are_not_taken_over_and_stay(tmp_path):
     mark_invalid(str(tmp_path), InvalidTurns("hot", "the fan was off", 0.0, 10.0))
     assert KnownTurns(str(tmp_path), conditions()).turns("w001-b8") == [turn(50.0, "cool")]
     assert len(known.store.names("w002-b8")) == 3
+
+
+def test_the_commit_is_that_which_a_training_here_would_record(monkeypatch):
+    state, asked = {"commit": "c" * 40, "is_dirty": False, "diff_sha256": None}, []
+    monkeypatch.setattr(fingerprint, "git_state", lambda folder: asked.append(folder) or state)
+    assert conditions().environment["git"] == fingerprint.environment()["git"] == state
+    assert asked[0] == asked[1]
