@@ -44,6 +44,8 @@ def refusing(text):
 def test_a_wrong_token_is_one_message_without_the_token(monkeypatch, capfd, token, found):
     monkeypatch.setattr(on_ray, "joined", refusing(LINE * 20))
     monkeypatch.setattr(of_user, "has_token", lambda: token is not None)
+    monkeypatch.setenv("RAY_AUTH_MODE", "")  # put back afterwards what the command sets, and an earlier one has set
+    monkeypatch.delenv("RAY_AUTH_MODE")
     if token:
         monkeypatch.setenv("RAY_AUTH_TOKEN", token)
     assert run_command(["doctor", "--address", "10.0.0.1:6379"]) == 2
