@@ -19,7 +19,15 @@ CONFIG = {
 DATA = {"train": {"rows": 1437, "sha256": "aa", "hashed": "content", "read_by": "worker"}}
 
 
-def a_run(name="candidate", *, environment=None, config=None, data=None, **more):
-    facts = {"environment": {**copy.deepcopy(ENVIRONMENT), **(environment or {})}}
+def workers_on(environment, *, device="cuda:0", number=2):
+    """What workers of this environment tell of their machines."""
+    about = {"device": device, "cpu": environment["cpu"]["model"], "accelerators": environment["accelerators"]}
+    return [{"rank": rank, "node": "10.0.0.1", **copy.deepcopy(about)} for rank in range(number)]
+
+
+def a_run(name="candidate", *, environment=None, workers_told=None, config=None, data=None, **more):
+    """A training on GPUs. workers_told: what its workers told of their machines, by default that of `environment`."""
+    own = {**copy.deepcopy(ENVIRONMENT), **(environment or {})}
+    facts = {"environment": own, "workers": workers_on(own) if workers_told is None else workers_told}
     values = {"config": {**CONFIG, **(config or {})}, "data": data or DATA, "environment": facts}
     return study_examples.run_record(name=name, **values, **more)

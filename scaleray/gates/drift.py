@@ -11,6 +11,7 @@ from typing import Any
 
 from scaleray.gates.answer import Answer, Check, GateResult, gate_of
 from scaleray.gates.compared import compared
+from scaleray.gates.environment import GPU, facts_of_run
 from scaleray.gates.noisy_means import Margin, Runs
 from scaleray.gates.policy import DriftPolicy
 from scaleray.records.run import RunRecord
@@ -70,9 +71,9 @@ def _same_hardware(today: Sequence[RunRecord], promoted: Sequence[RunRecord]) ->
 
 def _hardware(run: RunRecord) -> str:
     """Workers and processors of a run, in words."""
-    facts = run.environment.get("environment") or {}
-    names = (facts.get("accelerators") or {}).get("names") or [(facts.get("cpu") or {}).get("model")]
-    kinds = ", ".join(sorted({str(name) for name in names}))
+    facts = facts_of_run(run)
+    names = facts.get(f"{GPU}names") or facts.get("environment.cpu.model")
+    kinds = ", ".join(names) if isinstance(names, list) else str(names)
     return f"{run.workers} x {run.strategy} on {kinds}"
 
 

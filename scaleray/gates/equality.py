@@ -11,7 +11,7 @@ from typing import Any
 
 from scaleray.config.decides import Decides, decides
 from scaleray.gates.answer import Answer, Check, GateResult, gate_of
-from scaleray.gates.fingerprint import facts_of_environment, unlike
+from scaleray.gates.environment import facts_of_environment, facts_of_run, unlike, uses_gpus, workers_of
 from scaleray.gates.policy import EqualityPolicy
 from scaleray.records.json_record import jsonable, leaves
 from scaleray.records.printed import quantity
@@ -103,8 +103,10 @@ def _why_not(
     if policy.max_age_days is not None and age > policy.max_age_days:
         reasons.append(f"it is {age:.0f} days old, and equality.max_age_days is {policy.max_age_days:g}")
     reasons += unlike(_trained(one.config), _trained(run.config), may_differ)
-    mine = facts_of_environment(run.environment.get("environment") or {})
-    return reasons + unlike(facts_of_environment(one.environment), mine, may_differ)
+    workers = workers_of(run)
+    # a certificate knows the machine that asked for it; GPUs that the run did not use are no part of it
+    theirs = facts_of_environment(one.environment, [] if not workers or uses_gpus(workers) else [{"device": "cpu"}])
+    return reasons + unlike(theirs, facts_of_run(run), may_differ)
 
 
 def _trained(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,16 +11,20 @@ from typing import Any
 
 from scaleray.config.decides import Decides, decides
 from scaleray.gates.answer import Answer, Check, GateResult, gate_of
+from scaleray.gates.environment import GPU, facts_of_run, unknown_of_gpus, unlike, uses_gpus, workers_of
 from scaleray.gates.policy import FingerprintPolicy
 from scaleray.records.json_record import jsonable, leaves
 from scaleray.records.run import RunRecord
 
 GATE = "fingerprint"
-MISSING = "missing"
 OF_THE_TRAINING = ("workload.", "data.")
 """Sections of the config that must be the same."""
 ABOUT_FILES = ("rows", "bytes", "sha256", "hashed", "tokens")
 """Facts of a split that say which data it is; others say how it was read."""
+CONTENT = "content"
+"""Word of `hashed` for a hash of all bytes; other hashes are of names and sizes, or there is none."""
+LINK = f"{GPU}interconnect"
+"""What connects GPUs: a fact of trainings on several of them."""
 
 
 def fingerprint_gate(
@@ -34,27 +38,11 @@ def fingerprint_gate(
         return gate_of(GATE, [Check(what="the same everything", answer="inconclusive", words=words, remedy=remedy)])
     runs = [*candidates, *baselines]
     parts = {"code": _code, "environment": _environment, "data": _data, "config": _trained}
-    checks = [_alike(name, [facts(run) for run in runs], runs, policy.may_differ) for name, facts in parts.items()]
-    return gate_of(GATE, [*checks, _committed(runs, policy)])
-
-
-def facts_of_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Code and environment as `reproducibility.fingerprint.environment` took them, as dotted keys."""
-    found = {}
-    for key, value in leaves(jsonable(environment)):
-        section = "code" if key.startswith("git.") else "environment"
-        found[f"{section}.{key.removeprefix('git.')}"] = value
-    return found
-
-
-def unlike(here: Mapping[str, Any], there: Mapping[str, Any], may_differ: Sequence[str]) -> list[str]:
-    """Keys whose values differ, in words; those that may differ are left out."""
-    keys = sorted({*here, *there})
-    return [
-        f"{key} is {here.get(key, MISSING)} and {there.get(key, MISSING)}"
-        for key in keys
-        if here.get(key) != there.get(key) and not key.startswith(tuple(may_differ))
-    ]
+    # a link between GPUs is no part of what a single worker ran on
+    may_differ = (*policy.may_differ, *([LINK] if any(run.workers == 1 for run in runs) else []))
+    checks = [_alike(name, [facts(run) for run in runs], runs, may_differ) for name, facts in parts.items()]
+    known = [_known_hardware(runs, policy.may_differ), _known_content(runs, policy.may_differ)]
+    return gate_of(GATE, [*checks, *known, _committed(runs, policy)])
 
 
 def _alike(
@@ -89,14 +77,48 @@ def _committed(runs: Sequence[RunRecord], policy: FingerprintPolicy) -> Check:
     return Check(what=what, answer="pass", words=f"commit {str(states[0].get('commit'))[:12]}")
 
 
+def _known_hardware(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Check:
+    """Whether it is known what the workers ran on."""
+    what = "hardware of the workers is known"
+    unknown = [f"{run.name} recorded nothing of its workers" for run in runs if not workers_of(run)]
+    for run in runs:
+        if uses_gpus(workers_of(run)) and (missing := unknown_of_gpus(facts_of_run(run), may_differ)):
+            unknown.append(f"{run.name} ran on GPUs, and {', '.join(missing)} of them were not recorded")
+    if unknown:
+        remedy = "scaleray doctor says what each node knows of its GPUs; train again, or fingerprint.may_differ"
+        return Check(what=what, answer="inconclusive", words="; ".join(unknown[:4]), remedy=remedy)
+    devices = {"GPUs" if uses_gpus(workers_of(run)) else "CPUs" for run in runs}
+    return Check(what=what, answer="pass", words=f"{len(runs)} runs on {' and '.join(sorted(devices))}")
+
+
+def _known_content(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Check:
+    """Whether the bytes of the data are known, and not only their number: rows of the same number, or files of the
+    same names, may hold anything."""
+    what = "data known by its content"
+    unknown = {
+        f"{split} of {run.name} ({facts.get('hashed') or 'no hash'})": split
+        for run in runs
+        for split, facts in run.data.items()
+        if not (facts.get("sha256") and facts.get("hashed") == CONTENT)
+        and not f"data.{split}.sha256".startswith(tuple(may_differ))
+    }
+    if not unknown:
+        return Check(what=what, answer="pass", words=", ".join(sorted({split for run in runs for split in run.data})))
+    keys = ", ".join(f"data.{split}" for split in dict.fromkeys(unknown.values()))
+    remedy = (
+        "train on arrays, or on Parquet and token files that are small enough to be hashed (docs/workloads.md); or "
+        f"fingerprint.may_differ: [{keys}] if the team knows the data otherwise"
+    )
+    words = f"nobody hashed the bytes of {', '.join(list(unknown)[:4])}"
+    return Check(what=what, answer="inconclusive", words=words, remedy=remedy)
+
+
 def _code(run: RunRecord) -> dict[str, Any]:
-    found = facts_of_environment(run.environment.get("environment") or {})
-    return {key: value for key, value in found.items() if key.startswith("code.")}
+    return {key: value for key, value in facts_of_run(run).items() if key.startswith("code.")}
 
 
 def _environment(run: RunRecord) -> dict[str, Any]:
-    found = facts_of_environment(run.environment.get("environment") or {})
-    return {key: value for key, value in found.items() if key.startswith("environment.")}
+    return {key: value for key, value in facts_of_run(run).items() if key.startswith("environment.")}
 
 
 def _data(run: RunRecord) -> dict[str, Any]:

@@ -86,6 +86,16 @@ def package_versions() -> dict[str, str]:
     return found
 
 
+def hardware() -> dict[str, Any]:
+    """What a worker runs on: processor, GPUs with their drivers, kernel, and torch."""
+    return {
+        "cpu": cpu_model(),
+        "accelerators": accelerators(),
+        "os": platform.platform(),
+        "torch": package_versions().get("torch"),
+    }
+
+
 @lru_cache
 def cpu_model() -> str:
     """The processor's name as the system gives it."""

@@ -24,7 +24,7 @@ from scaleray.records.alerts import Alert
 from scaleray.records.profile import Goodput, RunProfile
 from scaleray.records.study import Estimate
 from tests import study_examples
-from tests.recorded_runs import CONFIG, DATA, ENVIRONMENT, a_run
+from tests.recorded_runs import CONFIG, DATA, ENVIRONMENT, a_run, workers_on
 
 NOW = 1.8e9
 
@@ -90,6 +90,63 @@ class TestFingerprint:
     def test_runs_outside_a_checkout_are_inconclusive(self):
         runs = [[a_run(name, environment={"git": {}})] for name in ("a", "b")]
         assert fingerprint_gate(*runs, policy=FingerprintPolicy()).answer == "inconclusive"
+
+    def test_an_eight_gpu_run_and_a_baseline_of_one_gpu_are_of_one_environment(self):
+        of_eight = {**ENVIRONMENT["accelerators"], "names": ["H100"] * 8, "interconnect": "NVLink x18"}
+        many = a_run(environment={"accelerators": of_eight}, workers=8)
+        assert fingerprint_gate([many], [a_run("baseline", workers=1)], policy=FingerprintPolicy()).answer == "pass"
+        other = a_run(environment={"accelerators": {**of_eight, "names": ["L4"] * 8}}, workers=8)
+        result = fingerprint_gate([other], [a_run("baseline", workers=1)], policy=FingerprintPolicy())
+        assert result.answer == "fail" and "names is ['L4'] and ['H100']" in words_of(result)
+
+    @pytest.mark.parametrize("key", ["driver", "cuda", "cudnn", "nccl"])
+    def test_what_workers_ran_on_counts_where_the_driver_has_no_gpu(self, key):
+        head = {"accelerators": {}}
+        other = {**ENVIRONMENT, "accelerators": {**ENVIRONMENT["accelerators"], key: "another"}}
+        same, apart = (a_run(environment=head, workers_told=workers_on(one)) for one in (ENVIRONMENT, other))
+        baseline = a_run("baseline", environment=head, workers_told=workers_on(ENVIRONMENT))
+        assert fingerprint_gate([same], [baseline], policy=FingerprintPolicy()).answer == "pass"
+        result = fingerprint_gate([apart], [baseline], policy=FingerprintPolicy())
+        assert result.answer == "fail" and f"{key} is another" in words_of(result)
+
+    def test_gpus_of_which_nothing_was_recorded_are_inconclusive(self):
+        told = [{"rank": 0, "device": "cuda:0", "cpu": "EPYC", "accelerators": {}}]
+        runs = [a_run(name, environment={"accelerators": {}}, workers_told=told) for name in ("a", "b")]
+        result = fingerprint_gate(runs[:1], runs[1:], policy=FingerprintPolicy())
+        assert result.answer == "inconclusive" and "driver, cuda, cudnn, nccl of them were not recorded" in words_of(
+            result
+        )
+        allowed = FingerprintPolicy(may_differ=("environment.accelerators",))
+        assert fingerprint_gate(runs[:1], runs[1:], policy=allowed).answer == "pass"
+        silent = a_run("silent", workers_told=[])
+        assert "recorded nothing of its workers" in words_of(
+            fingerprint_gate([silent], [silent], policy=FingerprintPolicy())
+        )
+
+    def test_a_kernel_of_one_worker_that_is_another_fails(self):
+        odd = workers_on(ENVIRONMENT)
+        odd[1]["os"] = "Linux-5.4"
+        odd[0]["os"] = "Linux-6.1"
+        result = fingerprint_gate([a_run(workers_told=odd)], [a_run("baseline")], policy=FingerprintPolicy())
+        assert result.answer == "fail" and "os is ['Linux-5.4', 'Linux-6.1']" in words_of(result)
+
+    @pytest.mark.parametrize(
+        "facts",
+        [
+            {"rows": 1437, "hashed": "nothing: items are computed"},
+            {"rows": 1437, "sha256": "aa", "hashed": "names and sizes"},
+            {"rows": 1437, "sha256": "aa", "hashed": "name and size"},
+            {"rows": 1437},
+        ],
+    )
+    def test_data_whose_bytes_nobody_hashed_are_inconclusive_and_the_remedy_is_named(self, facts):
+        runs = [a_run(name, data={"train": facts}) for name in ("a", "b")]
+        result = fingerprint_gate(runs[:1], runs[1:], policy=FingerprintPolicy())
+        (check,) = [check for check in result.checks if check.answer != "pass"]
+        assert check.answer == "inconclusive" and "nobody hashed the bytes of train of a" in check.words
+        assert "fingerprint.may_differ: [data.train]" in check.remedy
+        allowed = FingerprintPolicy(may_differ=("data.train",))
+        assert fingerprint_gate(runs[:1], runs[1:], policy=allowed).answer == "pass"
 
 
 class TestEquality:

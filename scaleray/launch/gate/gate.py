@@ -13,6 +13,7 @@ from typing import Any
 from scaleray.errors import ConfigError
 from scaleray.gates import convergence, equality, fingerprint, operations, scaling
 from scaleray.gates.answer import Check, GateResult, gate_of, together
+from scaleray.gates.environment import facts_of_environment, facts_of_run, unlike
 from scaleray.gates.policy import Policy
 from scaleray.gates.record import GateRecord
 from scaleray.launch.gate.evidence import Evidence, alerts_of, collect, learning, target_of, training
@@ -148,11 +149,8 @@ def _scaling(evidence: Evidence, policy: Policy) -> GateResult:
     result = scaling.scaling_gate(study, workers=run.workers, policy=policy.scaling)
     if study is None:
         return result
-    facts = [
-        fingerprint.facts_of_environment(found)
-        for found in (study.conditions.environment, run.environment.get("environment") or {})
-    ]
-    differs = fingerprint.unlike(facts[0], facts[1], policy.fingerprint.may_differ)
+    theirs = facts_of_environment(study.conditions.environment, study.conditions.topology.get("workers") or ())
+    differs = unlike(theirs, facts_of_run(run), policy.fingerprint.may_differ)
     if study.conditions.config_hash != digest(training_of(run.config)):
         differs.insert(0, "its config decides another training")
     what = "the study is of this training, code and environment"

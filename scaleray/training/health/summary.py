@@ -10,7 +10,7 @@ from scaleray.data import TRAIN
 from scaleray.emulation import is_emulated
 from scaleray.records.profile import RankMeasurements
 from scaleray.records.run import WorkerSummary
-from scaleray.reproducibility.fingerprint import accelerators, cpu_model
+from scaleray.reproducibility.fingerprint import hardware
 from scaleray.training.health.clock import Clock
 from scaleray.training.profile.used_memory import peak_bytes
 from scaleray.training.setup.job import TrainJob
@@ -74,7 +74,7 @@ def summary_of(
             "initial_hash": setup.initial_hash,
             "is_emulated": is_emulated(setup.parallel.module),
         },
-        hardware=look(lambda: {"cpu": cpu_model(), "accelerators": accelerators()}, {}, part="hardware"),
+        hardware=look(hardware, {}, part="hardware"),
         compilation=compilation,
         memory=memory,
         noise=noise,
