@@ -21,11 +21,12 @@ from scaleray.config import RunConfig
 from scaleray.config.alerts import HIDDEN, AlertLimits
 from scaleray.config.base import without_password
 from scaleray.errors import StorageError, UsageError
+from scaleray.gates.policy import Policy
 from scaleray.gates.statement import digests
 from scaleray.launch.gate.evidence import training
 from scaleray.launch.model.trained_run import CODE
 from scaleray.launch.promote.measured_limits import SLOWER, MeasuredLimits, measured_limits
-from scaleray.launch.promote.schedules import KINDS, SEED, WEEKLY, check_schedule, schedule_files
+from scaleray.launch.promote.schedules import KINDS, SEED, WEEKLY, check_schedule, days_of, schedule_files
 from scaleray.manifests.files import files as manifest_files
 from scaleray.manifests.machines import MACHINES, Machine
 from scaleray.manifests.wanted import Wanted
@@ -52,10 +53,12 @@ def write_pipeline(
     model: str,
     cluster: str = "local",
     schedule: str = WEEKLY,
+    policy: Policy | None = None,
     uri: str,
 ) -> None:
     """Write the pipeline to a folder that is new. runs: the promoted run and its repeats; packed: the packed model's
-    folder, whose code is copied; model: NAME@ALIAS; uri: of the MLflow that it is registered in.
+    folder, whose code is copied; model: NAME@ALIAS; policy: that it is promoted with, None for the usual one; uri: of
+    the MLflow that it is registered in.
 
     Raises UsageError for a kind of cluster or a schedule that is not known.
     """
@@ -75,7 +78,7 @@ def write_pipeline(
         PINS: json.dumps(jsonable(_pins(run, model, cluster, schedule, measured)), indent=1) + "\n",
         ALERTS: _alerts(run, model, measured),
         "retrain.sh": _retrain(model, cluster),
-        "drift.sh": _drift(model, uri),
+        "drift.sh": _drift(model, uri, schedule, policy or Policy()),
         **schedule_files(cluster, model, schedule, manifests, gpus=machine is not None),
     }
     for name, text in texts.items():
@@ -205,10 +208,13 @@ seed=${{SEED:-{SEED}}}
 """
 
 
-def _drift(model: str, uri: str) -> str:
-    words = shlex.join(["drift", model, "--uri", without_password(uri)])
+def _drift(model: str, uri: str, schedule: str, policy: Policy) -> str:
+    runs = max(policy.drift.min_runs, policy.convergence.min_runs)
+    days = days_of(schedule, runs)
+    words = shlex.join(["drift", model, "--days", str(days), "--uri", without_password(uri)])
     return f"""#!/bin/bash
-# Holds today's runs against {model}. Exit code 0: as promoted; 1: one gate fails; 3: too few runs to tell.
+# Holds the runs of {days} days against {model}: by its schedule at least {runs}, as many as the policy asks for.
+# Exit code 0: as promoted; 1: one gate fails; 3: too few runs to tell, as until {runs} have been trained since.
 set -euo pipefail
 exec "${{PYTHON:-python}}" -m scaleray {words} "$@"
 """

@@ -110,7 +110,7 @@ def promote(
         words = _write(names[0], out, Path(place), gates, run, step=step, weights=weights, workload=workload, uri=uri)
         if alias is not None:
             write_pipeline(evidence.candidates, out / MODEL, out / FOLDER, model=str(Named(name, alias)),
-                           cluster=cluster, schedule=schedule, uri=registry.uri)  # fmt: skip
+                           cluster=cluster, schedule=schedule, policy=held, uri=registry.uri)  # fmt: skip
         chosen = dataclasses.replace(found, promotion=_id(out, name, held), weights=words)
         done = _registered(registry, chosen, out, run, gates, say=say)
         if pipeline is not None:

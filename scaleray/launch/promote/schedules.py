@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
+from collections.abc import Sequence
+from datetime import date, timedelta
 from typing import Any
 
 import yaml
@@ -12,11 +15,20 @@ from scaleray.errors import UsageError
 
 WEEKLY, DRIFT_HOUR = "0 3 * * 1", 12
 """Mondays at 3, and the hour of every day at which drift is looked for."""
+EXAMPLE = f"such as '{WEEKLY}' for Mondays at 3"
 FIELDS = re.compile(r"[0-9A-Za-z*/,\-]+")
+RANGES: tuple[tuple[int, int, tuple[str, ...]], ...] = (
+    (0, 59, ()), (0, 23, ()), (1, 31, ()),
+    (1, 12, ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")),
+    (0, 7, ("sun", "mon", "tue", "wed", "thu", "fri", "sat")),
+)  # fmt: skip
+"""Least and largest value of each field, and names for its values."""
 KINDS = ("local", "kubernetes", "slurm", "ray-up")
 SEED = "$(date +%Y%j)"
 """Seed in the words of a shell: another one every day, and the same for what goes on after an interruption."""
 CRONTAB = "crontab.txt"
+MOST_TIMES = 1_000_000
+"""Number of runs, two years of one a minute, after which a schedule has shown all that it does."""
 SHARED = "/mnt/scaleray/pipelines"
 """Folder of the pipelines on the volume that all nodes of a Kubernetes cluster see."""
 
@@ -25,8 +37,54 @@ def check_schedule(text: str) -> str:
     """The five fields of cron. Raises UsageError for anything else."""
     fields = text.split()
     if len(fields) != 5 or not all(map(FIELDS.fullmatch, fields)):
-        raise UsageError("--schedule", text, "it must be five fields of cron", f"such as '{WEEKLY}' for Mondays at 3")
+        raise UsageError("--schedule", text, "it must be five fields of cron", EXAMPLE)
+    days_of(text, 1)
     return " ".join(fields)
+
+
+def days_of(schedule: str, runs: int) -> int:
+    """Days back in which so many runs have begun, whenever that is asked between two of them: by the longest time that
+    this schedule takes for them, and a day for what begins late. Raises UsageError for fields that cron does not know.
+    """
+    minutes = _field(schedule, 0)
+    hours, days, months, weekdays = (_field(schedule, number) for number in range(1, 5))
+    of_day = sorted(60 * hour + minute for hour in hours for minute in minutes)
+    text = schedule.split()
+    is_either = not text[2].startswith("*") and not text[4].startswith("*")  # cron then asks for one of both
+    times: list[int] = []
+    day, last = date(2024, 1, 1), date(2024 + 4 * (runs + 2), 1, 1)  # a 29 February comes every four years
+    while day < last and len(times) < MOST_TIMES:
+        is_day, is_weekday = day.day in days, day.isoweekday() % 7 in weekdays
+        if day.month in months and (is_day or is_weekday if is_either else is_day and is_weekday):
+            times += [1440 * day.toordinal() + minute for minute in of_day]
+        day += timedelta(days=1)
+    if len(times) <= runs:
+        raise UsageError("--schedule", schedule, "it is too rare for its runs to be held against anything", EXAMPLE)
+    return math.ceil(max(later - before for before, later in zip(times, times[runs:], strict=False)) / 1440) + 1
+
+
+def _field(schedule: str, number: int) -> set[int]:
+    """The values of a field of cron."""
+    text, (least, most, words) = schedule.split()[number], RANGES[number]
+    found: set[int] = set()
+    try:
+        for part in text.split(","):
+            span, _, step = part.partition("/")
+            first, _, last = span.partition("-")
+            start = least if first == "*" else _number(first, words)
+            end = most if first == "*" or (step and not last) else _number(last or first, words)
+            if not least <= start <= end <= most or (step and int(step) < 1):
+                raise ValueError(part)
+            found |= set(range(start, end + 1, int(step or 1)))
+    except ValueError:
+        allowed = f"the field {text!r} must be within {least} and {most}"
+        raise UsageError("--schedule", schedule, allowed, EXAMPLE) from None
+    return {value % 7 for value in found} if number == 4 else found  # Sunday is 0 and 7
+
+
+def _number(word: str, words: Sequence[str]) -> int:
+    name = word.lower()
+    return words.index(name) + (len(words) == 12) if name in words else int(word)
 
 
 def schedule_files(kind: str, model: str, schedule: str, manifests: dict[str, str], *, gpus: bool) -> dict[str, str]:

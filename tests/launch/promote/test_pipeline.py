@@ -14,10 +14,12 @@ import yaml
 import scaleray
 from scaleray.config.alerts import AlertLimits
 from scaleray.errors import UsageError
+from scaleray.gates.policy import Policy
 from scaleray.launch.promote.check import check_promoted
 from scaleray.launch.promote.measured_limits import measured_limits
 from scaleray.launch.promote.pipeline import write_pipeline
 from scaleray.launch.promote.promote import promote
+from scaleray.launch.promote.schedules import days_of
 from scaleray.manifests.rules.read import check_manifests
 from scaleray.tracking.find_record import FoundRun, find_run
 from tests.launch.promote.conftest import POLICY
@@ -98,6 +100,32 @@ def test_jobs_on_kubernetes_keep_the_rules_and_see_the_shared_folder(four_runs, 
     assert {one["name"] for one in pod["volumes"]} == {one["name"] for one in pod["containers"][0]["volumeMounts"]}
 
 
+@pytest.mark.parametrize(
+    ("schedule", "runs", "days"),
+    [
+        ("0 3 * * 1", 5, 36),  # five weeks, and a day
+        ("0 3 * * MON", 3, 22),
+        ("30 2 1 * *", 5, 154),  # five of the longest months
+        ("0 3 * * 1-5", 5, 8),
+        ("0 3 * * *", 5, 6),
+        ("0 */6 * * *", 4, 2),
+        ("0 3 1 1 *", 2, 732),
+        ("0 3 29 2 *", 1, 1462),
+        ("0 0 13 * 7", 1, 8),  # of a day of the month and one of the week cron asks for either
+    ],
+)
+def test_the_days_of_a_schedule_hold_as_many_runs_as_are_asked_for(schedule, runs, days):
+    assert days_of(schedule, runs) == days
+
+
+def test_the_check_for_drift_looks_back_as_far_as_its_schedule_and_policy_need(four_runs, packed, tmp_path):
+    policy = Policy.model_validate({"drift": {"min_runs": 3}, "convergence": {"min_runs": 2}})
+    written(four_runs, packed, tmp_path / "usual")
+    written(four_runs, packed, tmp_path / "daily", schedule="0 3 * * *", policy=policy)
+    assert "scaleray drift corners@champion --days 36 --uri" in (tmp_path / "usual/drift.sh").read_text()
+    assert "scaleray drift corners@champion --days 4 --uri" in (tmp_path / "daily/drift.sh").read_text()
+
+
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
 def test_promtool_takes_the_alerts_with_the_limits_that_were_measured(four_runs, packed, tmp_path):
     written(four_runs, packed, tmp_path / "out")
@@ -157,6 +185,9 @@ class TestMeasuredLimits:
         ({"cluster": "mesos"}, "kinds are local, kubernetes, slurm, ray-up"),
         ({"schedule": "weekly"}, "five fields of cron"),
         ({"schedule": "0 3 * * ;"}, "five fields of cron"),
+        ({"schedule": "0 24 * * 1"}, "the field '24' must be within 0 and 23"),
+        ({"schedule": "0 3 * * 5-1"}, "the field '5-1' must be within 0 and 7"),
+        ({"schedule": "0 3 31 2 *"}, "it is too rare"),
     ],
 )
 def test_an_unknown_cluster_and_a_schedule_with_a_slip_are_refused_before_anything_is_asked(more, message):
