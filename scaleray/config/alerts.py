@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import urllib.parse
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -144,9 +145,21 @@ def without_secrets(words: Iterable[str]) -> list[str]:
             found.append(without_secret(word))
         elif is_one_word and option == f"--{WEBHOOK}":
             found.append(f"{option}={without_secret(value)}")
+        elif is_one_word and option.startswith("--"):
+            found.append(f"{option}={without_password(value)}")
         else:
             found.append(without_password(word))
     return found
+
+
+def without_secrets_in(command: str) -> str:
+    """The same of a command in one text, which stays as it is where it has none."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a quotation mark alone
+        words = command.split()
+    shown = without_secrets(words)
+    return command if shown == words else shlex.join(shown)
 
 
 def problem_of(address: str) -> str:

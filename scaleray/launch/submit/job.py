@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from scaleray.config.alerts import without_secrets_in
 from scaleray.errors import ClusterError
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED", "UNKNOWN")
@@ -31,6 +32,10 @@ class JobNow:
     started_at: float | None = None
     ended_at: float | None = None
     exit_code: int | None = None
+
+    def __post_init__(self) -> None:
+        # whatever submitted it may have given a secret
+        object.__setattr__(self, "entrypoint", without_secrets_in(self.entrypoint))
 
     @property
     def has_ended(self) -> bool:

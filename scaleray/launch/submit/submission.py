@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from scaleray.config import load_config
+from scaleray.config.alerts import WEBHOOK, without_secrets
 from scaleray.config.base import without_password
 from scaleray.errors import ClusterError, ConfigError
 from scaleray.launch.submit.clusters import Cluster, KubernetesCluster, RayCluster, cluster_of
@@ -65,6 +66,7 @@ def prepare(
     """Everything that can be looked at on this side. Raises UsageError."""
     if not max_mib > 0:
         raise ConfigError("--max-mib", max_mib, "it must be more than 0 MiB")
+    _refuse_secrets(overrides)
     cluster = cluster_of(to)
     contents = contents_of(working_dir or Path.cwd(), max_mib=max_mib)
     relative = check_is_in(contents, config, what="--config")
@@ -120,6 +122,23 @@ def refuse_missing(submission: Submission, *, remedy: str) -> None:
         raise ClusterError(
             "the cluster", submission.place, f"it lacks {', '.join(submission.missing)}, which the job imports", remedy
         )
+
+
+def _refuse_secrets(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for options with a secret: a cluster keeps the command, and shows it to whoever asks."""
+    shown = without_secrets(overrides)
+    changed = next((at for at, word in enumerate(overrides) if shown[at] != word), None)
+    if changed is None:
+        return
+    option, _, value = shown[changed].partition("=")
+    if not option.startswith("--"):
+        option, value = shown[changed - 1] if changed else "argument", shown[changed]
+    hint = (
+        f"put the address into a variable, and give --{WEBHOOK}_env NAME --secret-env NAME"
+        if option == f"--{WEBHOOK}"
+        else "leave the password out, and give it in a variable with --secret-env NAME"
+    )
+    raise ConfigError(option, value, "it holds a secret, and the cluster keeps and shows the command of a job", hint)
 
 
 def _workload_file(contents: Contents, name: str, config: Path) -> Path | None:

@@ -105,6 +105,37 @@ def test_secrets_travel_by_name_and_are_never_printed(cluster, monkeypatch, caps
     assert json.loads(printed.out)["name"] == job["submission_id"]
 
 
+SECRETS = [
+    (["--alerts.webhook", "https://hook.test/T0/hunter2"], "--alerts.webhook_env NAME --secret-env NAME"),
+    (["--alerts.webhook=https://hook.test/T0/hunter2"], "--alerts.webhook_env NAME --secret-env NAME"),
+    (["--tracking.uri", "http://me:hunter2@mlflow:5000"], "--secret-env NAME"),
+    (["--tracking.uri=http://me:hunter2@mlflow:5000"], "--secret-env NAME"),
+]
+
+
+@pytest.mark.parametrize(("words", "instead"), SECRETS, ids=[words[0].partition("/")[0] for words, _ in SECRETS])
+def test_a_secret_in_an_option_is_refused_before_the_cluster_hears_of_it(cluster, capsys, words, instead):
+    assert submitted("--scale.workers", "2", *words) == 2
+    printed = capsys.readouterr()
+    assert "hunter2" not in printed.out + printed.err and not cluster.submitted
+    assert words[0].partition("=")[0] in printed.err and instead in printed.err
+
+
+@pytest.mark.parametrize("json_", [[], ["--json"]], ids=["table", "json"])
+def test_a_secret_that_another_command_was_given_is_not_listed(cluster, capsys, monkeypatch, json_):
+    monkeypatch.setenv("COLUMNS", "200")
+    given = cluster.get_job_info
+    leaky = (
+        "python -m scaleray train --alerts.webhook 'https://hook.test/T0/hunter2' --tracking.uri=http://me:hunter2@m"
+    )
+    cluster.get_job_info = lambda name: SimpleNamespace(**{**vars(given(name)), "entrypoint": leaky})
+    assert submitted("--name", "mine") == 0
+    capsys.readouterr()
+    assert run_command(["jobs", "list", "--to", URL, *json_]) == 0
+    listed = capsys.readouterr().out
+    assert "hunter2" not in listed and "https://hook.test/***" in listed
+
+
 def jobs_yaml():
     from pathlib import Path
 

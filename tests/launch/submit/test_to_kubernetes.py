@@ -79,6 +79,12 @@ def test_a_job_is_a_rayjob_that_keeps_every_rule_and_the_code_in_a_config_map(ku
     assert "scaleray jobs logs mine --to lab" in out
 
 
+def test_the_address_of_a_webhook_never_gets_there(kubectl, capsys):
+    assert submitted("--alerts.webhook=https://hook.test/T0/hunter2") == 2
+    assert not created(kubectl)
+    assert "alerts.webhook_env" in capsys.readouterr().err
+
+
 def test_the_start_script_unpacks_the_code_and_runs_the_command_in_it(project, tmp_path):
     cluster = KubernetesCluster(name="lab", **CLUSTER)
     package = io.BytesIO()

@@ -70,6 +70,12 @@ def test_a_job_is_the_batch_script_in_a_folder_of_its_own_with_the_code(slurm, s
     assert "its folder has a job of this name" in capsys.readouterr().err
 
 
+def test_the_address_of_a_webhook_never_gets_there(slurm, capsys):
+    assert submitted("--alerts.webhook=https://hook.test/T0/hunter2") == 2
+    assert not [name for name, *_ in slurm.calls if name == "sbatch"]
+    assert "alerts.webhook_env" in capsys.readouterr().err
+
+
 def test_a_script_of_the_users_own_travels_unless_it_cannot_be_told_what_to_run(slurm, project, shared, capsys):
     own = project / "cluster" / "slurm"
     own.mkdir(parents=True)
