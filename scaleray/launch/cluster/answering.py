@@ -27,9 +27,11 @@ def check(address: str) -> None:
     try:
         import grpc  # not all installations of Ray have it
         from ray._private.grpc_utils import init_grpc_channel
+        from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
     except ImportError:
         return
-    channel = init_grpc_channel(place)  # with Ray's TLS and this user's token, where these are asked for
+    # with Ray's TLS and this user's token, where these are asked for, and past proxies, as Ray's own calls go
+    channel = init_grpc_channel(place, options=GLOBAL_GRPC_OPTIONS)
     try:
         channel.unary_unary(ALIVE)(b"", timeout=ANSWER_TIMEOUT_S, wait_for_ready=True)
     except grpc.RpcError as exc:

@@ -68,6 +68,8 @@ OWN_ENVIRONMENT = {
 
 _own_cluster = False
 """Whether this process started the Ray that it is connected to."""
+_decided_mode: str | None = None
+"""The value of RAY_AUTH_MODE that `set_auth_mode` has set, which is not the user's."""
 
 
 def is_own() -> bool:
@@ -105,6 +107,7 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
                 with stage(f"connecting to Ray at {address}"):
                     _connect(address)
             else:
+                loopback.refuse_open()
                 with stage("starting Ray on this machine"):
                     try:
                         own_ray.start(config, {k: os.environ.get(k, v) for k, v in OWN_ENVIRONMENT.items()})
@@ -161,13 +164,27 @@ def joined(address: str, *, name: str = "--address") -> Iterator[list[Node]]:
 def set_auth_mode(address: str | None = None) -> None:
     """Decide token authentication explicitly: clients of Ray 2.60 do not follow the cluster's mode by themselves.
 
-    address: the cluster's address; None: that of RAY_ADDRESS, or a local one.
+    address: the cluster's, `local` for one that is started here; None: that of RAY_ADDRESS, or a local one. What was
+    decided for one address says nothing of the next; a mode that the user set stays. Raises ClusterError for a cluster
+    that is started while this process talks to one without a token.
     """
-    if "RAY_AUTH_MODE" in os.environ or _is_connected():
+    global _decided_mode
+    loopback.ask_directly()
+    given = os.environ.get(token.MODE)
+    if given is not None and given != _decided_mode:
+        return
+    if _is_connected():
+        if address == "local" and given == "disabled":
+            raise ClusterError(
+                token.MODE,
+                given,
+                "this process is connected to a Ray without a token, and what it starts beside that would have none",
+                "end the connection first (ray.shutdown()), or start the cluster from another process",
+            )
         return
     connects = (address or os.environ.get("RAY_ADDRESS", "local")) != "local"
     # a cluster that we start gets a token of its own if there is none; one that we join without a token has none
-    os.environ["RAY_AUTH_MODE"] = "disabled" if connects and not token.has_token() else "token"
+    _decided_mode = os.environ[token.MODE] = "disabled" if connects and not token.has_token() else "token"
     ray_settings.read_again()
 
 

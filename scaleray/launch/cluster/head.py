@@ -45,7 +45,7 @@ def local_head(
     num_cpus: CPUs that Ray may hand out, which may be more than the machine has. Token authentication is as Ray sets
     it up: a token file in the user's home, made if there is none.
     """
-    set_auth_mode()
+    set_auth_mode("local")
     ensure_token()
     folder = short_folder()  # Ray's sockets are deep below it
     port, dashboard_port = free_port(), free_port()

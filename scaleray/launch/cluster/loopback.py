@@ -12,15 +12,45 @@ import os
 import socket
 from collections.abc import Iterator
 
+from scaleray.errors import UsageError
+from scaleray.launch.cluster import token
+
 ADDRESS = "127.0.0.1"
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Variable of Ray's processes: 0 lets them stay on loopback. 1, set by the user, opens a local Ray to other hosts."""
 LOOK_TIMEOUT_S = 2.0
+NAMES = (ADDRESS, "localhost", "::1", "[::1]")
+NO_PROXY = ("no_proxy", "NO_PROXY")
+"""Variables of the hosts that no proxy is asked for: libraries read the one or the other first."""
 
 
 def is_wanted() -> bool:
     """Whether a Ray that is started here stays on loopback: unless the user says that it should not."""
     return os.environ.get(VARIABLE, "0") != "1"
+
+
+def refuse_open() -> None:
+    """Raise UsageError where a Ray that is started here would let other hosts run code without a token."""
+    if not is_wanted() and os.environ.get(token.MODE, "").lower() == "disabled":
+        raise UsageError(
+            f"{VARIABLE} with {token.MODE}",
+            "1 with disabled",
+            "a Ray that other hosts reach must ask for a token, or all of them may run code here",
+            f"leave {token.MODE} out for a token, or {VARIABLE} for a Ray that this machine alone reaches",
+        )
+
+
+def ask_directly() -> None:
+    """Let no library of this process, nor of those that it starts, ask loopback through a proxy: a proxy would be given
+    the token."""
+    if not any(name.lower().endswith("_proxy") and name not in NO_PROXY for name in os.environ):
+        return  # a lone no_proxy would hide a system's own settings of proxies
+    given = next((os.environ[name] for name in NO_PROXY if os.environ.get(name)), "")
+    hosts = [host.strip() for host in given.split(",") if host.strip()]
+    if "*" in hosts:
+        return
+    wanted = ",".join([*hosts, *(name for name in NAMES if name not in hosts)])
+    os.environ.update(dict.fromkeys(NO_PROXY, wanted))
 
 
 @contextlib.contextmanager
