@@ -1,12 +1,12 @@
 """Alerts delivered live: planted faults, Prometheus, Alertmanager, and a receiver of webhooks.
 
-    python jobs/benchmarks/alerts.py [--only straggler,hang] [--healthy-s 300] [--at-once 3] [--results FILE]
+    python jobs/benchmarks/alerts.py [--only straggler,hang] [--healthy-s 300] [--at-once 3] [--results FOLDER]
 
 Starts Debian's `prometheus` and `prometheus-alertmanager` and a receiver on 127.0.0.1, and then trainings of scaleray on two
 gloo processes (the lost worker: on Ray) with `monitoring.port`. In each of them one fault is planted after three quarters of
 a minute. Compute is a timed sleep (`scaleray.emulation`); everything else is real. Printed is how many seconds after the
 fault its alert was delivered: by Prometheus and Alertmanager, and by the run itself (`alerts.webhook`). The healthy training
-must raise none but its end. The full disk is a small tmpfs, which takes root; GPUs are those of a stand-in for NVIDIA's
+must raise none but its end. Exits with 1 where an alert did not come, or came in the healthy training. The full disk is a small tmpfs, which takes root; GPUs are those of a stand-in for NVIDIA's
 exporter (`stand_in_gpus.py`). All that is started ends with the command.
 """
 
@@ -34,12 +34,13 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RULES = HERE.parents[1] / "dashboards" / "alerts.yaml"
 sys.path.insert(0, str(HERE))
-from harness import free_port, table  # noqa: E402
+from alert_faults import BY_NAME, BY_PROMETHEUS_ALONE, ON_DEMAND, Fault  # noqa: E402
+from harness import arguments_of, conditions, free_port, table, write_report  # noqa: E402
 from stand_in_gpus import FAULTS as OF_GPUS  # noqa: E402
 from stand_in_gpus import StandInGpus, exporting  # noqa: E402
 
-WATCHED_S, START_S = 100.0, 240.0
-"""Seconds that a training is watched after its fault, and that it may take to begin."""
+START_S = 240.0
+"""Seconds that a training may take to begin."""
 PROMETHEUS = """global: {{scrape_interval: 5s, evaluation_interval: 5s}}
 rule_files: [{rules}]
 alerting: {{alertmanagers: [{{static_configs: [{{targets: ["127.0.0.1:{alertmanager}"]}}]}}]}}
@@ -48,87 +49,6 @@ scrape_configs: [{{job_name: watched, file_sd_configs: [{{files: [{targets}]}}]}
 ALERTMANAGER = """route: {{receiver: hook, group_by: [alertname, run_id], group_wait: 1s, group_interval: 5s}}
 receivers: [{{name: hook, webhook_configs: [{{url: "http://127.0.0.1:{receiver}/prometheus", send_resolved: true}}]}}]
 """
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A fault, the rule that must tell of it, and what of the training's config it needs."""
-
-    name: str
-    rule: str
-    planted: str
-    flags: dict[str, Any] = field(default_factory=dict)
-    on_ray: bool = False
-    healthy_s: float = 45.0
-    """Seconds of training before the fault."""
-    watched_s: float = WATCHED_S
-    """Seconds that the training is watched after it."""
-    also: tuple[str, ...] = ()
-    """Further rules, each of another fault that is planted at the same time."""
-
-    @property
-    def rules(self) -> tuple[str, ...]:
-        """All rules that must tell of it."""
-        return (self.rule, *self.also) if self.rule else ()
-
-
-SLOWED = "a forward pass of either worker takes 120 ms longer"
-FAULTS = (
-    Fault("healthy", "", "nothing"),
-    Fault("straggler", "straggler", "the backward pass of rank 1 takes 40 ms longer"),
-    Fault("nan", "nonfinite", "one loss is NaN", {"on_nonfinite": "skip"}),
-    # Prometheus needs twenty scrapes to know what is usual
-    Fault("spike", "loss_spike", "losses are ten times as large", healthy_s=120.0),
-    Fault("hang", "no_progress", "rank 1 sleeps in its forward pass", {"scale.collective_timeout_s": 190}),
-    Fault("starvation", "input_starved", "each row takes 60 ms to read"),
-    Fault("slow link", "slow_link", "each collective ends 60 ms later"),
-    Fault("dead worker", "worker_lost", "SIGKILL for one of two Ray workers", {"scale.max_failures": 2}, on_ray=True),
-    Fault("full disk", "disk_nearly_full", "the run's disk, a tmpfs, is filled"),
-    Fault(
-        "restarts",
-        "restarts",
-        "SIGKILL for one of two Ray workers, three times",
-        {"scale.max_failures": 5},
-        on_ray=True,
-    ),
-    Fault("explosion", "gradient_explosion", "gradients are a thousand times as large", healthy_s=120.0),
-    Fault(
-        "loss scale",
-        "loss_scale_collapse",
-        "gradients of fp16 are infinite in every step",
-        {"precision.dtype": "fp16", "on_nonfinite": "skip"},
-    ),
-    Fault("memory", "memory_near_limit", "rank 1 fills 97 % of a limit that is emulated"),
-    # in the first two minutes memory may grow
-    Fault("leak", "memory_filling", "rank 1 keeps 256 KiB of each step, of 2 GiB that are emulated", healthy_s=120.0),
-    Fault(
-        "old checkpoint",
-        "checkpoint_too_old",
-        "checkpoints, due every 12 s, are not written to their end",
-        {"checkpoint.every_minutes": 0.2},
-        watched_s=160.0,
-    ),
-    Fault("mlflow away", "recorder_spooling", "SIGKILL for the MLflow server"),
-    Fault("failed", "run_failed", "rank 1 raises an error in its loss"),
-    Fault("finished", "run_finished", "the last of its steps"),
-    # a minute is compared with the two before it at least, and a minute must pass
-    Fault("slower", "slower_than_before", SLOWED, healthy_s=220.0, watched_s=240.0),
-    Fault("prediction", "slower_than_predicted", SLOWED, {"monitoring.expected_samples_per_s": 80}, watched_s=180.0),
-    Fault(
-        "gpus",
-        "gpu_idle",
-        "of four made-up GPUs one becomes idle, one is throttled half of the time, one has a memory error, one an Xid 79",
-        on_ray=True,
-        healthy_s=330.0,
-        watched_s=300.0,
-        also=("gpu_throttled", "gpu_ecc", "gpu_xid"),
-    ),
-    # twenty minutes are compared, the last five and the first five of them: half an hour, on demand only
-    Fault("creep", "memory_creeping", "rank 1 keeps 1.5 GiB", healthy_s=1000.0, watched_s=700.0),
-)
-ON_DEMAND = ("creep",)
-BY_PROMETHEUS_ALONE = ("gpu_throttled", "gpu_ecc", "gpu_xid")
-BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 @dataclass
@@ -260,6 +180,7 @@ class Run:
         self.gpus = gpus
         self.planted_at: float | None = None
         self.ended_at = float("inf")
+        self.has_begun = False
 
     @property
     def name(self) -> str:
@@ -272,6 +193,7 @@ class Run:
         with self.disk(), self.server(), running(command, self.folder / "log", env=environment) as process:
             if not self.wait_for_steps(process):
                 return log(f"{self.fault.name}: did not begin, see {self.folder / 'log'}")
+            self.has_begun = True
             if not self.fault.rule:
                 process.wait(timeout=healthy_s + START_S)
                 time.sleep(15)
@@ -409,7 +331,31 @@ def report(runs: list[Run], delivered: Delivered) -> str:
     return table(["fault", "planted", "rule", "by Prometheus", "by the run itself", "other alerts"], rows)
 
 
-def main() -> None:
+def problems(runs: list[Run], delivered: Delivered) -> list[str]:
+    """Alerts that did not come, and those that came in a healthy training."""
+    found = []
+    for run in runs:
+        for rule in run.fault.rules:
+            if None in run.seconds(delivered, rule):
+                found.append(f"{run.fault.name}: {rule} was not delivered: {run.seconds(delivered, rule)}")
+        if not run.fault.rule:
+            told = {by: delivered.rules(by, run.name, run.ended_at) for by in ("prometheus", "itself")}
+            found += [f"{run.fault.name}: {by}: {', '.join(rules)}" for by, rules in told.items() if rules]
+            if not run.has_begun:
+                found.append(f"{run.fault.name}: the training did not begin")
+    return found
+
+
+def live_seconds(runs: list[Run], delivered: Delivered) -> dict[str, dict[str, Any]]:
+    """By rule: what was planted, and seconds until its alert, by Prometheus and by the run itself."""
+    return {
+        rule: {"planted": run.fault.planted, "seconds": run.seconds(delivered, rule)}
+        for run in runs
+        for rule in run.fault.rules
+    }
+
+
+def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     usual = ",".join(name for name in BY_NAME if name not in ON_DEMAND)
     parser.add_argument("--only", default=usual, help="faults, with commas between them")
@@ -418,14 +364,18 @@ def main() -> None:
     parser.add_argument(
         "--hold-s", type=float, default=0.0, help="go on so long after the last one, for a look at the pages"
     )
+    parser.add_argument("--results", type=Path, help="folder for the report, such as jobs/benchmarks/results")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.train is not None:
-        return train_here(options.train)
+        train_here(options.train)
+        return 0
     for program in ("prometheus", "prometheus-alertmanager"):
         if shutil.which(program) is None:
             sys.exit(f"{program} is not installed: apt-get install prometheus prometheus-alertmanager")
-    delivered, gpus = Delivered(), StandInGpus()
+    if unknown := [name for name in options.only.split(",") if name not in BY_NAME]:
+        sys.exit(f"--only: there is no fault {', '.join(unknown)}; known are {', '.join(BY_NAME)}")
+    began, delivered, gpus = conditions(["torch", "ray"]), Delivered(), StandInGpus()
     with contextlib.ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="alerts-", ignore_cleanup_errors=True))
         port, of_gpus = stack.enter_context(receiver(delivered)), stack.enter_context(exporting(gpus))
@@ -445,7 +395,16 @@ def main() -> None:
         for run in runs:
             if run.planted_at is None and run.fault.rule:
                 log((run.folder / "log").read_text()[-2000:])
-        print(report(runs, delivered))
+        found = problems(runs, delivered)
+        text = f"{report(runs, delivered)}\n\n{chr(10).join(found) or 'Nothing is missing.'}"
+        if options.results is None:
+            print(text)
+        else:
+            record = {"conditions": began, "arguments": arguments_of(options), "rules": live_seconds(runs, delivered)}
+            record["load_after"], record["problems"] = os.getloadavg()[0], found
+            title = "Seconds until an alert is delivered"
+            write_report("alerts", title=title, text=text, record=record, folder=options.results)
+    return int(bool(found))
 
 
 def seconds_of(fault: Fault, healthy_s: float) -> float:
@@ -456,4 +415,4 @@ def seconds_of(fault: Fault, healthy_s: float) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

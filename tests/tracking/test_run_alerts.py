@@ -101,19 +101,33 @@ def test_a_spike_between_two_looks_goes_to_terminal_mlflow_and_file(tmp_path, mo
     assert run.told[-1].values["mlflow.note.content"] == "no alert" and len(run.alerts.raised) == 1
 
 
+HEALTHY = {
+    live.LAST_STEP_TIMESTAMP_S: lambda now: now, live.LONG_PHASE_TIMESTAMP_S: lambda now: now - now % 60,
+    live.STEPS: lambda now: 4 * now, live.STEPS_PLANNED: lambda now: 1e6, live.RUN_FINISHED: lambda now: 0.0,
+    live.RUN_FAILED: lambda now: 0.0, live.RESTARTS: lambda now: 1.0, live.LATENESS_S: lambda now: 0.0005,
+    live.LINK_RATIO: lambda now: 0.9 - now % 3 / 50, live.EFFICIENCY_OVER_PREDICTION: lambda now: 0.95,
+    live.EXPOSED_COMMUNICATION_SHARE: lambda now: 0.2, live.MEMORY_BYTES: lambda now: 2.0**34 + now % 7 * 2**20,
+    live.MEMORY_LIMIT_BYTES: lambda now: 2.0**36, live.CHECKPOINT_AGE_S: lambda now: now % 60,
+    live.CHECKPOINT_INTERVAL_S: lambda now: 60.0, live.RECORDER_SPOOLED_POINTS: lambda now: 0.0,
+    live.DISK_FREE: lambda now: 0.6, names.STEP_TIME_S: lambda now: 0.01 + now % 2 / 1e4, names.WORKERS: lambda now: 2.0,
+    names.SAMPLES_PER_S: lambda now: 800.0 + now % 5, names.INPUT_WAIT_SHARE: lambda now: 0.02,
+    names.NONFINITE_STEPS: lambda now: 3.0, names.LOSS_SCALE: lambda now: 65536.0,
+    names.CHECKPOINT_DURATION_S: lambda now: 1.0, live.SLOWEST_LINK: lambda now: 0.9,
+}  # fmt: skip
+"""What rules look at, as it is at a time."""
+
+
 def test_nothing_is_told_of_a_healthy_run(tmp_path, monkeypatch):
-    run = Run(tmp_path, monkeypatch)
+    assert {prometheus_name(metric) for metric in HEALTHY} == set(run_alerts.LOOKED_AT.values())
+    counted = {names.NONFINITE_STEPS: 3.0, live.RESTARTS: 1.0}
+    figures = {(metric, None): ({}, value) for metric, value in counted.items()}
+    run = Run(tmp_path, monkeypatch, figures=figures)
     for look in range(70):
         for number in range(20):
             run.step(20 * look + number, 2.0 - look / 100 + number % 5 / 50)
-        for rank in (0, 1):
-            run.has(live.LAST_STEP_TIMESTAMP_S, run.now + 5, rank)
-            run.has(live.LATENESS_S, 0.0005, rank)
-            run.has(names.STEP_TIME_S, 0.01, rank)
-        run.has(names.SAMPLES_PER_S, 800.0)
-        run.has(names.WORKERS, 2)
-        run.has(names.INPUT_WAIT_SHARE, 0.02)
-        run.has(live.DISK_FREE, 0.6)
+        for metric, at in HEALTHY.items():
+            for rank in (0, 1) if metric.is_by_rank else (None,):
+                run.has(metric, at(run.now + 5), rank)
         run.looks()
     run.alerts.end()
     assert run.told == [] and run.written == []

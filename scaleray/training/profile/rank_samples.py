@@ -54,6 +54,13 @@ class RankSamples(Observer):
         self._limit = guard(Watcher.MEMORY, lambda: memory_limit(place.device), None, part="its limit")
         self._device = torch.cuda.get_device_name(place.device) if place.device.type == "cuda" else ""
 
+    def set_intervals(self, *, samples_s: float, told_s: float = TOLD_EVERY_S) -> None:
+        """Take samples and tell of the last steps this far apart from now on: 0 is at every step, infinity never. For
+        measuring what either costs."""
+        for means, every_s in ((self._means, samples_s), (self._recent, told_s)):
+            means.every_s, means.due_at = every_s, time.monotonic() + every_s
+        self._due_at = min(self._recent.due_at, self._means.due_at)
+
     def after_step(self, taken: TakenStep) -> None:
         """Tell and take a sample, if it is time to and a step was measured since the last one."""
         now = time.monotonic()
