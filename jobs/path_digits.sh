@@ -25,7 +25,7 @@ eval "$(scaleray cluster status "$name" --export)"
 
 if [ ! -e "$path/path.json" ]; then
     scaleray path start -c "jobs/digits.yaml" --target "test/accuracy >= 0.95" --workers 2 --runs "$runs" --name digits \
-        --policy "jobs/path_digits.policy.yaml" --cluster h100:8x1 --local --checkpoint.storage-path "$folder" \
+        --policy "jobs/path_digits.policy.yaml" --cluster h100:8x1 --kind kubernetes --local --checkpoint.storage-path "$folder" \
         --tracking.uri "$uri" --stop.after "8 epochs" --evaluation.every "256 samples"
 fi
 stage baseline

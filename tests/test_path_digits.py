@@ -10,8 +10,13 @@ from pathlib import Path
 
 import pytest
 
+import scaleray
 from scaleray.launch.path.state import read
 from scaleray.launch.promote.check import check_promoted
+from scaleray.records.run import RunRecord
+from scaleray.reports.records.path import path_page
+from scaleray.tracking.registry.models import ModelRegistry, Named
+from scaleray.tracking.store import open_client
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,4 +37,20 @@ def test_the_digits_go_from_a_baseline_to_a_served_champion(tmp_path):
     assert check_promoted("digits@champion", uri=path.tracking_uri).answer == "pass"
     asked, answered = re.findall(r"\[([\d, ]+)\]", done.stdout.splitlines()[-2])
     assert asked == answered, "the first eight digits are easy"
-    assert all((tmp_path / "path-digits" / name).is_file() for name in ("path.html", "runbook.md"))
+    folder = tmp_path / "path-digits"
+    assert all((folder / name).is_file() for name in ("path.html", "runbook.md", "pipeline/kubernetes/retrain.yaml"))
+    assert (folder / "dashboards/alerts.yaml").read_text() == (folder / "pipeline/alerts.yaml").read_text()
+    assert [section.title for section in path_page(path).sections if not section.tables] == []
+    assert not [task.key for task in path.tasks if "{" in task.shell]
+    no_longer_promoted_where_its_run_was_deleted(path)
+
+
+def no_longer_promoted_where_its_run_was_deleted(path):
+    """The promotion of a path, done again, is refused by name where somebody has deleted the candidate's run."""
+    record = RunRecord.from_json((Path(path.folder) / "runs/candidate-0/record.json").read_text())
+    open_client(path.tracking_uri).delete_run(record.run_id)
+    scaleray.redo_on_path("produce/promote", "somebody cleaned up", name=path.folder)
+    task = scaleray.next_on_path(path.folder).task("produce/promote")
+    assert (task.status, task.exit_code) == ("failed", 2) and "it is deleted" in task.words
+    registry = ModelRegistry(path.tracking_uri)
+    assert registry.find(Named.parse("digits@champion")).number == 1, "nothing new was registered"

@@ -16,19 +16,24 @@ dashboards_app = App(
 
 
 @dashboards_app.command
-def write(*, folder: Path = Path("dashboards"), check: bool = False, json: Json = False) -> int:
+def write(
+    *, folder: Path = Path("dashboards"), alerts: Path | None = None, check: bool = False, json: Json = False
+) -> int:
     """Write the dashboards, the rules of alerts, and a configuration of Prometheus to begin with.
 
     Parameters
     ----------
     folder
         Where to. What else lies there stays.
+    alerts
+        File of rules to write instead of those with the usual limits, such as the alerts.yaml in the pipeline of a
+        promoted model, whose limits were measured.
     check
         Write nothing; exit with 1 where a file is missing or is not what would be written, as one edited by hand.
     """
     from scaleray.reports.grafana.written import write_dashboards
 
-    paths = write_dashboards(folder, check=check)
+    paths = write_dashboards(folder, alerts=alerts, check=check)
     differ = paths if check else []
     if json:
         written = {} if check else {path.name: str(path.resolve()) for path in paths}
@@ -36,7 +41,8 @@ def write(*, folder: Path = Path("dashboards"), check: bool = False, json: Json 
     elif check:
         for path in differ:
             print(f"{path} {'is not what scaleray writes' if path.exists() else 'is missing'}", file=sys.stderr)
-        print(f"run scaleray dashboards write --folder {folder}" if differ else "all files are as written")
+        more = f" --alerts {alerts}" if alerts is not None else ""
+        print(f"run scaleray dashboards write --folder {folder}{more}" if differ else "all files are as written")
     else:
         print("\n".join(f"wrote {path}" for path in paths))
     return 1 if differ else 0

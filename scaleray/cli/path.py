@@ -86,7 +86,13 @@ def start(
 
 
 @path_app.command(name="next")
-def next_(*, name: Name = None, until: str | None = None, json: Json = False) -> int:
+def next_(
+    *,
+    name: Name = None,
+    until: str | None = None,
+    only_print: Annotated[Flag, Parameter(name="--print")] = False,
+    json: Json = False,
+) -> int:
     """Do the next task; say what a person must decide where it is not a command's to do.
 
     Exit code 0 when it is done, 1 when its command failed, 3 when gates are inconclusive or a person must decide.
@@ -95,9 +101,13 @@ def next_(*, name: Name = None, until: str | None = None, json: Json = False) ->
     ----------
     until
         Go on until this step is through: baseline, distribute, optimise, validate or produce.
+    only_print
+        Do nothing; print the command of the next task, with --until of all as far as they are known.
     """
     from scaleray.launch.path.go import next_on_path
 
+    if only_print:
+        return _printed(name, until, json=json)
     path = next_on_path(name, until=until, say=Output(json=True).say)
     _shown(path, json=json, writes=True)
     following = path.next_task()
@@ -165,12 +175,33 @@ def status(*, name: Name = None, html: Path | None = None, json: Json = False) -
     return _shown(find_path(name), json=json, page=html)
 
 
+def _printed(name: str | None, until: str | None, *, json: bool) -> int:
+    """Print the commands of the tasks that are next."""
+    from scaleray.launch.path.go import steps_ahead
+
+    tasks = steps_ahead(name, until=until)
+    if json:
+        print_json({"tasks": [{"key": one.key, "what": one.what, "command": one.shell} for one in tasks]})
+    else:
+        for task in tasks:
+            print(f"# {task.key}: {task.what}")
+            print(task.shell or f"# {task.words or 'scaleray path next does it'}")
+        if not tasks:
+            print("# the path is at its end")
+    return INCONCLUSIVE if tasks and tasks[-1].act == "decide" else 0
+
+
 def _settings(words: tuple[str, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     following = iter(words)
     for word in following:
         key, equals, value = word.removeprefix("--").partition("=")
-        found[key.replace("-", "_")] = value if equals else next(following, "")
+        given = value if equals else next(following, None)
+        if given is None or not word.startswith("--"):
+            raise ConfigError(
+                "a change", word, "it is a key of the config and its value", "such as --batch.global-size 128"
+            )
+        found[key.replace("-", "_")] = given
     if not found:
         raise ConfigError(
             "a change", "missing", "it is a key of the config", "scaleray path try NAME --batch.global-size 128"

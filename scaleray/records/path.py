@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from scaleray.records.json_record import JsonRecord
 
-Status = Literal["open", "running", "done", "failed", "skipped"]
+Status = Literal["open", "running", "interrupted", "done", "failed", "skipped"]
 STEPS = ("baseline", "distribute", "optimise", "validate", "produce")
 """The steps of a path, in their order."""
 OVER = ("done", "skipped")
@@ -25,6 +26,8 @@ class PathTask:
     act: Act = "command"
     status: Status = "open"
     command: list[str] = field(default_factory=list)
+    ran: list[str] = field(default_factory=list)
+    """The command as it was run: in place of `{study}` and the like are what earlier tasks gave."""
     exit_code: int | None = None
     started_at: float | None = None
     """Wall clock in s."""
@@ -41,6 +44,12 @@ class PathTask:
         """The step that it is a part of."""
         return self.key.partition("/")[0]
 
+    @property
+    def shell(self) -> str:
+        """The command for a shell, as it was run; before that, capitals stand for what earlier tasks will give."""
+        words = [word[1:-1].upper() if word[:1] + word[-1:] == "{}" else word for word in self.ran or self.command]
+        return shlex.join(["scaleray", *words]) if words else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -54,6 +63,13 @@ class Trial:
     figures: dict[str, float] = field(default_factory=dict)
     by: str = ""
     at: float = 0.0
+    trainings: list[PathTask] = field(default_factory=list)
+    """Those with the change and those of what was the best, in the order in which they were made."""
+
+    def shell(self, folder: str) -> str:
+        """The command that tried it on the path in `folder`."""
+        changes = [word for key, value in self.settings.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        return shlex.join(["scaleray", "path", "try", self.name, *changes, "--name", folder])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +109,8 @@ class PathRecord(JsonRecord):
     decisions: list[PathDecision] = field(default_factory=list)
     tasks: list[PathTask] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    copy_behind: str = ""
+    """Why MLflow has not the state as it is now; empty where it has."""
     tracking_uri: str = ""
     experiment_id: str = ""
     run_id: str = ""
@@ -111,6 +129,8 @@ class PathRecord(JsonRecord):
         for step in STEPS:
             tasks = [task for task in self.tasks if task.step == step]
             found.append(f"{step}: {sum(task.status in OVER for task in tasks)} of {len(tasks)}")
+        if self.copy_behind:
+            found.append(f"MLflow's copy of the path is behind, the folder is whole: {self.copy_behind}")
         found += [f"{task.key} failed: {task.words}" for task in self.tasks if task.status == "failed"]
         following = self.next_task()
         if following is None:

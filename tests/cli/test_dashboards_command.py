@@ -38,6 +38,19 @@ def test_written_files_pass_the_check(tmp_path, capsys):
     assert "all files are as written" in capsys.readouterr().out
 
 
+def test_rules_with_measured_limits_take_the_place_of_the_usual_ones(tmp_path, capsys):
+    rules = tmp_path / "measured.yaml"
+    rules.write_text("# measured\ngroups: []\n")
+    assert write("--folder", tmp_path / "boards", "--alerts", rules) == 0
+    assert (tmp_path / "boards" / "alerts.yaml").read_text() == rules.read_text()
+    assert write("--folder", tmp_path / "boards", "--alerts", rules, "--check") == 0
+    assert write("--folder", tmp_path / "boards", "--check") == 1, "these are not the usual ones"
+    rules.write_text("limits: 3\n")
+    assert write("--folder", tmp_path / "boards", "--alerts", rules) == 2
+    assert write("--folder", tmp_path / "boards", "--alerts", tmp_path / "none.yaml") == 2
+    assert "rules of Prometheus are in `groups`" in capsys.readouterr().err
+
+
 def test_the_check_names_a_file_edited_by_hand_and_one_that_is_missing_and_writes_nothing(tmp_path, capsys):
     write("--folder", tmp_path)
     edited = (tmp_path / "run.json").read_text().replace("Throughput", "Speed", 1)

@@ -105,6 +105,13 @@ def folder_of(words: Sequence[str]) -> Path | None:
     return Path(words[words.index("--checkpoint.storage-path") + 1]) / words[words.index("--tracking.run-name") + 1]
 
 
+def set_aside(folder: Path) -> None:
+    """Give a folder that is there a name of its own, `NAME.before-1` and so on, where it can still be looked at."""
+    if folder.is_dir():
+        number = sum(one.name.startswith(f"{folder.name}.before-") for one in folder.parent.iterdir())
+        folder.rename(folder.with_name(f"{folder.name}.before-{number + 1}"))
+
+
 def is_finished(folder: Path) -> bool:
     """Whether the training in a folder has come to its end."""
     try:
@@ -114,7 +121,11 @@ def is_finished(folder: Path) -> bool:
 
 
 def of_training(folder: Path, target: str) -> dict[str, float]:
-    """Samples and seconds to the target, goodput and parts of a step of a finished training, as far as known."""
+    """Samples and seconds to the target, goodput and parts of a step of a finished training, as far as known.
+
+    Seconds to the target are those of the clock since the training began, with its start, evaluations and checkpoints;
+    nobody knows them of one that was cut off in between.
+    """
     wanted = Target.parse(target)
     with contextlib.suppress(ScaleRayError, OSError):
         found = find_run(str(folder))
@@ -124,7 +135,10 @@ def of_training(folder: Path, target: str) -> dict[str, float]:
         batch = float(getattr(record, "derived", {}).get("global_batch_size") or 0)
         if learned.samples_to_target is not None and batch and found.steps:
             steps = step_rows(found.steps)[: round(learned.samples_to_target / batch)]
-            figures["seconds to target"] = sum(row["step_time_s"] for row in steps)
+            figures["seconds of steps to target"] = sum(row["step_time_s"] for row in steps)
+            if steps and not getattr(record, "resumed_after", []):
+                since = steps[-1].get("recorded_at", math.nan) - steps[0].get("recorded_at", math.nan)
+                figures["seconds to target"] = since + (getattr(record, "time_to_first_step_s", None) or math.nan)
         if (profile := getattr(record, "profile", None)) is not None:
             known = profile.figures()
             parts = ("forward", "backward", "optimizer")

@@ -18,7 +18,7 @@ from scaleray.config.base import Target
 from scaleray.errors import ScaleRayError
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.policy_file import read_policy
-from scaleray.launch.path.commands import Outcome, folder_of, is_finished, log_of, numbers_of, ran
+from scaleray.launch.path.commands import Outcome, folder_of, is_finished, log_of, numbers_of, ran, set_aside
 from scaleray.launch.path.tasks import CANDIDATE, POLICY, run_folder
 from scaleray.records.path import PathRecord, PathTask
 from scaleray.records.read import read_record
@@ -34,7 +34,8 @@ def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -
     """Kill a training once it has a checkpoint, go on with it, and hold its end against one that nobody killed."""
     folder = folder_of(words)
     assert folder is not None
-    if not (folder / "run.json").is_file():
+    if not _was_killed(folder):
+        set_aside(folder)  # it was cut off before it had a checkpoint, or came to its end unhurt
         killed = _killed(words, folder, log_of(path, task.key))
         if not killed:
             return Outcome(1, "it ended before it could be killed: it is too short for a checkpoint on its way")
@@ -42,6 +43,14 @@ def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -
     if outcome.code:
         return outcome
     return _compared(path, folder)
+
+
+def _was_killed(folder: Path) -> bool:
+    """Whether a folder holds a training that was killed when it had a checkpoint, and goes on or has gone on."""
+    if not is_finished(folder):
+        return _has_checkpoint(folder)
+    record = _record(folder)
+    return record is not None and bool(record.resumed_after)
 
 
 def _killed(words: Sequence[str], folder: Path, log: Path) -> bool:

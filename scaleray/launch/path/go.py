@@ -8,13 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from scaleray.errors import UsageError
-from scaleray.launch.path.commands import Outcome, folder_of, ran
+from scaleray.launch.path.commands import Outcome, folder_of, going_on, ran, set_aside
 from scaleray.launch.path.endurance import judged_soak, killed_and_gone_on
 from scaleray.launch.path.runbook import write_runbook
-from scaleray.launch.path.state import find_path, locked, read, write
-from scaleray.launch.path.tasks import DECIDE, SWEEP, again, filled
-from scaleray.records.path import STEPS, PathDecision, PathRecord, PathTask
+from scaleray.launch.path.state import find_path, locked, write
+from scaleray.launch.path.tasks import DECIDE, STUDY, SWEEP, again, filled
+from scaleray.records.path import OVER, STEPS, PathDecision, PathRecord, PathTask
 from scaleray.records.run import Say
+
+ANEW = "--force"
+"""Option of a study that takes nothing over from earlier ones."""
 
 
 def next_on_path(name: str | None = None, *, until: str | None = None, say: Say = lambda text: None) -> PathRecord:
@@ -23,15 +26,11 @@ def next_on_path(name: str | None = None, *, until: str | None = None, say: Say 
     until: name of a step; the path stops earlier where a task fails or a person must decide. Gives the path as it is
     then. What was interrupted goes on where it was.
     """
-    if until is not None and until not in STEPS:
-        raise UsageError("--until", until, f"steps are {', '.join(STEPS)}")
+    last = STEPS.index(_step(until)) if until is not None else None
     path = find_path(name)
-    with locked(path):
-        path = read(Path(path.folder))
+    with locked(path) as path:
         while (task := path.next_task()) is not None:
-            if until is not None and STEPS.index(task.step) > STEPS.index(until):
-                break
-            if task.act == "decide":
+            if task.act == "decide" or (last is not None and STEPS.index(task.step) > last):
                 break
             path = _run(path, task, say=say)
             done = path.task(task.key)
@@ -40,50 +39,73 @@ def next_on_path(name: str | None = None, *, until: str | None = None, say: Say 
     return path
 
 
+def steps_ahead(name: str | None = None, *, until: str | None = None) -> list[PathTask]:
+    """The next task of a path, or all that are open until a step is through or a person must decide; nothing is run.
+    The first has its command as it would run now: later ones need what earlier ones give."""
+    last = STEPS.index(_step(until)) if until is not None else None
+    path, found = find_path(name), list[PathTask]()
+    for task in path.tasks:
+        if task.status in OVER:
+            continue
+        if last is not None and STEPS.index(task.step) > last:
+            break
+        found.append(task if found else replace(task, ran=going_on(filled(path, task.command))))
+        if until is None or task.act == "decide":
+            break
+    return found
+
+
+def _step(name: str) -> str:
+    if name not in STEPS:
+        raise UsageError("--until", name, f"steps are {', '.join(STEPS)}")
+    return name
+
+
 def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathRecord:
     """Leave a task out, with the reason that the page shows. Raises UsageError for one that is not there."""
     path = find_path(name)
     if not reason.strip():
         raise UsageError("--reason", reason or None, "whoever reads the path later must know why")
-    with locked(path):
-        path = read(Path(path.folder))
+    with locked(path) as path:
         known = _known(path, task)
         by, at = getpass.getuser(), time.time()
         path = _with(path, replace(known, status="skipped", words=reason, by=by, started_at=at))
-        path = _decided(path, f"skip {task}", reason)
-        write(path)
+        path = write(_decided(path, f"skip {task}", reason))
     return path
 
 
 def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> PathRecord:
     """Open a task again, and all that come after it and were not skipped. The runs of trainings are set aside."""
     path = find_path(name)
-    with locked(path):
-        path = read(Path(path.folder))
+    with locked(path) as path:
         first = path.tasks.index(_known(path, task))
         after = [one.key for one in path.tasks[first:] if one.status != "skipped" or one.key == task]
         fresh = {one.key: one for one in again(replace(path, tasks=[]), path.settings)}
         path = replace(path, tasks=[_opened(t, fresh[t.key]) if t.key in after else t for t in path.tasks])
-        path = _decided(path, f"redo {task}", reason)
-        write(path)
+        path = write(_decided(path, f"redo {task}", reason))
     return path
 
 
 def _opened(task: PathTask, fresh: PathTask) -> PathTask:
-    """A task as it was before it began; what it wrote is set aside, where it can still be looked at."""
+    """A task as it was before it began; what it wrote is set aside, where it can still be looked at. A study that has
+    begun measures all anew, rather than to take over what it measured then."""
     is_promotion = "--pipeline" in task.command and "--verify" not in task.command
     folder = Path(task.command[task.command.index("--pipeline") + 1]) if is_promotion else folder_of(task.command)
-    if folder is not None and folder.is_dir():
-        number = sum(one.name.startswith(f"{folder.name}.before-") for one in folder.parent.iterdir())
-        folder.rename(folder.with_name(f"{folder.name}.before-{number + 1}"))
-    return fresh
+    if folder is not None:
+        set_aside(folder)
+    is_measured = task.key == STUDY and (task.started_at is not None or ANEW in task.command)
+    return replace(fresh, command=[*fresh.command, ANEW]) if is_measured else fresh
 
 
 def _run(path: PathRecord, task: PathTask, *, say: Say) -> PathRecord:
     started, by = time.time(), getpass.getuser()
-    path = _with(path, replace(task, status="running", started_at=started, by=by))
-    write(path)
-    outcome = _outcome(path, task, say=say)
+    refused = None
+    try:
+        task = replace(task, ran=filled(path, task.command))
+    except UsageError as exc:
+        refused = Outcome(exc.exit_code, str(exc))
+    path = write(_with(path, replace(task, status="running", started_at=started, by=by)))
+    outcome = refused or _outcome(path, task, say=say)
     found = replace(
         task,
         status="done" if outcome.code == 0 else "failed",
@@ -98,22 +120,17 @@ def _run(path: PathRecord, task: PathTask, *, say: Say) -> PathRecord:
     path = _with(path, found)
     if task.key == SWEEP and outcome.code == 0:
         path = _advised(path, outcome.words)
-    write(path)
-    return path
+    return write(path)
 
 
 def _outcome(path: PathRecord, task: PathTask, *, say: Say) -> Outcome:
     if task.act == "runbook":
         return write_runbook(path)
-    try:
-        words = filled(path, task.command)
-    except UsageError as exc:
-        return Outcome(exc.exit_code, str(exc))
-    say(f"{task.key}: scaleray {' '.join(words)}")
+    say(f"{task.key}: {task.shell}")
     if task.act == "faults":
-        return killed_and_gone_on(path, task, words)
-    outcome = ran(path, task.key, words)
-    return judged_soak(path, outcome, words) if task.act == "soak" else outcome
+        return killed_and_gone_on(path, task, task.ran)
+    outcome = ran(path, task.key, task.ran)
+    return judged_soak(path, outcome, task.ran) if task.act == "soak" else outcome
 
 
 def _advised(path: PathRecord, advice: str) -> PathRecord:

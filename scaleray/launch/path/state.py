@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import getpass
+import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -33,6 +34,7 @@ from scaleray.tracking.store import RunStore, check_reachable, open_client, reso
 EXPERIMENT = "paths"
 NAME = "scaleray.path.name"
 """Tag of a path's run in MLflow."""
+LOCK, SQLITE = ".lock", "sqlite:///"
 SOAK = 3
 """How much longer than the job the long training is."""
 
@@ -95,8 +97,7 @@ def start_path(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / JOB).write_text(yaml.safe_dump(job, sort_keys=False))
     (folder / POLICY).write_text(yaml.safe_dump(jsonable(held.model_dump(mode="json")), sort_keys=False))
-    write(_with_run(replace(path, tasks=tasks_of(path))))
-    return read(folder)
+    return write(_with_run(replace(path, tasks=tasks_of(path))))
 
 
 def _target(target: str, workers: int, runs: int) -> Target:
@@ -172,7 +173,7 @@ def find_path(name: str | None) -> PathRecord:
     root = Path(default_storage_path())
     if name is not None:
         for place in (Path(name).expanduser(), root / f"path-{name}", root / name):
-            if (place / STATE).is_file():
+            if os.path.isfile(place / STATE) or (place.is_dir() and not os.access(place, os.R_OK | os.X_OK)):
                 return read(place)
         raise UsageError(
             "--name", name, f"there is no path in such a folder, nor in {root}", "scaleray path start begins one"
@@ -191,37 +192,104 @@ def read(folder: Path) -> PathRecord:
     except (OSError, ValueError) as exc:
         raise UsageError("the path", str(folder), f"its {STATE} cannot be read: {first_line(exc)}") from exc
     here = absolute_path(str(folder))
-    if found.folder == here:
-        return found
-    return PathRecord.from_json(found.to_json().replace(f'"{found.folder}', f'"{here}'))  # it was moved, or is mounted
+    if found.folder != here:  # it was moved, or is mounted
+        found = PathRecord.from_json(json.dumps(_moved(found.to_dict(), found.folder, here)))
+    return found if _is_locked(folder) else _interrupted(found)
 
 
-def write(path: PathRecord) -> None:
-    """Write the state, whole or not at all, and its copy in MLflow if that answers."""
+def _moved(value: Any, before: str, here: str) -> Any:
+    """A value of the record whose paths at or in the folder `before` are those in `here`, an SQLite URI's too."""
+    if isinstance(value, dict):
+        return {key: _moved(one, before, here) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_moved(one, before, here) for one in value]
+    if isinstance(value, str):
+        scheme = SQLITE if value.startswith(SQLITE) else ""
+        place = value.removeprefix(scheme)
+        if place == before or place.startswith(f"{before}/"):
+            return f"{scheme}{here}{place.removeprefix(before)}"
+    return value
+
+
+def _interrupted(path: PathRecord) -> PathRecord:
+    """The path as it is where nobody goes on with it: what was running has been cut off."""
+    cut = [replace(task, status="interrupted") if task.status == "running" else task for task in path.tasks]
+    return replace(path, tasks=cut)
+
+
+def write(path: PathRecord) -> PathRecord:
+    """Write the state, whole or not at all, and its copy in MLflow if that answers; gives the path, which says why the
+    copy is behind where it does not. The folder is what counts: the next write sends all of it again."""
+    path = replace(path, copy_behind="")
+    _write_file(path)
+    if not path.run_id:
+        return path
+    try:
+        check_reachable(path.tracking_uri, timeout_s=2.0)
+        store = RunStore(path.tracking_uri, path.run_id, path.experiment_id)
+        store.send(LogArtifact(str(Path(path.folder) / STATE)))
+        following = path.next_task()
+        store.send(SetTags({"scaleray.path.next": "" if following is None else following.key}))
+    except Exception as exc:  # whatever it is: nothing that was trained depends on it
+        path = replace(path, copy_behind=first_line(exc))
+        _write_file(path)
+    return path
+
+
+def _write_file(path: PathRecord) -> None:
     place = Path(path.folder) / STATE
-    with tempfile.NamedTemporaryFile("w", dir=place.parent, prefix=".path-", delete=False) as file:
-        file.write(path.to_json())
-    os.replace(file.name, place)
-    if path.run_id:
-        with contextlib.suppress(Exception):  # the folder is what counts; the next write sends all of it again
-            check_reachable(path.tracking_uri, timeout_s=2.0)
-            store = RunStore(path.tracking_uri, path.run_id, path.experiment_id)
-            store.send(LogArtifact(str(place)))
-            following = path.next_task()
-            store.send(SetTags({"scaleray.path.next": "" if following is None else following.key}))
+    part = place.with_name(f".{STATE}.part")
+    part.unlink(missing_ok=True)  # a colleague's, who was killed
+    part.write_text(path.to_json())  # with the mode that the umask gives, as all other files of the folder
+    part.replace(place)
 
 
 @contextlib.contextmanager
-def locked(path: PathRecord) -> Iterator[None]:
-    """A context in which nobody else goes on with a path. Raises UsageError where somebody does."""
-    with open(Path(path.folder) / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(
-                "the path", path.name, "somebody else is going on with it", "wait for that to end"
-            ) from None
-        yield
+def locked(path: PathRecord) -> Iterator[PathRecord]:
+    """A context in which nobody else goes on with a path, which it gives as it is now.
+
+    Raises UsageError where somebody does, and for a file of the folder that cannot be read or written.
+    """
+    try:
+        with _lock_file(Path(path.folder)) as lock:
+            _lock(lock, path)
+            yield _interrupted(read(Path(path.folder)))
+    except BrokenPipeError:
+        raise
+    except OSError as exc:
+        allowed = f"{exc.filename or path.folder} cannot be written: {exc.strerror or exc}"
+        hint = f"let who shares the path have its files: chmod -R g+rwX {path.folder}, and umask 002 from then on"
+        raise UsageError("the path's folder", path.folder, allowed, hint) from exc
+
+
+def _lock(lock: IO[str], path: PathRecord) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError("the path", path.name, "somebody else is going on with it", "wait for that to end") from None
+
+
+def _lock_file(folder: Path) -> IO[str]:
+    """The file that is locked, which may be another user's: whoever may write to the folder may lock it."""
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    place = folder / LOCK
+    try:
+        return place.open("a")
+    except PermissionError:
+        return place.open()
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether somebody goes on with the path in a folder; a lock that cannot be asked is as good as none."""
+    try:
+        with (folder / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _with_run(path: PathRecord) -> PathRecord:

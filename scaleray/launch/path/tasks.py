@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from scaleray.errors import UsageError
+from scaleray.monitoring.rules.files import PATH as ALERTS
 from scaleray.records.path import Act, PathRecord, PathTask
 
 JOB, POLICY, STATE, RUNS, PIPELINE = "job.yaml", "policy.yaml", "path.json", "runs", "pipeline"
@@ -14,6 +15,8 @@ BASELINE, CANDIDATE = "baseline", "candidate"
 VERIFY, STUDY, SWEEP, DECIDE = "distribute/verify", "optimise/study", "optimise/sweep", "optimise/decide"
 FIRST, GATE, PROMOTE, CHECK = "distribute/first-0", "validate/gate", "produce/promote", "produce/check"
 BATCH = "batch.global_size"
+ALERTS_WORD = "{alerts}"
+"""Place of the rules of alerts with the limits that the promotion has measured."""
 NO_CLUSTER = "the path began without --cluster, for which the planner would give advice"
 
 
@@ -88,7 +91,7 @@ def _produce(path: PathRecord) -> list[PathTask]:
         _task(CHECK, "the version holds what was promoted, and its pipeline trains it",
               ["promote", "--verify", f"{path.model}@{path.alias}", *pipeline, *uri]),
         _task("produce/dashboards", "dashboards for Grafana, and a configuration of Prometheus",
-              ["dashboards", "write", "--folder", f"{path.folder}/dashboards"]),
+              ["dashboards", "write", "--folder", f"{path.folder}/dashboards", "--alerts", ALERTS_WORD]),
         PathTask(key="produce/runbook", act="runbook", what="a runbook for whoever is called"),
     ]  # fmt: skip
 
@@ -111,15 +114,15 @@ def again(path: PathRecord, settings: Mapping[str, Any]) -> list[PathTask]:
     ]  # fmt: skip
 
 
-def trial_command(path: PathRecord, name: str, seed: int, settings: Mapping[str, Any]) -> list[str]:
-    """The training of a trial."""
-    return _training(path, "optimise", name, seed, workers=path.workers, settings=settings).command
+def trial_training(path: PathRecord, name: str, seed: int, settings: Mapping[str, Any]) -> PathTask:
+    """A training of a trial, or of what is the best beside it."""
+    return _training(path, "optimise", name, seed, workers=path.workers, settings=settings)
 
 
 def filled(path: PathRecord, words: Sequence[str]) -> list[str]:
     """The words of a command with what earlier tasks gave: folders of study and certificate, a quarter of a training's
     steps; trainings that were skipped are left out. Raises UsageError where no baseline is left."""
-    places, found = {"{study}": STUDY, "{verify}": VERIFY}, list[str]()
+    places, found = {"{study}": STUDY, "{verify}": VERIFY, ALERTS_WORD: PROMOTE}, list[str]()
     skipped = {run_folder(path, task.key.partition("/")[2]) for task in path.tasks if task.status == "skipped"}
     for word in words:
         if word == "{quarter}":
@@ -128,10 +131,14 @@ def filled(path: PathRecord, words: Sequence[str]) -> list[str]:
             continue
         elif word not in places:
             found.append(word)
-        elif (task := path.task(places[word])) is not None and task.folder and task.status == "done":
-            found.append(task.folder)
+        elif (
+            (task := path.task(places[word])) is not None
+            and task.status == "done"
+            and (task.folder or word == ALERTS_WORD)
+        ):
+            found.append(f"{path.folder}/{PIPELINE}/{ALERTS}" if word == ALERTS_WORD else task.folder)
         else:
-            found.pop()  # the option that names it: the gates say what lacks
+            found.pop()  # the option that names it: the gates say what lacks, and limits are the usual ones
     if "--against" in words:
         _check_sides(path, skipped)
     return found
@@ -174,8 +181,10 @@ def _task(key: str, what: str, words: list[str], act: Act = "command") -> PathTa
 
 
 def job_words(path: PathRecord, settings: Mapping[str, Any] | None = None) -> list[str]:
-    """Options that name the path's job, what was changed in it, and where its runs are kept."""
+    """Options that name the path's job, what was changed in it, and where its runs are kept. A database in the path's
+    folder is named too, as the job names where it was before the folder moved."""
     words = ["-c", f"{path.folder}/{JOB}"]
+    words += ["--tracking.uri", path.tracking_uri] if f"{path.folder}/" in path.tracking_uri else []
     for key, value in {**path.settings, **(settings or {})}.items():
         words += [f"--{key.replace('_', '-')}", str(value)]
     return [*words, "--checkpoint.storage-path", f"{path.folder}/{RUNS}"]

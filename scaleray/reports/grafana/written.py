@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scaleray.errors import StorageError
+import yaml
+
+from scaleray.errors import StorageError, UsageError, first_line
 from scaleray.monitoring.dashboards import files as dashboards
 from scaleray.monitoring.rules import files as rules
 
 
-def write_dashboards(folder: str | Path = "dashboards", *, check: bool = False) -> list[Path]:
+def write_dashboards(
+    folder: str | Path = "dashboards", *, alerts: str | Path | None = None, check: bool = False
+) -> list[Path]:
     """Write the dashboards, the rules of alerts, and a configuration of Prometheus to begin with; gives the files.
 
-    check: write nothing, and give the files that are missing or are not what would be written, as one edited by hand.
-    Other files in the folder stay. Raises StorageError.
+    alerts: a file of rules in place of those with the usual limits, such as a pipeline's `alerts.yaml`. check: write
+    nothing, and give the files that are missing or are not what would be written, as one edited by hand.
+    Other files in the folder stay. Raises StorageError; UsageError for a file that holds no rules.
     """
-    texts = {Path(folder) / name: text for name, text in {**dashboards.files(), **rules.files()}.items()}
+    own = rules.files() if alerts is None else {rules.PATH: _rules(Path(alerts))}
+    texts = {Path(folder) / name: text for name, text in {**dashboards.files(), **own}.items()}
     if check:
         return [path for path, text in texts.items() if _read(path) != text]
     try:
@@ -25,6 +31,20 @@ def write_dashboards(folder: str | Path = "dashboards", *, check: bool = False) 
     except OSError as exc:
         raise StorageError("--folder", str(folder), f"it cannot be written: {exc.strerror}", "choose another") from exc
     return list(texts)
+
+
+def _rules(file: Path) -> str:
+    """The text of a file of rules. Raises UsageError for another one."""
+    text = _read(file)
+    if text is None:
+        raise UsageError("--alerts", str(file), "it cannot be read", "the pipeline of a promoted model has alerts.yaml")
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        raise UsageError("--alerts", str(file), f"it is no YAML: {first_line(exc)}") from exc
+    if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
+        raise UsageError("--alerts", str(file), "rules of Prometheus are in `groups`")
+    return text
 
 
 def _read(path: Path) -> str | None:

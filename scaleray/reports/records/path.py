@@ -29,8 +29,13 @@ INTRODUCED = {
     "produce": "The promoted version, checked, with files for a cluster, alerts and a runbook.",
 }
 SIDES = (("baseline/baseline-", "one worker"), ("validate/candidate-", "distributed"))
-BESIDE = ("samples to target", "seconds to target", "samples_per_s", "peak_memory_gib", "busy", "goodput")
+BESIDE = (
+    "samples to target", "seconds to target", "seconds of steps to target", "samples_per_s", "peak_memory_gib", "busy",
+    "goodput",
+)  # fmt: skip
 """Figures of a training that are shown beside the target's."""
+TRAININGS = ("train", "faults", "soak")
+"""Kinds of tasks that are trainings."""
 IN_WORDS = {
     "samples_per_s": "samples/s", "peak_memory_gib": "peak memory in GiB", "final_loss": "final loss",
     "busy": "share of a step that computes", "training_time_s": "training in s",
@@ -135,12 +140,41 @@ def _section(path: PathRecord, step: str) -> Section:
     tasks = [task for task in path.tasks if task.step == step]
     tables = [*_measured(path, step)]
     heads = ("task", "state", "what came of it", "by", "when", "took")
-    tables.append(Table("Tasks", heads, tuple(map(_row, tasks)), has_words=True))
+    tables.append(Table("Tasks", heads, tuple(_row(task, path) for task in tasks), has_words=True))
+    commands = [(_name(task), task.shell) for task in tasks if task.command]
     if step == "optimise" and path.trials:
         tables.insert(0, _trials(path))
-    commands = tuple((task.key.partition("/")[2], _command(task)) for task in tasks if task.command)
-    tables.append(Table("Commands", ("task", "command"), commands, has_words=True))
+        for trial in path.trials:
+            commands += [(f"try {trial.name}", trial.shell(path.folder))]
+            commands += [(_name(task), task.shell) for task in trial.trainings]
+            tasks += trial.trainings
+    tables += [*_figures_of_trainings(tasks), *_other_figures(tasks)]
+    tables.append(Table("Commands", ("task", "command"), tuple(commands), has_words=True))
     return Section(sentence_case(step), words=[INTRODUCED[step]], tables=tables)
+
+
+def _name(task: PathTask) -> str:
+    return task.key.partition("/")[2]
+
+
+def _figures_of_trainings(tasks: Sequence[PathTask]) -> list[Table]:
+    """Every figure of every training, a row each."""
+    trained = [task for task in tasks if task.act in TRAININGS and task.figures]
+    names = list(dict.fromkeys(name for task in trained for name in task.figures))
+    rows = tuple((_name(task), *(figure(task.figures.get(name)) for name in names)) for task in trained)
+    heads = ("training", *(IN_WORDS.get(name, name) for name in names))
+    return [Table("Figures of the trainings", heads, rows)] if rows else []
+
+
+def _other_figures(tasks: Sequence[PathTask]) -> list[Table]:
+    """Every figure of what is no training, a row each."""
+    rows = tuple(
+        (_name(task), IN_WORDS.get(name, name), figure(value))
+        for task in tasks
+        if task.act not in TRAININGS
+        for name, value in task.figures.items()
+    )
+    return [Table("Other figures", ("task", "figure", "value"), rows)] if rows else []
 
 
 def _measured(path: PathRecord, step: str) -> list[Table]:
@@ -189,21 +223,23 @@ def _sizes(path: PathRecord) -> list[Table]:
     return [Table("Convergence by workers and batch", heads, rows, has_words=True)] if len(rows) > 1 else []
 
 
-def _row(task: PathTask) -> tuple[str, ...]:
+def _row(task: PathTask, path: PathRecord) -> tuple[str, ...]:
     return (
         task.what,
         task.status,
-        _figures(task) if task.act == "train" and task.status == "done" else task.words,
+        _reached(task, path) if task.act == "train" and task.status == "done" else task.words,
         task.by,
         _when(task.started_at),
         seconds(task.duration_s) if task.duration_s is not None else "",
     )
 
 
-def _figures(task: PathTask) -> str:
-    left_out = ("training_time_s", "final_loss", "goodput", "busy", "peak_memory_gib")
-    shown = [(name, value) for name, value in task.figures.items() if name not in left_out]
-    return ", ".join(f"{IN_WORDS.get(name, name)} {figure(value)}" for name, value in shown)
+def _reached(task: PathTask, path: PathRecord) -> str:
+    """What a training has come to; all its figures have a table of their own."""
+    names = (path.target.split(" ")[0], "samples to target", "samples_per_s")
+    return ", ".join(
+        f"{IN_WORDS.get(name, name)} {figure(task.figures[name])}" for name in names if name in task.figures
+    )
 
 
 def _trials(path: PathRecord) -> Table:
@@ -213,7 +249,7 @@ def _trials(path: PathRecord) -> Table:
             ", ".join(f"{key} {value}" for key, value in trial.settings.items()),
             ("kept" if trial.is_kept else "left") if trial.verdict else "under way",
             trial.verdict,
-            ", ".join(f"{name} {figure(value)}" for name, value in trial.figures.items() if name.startswith("seconds")),
+            ", ".join(f"{name} {figure(value)}" for name, value in trial.figures.items()),
             trial.by,
             _when(trial.at),
         )
@@ -249,7 +285,3 @@ def _conditions(path: PathRecord) -> dict[str, dict[str, Any]]:
 
 def _when(at: float | None) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else ""
-
-
-def _command(task: PathTask) -> str:
-    return shlex.join(["scaleray", *task.command])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -18,72 +17,8 @@ from scaleray.launch.path import commands as of_commands
 from scaleray.launch.path import endurance, trials
 from scaleray.launch.path.runbook import runbook
 from scaleray.launch.path.state import find_path, locked, read, start_path
-from scaleray.reports.records.path import write_path_page
-from tests import study_examples
+from tests.launch.path.conftest import to_the_gates
 from tests.recorded_runs import a_run
-
-JOB = """
-workload: {name: job.py:Job}
-batch: {global_size: 8}
-optimizer: {learning_rate: 0.1}
-stop: {after: 10 steps}
-"""
-
-
-@pytest.fixture
-def path(tmp_path, empty_database):
-    (tmp_path / "job.py").write_text("class Job:\n    pass\n")
-    (tmp_path / "job.yaml").write_text(JOB)
-    database = shutil.copy(empty_database, tmp_path / "mlflow.db")
-    keys = {"checkpoint.storage_path": str(tmp_path / "runs"), "tracking.uri": f"sqlite:///{database}"}
-    return start_path(
-        tmp_path / "job.yaml", "test/accuracy >= 0.9", workers=2, runs=2, name="digits", local=True, overrides=keys
-    )
-
-
-class Commands:
-    """Answers commands as scaleray would. codes: of the next ones; speeds: of trainings by their name's beginning;
-    printed: by the command's first word."""
-
-    def __init__(self):
-        self.ran, self.codes, self.speeds, self.printed = [], [], {}, {}
-
-    def __call__(self, words, *, log):
-        self.ran.append(list(words))
-        code = self.codes.pop(0) if self.codes else 0
-        if words[0] == "train":
-            folder = Path(words[2]) if "--resume" in words else of_commands.folder_of(words)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "run.json").write_text("{}")
-            if code == 0:
-                self.train(folder, resumed=[2] if "--resume" in words else [])
-            return code, {"samples_per_s": 100.0, "steps": 40, "written": {"folder": str(folder)}}, "Error: it broke"
-        return code, {"written": {"folder": f"/{words[0]}"}, **self.printed.get(words[0], {})}, "its last words"
-
-    def train(self, folder, resumed=()):
-        name, _, seed = folder.name.rpartition("-")
-        speed = self.speeds.get(name, 100.0) + int(seed)
-        record = study_examples.run_record(
-            name=folder.name, samples_per_s=speed, run_dir=str(folder), metrics={"test/accuracy": 0.95},
-            resumed_after=list(resumed),
-        )  # fmt: skip
-        (folder / "record.json").write_text(record.to_json())
-        (folder / "steps.csv").write_text(study_examples.steps_csv(40))
-
-
-@pytest.fixture
-def commands(monkeypatch):
-    answering = Commands()
-    monkeypatch.setattr(of_commands, "run_command", answering)
-    monkeypatch.setattr(trials, "run_command", answering)
-
-    def killed(words, folder, log):
-        folder.mkdir(parents=True)
-        (folder / "run.json").write_text("{}")
-        return True
-
-    monkeypatch.setattr(endurance, "_killed", killed)
-    return answering
 
 
 def test_a_path_begins_with_as_many_trainings_on_one_worker_as_there_are_seeds(path):
@@ -148,11 +83,6 @@ def test_a_command_that_fails_stops_the_path_and_is_run_again(path, commands):
     assert commands.ran[-1][:2] == ["train", "--resume"], "its run is there and not finished"
 
 
-def to_the_gates(path):
-    scaleray.next_on_path(path.folder, until="produce")
-    scaleray.skip_on_path("optimise/decide", "no", name=path.folder)
-
-
 @pytest.mark.parametrize(("code", "answer"), [(1, "fail"), (3, "inconclusive")])
 def test_a_gate_that_does_not_pass_stops_the_path_before_anything_is_promoted(path, commands, code, answer):
     check = {"what": "repeated runs", "answer": answer, "words": "2 of each; 5 are asked for"}
@@ -203,7 +133,7 @@ def test_a_baseline_of_other_data_is_named_by_the_real_gate_and_nothing_is_promo
     assert "promote" not in [words[0] for words in commands.ran]
 
 
-def test_a_run_that_was_deleted_is_the_reason_that_the_promotion_gives(path, commands, monkeypatch):
+def test_what_the_promotion_says_last_is_why_nothing_of_the_last_step_is_done(path, commands, monkeypatch):
     said = "TrackingError: the run in MLflow is 'abc', but it is deleted."
 
     def answer(words, *, log, instead=commands):
@@ -255,6 +185,25 @@ class TestEndurance:
         task = self.ready(path, commands).task("validate/faults-0")
         assert task.status == "failed" and "too short" in task.words
 
+    def test_one_that_was_cut_off_before_its_checkpoint_is_killed_again(self, path, commands):
+        cut = Path(path.folder) / "runs" / "faults-0"
+        cut.mkdir(parents=True)
+        (cut / "run.json").write_text("{}")
+        assert self.ready(path, commands).task("validate/faults-0").status == "done"
+        assert cut.with_name("faults-0.before-1").is_dir()
+
+    def test_one_that_ended_unhurt_is_killed_at_the_next_call(self, path, commands, monkeypatch):
+        def unhurt(words, folder, log):
+            folder.mkdir(parents=True)
+            commands.train(folder)
+            return False
+
+        killed = endurance._killed
+        monkeypatch.setattr(endurance, "_killed", unhurt)
+        assert self.ready(path, commands).task("validate/faults-0").status == "failed"
+        monkeypatch.setattr(endurance, "_killed", killed)
+        assert scaleray.next_on_path(path.folder).task("validate/faults-0").status == "done"
+
     def test_it_has_a_checkpoint_after_a_quarter_of_the_steps(self, path, commands):
         self.ready(path, commands)
         assert "{quarter}" in find_path(path.folder).task("validate/faults-0").command
@@ -292,6 +241,15 @@ def test_what_is_done_again_sets_its_run_aside_and_opens_what_follows(path, comm
     ]  # fmt: skip
     assert scaleray.next_on_path(path.folder).tasks[1].status == "done"
     assert after.decisions[-1].why == "a machine was slow"
+
+
+def test_a_study_that_is_done_again_measures_all_anew(path, commands):
+    scaleray.next_on_path(path.folder, until="optimise")
+    studied = [words for words in commands.ran if words[0] == "study"]
+    assert len(studied) == 1 and "--force" not in studied[0]
+    scaleray.redo_on_path("optimise/study", name=path.folder)
+    scaleray.next_on_path(path.folder)
+    assert commands.ran[-1] == [*studied[0], "--force"]
 
 
 def test_what_was_skipped_can_be_done_after_all(path, commands):
@@ -370,19 +328,24 @@ class TestTrials:
             scaleray.try_on_path("larger", {"batch.global_size": "32"}, name=path.folder)
         assert {"validate/batch-8-0", "validate/batch-32-0"} <= {task.key for task in after.tasks}
 
+    def test_runs_that_are_too_short_to_have_a_speed_are_judged_in_words(self, path, commands, monkeypatch):
+        before = commands.train
+
+        def train(folder, resumed=()):
+            before(folder, resumed)
+            record = json.loads((folder / "record.json").read_text())
+            (folder / "record.json").write_text(json.dumps({**record, "samples_per_s": None}))
+
+        monkeypatch.setattr(commands, "train", train)
+        self.ready(path)
+        (trial,) = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder).trials
+        assert not trial.is_kept and trial.verdict.startswith("too short to have a speed")
+        assert [task.key for task in trial.trainings][::2] == ["optimise/best-0-0", "optimise/best-0-1"]
+
     def test_the_sweep_says_what_is_worth_a_trial(self, path, commands):
         commands.printed["sweep"] = {"words": ["goodput is highest at batch 16."]}
         task = self.ready(path).next_task()
         assert task.key == "optimise/decide" and "goodput is highest at batch 16. Now a person decides" in task.words
-
-
-def test_the_page_has_every_task_with_its_command(path, commands, tmp_path):
-    scaleray.next_on_path(path.folder, until="optimise")
-    scaleray.skip_on_path("optimise/decide", "<fast> enough", name=path.folder)
-    write_path_page(find_path(path.folder), tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert all(task.what in page for task in path.tasks)
-    assert "&lt;fast&gt; enough" in page and "scaleray verify -c" in page and "skip optimise/decide" in page
 
 
 def test_the_runbook_says_what_is_usual_and_what_every_alert_asks_for(path, commands):
