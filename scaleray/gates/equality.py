@@ -37,9 +37,14 @@ class CertificateFacts:
     world_sizes: tuple[int, ...]
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
+    run_id: str = ""
+    """Where it is in MLflow, which keeps a copy and its hash."""
+    tracking_uri: str = ""
+    sha256: str = ""
+    """SHA-256 of the certificate.json that this was read from."""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], *, name: str) -> CertificateFacts:
+    def of(cls, values: Mapping[str, Any], *, name: str, sha256: str = "") -> CertificateFacts:
         """The facts in a certificate.json. Raises KeyError, TypeError or ValueError for anything else."""
         return cls(
             name,
@@ -51,11 +56,34 @@ class CertificateFacts:
             tuple(map(int, values["world_sizes"])),
             dict(values["config"]),
             dict(values["environment"]),
+            str(values.get("run_id") or ""),
+            str(values.get("tracking_uri") or ""),
+            sha256,
         )
 
 
+@dataclass(frozen=True)
+class Verified:
+    """What a certificate has to be of: a kind of training, as a run or a study had it. facts: of code and environment;
+    folder: where its config.yaml lies."""
+
+    strategy: str
+    workers: int
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    folder: str
+    is_on_cpus: bool
+
+    @classmethod
+    def of_run(cls, run: RunRecord) -> Verified:
+        """The training of a run."""
+        workers = workers_of(run)
+        is_on_cpus = bool(workers) and not uses_gpus(workers)
+        return cls(run.strategy, run.workers, run.config, facts_of_run(run), run.run_dir, is_on_cpus)
+
+
 def equality_gate(
-    run: RunRecord,
+    run: Verified,
     certificates: Sequence[CertificateFacts],
     *,
     policy: EqualityPolicy,
@@ -64,21 +92,19 @@ def equality_gate(
 ) -> GateResult:
     """The gate's check, by the certificate that fits best. now: seconds since 1970, by default this moment."""
     what = f"{run.strategy} on {quantity(run.workers, 'worker')} equals one process"
-    remedy = f"scaleray verify -c {run.run_dir}/config.yaml --strategies {run.strategy} --world-sizes {run.workers}"
+    remedy = f"scaleray verify -c {run.folder}/config.yaml --strategies {run.strategy} --world-sizes {run.workers}"
     if run.workers == 1:
         return gate_of(GATE, [Check(what=what, answer="pass", words="one worker is one process")])
     if not certificates:
         words = "there is no certificate"
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
     moment = time.time() if now is None else now
-    newest_first = sorted(certificates, key=lambda one: -one.date)
-    reasons = {one.name: _why_not(one, run, policy, may_differ, moment) for one in newest_first}
-    fitting = [one for one in newest_first if not reasons[one.name]]
-    if not fitting:
+    chosen = belonging(run, certificates, policy=policy, may_differ=may_differ, now=moment)
+    if chosen is None:
+        reasons = {one.name: _why_not(one, run, policy, may_differ, moment) for one in certificates}
         name, why = min(reasons.items(), key=lambda item: len(item[1]))
         words = f"none of {len(certificates)} certificates belongs to it; {name}: {'; '.join(why[:3])}"
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
-    chosen = fitting[0]
     answer: Answer = "pass" if chosen.passed else "fail"
     words = f"{chosen.name}: {chosen.verdict}"
     age = (moment - chosen.date) / DAY_S
@@ -88,8 +114,23 @@ def equality_gate(
     )
 
 
+def belonging(
+    run: Verified,
+    certificates: Sequence[CertificateFacts],
+    *,
+    policy: EqualityPolicy,
+    may_differ: Sequence[str],
+    now: float,
+) -> CertificateFacts | None:
+    """The newest certificate that counts for this training; None for one worker, of which none is asked."""
+    if run.workers == 1:
+        return None
+    newest_first = sorted(certificates, key=lambda one: -one.date)
+    return next((one for one in newest_first if not _why_not(one, run, policy, may_differ, now)), None)
+
+
 def _why_not(
-    one: CertificateFacts, run: RunRecord, policy: EqualityPolicy, may_differ: Sequence[str], now: float
+    one: CertificateFacts, run: Verified, policy: EqualityPolicy, may_differ: Sequence[str], now: float
 ) -> list[str]:
     """Reasons for which a certificate does not count; none where it does."""
     reasons = []
@@ -103,10 +144,9 @@ def _why_not(
     if policy.max_age_days is not None and age > policy.max_age_days:
         reasons.append(f"it is {age:.0f} days old, and equality.max_age_days is {policy.max_age_days:g}")
     reasons += unlike(_trained(one.config), _trained(run.config), may_differ)
-    workers = workers_of(run)
     # a certificate knows the machine that asked for it; GPUs that the run did not use are no part of it
-    theirs = facts_of_environment(one.environment, [] if not workers or uses_gpus(workers) else [{"device": "cpu"}])
-    return reasons + unlike(theirs, facts_of_run(run), may_differ)
+    theirs = facts_of_environment(one.environment, [{"device": "cpu"}] if run.is_on_cpus else [])
+    return reasons + unlike(theirs, run.facts, may_differ)
 
 
 def _trained(config: Mapping[str, Any]) -> dict[str, Any]:

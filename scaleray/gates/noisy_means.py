@@ -131,6 +131,31 @@ def power_of_both(candidate: Runs, baseline: Runs, margin: Margin, *, better: Be
     return max(0.0, sum(power(candidate, baseline, margin, better=way, alpha=alpha) for way in ways) - 1)
 
 
+def above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> tuple[Answer, float, float]:
+    """Whether a mean is above a limit by the whole of its interval, which holds it with confidence 1 - alpha: `pass`,
+    `fail` where all of it is below, else `inconclusive`; and the two ends. At least two runs."""
+    half = float(t.ppf(1 - alpha / 2, runs.number - 1)) * runs.stdev / math.sqrt(runs.number)
+    low, high = runs.mean - half, runs.mean + half
+    return "pass" if low > limit else "fail" if high < limit else "inconclusive", low, high
+
+
+def power_above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> float:
+    """Probability that as many runs of this mean and noise are shown to be above the limit."""
+    if runs.stdev == 0:
+        return float(runs.mean > limit)
+    freedom = runs.number - 1
+    away = (runs.mean - limit) / runs.stdev * math.sqrt(runs.number)
+    return float(nct.sf(float(t.ppf(1 - alpha / 2, freedom)), freedom, away))
+
+
+def runs_needed_above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> int | None:
+    """Smallest number of runs of this mean and noise of which 9 in 10 sets are shown to be above the limit; None where
+    the mean is not above it, or MOST_RUNS are too few."""
+    if runs.mean <= limit:
+        return None
+    return runs_needed(lambda n: n > 1 and power_above(runs.repeated(n), limit, alpha=alpha) >= POWER)
+
+
 def runs_needed(enough: Callable[[int], bool]) -> int | None:
     """Smallest number of runs of each side that is enough, where more than enough is enough too; None: more than
     MOST_RUNS."""

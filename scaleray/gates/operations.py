@@ -1,52 +1,147 @@
-"""The gate `operations`: the candidate ran as something may run that nobody watches all day."""
+"""The gate `operations`: every candidate ran as something may run that nobody watches all day."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from scaleray.gates.answer import Answer, Check, GateResult, gate_of
+from scaleray.gates.noisy_means import Runs, above, power_above, runs_needed_above
 from scaleray.gates.policy import OperationsPolicy
 from scaleray.records.alerts import Alert
 from scaleray.records.run import RunRecord
 
 GATE = "operations"
+UNMEASURED = "not measured"
 
 
-def operations_gate(run: RunRecord, *, alerts: Sequence[Alert] | None, policy: OperationsPolicy) -> GateResult:
-    """The gate's checks. alerts: those that the run raised; None: nobody looked."""
-    finished: Answer = "pass" if run.status == "FINISHED" else "fail"
-    checks = [Check(what="the run has finished", answer=finished, words=f"{run.status}: {run.verdict}")]
+@dataclass(frozen=True)
+class Operated:
+    """How one candidate ran. alerts: what its alerts.jsonl holds; None: nobody looked."""
+
+    run: RunRecord
+    alerts: Sequence[Alert] | None = field(default=None)
+
+
+def operations_gate(
+    candidates: Sequence[Operated], *, policy: OperationsPolicy, endured: Sequence[RunRecord] = ()
+) -> GateResult:
+    """The gate's checks, of every candidate. endured: further runs of the same training that were interrupted, went on
+    and have finished."""
+    runs = [one.run for one in candidates]
+    checks = [_finished(runs)]
     if policy.max_nonfinite_steps is not None:
-        steps = float(run.nonfinite_steps)
-        checks.append(_at_most("steps that were not finite", steps, policy.max_nonfinite_steps, "scaleray profile RUN"))
+        checks.append(_at_most("steps that were not finite", runs, lambda run: float(run.nonfinite_steps),
+                               policy.max_nonfinite_steps, "scaleray profile RUN"))  # fmt: skip
     if policy.min_goodput is not None:
-        goodput = run.profile.goodput.shares().get("productive") if run.profile and run.profile.goodput else None
-        checks.append(_at_least("goodput", goodput, policy.min_goodput, "scaleray profile RUN says where it went"))
+        checks.append(_goodput(runs, policy.min_goodput))
     if policy.max_checkpoint_interval_s is not None:
-        remedy = "checkpoint.every_steps in the config"
-        interval = _checkpoint_interval_s(run)
-        checks.append(_at_most("s between checkpoints", interval, policy.max_checkpoint_interval_s, remedy))
+        what, remedy = "s of training that no checkpoint held, as measured", "checkpoint.every in the config"
+        checks.append(_at_most(what, runs, _without_checkpoint_s, policy.max_checkpoint_interval_s, remedy))
+    if policy.min_faults_survived is not None:
+        checks.append(_faults_survived([*runs, *endured], policy.min_faults_survived))
     if policy.min_memory_headroom is not None:
         remedy = "smaller batch.micro_size, or activations.checkpoint"
-        checks.append(_at_least("memory left at the peak", _headroom(run), policy.min_memory_headroom, remedy))
+        checks.append(_at_least("memory left at the peak", runs, _headroom, policy.min_memory_headroom, remedy))
     if policy.no_alerts_of:
-        checks.append(_alerts(alerts, policy.no_alerts_of))
+        checks.append(_alerts(candidates, policy.no_alerts_of))
     return gate_of(GATE, checks)
 
 
-def _alerts(alerts: Sequence[Alert] | None, severities: Sequence[str]) -> Check:
+def faults_survived(run: RunRecord) -> int:
+    """Number of times that a finished run went on from a checkpoint after an interruption or lost workers."""
+    if run.status != "FINISHED" or not run.resumed_after:
+        return 0
+    goodput = run.profile.goodput if run.profile else None  # counts the attempts of earlier processes too
+    return max(len(run.resumed_after), goodput.attempts - 1 if goodput else 0)
+
+
+def _finished(runs: Sequence[RunRecord]) -> Check:
+    what = "every candidate has finished"
+    bad = [f"{run.name} is {run.status}: {run.verdict}" for run in runs if run.status != "FINISHED"]
+    if bad:
+        return Check(what=what, answer="fail", words="; ".join(bad[:4]), numbers={"not finished": float(len(bad))})
+    return Check(what=what, answer="pass", words=f"{len(runs)} of {len(runs)}")
+
+
+def _goodput(runs: Sequence[RunRecord], least: float) -> Check:
+    """Whether the mean of the candidates' goodput is above the limit, by its 95 % interval."""
+    what, remedy = f"goodput above {least:g}", "scaleray profile RUN says where it went"
+    shares = [_goodput_of(run) for run in runs]
+    values = [share for share in shares if share is not None]
+    if missing := [run.name for run, share in zip(runs, shares, strict=True) if share is None]:
+        words = f"{UNMEASURED} in {', '.join(missing[:4])}"
+        return Check(what=what, answer="inconclusive", words=words, remedy=remedy)
+    if len(values) < 2:
+        words = f"{values[0]:.4g} in one run, which says nothing of how much the next would differ"
+        return Check(what=what, answer="inconclusive", words=words, numbers={"goodput": values[0]}, runs_needed=2,
+                     remedy="train more with other seeds: scaleray train -c FILE --seed N")  # fmt: skip
+    measured = Runs.of(values)
+    answer, low, high = above(measured, least)
+    words = f"{measured.mean:.4g} ({low:.4g} to {high:.4g}) in {len(values)} runs"
+    if answer == "inconclusive":
+        words += f"; the interval holds {least:g}"
+        remedy = "train more with other seeds: scaleray train -c FILE --seed N"
+    return Check(
+        what=what, answer=answer, words=words, numbers={"goodput": measured.mean, "low": low, "high": high},
+        power=power_above(measured, least), runs_needed=runs_needed_above(measured, least),
+        remedy="" if answer == "pass" else remedy,
+    )  # fmt: skip
+
+
+def _faults_survived(runs: Sequence[RunRecord], least: int) -> Check:
+    what = f"faults survived at least {least}"
+    survived = [(run.name, number) for run in runs if (number := faults_survived(run))]
+    total = sum(number for _, number in survived)
+    if total >= least:
+        words = ", ".join(
+            f"{name} went on {'once' if number == 1 else f'{number} times'}" for name, number in survived[:4]
+        )
+        return Check(what=what, answer="pass", words=words, numbers={"survived": float(total)})
+    words = f"{total} recorded: nothing shows that the training goes on after a fault"
+    remedy = "end a training of the same config by force (kill -9) and go on: scaleray train --resume RUN"
+    return Check(what=what, answer="inconclusive", words=words, numbers={"survived": float(total)}, remedy=remedy)
+
+
+def _alerts(candidates: Sequence[Operated], severities: Sequence[str]) -> Check:
     what = f"no alert that is {' or '.join(severities)}"
-    if alerts is None:
-        return Check(what=what, answer="inconclusive", words="the run recorded no alerts")
-    found = [alert.name for alert in alerts if alert.severity in severities]
-    if found:
-        return Check(what=what, answer="fail", words=", ".join(sorted(set(found))), numbers={"alerts": len(found)})
-    return Check(what=what, answer="pass", words=f"{len(alerts)} alerts in all")
+    if lacking := [name for one in candidates for name in _not_in_the_file(one)]:
+        words = f"alerts.jsonl lacks what the record has: {', '.join(lacking[:4])}"
+        return Check(what=what, answer="fail", words=words, numbers={"lacking": float(len(lacking))})
+    raised = [
+        f"{alert.name} in {one.run.name}"
+        for one in candidates
+        for alert in one.alerts or ()
+        if alert.severity in severities
+    ]
+    if raised:
+        words = ", ".join(sorted(set(raised)))
+        return Check(what=what, answer="fail", words=words, numbers={"alerts": float(len(raised))})
+    if silent := [one.run.name for one in candidates if one.alerts is None]:
+        words = f"{', '.join(silent[:4])} recorded no alerts, not even that there were none"
+        return Check(what=what, answer="inconclusive", words=words)
+    alerts = sum(len(one.alerts or ()) for one in candidates)
+    return Check(what=what, answer="pass", words=f"{alerts} alerts in all, in {len(candidates)} runs")
 
 
-def _checkpoint_interval_s(run: RunRecord) -> float | None:
-    steps = run.derived.get("checkpoint_every_steps")
-    return steps * run.step_time_s if steps and run.step_time_s else None
+def _not_in_the_file(one: Operated) -> list[str]:
+    """Alerts of the record that alerts.jsonl does not have as they are."""
+    if one.alerts is None:
+        return []
+    there = {(alert.name, alert.severity, alert.since) for alert in one.alerts}
+    return [
+        f"{alert.get('name')} of {one.run.name}"
+        for alert in one.run.alerts
+        if (alert.get("name"), alert.get("severity"), alert.get("since")) not in there
+    ]
+
+
+def _goodput_of(run: RunRecord) -> float | None:
+    return run.profile.goodput.shares().get("productive") if run.profile and run.profile.goodput else None
+
+
+def _without_checkpoint_s(run: RunRecord) -> float | None:
+    return run.profile.goodput.longest_without_checkpoint_s if run.profile and run.profile.goodput else None
 
 
 def _headroom(run: RunRecord) -> float | None:
@@ -59,18 +154,35 @@ def _headroom(run: RunRecord) -> float | None:
     return min(left) if left and len(left) == run.workers else None
 
 
-def _at_least(what: str, value: float | None, least: float, remedy: str) -> Check:
-    return _limit(f"{what} at least {least:g}", value, value is not None and value >= least, remedy)
+Measure = Callable[[RunRecord], float | None]
 
 
-def _at_most(what: str, value: float | None, most: float, remedy: str) -> Check:
-    return _limit(f"{what} at most {most:g}", value, value is not None and value <= most, remedy)
+def _at_least(what: str, runs: Sequence[RunRecord], measure: Measure, least: float, remedy: str) -> Check:
+    return _worst(f"{what} at least {least:g}", runs, measure, min, lambda value: value >= least, remedy)
 
 
-def _limit(what: str, value: float | None, is_kept: bool, remedy: str) -> Check:
-    if value is None:
-        return Check(what=what, answer="inconclusive", words="the run did not measure it", remedy=remedy)
-    answer: Answer = "pass" if is_kept else "fail"
-    return Check(
-        what=what, answer=answer, words=f"{value:.4g}", numbers={"value": value}, remedy="" if is_kept else remedy
-    )
+def _at_most(what: str, runs: Sequence[RunRecord], measure: Measure, most: float, remedy: str) -> Check:
+    return _worst(f"{what} at most {most:g}", runs, measure, max, lambda value: value <= most, remedy)
+
+
+def _worst(
+    what: str,
+    runs: Sequence[RunRecord],
+    measure: Measure,
+    worst: Callable[[list[float]], float],
+    is_kept: Callable[[float], bool],
+    remedy: str,
+) -> Check:
+    """A check of a limit that every candidate must keep, with the value of the one that is worst."""
+    values = [(run.name, measure(run)) for run in runs]
+    known = [value for _, value in values if value is not None]
+    found = worst(known) if known else None
+    if found is not None and not is_kept(found):
+        names = ", ".join(name for name, value in values if value is not None and not is_kept(value))
+        words = f"{found:.4g} ({names})"
+        return Check(what=what, answer="fail", words=words, numbers={"value": found}, remedy=remedy)
+    if len(known) < len(runs) or found is None:
+        silent = ", ".join(name for name, value in values if value is None)
+        return Check(what=what, answer="inconclusive", words=f"{UNMEASURED} in {silent}", remedy=remedy)
+    answer: Answer = "pass"
+    return Check(what=what, answer=answer, words=f"{found:.4g} at worst", numbers={"value": found})

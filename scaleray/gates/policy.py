@@ -67,12 +67,15 @@ class ConvergencePolicy(Settings):
 
 
 class OperationsPolicy(Settings):
-    """How the candidate must have run."""
+    """How every candidate must have run."""
 
     min_goodput: Annotated[float | None, Field(gt=0, le=1)] = None
-    """Smallest share of a run's time that was steps that count."""
+    """Smallest share of a run's time that was steps that count; the lower end of the interval over the candidates must
+    be above it."""
     max_checkpoint_interval_s: Annotated[float | None, Field(gt=0)] = None
-    """Longest time between two checkpoints, in s: work that a lost worker costs."""
+    """Longest time of training that no checkpoint held, in s, as measured: work that a lost worker would have cost."""
+    min_faults_survived: Annotated[int | None, Field(ge=1)] = None
+    """Fewest times that finished runs of this training went on from a checkpoint after a fault."""
     min_memory_headroom: Annotated[float | None, Field(ge=0, lt=1)] = None
     """Smallest share of a device's memory that was left at the peak."""
     max_nonfinite_steps: Annotated[int | None, Field(ge=0)] = 0

@@ -56,7 +56,7 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
             runs_needed=policy.min_launches,
             remedy=remedy,
         )
-    if efficiency.low >= policy.min_efficiency:
+    if efficiency.low > policy.min_efficiency:
         return Check(what=what, answer="pass", words=shown, numbers=numbers)
     if efficiency.high < policy.min_efficiency:
         remedy = "scaleray profile RUN says what the workers wait for"

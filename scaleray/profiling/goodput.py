@@ -19,6 +19,8 @@ CLASSES = (PRODUCTIVE, START, RESTART, REPEATED, INPUT, CHECKPOINT, EVALUATION, 
 """Where the time of a run goes. start: to the first step, and what that took longer than the next. restart: the same
 for each further attempt, from the last sign of the one before. repeated: steps that had been taken before. input: steps
 that waited for rows. checkpoint: steps that waited for one. other: the rest, such as the end of the run."""
+NEWER = ("longest_without_checkpoint_s",)
+"""Keys that states of older versions lack."""
 
 
 @dataclass
@@ -33,11 +35,14 @@ class GoodputLedger:
     """Newest step that was ever taken."""
     at: float = 0.0
     """Time of the last event that the ledger has heard of, in seconds since 1970."""
+    longest_without_checkpoint_s: float = 0.0
+    """Longest time of training, in any attempt, whose work no checkpoint held yet."""
     # of this attempt
     _begun_at: float = 0.0
     _first: tuple[float, str] | None = None  # seconds of its first step, and their class
     _previous_step: int | None = None
     _is_first_of_two: bool = False
+    _held_at: float = 0.0  # when the work began that no checkpoint holds
 
     def begin(self, at: float) -> None:
         """Another attempt begins: the run, or what goes on after a checkpoint. What was done since the last sign of
@@ -55,6 +60,9 @@ class GoodputLedger:
             self.begin(at)  # workers were lost, and others go on
         if self._previous_step is None and self.attempts == 0:
             self.begin(at)
+        if self._previous_step is None:
+            self._held_at = at - step_s
+        self._hold(at)
         is_repeated = step <= self.last_step
         self.repeated_steps += is_repeated
         kind, begun = REPEATED if is_repeated else PRODUCTIVE, START if self.attempts == 1 else RESTART
@@ -78,13 +86,20 @@ class GoodputLedger:
         self.seconds[EVALUATION] += duration_s
         self.at = max(self.at, at)
 
-    def add_checkpoint(self, step: int, stall_s: float, *, at: float) -> None:
+    def add_checkpoint(self, step: int, stall_s: float, *, at: float, took_s: float = 0.0) -> None:
         """A checkpoint of `step`, for which the training stood still, is complete: by then the next step may be, which
-        had that in its time."""
+        had that in its time. took_s: seconds from its beginning, whose state it holds."""
+        if self._previous_step is not None:
+            self._hold(at)
+            self._held_at = at - took_s
         self.seconds[CHECKPOINT] += stall_s
         if step < self.last_step:
             self.seconds[PRODUCTIVE] -= min(stall_s, self.seconds[PRODUCTIVE])
         self.at = max(self.at, at)
+
+    def _hold(self, at: float) -> None:
+        """Count the work until now that no checkpoint holds."""
+        self.longest_without_checkpoint_s = max(self.longest_without_checkpoint_s, at - self._held_at)
 
     def goodput(self, now: float) -> Goodput:
         """The whole time until now. What no class explains is `other`; where clocks disagree, so that the classes have
@@ -99,7 +114,8 @@ class GoodputLedger:
                 rest += taken
         # exactly the rest, so that the classes sum to the whole
         seconds[OTHER] = max(0.0, elapsed_s - sum(value for name, value in seconds.items() if name != OTHER))
-        return Goodput(elapsed_s, seconds, max(1, self.attempts), self.repeated_steps)
+        longest = self.longest_without_checkpoint_s or None
+        return Goodput(elapsed_s, seconds, max(1, self.attempts), self.repeated_steps, longest)
 
     def state(self) -> dict[str, Any]:
         """State that the next attempt goes on from, as JSON."""
@@ -110,7 +126,7 @@ class GoodputLedger:
         """The ledger of a run that goes on; without a state that can be read, it begins with this attempt."""
         try:
             assert state is not None
-            known = {name: state[name] for name in cls(0.0).state()}
+            known = {name: state[name] for name in cls(0.0).state() if name in state or name not in NEWER}
             ledger = cls(**known)
             ledger.seconds = {name: float(known["seconds"][name]) for name in CLASSES}
             return ledger

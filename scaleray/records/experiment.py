@@ -20,6 +20,8 @@ INVALID = "scaleray.invalid"
 """Tag of what must not be used: the reason, who said so and when."""
 SEAL = "scaleray.seal."
 """Beginning of tags with the SHA-256 of what was measured."""
+CERTIFICATE_SHA256 = f"{SEAL}certificate"
+"""Tag of a verification with the SHA-256 of its certificate.json."""
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,9 @@ class Goodput:
     """How often the run was started: once, and once more for each time it was resumed or lost workers."""
     repeated_steps: int = 0
     """Steps that were taken again after a resume."""
+    longest_without_checkpoint_s: float | None = None
+    """Longest time of training whose work no checkpoint held yet: what a lost worker would have cost at worst. None
+    where no step was taken, and in older records."""
 
     def shares(self) -> dict[str, float]:
         """Share of each class in the time that has gone by."""

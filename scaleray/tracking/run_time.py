@@ -38,7 +38,7 @@ class RunTime:
         elif isinstance(message, EvaluationRecord):
             self._ledger.add_evaluation(message.duration_s, at=at)
         elif isinstance(message, CheckpointRecord):
-            self._ledger.add_checkpoint(message.step, message.stall_s, at=at)
+            self._ledger.add_checkpoint(message.step, message.stall_s, at=at, took_s=message.duration_s)
         elif isinstance(message, EventRecord) and message.kind == "resumed" and self._has_steps:
             self._ledger.begin(at)  # workers were lost, and others go on
         if self._has_steps and time.monotonic() - self._saved_at > SAVE_EVERY_S:

@@ -1,39 +1,116 @@
-"""Whether a record in a folder says what MLflow was told when the run ended."""
+"""Whether what lies in a folder says what MLflow was told: a training's record and alerts, a study with its points, a
+certificate. Each answers None where MLflow cannot be asked, or has no copy."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from scaleray.parsing import load_json
-from scaleray.records.experiment import INVALID
-from scaleray.records.json_record import jsonable, leaves
+from scaleray.records.experiment import CERTIFICATE_SHA256, INVALID
+from scaleray.records.json_record import JsonRecord, leaves
 from scaleray.records.read import FILE
 from scaleray.records.run import RunRecord
+from scaleray.records.study import CurvePoint, StudyRecord
 from scaleray.tracking.light_import import import_mlflow
+from scaleray.tracking.registry.seal import last_values, problem_of
+from scaleray.tracking.run_alerts import ALERT_TAG
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path
+from scaleray.tracking.study_values import as_points, point_name, point_values, relative_values
+
+CERTIFICATE = "certificate.json"
 
 
-def differences_from_mlflow(record: RunRecord, *, uri: str | None = None) -> list[str] | None:
-    """Keys in which the record differs from MLflow's copy, or from the last values of MLflow's metrics, and that it is
-    marked as invalid there; None where MLflow cannot be asked, or has no copy. uri: MLflow's, by default the record's
-    own."""
-    with contextlib.suppress(Exception):  # mlflow, its HTTP client and its database drivers share no base class
-        uri = resolve_uri(uri or record.tracking_uri)
-        if not record.run_id or (uri.startswith("sqlite:///") and not sqlite_path(uri).exists()):
-            return None
-        check_reachable(uri, timeout_s=2.0)
-        import_mlflow()
-        client = open_client(uri)
-        with tempfile.TemporaryDirectory() as folder:
-            kept = load_json(Path(client.download_artifacts(record.run_id, FILE, folder)).read_bytes())
-        mine, theirs = (dict(leaves(jsonable(values))) for values in (record.to_dict(), kept))
-        found = [key for key in sorted(mine) if key in theirs and mine[key] != theirs[key]]
+def differences_from_mlflow(
+    record: RunRecord, *, alerts: Sequence[str] | None = None, uri: str | None = None
+) -> list[str] | None:
+    """Keys in which a training's record differs from MLflow's copy, or from the last values of MLflow's metrics, alerts
+    of which MLflow was told and the folder knows nothing, and that it is marked as invalid there. alerts: names in its
+    alerts.jsonl; None: there is no such file. uri: MLflow's, by default the record's own."""
+
+    def differing(client: Any) -> list[str]:
         run = client.get_run(record.run_id).data
-        stored, invalid = run.metrics, run.tags.get(INVALID)
-        return ([f"it is invalid there: {invalid}"] if invalid else []) + found + [
-            f"metrics.{name}" for name, value in sorted(record.metrics.items())
-            if name in stored and value is not None and stored[name] != value
-        ]  # fmt: skip
+        found = _invalid(run.tags) + _other_keys(record, _kept(client, record.run_id, FILE))
+        found += [
+            f"metrics.{name}"
+            for name, value in sorted(record.metrics.items())
+            if name in run.metrics and value is not None and run.metrics[name] != value
+        ]
+        if alerts is not None:
+            told = {key.removeprefix(ALERT_TAG) for key in run.tags if key.startswith(ALERT_TAG)}
+            found += [f"alert {name}" for name in sorted(told - {*alerts})]
+        return found
+
+    return _asked(record.run_id, record.tracking_uri, uri, differing)
+
+
+def study_differences(study: StudyRecord, *, uri: str | None = None) -> list[str] | None:
+    """Keys in which a study's record differs from MLflow's copy, and what is wrong with its points there: invalid,
+    deleted, not what their seals say, or not what the record says."""
+
+    def differing(client: Any) -> list[str]:
+        found = _invalid(client.get_run(study.run_id).data.tags)
+        found += _other_keys(study, _kept(client, study.run_id, FILE))
+        for curve in study.curves:
+            for at in curve.points:
+                found += [f"{point_name(at.point)}: {problem}" for problem in _of_point(client, at)]
+        return found
+
+    return _asked(study.run_id, study.tracking_uri, uri, differing)
+
+
+def certificate_differences(run_id: str, sha256: str, tracking_uri: str, *, uri: str | None = None) -> list[str] | None:
+    """Whether a certificate.json with this SHA-256 is another one than `scaleray verify` recorded, in words, and that
+    it is marked as invalid there."""
+
+    def differing(client: Any) -> list[str]:
+        tags = client.get_run(run_id).data.tags
+        recorded = {hashlib.sha256(_kept(client, run_id, CERTIFICATE)).hexdigest()}
+        recorded |= {tags[CERTIFICATE_SHA256]} if CERTIFICATE_SHA256 in tags else set()
+        return _invalid(tags) + ([] if recorded == {sha256} else ["its content is not what was recorded"])
+
+    return _asked(run_id, tracking_uri, uri, differing)
+
+
+def _asked(run_id: str, own: str, uri: str | None, differing: Callable[[Any], list[str]]) -> list[str] | None:
+    with contextlib.suppress(Exception):  # mlflow, its HTTP client and its database drivers share no base class
+        store = resolve_uri(uri or own)
+        if not run_id or (store.startswith("sqlite:///") and not sqlite_path(store).exists()):
+            return None
+        check_reachable(store, timeout_s=2.0)
+        import_mlflow()
+        return differing(open_client(store))
     return None
+
+
+def _kept(client: Any, run_id: str, name: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        return Path(client.download_artifacts(run_id, name, folder)).read_bytes()
+
+
+def _invalid(tags: Any) -> list[str]:
+    return [f"it is invalid there: {tags[INVALID]}"] if INVALID in tags else []
+
+
+def _other_keys(record: JsonRecord, kept: bytes) -> list[str]:
+    """Keys of either side that are not the same, both read by this version."""
+    mine, theirs = (dict(leaves(one.to_dict())) for one in (record, type(record).from_json(kept)))
+    missing = object()
+    return [key for key in sorted({*mine, *theirs}) if mine.get(key, missing) != theirs.get(key, missing)]
+
+
+def _of_point(client: Any, at: CurvePoint) -> Iterator[str]:
+    """What is wrong with a point in MLflow. Raises where it is not there."""
+    run = client.get_run(at.point.run_id)
+    tags, metrics = run.data.tags, run.data.metrics
+    if run.info.lifecycle_stage == "deleted":
+        yield "it was deleted"
+    yield from _invalid(tags)
+    if problem := problem_of(tags, run.data.params, metrics):
+        yield problem
+    relative = [] if at.point.reused_from else relative_values(at)  # of another curve, where another study measured it
+    told = last_values(as_points([*point_values(at.point), *relative]))
+    yield from (name for name, value in sorted(told.items()) if name in metrics and metrics[name] != value)

@@ -8,9 +8,9 @@ import pytest
 from scaleray.config.base import Target
 from scaleray.gates.answer import together
 from scaleray.gates.convergence import Learning, convergence_gate
-from scaleray.gates.equality import DAY_S, CertificateFacts, equality_gate
+from scaleray.gates.equality import DAY_S, CertificateFacts, Verified, equality_gate
 from scaleray.gates.fingerprint import fingerprint_gate
-from scaleray.gates.operations import operations_gate
+from scaleray.gates.operations import Operated, operations_gate
 from scaleray.gates.policy import (
     ConvergencePolicy,
     EqualityPolicy,
@@ -48,10 +48,10 @@ def test_missing_evidence_never_passes():
     run, policy = a_run(), Policy()
     results = [
         fingerprint_gate([run], [], policy=policy.fingerprint),
-        equality_gate(run, [], policy=policy.equality),
+        equality_gate(Verified.of_run(run), [], policy=policy.equality),
         scaling_gate(None, workers=2, policy=policy.scaling),
         convergence_gate([Learning(100, 0.9)], [], target=Target.parse("a/b >= 1"), policy=policy.convergence),
-        operations_gate(run, alerts=None, policy=policy.operations),
+        operations_gate([Operated(run)], policy=policy.operations),
     ]
     assert [result.answer for result in results] == ["inconclusive"] * 5
 
@@ -152,11 +152,11 @@ class TestFingerprint:
 class TestEquality:
     def test_a_certificate_of_the_config_the_workers_and_the_environment_passes(self):
         run = a_run(config={"seed": 7, "stop": {"after": "3 epochs"}})
-        assert equality_gate(run, [a_certificate()], policy=EqualityPolicy(), now=NOW).answer == "pass"
+        assert equality_gate(Verified.of_run(run), [a_certificate()], policy=EqualityPolicy(), now=NOW).answer == "pass"
 
     def test_a_failed_certificate_fails(self):
         bad = a_certificate(passed=False, verdict="not the same training")
-        assert equality_gate(a_run(), [bad], policy=EqualityPolicy(), now=NOW).answer == "fail"
+        assert equality_gate(Verified.of_run(a_run()), [bad], policy=EqualityPolicy(), now=NOW).answer == "fail"
 
     @pytest.mark.parametrize(
         ("planted", "named"),
@@ -170,13 +170,16 @@ class TestEquality:
         ],
     )
     def test_a_certificate_of_something_else_does_not_count(self, planted, named):
-        result = equality_gate(a_run(), [a_certificate(**planted)], policy=EqualityPolicy(), now=NOW)
+        result = equality_gate(Verified.of_run(a_run()), [a_certificate(**planted)], policy=EqualityPolicy(), now=NOW)
         assert result.answer == "inconclusive" and named in words_of(result)
 
     def test_the_newest_certificate_that_belongs_to_the_run_counts(self):
         old, new = a_certificate(passed=False), a_certificate(name="verify-2", date=NOW - DAY_S)
         other = a_certificate(name="verify-3", date=NOW, world_sizes=(8,), passed=False)
-        assert equality_gate(a_run(), [old, other, new], policy=EqualityPolicy(), now=NOW).answer == "pass"
+        assert (
+            equality_gate(Verified.of_run(a_run()), [old, other, new], policy=EqualityPolicy(), now=NOW).answer
+            == "pass"
+        )
 
 
 class TestScaling:
@@ -216,7 +219,7 @@ class TestScaling:
 
     def test_one_worker_has_nothing_to_scale_and_is_one_process(self):
         assert scaling_gate(None, workers=1, policy=ScalingPolicy()).answer == "pass"
-        assert equality_gate(a_run(workers=1), [], policy=EqualityPolicy()).answer == "pass"
+        assert equality_gate(Verified.of_run(a_run(workers=1)), [], policy=EqualityPolicy()).answer == "pass"
 
 
 class TestConvergence:
@@ -285,12 +288,16 @@ class TestConvergence:
 
 
 class TestOperations:
-    def a_profile(self, productive):
-        goodput = Goodput(100.0, {"productive": productive, "start": 100.0 - productive})
+    def a_profile(self, productive=90.0, **more):
+        goodput = Goodput(100.0, {"productive": productive, "start": 100.0 - productive}, **more)
         return RunProfile(buckets=None, ranks=[], closes=True, gap=None, goodput=goodput)  # type: ignore[arg-type]
 
+    def ask(self, *runs, alerts=(), endured=(), **policy):
+        candidates = [Operated(run, alerts) for run in runs or [a_run()]]
+        return operations_gate(candidates, policy=OperationsPolicy(**policy), endured=endured)
+
     def test_a_run_that_finished_without_alerts_passes(self):
-        assert operations_gate(a_run(), alerts=[], policy=OperationsPolicy()).answer == "pass"
+        assert self.ask().answer == "pass"
 
     @pytest.mark.parametrize(
         ("run", "alerts", "policy"),
@@ -298,21 +305,67 @@ class TestOperations:
             ({"status": "FAILED"}, [], {}),
             ({"nonfinite_steps": 3}, [], {}),
             ({}, [Alert("loss spike", "critical", "firing", 0.0, 9.0, "it rose")], {}),
-            ({"derived": {"checkpoint_every_steps": 1000}, "step_time_s": 2.0}, [], {"max_checkpoint_interval_s": 600}),
+            ({"profile": {"longest_without_checkpoint_s": 700.0}}, [], {"max_checkpoint_interval_s": 600}),
             ({"peak_memory_bytes": [75, 79], "memory": [{"device_bytes": 80}] * 2}, [], {"min_memory_headroom": 0.05}),
         ],
     )
-    def test_each_fault_fails(self, run, alerts, policy):
-        assert operations_gate(a_run(**run), alerts=alerts, policy=OperationsPolicy(**policy)).answer == "fail"
+    def test_each_fault_fails_and_so_does_that_of_a_second_candidate(self, run, alerts, policy):
+        if "profile" in run:
+            run = {"profile": self.a_profile(**run["profile"])}
+        well = a_run("well", peak_memory_bytes=[1, 2], memory=[{"device_bytes": 80}] * 2,
+                     profile=self.a_profile(longest_without_checkpoint_s=1.0))  # fmt: skip
+        bad = a_run("bad", **run)
+        assert self.ask(bad, alerts=alerts, **policy).answer == "fail"
+        second = operations_gate([Operated(well, []), Operated(bad, alerts)], policy=OperationsPolicy(**policy))
+        assert second.answer == "fail" and "bad" in words_of(second)
+        assert self.ask(well, well, **policy).answer == "pass"
 
-    def test_goodput_is_held_against_the_policy(self):
-        for productive, answer in ((90.0, "pass"), (70.0, "fail")):
-            run = a_run(profile=self.a_profile(productive))
-            assert operations_gate(run, alerts=[], policy=OperationsPolicy(min_goodput=0.8)).answer == answer
+    def test_goodput_is_held_against_the_policy_by_its_interval_over_the_candidates(self):
+        def asked(*shares):
+            runs = [a_run(f"run{n}", profile=self.a_profile(share)) for n, share in enumerate(shares)]
+            result = self.ask(*runs, min_goodput=0.8)
+            return next(check for check in result.checks if check.what.startswith("goodput"))
+
+        assert asked(90.0, 91.0, 89.0).answer == "pass"
+        assert asked(70.0, 71.0, 69.0).answer == "fail"
+        unsure = asked(95.0, 70.0, 85.0)
+        assert unsure.answer == "inconclusive" and "the interval holds 0.8" in unsure.words
+        assert unsure.power is not None and unsure.power < 0.9 and unsure.runs_needed is not None
+        assert unsure.runs_needed > 3
+        one = asked(90.0)
+        assert one.answer == "inconclusive" and "0.9 in one run" in one.words and one.runs_needed == 2
+
+    def test_faults_survived_are_those_of_finished_runs_that_went_on(self):
+        went_on = a_run("killed", resumed_after=[50])
+        twice = a_run("twice", resumed_after=[50], profile=self.a_profile(attempts=3))
+        assert self.ask(min_faults_survived=1).answer == "inconclusive"
+        assert self.ask(went_on, min_faults_survived=1).answer == "pass"
+        assert self.ask(endured=[went_on], min_faults_survived=1).answer == "pass"
+        assert self.ask(endured=[went_on], min_faults_survived=2).answer == "inconclusive"
+        assert self.ask(endured=[twice], min_faults_survived=2).answer == "pass"
+        lost = dataclasses.replace(went_on, status="FAILED")
+        assert self.ask(endured=[lost], min_faults_survived=1).answer == "inconclusive"
+
+    def test_an_alert_of_the_record_that_the_file_lacks_fails(self):
+        began = dataclasses.asdict(Alert("loss spike", "warning", "firing", 5.0, 9.0, "it rose"))
+        run = a_run(alerts=[began])
+        assert self.ask(run, alerts=[Alert(**began)]).answer == "pass"
+        for planted in ([], [dataclasses.replace(Alert(**began), severity="info")]):
+            result = self.ask(run, alerts=planted)
+            assert result.answer == "fail" and "alerts.jsonl lacks what the record has: loss spike" in words_of(result)
 
     @pytest.mark.parametrize(
-        "policy", [{"min_goodput": 0.5}, {"min_memory_headroom": 0.1}, {"max_checkpoint_interval_s": 60}]
+        "policy",
+        [
+            {"min_goodput": 0.5},
+            {"min_memory_headroom": 0.1},
+            {"max_checkpoint_interval_s": 60},
+            {"min_faults_survived": 1},
+        ],
     )
     def test_what_was_not_measured_is_inconclusive(self, policy):
         run = a_run(peak_memory_bytes=[1, 2], memory=[{"device_bytes": None}] * 2)
-        assert operations_gate(run, alerts=[], policy=OperationsPolicy(**policy)).answer == "inconclusive"
+        well = a_run("well", peak_memory_bytes=[1, 2], memory=[{"device_bytes": 80}] * 2,
+                     profile=self.a_profile(longest_without_checkpoint_s=1.0))  # fmt: skip
+        assert self.ask(run, **policy).answer == "inconclusive"
+        assert self.ask(well, run, **policy).answer == "inconclusive"

@@ -45,6 +45,24 @@ def test_an_evaluation_and_a_checkpoint_have_classes_of_their_own():
     }  # fmt: skip
 
 
+def test_the_longest_work_that_no_checkpoint_held_is_measured_over_all_attempts():
+    ledger = ledger_of(*FIRST)  # from 105 to 114
+    assert ledger.goodput(114.0).longest_without_checkpoint_s == 9.0
+    ledger.add_checkpoint(3, 0.5, at=116.0, took_s=2.0)  # it holds what was there at 114
+    assert ledger.goodput(116.0).longest_without_checkpoint_s == 11.0
+    ledger.add_step(4, step_s=2.0, waited_s=0.0, at=124.0)
+    assert ledger.goodput(124.0).longest_without_checkpoint_s == 11.0
+    later = GoodputLedger.of(json.loads(json.dumps(ledger.state())), started_at=200.0)
+    later.begin(200.0)
+    later.add_step(4, step_s=2.0, waited_s=0.0, at=210.0)
+    later.add_step(5, step_s=2.0, waited_s=0.0, at=222.0)  # since 208: the time between attempts is no work
+    assert later.goodput(222.0).longest_without_checkpoint_s == 14.0
+    older = {key: value for key, value in ledger.state().items() if key != "longest_without_checkpoint_s"}
+    assert GoodputLedger.of(older, started_at=200.0).goodput(224.0).repeated_steps == ledger.repeated_steps
+    assert GoodputLedger.of(older, started_at=200.0).goodput(224.0).elapsed_s == 124.0
+    assert GoodputLedger(100.0).goodput(101.0).longest_without_checkpoint_s is None
+
+
 def test_steps_that_are_taken_again_do_not_count_and_the_way_back_is_a_restart():
     ledger = ledger_of(*FIRST)
     # lost workers: others go on after step 1, whose first step takes longer than the next one

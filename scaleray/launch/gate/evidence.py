@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from scaleray.config.base import Target
+from scaleray.config.decides import Decides, decides
 from scaleray.errors import TrackingError, UsageError
 from scaleray.gates.convergence import Learning
 from scaleray.gates.equality import CertificateFacts
+from scaleray.gates.operations import faults_survived
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.parsing import load_json
 from scaleray.records.alerts import ALERTS_FILE, Alert, parse_alerts
 from scaleray.records.conditions import repeat_key
+from scaleray.records.json_record import jsonable, leaves
 from scaleray.records.read import FILE, read_record
 from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
@@ -36,6 +41,8 @@ class Evidence:
     study: StudyRecord | None = None
     notes: list[str] = field(default_factory=list)
     """Notes on evidence that was found without being named."""
+    endured: list[FoundRun] = field(default_factory=list)
+    """Runs of the same training that were interrupted, went on and have finished."""
 
     @property
     def run(self) -> RunRecord:
@@ -66,17 +73,33 @@ def collect(
     candidates, baselines = ([find_run(name, uri=uri) for name in names] for names in (runs, against))
     for one in (*candidates, *baselines):
         training(one)
-    if twice := {one.where for one in candidates} & {one.where for one in baselines}:
-        raise UsageError("a run", min(twice), "it is either the candidate or the baseline")
+    _refuse_twice(candidates, baselines)
     notes: list[str] = []
     beside = _neighbours(candidates[0])
     for side, what in ((candidates, "candidate"), (baselines, "baseline")):
         if len(side) == 1 and (more := _repeats(side[0])):
             side += more
             notes.append(f"{what}: {len(more)} other runs of the same but the seed were found beside it")
+    endured = _endured(candidates)
+    if endured:
+        notes.append(f"faults: {len(endured)} runs beside it went on after an interruption")
     found_study = _study(study, beside, training(candidates[0]), uri)
     facts = [_certificate(Path(name)) for name in certificates] or _certificates(beside)
-    return Evidence(candidates, baselines, facts, found_study, notes)
+    return Evidence(candidates, baselines, facts, found_study, notes, endured)
+
+
+def _refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun]) -> None:
+    """Raise UsageError for a run that is given twice, by its place or its id: it repeats nothing."""
+    sides = [(one, side) for side in ("the candidate", "the baseline") for one in
+             (candidates if side == "the candidate" else baselines)]  # fmt: skip
+    known: dict[str, str] = {}
+    for one, side in sides:
+        for name in filter(None, {one.where, training(one).run_id}):
+            if name in known:
+                both = side != known[name]
+                allowed = "it is either the candidate or the baseline" if both else f"it is given twice, as {side}"
+                raise UsageError("a run", one.where, allowed)
+        known |= dict.fromkeys(filter(None, (one.where, training(one).run_id)), side)
 
 
 def learning(found: FoundRun, target: Target | None, metric: str | None) -> Learning:
@@ -117,23 +140,52 @@ def _neighbours(found: FoundRun) -> list[Path]:
 
 
 def _repeats(found: FoundRun) -> list[FoundRun]:
-    """Finished runs beside a run that are the same but for the seed."""
-    mine, repeats = repeat_key(training(found)), []
+    """Finished runs beside a run that are the same but for the seed, one of each seed."""
+    own = training(found)
+    mine, repeats = repeat_key(own), dict[Any, FoundRun]()
+    for folder, record in _runs_beside(found):
+        seed = record.config.get("seed")
+        if repeat_key(record) == mine and seed != own.config.get("seed") and seed not in repeats:
+            repeats[seed] = find_run(str(folder))
+    return list(repeats.values())
+
+
+def _endured(candidates: Sequence[FoundRun]) -> list[FoundRun]:
+    """Finished runs beside the candidates that trained the same on as many workers, and survived a fault."""
+    own = training(candidates[0])
+    mine, known = _trained(own), {one.folder for one in candidates}
+    return [
+        find_run(str(folder))
+        for folder, record in _runs_beside(candidates[0])
+        if faults_survived(record) and _trained(record) == mine and folder not in known
+    ]
+
+
+def _trained(run: RunRecord) -> list[Any]:
+    """What a run trained, of which code, and on how many workers; neither its seed nor how it was kept safe."""
+    config = {key: value for key, value in leaves(jsonable(run.config)) if decides(key) is Decides.RESULT}
+    config.pop("seed", None)
+    git = (run.environment.get("environment") or {}).get("git") or {}
+    return [run.strategy, run.workers, git.get("commit"), config]
+
+
+def _runs_beside(found: FoundRun) -> Iterator[tuple[Path, RunRecord]]:
+    """The finished runs beside a run, newest first."""
     for folder in _neighbours(found):
         with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
             if not (folder / FILE).is_file():
                 continue
             record = read_record(folder)
-            if isinstance(record, RunRecord) and record.status == "FINISHED" and repeat_key(record) == mine:
-                repeats.append(find_run(str(folder)))
-    return repeats
+            if isinstance(record, RunRecord) and record.status == "FINISHED":
+                yield folder, record
 
 
 def _certificate(path: Path) -> CertificateFacts:
     """The certificate in a folder or a file. Raises TrackingError for anything else."""
     file = path / CERTIFICATE if path.is_dir() else path
     try:
-        return CertificateFacts.of(load_json(file.read_bytes()), name=str(file.parent))
+        text = file.read_bytes()
+        return CertificateFacts.of(load_json(text), name=str(file.parent), sha256=hashlib.sha256(text).hexdigest())
     except (OSError, KeyError, TypeError, ValueError) as exc:
         allowed = f"it holds no {CERTIFICATE} of `scaleray verify`: {type(exc).__name__} {exc}"
         raise TrackingError("--certificates", str(path), allowed) from exc

@@ -14,14 +14,15 @@ from scaleray.errors import ConfigError
 from scaleray.gates import convergence, equality, fingerprint, operations, scaling
 from scaleray.gates.answer import Check, GateResult, gate_of, together
 from scaleray.gates.environment import facts_of_environment, facts_of_run, unlike
+from scaleray.gates.equality import CertificateFacts
 from scaleray.gates.policy import Policy
 from scaleray.gates.record import GateRecord
+from scaleray.launch.gate.as_recorded import certificate_as_recorded, runs_as_recorded, study_as_recorded
 from scaleray.launch.gate.evidence import Evidence, alerts_of, collect, learning, target_of, training
 from scaleray.launch.gate.mlperf_log import write_mlperf_log
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.tracking.find_record import FoundRun
-from scaleray.tracking.same_in_mlflow import differences_from_mlflow
 
 GATES = (fingerprint.GATE, equality.GATE, scaling.GATE, convergence.GATE, operations.GATE)
 """The gates, in the order in which they are asked."""
@@ -49,7 +50,7 @@ def judge(
             raise ConfigError("--gates", name, f"gates are {', '.join(GATES)}")
     held = read_policy(policy)
     evidence = collect(runs, against=against, study=study, certificates=certificates, uri=uri)
-    record = judge_evidence(evidence, held, gates=gates)
+    record = judge_evidence(evidence, held, gates=gates, uri=uri)
     if mlperf_log is not None:
         name = mlperf_benchmark or str((evidence.run.config.get("tracking") or {}).get("experiment"))
         target = held.convergence.target or target_of(evidence.run)
@@ -76,8 +77,8 @@ def judge_evidence(
     moment = time.time() if now is None else now
     asked: dict[str, Callable[[Evidence, Policy], GateResult]] = {
         fingerprint.GATE: functools.partial(_fingerprint, uri=uri),
-        equality.GATE: functools.partial(_equality, now=moment),
-        scaling.GATE: _scaling,
+        equality.GATE: functools.partial(_equality, now=moment, uri=uri),
+        scaling.GATE: functools.partial(_scaling, uri=uri),
         convergence.GATE: _convergence,
         operations.GATE: _operations,
     }
@@ -114,41 +115,31 @@ def _name(found: FoundRun) -> str:
 def _fingerprint(evidence: Evidence, policy: Policy, *, uri: str | None) -> GateResult:
     runs = [[training(one) for one in side] for side in (evidence.candidates, evidence.baselines)]
     result = fingerprint.fingerprint_gate(runs[0], runs[1], policy=policy.fingerprint)
-    return gate_of(result.gate, [*result.checks, _as_recorded(evidence, uri)])
+    return gate_of(result.gate, [*result.checks, runs_as_recorded(evidence, uri)])
 
 
-def _as_recorded(evidence: Evidence, uri: str | None) -> Check:
-    """Whether the records say what MLflow was told."""
-    what = "records as MLflow has them"
-    unknown = []
-    for found in (*evidence.candidates, *evidence.baselines):
-        record = training(found)
-        differs = differences_from_mlflow(record)
-        if differs is None and uri is not None:
-            differs = differences_from_mlflow(record, uri=uri)
-        if differs:
-            words = f"{record.name} is not what MLflow was told: {', '.join(differs[:4])}"
-            return Check(what=what, answer="fail", words=words, numbers={"differences": float(len(differs))})
-        if differs is None:
-            unknown.append(record.name)
-    if unknown:
-        words = f"MLflow has no copy of {', '.join(unknown[:4])}, or is away"
-        return Check(what=what, answer="inconclusive", words=words)
-    return Check(what=what, answer="pass", words=f"{len(evidence.candidates) + len(evidence.baselines)} runs")
+def _equality(evidence: Evidence, policy: Policy, *, now: float, uri: str | None) -> GateResult:
+    return equality_of(equality.Verified.of_run(evidence.run), evidence.certificates, policy, now=now, uri=uri)
 
 
-def _equality(evidence: Evidence, policy: Policy, *, now: float) -> GateResult:
-    may_differ = policy.fingerprint.may_differ
-    return equality.equality_gate(
-        evidence.run, evidence.certificates, policy=policy.equality, may_differ=may_differ, now=now
-    )
+def equality_of(
+    run: equality.Verified, certificates: Sequence[CertificateFacts], policy: Policy, *, now: float, uri: str | None
+) -> GateResult:
+    """The gate `equality` of a kind of training, with whether its certificate is the one that was recorded."""
+    asked: dict[str, Any] = {"policy": policy.equality, "may_differ": policy.fingerprint.may_differ, "now": now}
+    result = equality.equality_gate(run, certificates, **asked)
+    chosen = equality.belonging(run, certificates, **asked)
+    if chosen is None:
+        return result
+    return gate_of(result.gate, [*result.checks, certificate_as_recorded(chosen, uri)])
 
 
-def _scaling(evidence: Evidence, policy: Policy) -> GateResult:
+def _scaling(evidence: Evidence, policy: Policy, *, uri: str | None) -> GateResult:
     run, study = evidence.run, evidence.study
     result = scaling.scaling_gate(study, workers=run.workers, policy=policy.scaling)
-    if study is None:
+    if study is None or run.workers == 1:
         return result
+    checks = [*result.checks, study_as_recorded(study, uri)]
     theirs = facts_of_environment(study.conditions.environment, study.conditions.topology.get("workers") or ())
     differs = unlike(theirs, facts_of_run(run), policy.fingerprint.may_differ)
     if study.conditions.config_hash != digest(training_of(run.config)):
@@ -157,10 +148,8 @@ def _scaling(evidence: Evidence, policy: Policy) -> GateResult:
     if differs:
         remedy = f"scaleray study -c {run.run_dir}/config.yaml"
         words = f"study {study.name}: {'; '.join(differs[:3])}"
-        return gate_of(
-            result.gate, [*result.checks, Check(what=what, answer="inconclusive", words=words, remedy=remedy)]
-        )
-    return gate_of(result.gate, [*result.checks, Check(what=what, answer="pass", words=study.name)])
+        return gate_of(result.gate, [*checks, Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
+    return gate_of(result.gate, [*checks, Check(what=what, answer="pass", words=study.name)])
 
 
 def _convergence(evidence: Evidence, policy: Policy) -> GateResult:
@@ -173,5 +162,6 @@ def _convergence(evidence: Evidence, policy: Policy) -> GateResult:
 
 
 def _operations(evidence: Evidence, policy: Policy) -> GateResult:
-    alerts = alerts_of(evidence.candidates[0])
-    return operations.operations_gate(evidence.run, alerts=alerts, policy=policy.operations)
+    candidates = [operations.Operated(training(one), alerts_of(one)) for one in evidence.candidates]
+    endured = [training(one) for one in evidence.endured]
+    return operations.operations_gate(candidates, policy=policy.operations, endured=endured)

@@ -22,18 +22,18 @@ from scaleray.records.study import StudyRecord
 from scaleray.tracking.find_record import FoundRun, record_of
 
 INDEX, EVALUATIONS, STUDY = "evidence.json", "evaluations.json", "study.json"
-SIDES = ("candidates", "baselines")
+SIDES = ("candidates", "baselines", "endured")
 
 
 def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> None:
     """Write evidence and policy to a folder that is new."""
     folder.mkdir(parents=True)
-    for side, runs in zip(SIDES, (evidence.candidates, evidence.baselines), strict=True):
+    sides: dict[str, list[FoundRun]] = {side: getattr(evidence, side) for side in SIDES}
+    for side, runs in sides.items():
         for number, found in enumerate(runs):
             _keep_run(found, folder / side / str(number))
     about = {
-        "candidates": [one.where for one in evidence.candidates],
-        "baselines": [one.where for one in evidence.baselines],
+        **{side: [one.where for one in runs] for side, runs in sides.items()},
         "certificates": [dataclasses.asdict(one) for one in evidence.certificates],
         "notes": evidence.notes,
         "policy": policy.model_dump(mode="json"),
@@ -48,7 +48,7 @@ def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
     try:
         about = load_json((folder / INDEX).read_bytes())
         sides = [
-            [_read_run(folder / side / str(number), where) for number, where in enumerate(about[side])]
+            [_read_run(folder / side / str(number), where) for number, where in enumerate(about.get(side, []))]
             for side in SIDES
         ]
         certificates = [_certificate(values) for values in about["certificates"]]
@@ -57,7 +57,7 @@ def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as exc:
         raise TrackingError("the evidence", str(folder), f"it is not whole: {type(exc).__name__} {exc}") from exc
     assert study is None or isinstance(study, StudyRecord)
-    return Evidence(sides[0], sides[1], certificates, study, list(about["notes"])), policy
+    return Evidence(sides[0], sides[1], certificates, study, list(about["notes"]), sides[2]), policy
 
 
 def _keep_run(found: FoundRun, folder: Path) -> None:

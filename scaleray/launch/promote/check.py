@@ -95,19 +95,14 @@ def _gates(folder: Path, version: ModelVersion, uri: str) -> Iterator[Check]:
     then = GateRecord.from_json((folder / GATES_FILE).read_bytes())
     evidence, policy = read_evidence(folder / EVIDENCE)
     again = judge_evidence(evidence, policy, now=datetime.strptime(then.date, DATE).timestamp(), uri=uri)
-    before, now = (
-        {(gate.gate, check.what): check.answer for gate in record.gates for check in gate.checks}
-        for record in (then, again)
-    )
+    before, now = (_answers(record) for record in (then, again))
     what = "the gates answer the same of the kept evidence"
-    differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    # a newer version may ask more, or by other words: what both asked counts, and what each gate came to
+    differing = [key for key in before.keys() & now.keys() if before[key] != now[key]]
     if differing:
         # what cannot be asked any more was not changed: a baseline's MLflow that is away, say
-        answer: Answer = "inconclusive" if all(now.get(key) == "inconclusive" for key in differing) else "fail"
-        words = "; ".join(
-            f"{gate}, {check}: {before.get((gate, check))} then, {now.get((gate, check))} now"
-            for gate, check in differing
-        )
+        answer: Answer = "inconclusive" if all(now[key] == "inconclusive" for key in differing) else "fail"
+        words = "; ".join(f"{key}: {before[key]} then, {now[key]} now" for key in sorted(differing))
         yield Check(what=what, answer=answer, words=words)
     else:
         yield Check(what=what, answer="pass", words=", ".join(f"{one.gate} {one.answer}" for one in again.gates))
@@ -116,6 +111,12 @@ def _gates(folder: Path, version: ModelVersion, uri: str) -> Iterator[Check]:
         yield Check(
             what="what an alias names has passed", answer=PASSED if then.answer == PASSED else "fail", words=words
         )
+
+
+def _answers(record: GateRecord) -> dict[str, Answer]:
+    """Each gate's answer, and that of each of its checks."""
+    checks = {f"{gate.gate}, {check.what}": check.answer for gate in record.gates for check in gate.checks}
+    return {gate.gate: gate.answer for gate in record.gates} | checks
 
 
 def _source(registry: ModelRegistry, version: ModelVersion) -> Check:

@@ -95,7 +95,7 @@ def promote(
             keep_evidence(evidence, held, Path(place) / EVIDENCE)
             # what is judged is what is kept: asked again of it, the gates answer the same
             kept, _ = read_evidence(Path(place) / EVIDENCE)
-            gates = judge_evidence(kept, held)
+            gates = judge_evidence(kept, held, uri=uri)
         run, name = evidence.run, model or _model_name(evidence.run)
         answers: dict[str, str] = {gate.gate: gate.answer for gate in gates.gates}
         found = Promotion(

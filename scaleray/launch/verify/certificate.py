@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import own_folder
 from scaleray.launch.verify.plan import Question, course
 from scaleray.launch.verify.preparation import Verification
+from scaleray.records.experiment import CERTIFICATE_SHA256
 from scaleray.records.json_record import JsonRecord
 from scaleray.records.run import Say
 from scaleray.reproducibility.fingerprint import environment, environment_hash
@@ -198,6 +200,7 @@ def keep(
         "scaleray.verdict": certificate.verdict,
         "scaleray.environment_hash": certificate.environment_hash,
         "scaleray.passed": str(certificate.passed).lower(),
+        CERTIFICATE_SHA256: hashlib.sha256(files["certificate.json"].encode()).hexdigest(),
     }
     operations: list[Operation] = [
         LogParams({key: getattr(certificate, key) for key in params}),

@@ -11,7 +11,8 @@ from scaleray.cli.gate import gate
 from scaleray.errors import ConfigError, TrackingError, UsageError
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.evidence import collect
-from scaleray.launch.gate.gate import judge
+from scaleray.launch.gate.gate import judge, judge_evidence
+from scaleray.launch.gate.kept_evidence import keep_evidence, read_evidence
 from scaleray.launch.gate.policy_file import policy_of, read_policy
 from tests import study_examples
 from tests.recorded_runs import CONFIG, ENVIRONMENT, a_run
@@ -58,6 +59,34 @@ def test_the_command_of_a_gate_asks_it_again_of_the_same_runs(tmp_path):
     assert again.gates[0].checks == first.gates[0].checks
 
 
+def test_a_run_that_is_given_twice_and_a_copy_of_it_are_no_repeats(tmp_path):
+    run, other = a_folder_of_runs(tmp_path, "candidate", number=2, run_id="0" * 32)
+    with pytest.raises(UsageError, match="it is given twice, as the candidate"):
+        collect([run, run])
+    with pytest.raises(UsageError, match="it is given twice, as the candidate"):
+        collect([run, other])
+    (tmp_path / "apart").mkdir()
+    write(tmp_path / "apart/one", a_run("one"))
+    write(tmp_path / "apart/same-seed", a_run("same-seed"))
+    assert len(collect([str(tmp_path / "apart/one")]).candidates) == 1
+
+
+def test_a_run_beside_it_that_was_killed_and_went_on_is_a_fault_survived(tmp_path):
+    (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
+    policy = {"operations": {"min_faults_survived": 1, "no_alerts_of": []}}
+    assert judge([run], gates=["operations"], policy=policy).answer == "inconclusive"
+    write(tmp_path / "other", a_run("other", resumed_after=[7], config={"optimizer": {"learning_rate": 9.0}}))
+    assert judge([run], gates=["operations"], policy=policy).answer == "inconclusive"
+    write(tmp_path / "killed", a_run("killed", resumed_after=[7], config={"checkpoint": {"every": "5 steps"}}))
+    found = judge([run], gates=["operations"], policy=policy)
+    assert found.answer == "pass" and "faults: 1 runs beside it" in " ".join(found.notes)
+    folder = tmp_path / "kept"
+    evidence = collect([run])
+    keep_evidence(evidence, policy_of(policy, where="here"), folder)
+    kept, held = read_evidence(folder)
+    assert judge_evidence(kept, held, gates=["operations"]).gates[0].checks == found.gates[0].checks
+
+
 def test_runs_that_are_named_are_all_there_are(tmp_path):
     candidates = a_folder_of_runs(tmp_path, "candidate")
     assert len(collect(candidates[:2]).candidates) == 2
@@ -73,7 +102,7 @@ def test_a_certificate_beside_the_run_is_found_and_one_of_another_kind_is_passed
         }  # fmt: skip
         (tmp_path / name / "certificate.json").write_text(json.dumps({**values, **more}))
     record = judge([run], gates=["equality"])
-    assert record.answer == "pass", record.lines()
+    assert [check.answer for check in record.gates[0].checks] == ["pass", "inconclusive"], "MLflow has no copy of it"
 
 
 def test_the_exit_code_and_the_json_say_the_same(tmp_path, capsys):
@@ -85,7 +114,7 @@ def test_the_exit_code_and_the_json_say_the_same(tmp_path, capsys):
     assert gate(*runs, gates="operations,convergence") == 3
     failed = write(tmp_path / "failed", a_run("failed", status="FAILED"))
     assert gate(failed, gates="operations,convergence") == 1
-    assert "FAIL  the run has finished" in capsys.readouterr().out
+    assert "FAIL  every candidate has finished" in capsys.readouterr().out
 
 
 def test_a_run_on_both_sides_is_refused(tmp_path):
