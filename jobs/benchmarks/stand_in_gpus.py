@@ -12,10 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 
-from scaleray.monitoring.foreign import GPU_ECC_DOUBLE_BIT, GPU_ENGINE_ACTIVE, GPU_THROTTLED, GPU_XID, OF_GPUS
+from scaleray.monitoring.foreign import (
+    GPU_ECC_DOUBLE_BIT,
+    GPU_ENGINE_ACTIVE,
+    GPU_THROTTLED,
+    GPU_XID,
+    NANOSECONDS,
+    OF_GPUS,
+)
 
 GPUS = 4
-MICROSECONDS = 1e6
 USUAL = {"DCGM_FI_DEV_FB_USED": 61440.0, "DCGM_FI_DEV_FB_FREE": 20480.0, "DCGM_FI_DEV_POWER_USAGE": 512.0}
 BUSY, IDLE, THROTTLED, FALLEN_OFF = 0.9, 0.02, 0.5, 79.0
 """Share of time that a GPU is busy, or is not; that it is slowed down; and the Xid of one that has fallen off the bus."""
@@ -40,7 +46,7 @@ class StandInGpus:
         if name == GPU_ENGINE_ACTIVE.name:
             return IDLE if "gpu_idle" in since else BUSY
         if name == GPU_THROTTLED[1].name:
-            return THROTTLED * MICROSECONDS * since.get("gpu_throttled", 0.0)
+            return THROTTLED * NANOSECONDS * since.get("gpu_throttled", 0.0)
         if name == GPU_ECC_DOUBLE_BIT.name:
             return float("gpu_ecc" in since)
         if name == GPU_XID.name:

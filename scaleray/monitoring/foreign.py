@@ -91,9 +91,10 @@ GPU_REMAP_FAILURE = _gpu("DEV_ROW_REMAP_FAILURE", "Whether remapping of rows has
 GPU_ECC_DOUBLE_BIT = _gpu(
     "DEV_ECC_DBE_VOL_TOTAL", "Total number of double-bit volatile ECC errors.", "counter", is_on_by_default=False
 )
+NANOSECONDS = 1e9
+"""What a counter of throttling grows by in a second of it."""
 GPU_THROTTLED = tuple(
-    # doubt: the exporter's file gives nanoseconds, DCGM's header microseconds; whether it grows is what tells
-    _gpu(f"DEV_{reason}_VIOLATION", f"Throttling duration due to {words}.", "counter", is_on_by_default=False)
+    _gpu(f"DEV_{reason}_VIOLATION", f"Throttling duration due to {words} (in ns).", "counter", is_on_by_default=False)
     for reason, words in (
         ("POWER", "power constraints"),
         ("THERMAL", "thermal constraints"),

@@ -23,7 +23,7 @@ from scaleray.monitoring.live.series import Series
 from scaleray.monitoring.rules import gpus
 from scaleray.monitoring.rules.judge import Judge
 from scaleray.monitoring.rules.rule import Found, Rule
-from scaleray.monitoring.rules.seen import MOST_POINTS, Seen
+from scaleray.monitoring.rules.seen import Seen
 from scaleray.monitoring.rules.webhook_body import webhook_body
 from scaleray.records.alerts import ALERTS_FILE, Alert
 from scaleray.records.run import EventRecord, StepRecord, SystemRecord, WorkerMessage
@@ -33,6 +33,8 @@ from scaleray.tracking.run_description import RunDescription
 from scaleray.watchers import Guard, Watcher
 
 LOOK_EVERY_S = 2.0
+MOST_HEARD = 100_000
+"""Losses and gradient norms that wait for the next look: those of 50,000 steps."""
 END_WAIT_S = 10.0
 """Seconds for which the end of a run waits for its last alerts to be taken."""
 SHARE_OF_A_CORE = 0.05
@@ -77,7 +79,7 @@ class RunAlerts:
         self.raised: list[Alert] = []
         """Those that began, but for the run's own end."""
         self._file = Path(description.work_dir) / ALERTS_FILE
-        self._heard: deque[tuple[str, float | None, float, str]] = deque(maxlen=4 * MOST_POINTS)
+        self._heard: deque[tuple[str, float | None, float, str]] = deque(maxlen=MOST_HEARD)
         self._seen = Seen()
         self._guard = Guard(self._warn)
         self._judge = Judge(self.settings, without=self.settings.without, guarded=self._guarded)

@@ -100,17 +100,17 @@ GPUS = Row(
         ),
         Panel(
             title="GPU throttling",
-            description="How fast the time grows that a GPU was slowed down, by reason; the unit differs between "
-            "versions of DCGM. Normal: 0, or power alone. Thermal: cooling; the others: the machine's owner. Off in "
-            "the exporter by default: dashboards/dcgm_counters.csv turns it on.",
+            description="Share of the time in which a GPU was slowed down, by reason. Normal: 0, or power alone. "
+            "Thermal: cooling; the others: the machine's owner. Off in the exporter by default: "
+            "dashboards/dcgm_counters.csv turns it on.",
             queries=tuple(
                 Query(
-                    foreign_per_second(metric, *GPU),
+                    f"{foreign_per_second(metric, *GPU)} / {of.NANOSECONDS:g}",
                     f"{metric.name.removeprefix('DCGM_FI_DEV_').removesuffix('_VIOLATION').lower()}, {OF_GPU}",
                 )
                 for metric in of.GPU_THROTTLED
             ),
-            unit="none",
+            unit="percentunit",
             needs="GPU",
             minimum=0,
         ),

@@ -12,6 +12,13 @@ INTERVAL = "5s"
 cause."""
 RAY_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
 """File below a Ray head's --temp-dir in which it lists its nodes' addresses."""
+ITS_NODE = {
+    "source_labels": ["node", "__address__"],
+    "regex": ";([^:]+)(:.*)?",
+    "target_label": "node",
+    "replacement": "$1",
+}
+"""Gives an exporter of GPUs the host of its address as `node`, where it was given none."""
 WRITTEN = "# Written by `scaleray dashboards write`; edit the code instead."
 
 
@@ -36,7 +43,9 @@ def config(
     if run_targets:
         jobs.append({"job_name": "scaleray", "static_configs": [{"targets": list(run_targets)}]})
     if gpu_targets:
-        jobs.append({"job_name": "dcgm", "static_configs": [{"targets": list(gpu_targets)}]})
+        jobs.append(
+            {"job_name": "dcgm", "static_configs": [{"targets": list(gpu_targets)}], "relabel_configs": [ITS_NODE]}
+        )
     result: dict[str, Any] = {"global": {"scrape_interval": interval, "evaluation_interval": interval}}
     if rules:
         result["rule_files"] = list(rules)
@@ -60,7 +69,9 @@ def as_yaml() -> str:
         (
             WRITTEN,
             "# prometheus --config.file dashboards/prometheus.yml --web.listen-address 127.0.0.1:9090",
-            "# Put in: the --temp-dir of the Ray head, monitoring.port of runs without Ray, exporters of GPUs.",
+            "# Put in: the --temp-dir of the Ray head, monitoring.port of runs without Ray, exporters of GPUs. Of an",
+            "# exporter whose address is not that of Ray's node give the latter beside its targets, or the alert of idle",
+            "# GPUs is silent: labels: {node: 10.0.0.1}",
             yaml.safe_dump(values, sort_keys=False),
         )
     )

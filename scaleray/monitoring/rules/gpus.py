@@ -1,8 +1,9 @@
 """Whether the GPUs work, and work at full speed, by NVIDIA's DCGM exporter.
 
 The exporter gives the counters of throttling and of memory errors only where its list of fields has them: they are
-commented out in the list that it comes with. A GPU counts as a run's where its exporter has the address of a node on
-which the run trains.
+commented out in the list that it comes with. A GPU counts as a run's where a run trains on its node: by the label
+`node` that Prometheus was told to give the exporter, else by the exporter's own address. Of a run without Ray the node
+is the host at which it is scraped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from scaleray.monitoring.rules.seen import Seen
 
 ACTIVE = foreign.GPU_ENGINE_ACTIVE.name
 THROTTLED = tuple(metric.name for metric in foreign.GPU_THROTTLED[:2])
-"""Microseconds of being slowed down. Newer drivers were said to count nanoseconds: assumption, not measured."""
+"""Nanoseconds of being slowed down, as NVML counts them; lists of fields by which they are microseconds are wrong:
+https://github.com/NVIDIA/dcgm-exporter/pull/589. Not measured here."""
 ECC = (foreign.GPU_ECC_DOUBLE_BIT.name, foreign.GPU_REMAPPED_ROWS.name)
 REMAP_FAILED = foreign.GPU_REMAP_FAILURE.name
 XID = foreign.GPU_XID.name
@@ -24,13 +26,27 @@ APPLICATION_XIDS = (13, 31, 43, 45)
 """Numbers that a slip in the application's own code gives: the run fails and says it itself. NVIDIA's Xid catalogue."""
 LOOK_BACK_S = 300.0
 IN_DCGM = "gpu, UUID, instance"
+NO_NODE = "local"
+"""Node of a run without Ray."""
 
 
 def _idle_query(limits: AlertLimits) -> str:
-    busy = f"avg by ({IN_DCGM}) (avg_over_time({ACTIVE}[{LOOK_BACK_S:g}s])) < {limits.gpu_busy_share:g}"
-    with_node = f'label_replace({busy}, "node", "$1", "instance", "([^:]+)(:.*)?")'
-    trains = f"count by (node) ({prometheus_name(live.LAST_STEP_TIMESTAMP_S)} offset {LOOK_BACK_S:g}s)"
-    return f"{with_node} and on (node) {trains}"
+    def busy(by: str, node: str) -> str:
+        mean = f"avg_over_time({ACTIVE}{{node{node}}}[{LOOK_BACK_S:g}s])"
+        return f"avg by ({by}) ({mean}) < {limits.gpu_busy_share:g}"
+
+    def trains(node: str) -> str:
+        return f"{prometheus_name(live.LAST_STEP_TIMESTAMP_S)}{{node{node}}} offset {LOOK_BACK_S:g}s"
+
+    labelled, by_address = busy(f"{IN_DCGM}, node", '!=""'), busy(IN_DCGM, '=""')
+    on_ray, without_ray = trains(f'!="{NO_NODE}"'), trains(f'="{NO_NODE}"')
+    of_runs = f"count by (node) ({on_ray} or {_at_its_host(without_ray)})"
+    return f"({labelled} or {_at_its_host(by_address)}) and on (node) {of_runs}"
+
+
+def _at_its_host(series: str) -> str:
+    """Series whose `node` is the host at which they are scraped."""
+    return f'label_replace({series}, "node", "$1", "instance", "([^:]+)(:.*)?")'
 
 
 def _idle(seen: Seen, limits: AlertLimits) -> Found | None:
@@ -44,7 +60,9 @@ def _idle(seen: Seen, limits: AlertLimits) -> Found | None:
 
 
 def _throttled_query(limits: AlertLimits) -> str:
-    rates = (f"max by ({IN_DCGM}) (rate({counter}[{LOOK_BACK_S:g}s])) / 1e6" for counter in THROTTLED)
+    rates = (
+        f"max by ({IN_DCGM}) (rate({counter}[{LOOK_BACK_S:g}s])) / {foreign.NANOSECONDS:g}" for counter in THROTTLED
+    )
     return " or ".join(f"{rate} > {limits.gpu_throttled_share:g}" for rate in rates)
 
 

@@ -63,21 +63,29 @@ def _has_enough(metric: Metric) -> str:
 
 
 def _in_a_row(seen: Seen, metric: Metric, measure: Callable[[Values, Values], Values], limit: float) -> Found | None:
-    """The largest of at least three values in a row beyond the limit, among those since the last look and the two
-    before them; measured by those before."""
-    times, values = seen.newest_points(prometheus_name(metric), 10 * LOOK_BACK)
+    """The largest of the first at least three values in a row beyond the limit, among those since the last look and the
+    two before them. Each `LOOK_BACK` of them are measured by those before: many steps may lie between two looks."""
+    times, values = seen.points(prometheus_name(metric))
     is_finite = np.isfinite(values)
     times, values = times[is_finite], values[is_finite]
-    num_new = int((times > seen.before).sum())
-    usual = values[: len(values) - num_new][-LOOK_BACK:]
-    if not num_new or len(usual) < LEAST_POINTS:
-        return None
-    measured = measure(values[-(num_new + IN_A_ROW - 1) :], usual)
-    row = 0
-    for is_beyond in measured > limit:
-        row = row + 1 if is_beyond else 0
-        if row == IN_A_ROW:
-            return Found(float(measured.max()))
+    for first in range(int((times <= seen.before).sum()), len(values), LOOK_BACK):
+        usual = values[max(0, first - LOOK_BACK) : first]
+        if len(usual) >= LEAST_POINTS:
+            measured = measure(values[first - (IN_A_ROW - 1) : first + LOOK_BACK], usual)
+            if (row := _first_row(measured, limit)) is not None:
+                return Found(float(row.max()))
+    return None
+
+
+def _first_row(measured: Values, limit: float) -> Values | None:
+    """The first values beyond the limit of which there are at least three in a row."""
+    began = 0
+    for at, value in enumerate([*measured, -np.inf]):
+        if value > limit:
+            continue
+        if at - began >= IN_A_ROW:
+            return measured[began:at]
+        began = at + 1
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -9,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_POINTS = 4000
-"""Points that are kept of a series: more than the half hour that rules look back, a point every two seconds."""
+"""Points that are kept of a series beside those since the last look: more than the half hour that rules look back, a
+point every two seconds."""
 GONE_S = 15.0
 """Seconds without a word after which a series is gone, as a gauge of Ray's is after two of its exports."""
 Values = npt.NDArray[np.float64]
@@ -29,12 +31,15 @@ class Seen:
     def add(self, metric: str, value: float | None, *, at: float, of: str = "") -> None:
         """Add a point; None is no point. of: rank or device that it is of."""
         if value is not None:
-            points = self.series.setdefault(metric, {}).setdefault(of, deque(maxlen=MOST_POINTS))
+            points = self.series.setdefault(metric, {}).setdefault(of, deque())
             points.append((at, float(value)))
 
     def look(self, now: float) -> None:
         """Move on to the next look."""
         self.before, self.now = self.now, now
+        for of_metric in self.series.values():
+            for points in of_metric.values():
+                _forget(points, self.before)
 
     def newest(self, metric: str) -> dict[str, float]:
         """The newest value of each rank or device that is not gone."""
@@ -55,9 +60,9 @@ class Seen:
         points = [(at, value) for at, value in self.series.get(metric, {}).get(of, ()) if self.now - last_s <= at]
         return np.array([at for at, _ in points]), np.array([value for _, value in points])
 
-    def newest_points(self, metric: str, count: int) -> tuple[Values, Values]:
-        """Times and values of the last points, oldest first."""
-        points = list(self.series.get(metric, {}).get("", ()))[-count:]
+    def points(self, metric: str) -> tuple[Values, Values]:
+        """Times and values of all points that are kept of a metric of the whole run, oldest first."""
+        points = self.series.get(metric, {}).get("", ())
         return np.array([at for at, _ in points]), np.array([value for _, value in points])
 
     def knows_since(self, metric: str, seconds: float, *, of: str | None = None) -> bool:
@@ -65,3 +70,11 @@ class Seen:
         found = self.series.get(metric, {})
         looked_at = found.values() if of is None else [found.get(of, ())]
         return any(points and self.now - points[0][0] >= seconds for points in looked_at)
+
+
+def _forget(points: Points, before: float) -> None:
+    """Drop the oldest points, until `MOST_POINTS` are left of those until `before`."""
+    if len(points) > MOST_POINTS:
+        num_new = sum(1 for _ in itertools.takewhile(lambda point: point[0] > before, reversed(points)))
+        for _ in range(len(points) - num_new - MOST_POINTS):
+            points.popleft()

@@ -37,5 +37,5 @@ def test_faults_are_of_one_gpu_each_and_for_rules_that_there_are(monkeypatch):
     for rule in FAULTS:
         gpus.plant(rule)
     now += 10
-    assert [gpus.value(name, gpu) for name, gpu in zip(fields, range(GPUS), strict=True)] == [0.02, 5e6, 1.0, 79.0]
+    assert [gpus.value(name, gpu) for name, gpu in zip(fields, range(GPUS), strict=True)] == [0.02, 5e9, 1.0, 79.0]
     assert [gpus.value(name, gpu) for name, gpu in zip(fields, (1, 2, 3, 0), strict=True)] == [0.9, 0.0, 0.0, 0.0]

@@ -266,7 +266,7 @@ def _upkeep() -> list[Case]:
 
 def _gpus() -> list[Case]:
     trains = {**of(live.LAST_STEP_TIMESTAMP_S, steps_end(130), "0")}
-    hot = [1e6 * EVERY_S * 0.5 * number for number in range(70)]
+    hot = [1e9 * EVERY_S * 0.5 * number for number in range(70)]
 
     def dcgm(name: str, points: Points) -> Series:
         return of(name, points, "gpu 0")
@@ -281,7 +281,7 @@ def _gpus() -> list[Case]:
         Case("gpu_idle", "busy", {**trains, **dcgm(gpus.ACTIVE, still(0.9, 130))}, False),
         alone("gpu_idle", "nobody trains there", dcgm(gpus.ACTIVE, still(0.0, 130)), False),
         alone("gpu_throttled", "half of the time", dcgm(gpus.THROTTLED[1], hot), True),
-        alone("gpu_throttled", "never", dcgm(gpus.THROTTLED[1], still(5e6, 70)), False),
+        alone("gpu_throttled", "never", dcgm(gpus.THROTTLED[1], still(5e9, 70)), False),
         alone("gpu_ecc", "one more", dcgm(gpus.ECC[0], [*still(2, 10), *still(3, 10)]), True),
         alone("gpu_ecc", "an old one", dcgm(gpus.ECC[0], still(2, 20)), False),
         alone("gpu_xid", "79", dcgm(gpus.XID, [0, 0, 79]), True),

@@ -16,7 +16,7 @@ from scaleray.config.alerts import AlertLimits
 from scaleray.monitoring.rules.files import as_yaml, files, labels, words
 from scaleray.monitoring.rules.judge import KEEP_S, Judge
 from scaleray.monitoring.rules.rule import Found
-from scaleray.monitoring.rules.seen import Seen
+from scaleray.monitoring.rules.seen import MOST_POINTS, Seen
 from scaleray.monitoring.rules.table import BY_NAME, RULES
 
 needs_promtool = pytest.mark.skipif(
@@ -150,14 +150,42 @@ def test_a_rule_that_is_switched_off_is_not_judged_and_limits_are_those_given():
     assert Judge(AlertLimits(disk_free_share=0.4), without=["disk_nearly_full"]).look(seen) == []
 
 
-def test_spikes_are_found_among_many_steps_between_two_looks():
-    """At 8 ms a step 250 steps pass between two looks: three in a row anywhere among them are one spike."""
-    seen, judge = Seen(), Judge(AlertLimits())
-    losses = [*noisy(2, 500), *still(5, 3), *noisy(2, 247)]
-    told = []
+def looked_at(losses, steps_a_look):
+    """Alerts of losses that come so many between two looks, 8 ms apart."""
+    seen, judge, told = Seen(), Judge(AlertLimits()), []
     for number, loss in enumerate(losses):
         seen.add("ray_scaleray_loss", loss, at=0.008 * number)
-        if number % 250 == 249:
+        if number % steps_a_look == steps_a_look - 1:
             seen.look(0.008 * number)
-            told += [alert.name for alert in judge.look(seen)]
-    assert told == ["loss_spike"]
+            told += judge.look(seen)
+    return told
+
+
+@pytest.mark.parametrize("steps_a_look", [250, 1990, 5000])
+@pytest.mark.parametrize("length", [3, 190])
+def test_spikes_are_found_among_many_steps_between_two_looks(steps_a_look, length):
+    """Three in a row anywhere among them are one spike, and its height is told, not that of a single value."""
+    first = 2 * steps_a_look + steps_a_look // 3
+    losses = noisy(2, 3 * steps_a_look)
+    losses[first : first + length] = still(5, length)
+    losses[first - 20] = 1e9
+    (alert,) = looked_at(losses, steps_a_look)
+    assert alert.name == "loss_spike" and 10 < alert.value < 50
+
+
+def test_losses_that_fall_fast_between_two_looks_are_no_spike():
+    assert (
+        looked_at([2.0 + 3.0 * 0.998**number + loss / 50 for number, loss in enumerate(noisy(0, 15_000))], 5000) == []
+    )
+
+
+def test_what_was_seen_is_kept_until_it_is_looked_at_and_then_forgotten():
+    seen = Seen()
+    for number in range(3 * MOST_POINTS):
+        seen.add("ray_scaleray_loss", 1.0, at=float(number))
+        if number == MOST_POINTS - 1:
+            seen.look(float(number))
+    seen.look(3.0 * MOST_POINTS)
+    assert len(seen.points("ray_scaleray_loss")[0]) == 3 * MOST_POINTS, "all but as many are new"
+    seen.look(3.0 * MOST_POINTS + 1)
+    assert len(seen.points("ray_scaleray_loss")[0]) == MOST_POINTS
