@@ -117,7 +117,8 @@ def rollback(model: str, *, to: int | None = None, uri: Uri = None, json: Json =
     model
         NAME@ALIAS, such as digits@champion.
     to
-        Version; by default the newest below the present one that had the alias before.
+        Version; by default the one that had the alias last before the present one, without those from which it was
+        taken back.
     """
     from scaleray.launch.promote.rollback import rollback as run_rollback
 

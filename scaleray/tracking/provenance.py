@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 from collections.abc import Mapping
 from typing import Any
 
 from scaleray import metric_names as names
+from scaleray.user_name import user_name
 
 TRAINING = "train"
 
@@ -15,8 +14,8 @@ TRAINING = "train"
 def source_tags(workload: str, git: Mapping[str, Any]) -> dict[str, str]:
     """MLflow's own tags for the owner, the source and its commit. git: as `reproducibility.fingerprint` found it."""
     tags = {"scaleray.workload": workload, "mlflow.source.name": workload, "mlflow.source.type": "JOB"}
-    with contextlib.suppress(KeyError, OSError):  # in a container the user may have no name
-        tags["mlflow.user"] = getpass.getuser()
+    if (user := user_name()) is not None:
+        tags["mlflow.user"] = user
     if git:
         tags["mlflow.source.git.commit"] = git["commit"]
         if git["is_dirty"] is not None:

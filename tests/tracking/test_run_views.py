@@ -5,6 +5,7 @@ import getpass
 import pytest
 from mlflow import MlflowClient
 
+from scaleray import user_name
 from scaleray.tracking import provenance, run_views, saved_views
 from scaleray.tracking.operations import LogDataset, LogMetrics, LogParams
 from scaleray.tracking.store import RunStore
@@ -72,7 +73,8 @@ def test_a_user_without_a_name_and_a_folder_without_git_are_left_out(monkeypatch
     def nobody():
         raise KeyError("getpwuid(): uid not found: 12345")
 
-    monkeypatch.setattr(provenance.getpass, "getuser", nobody)
+    monkeypatch.setattr(user_name.getpass, "getuser", nobody)
+    assert user_name.user_or_somebody() == "somebody"
     assert provenance.source_tags("w", {}).keys() == {"scaleray.workload", "mlflow.source.name", "mlflow.source.type"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from scaleray.launch.path.state import find_path, locked, write
 from scaleray.launch.path.tasks import DECIDE, STUDY, SWEEP, again, filled
 from scaleray.records.path import OVER, STEPS, PathDecision, PathRecord, PathTask
 from scaleray.records.run import Say
+from scaleray.user_name import user_or_somebody
 
 ANEW = "--force"
 """Option of a study that takes nothing over from earlier ones."""
@@ -68,7 +68,7 @@ def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathReco
         raise UsageError("--reason", reason or None, "whoever reads the path later must know why")
     with locked(path) as path:
         known = _known(path, task)
-        by, at = getpass.getuser(), time.time()
+        by, at = user_or_somebody(), time.time()
         path = _with(path, replace(known, status="skipped", words=reason, by=by, started_at=at))
         path = write(_decided(path, f"skip {task}", reason))
     return path
@@ -98,7 +98,7 @@ def _opened(task: PathTask, fresh: PathTask) -> PathTask:
 
 
 def _run(path: PathRecord, task: PathTask, *, say: Say) -> PathRecord:
-    started, by = time.time(), getpass.getuser()
+    started, by = time.time(), user_or_somebody()
     refused = None
     try:
         task = replace(task, ran=filled(path, task.command))
@@ -153,5 +153,5 @@ def _with(path: PathRecord, task: PathTask) -> PathRecord:
 
 
 def _decided(path: PathRecord, what: str, why: str) -> PathRecord:
-    decision = PathDecision(at=time.time(), by=getpass.getuser(), what=what, why=why)
+    decision = PathDecision(at=time.time(), by=user_or_somebody(), what=what, why=why)
     return replace(path, decisions=[*path.decisions, decision])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import getpass
 import json
 import os
 import time
@@ -30,6 +29,7 @@ from scaleray.records.path import PathRecord
 from scaleray.reproducibility.fingerprint import git_state
 from scaleray.tracking.operations import LogArtifact, LogParams, SetTags
 from scaleray.tracking.store import RunStore, check_reachable, open_client, resolve_uri, sqlite_path
+from scaleray.user_name import user_or_somebody
 
 EXPERIMENT = "paths"
 NAME = "scaleray.path.name"
@@ -84,7 +84,7 @@ def start_path(
         batch_size=whole.batch.global_size,
         runs=runs,
         local=local,
-        by=getpass.getuser(),
+        by=user_or_somebody(),
         started_at=time.time(),
         model=model or called,
         cluster=cluster,

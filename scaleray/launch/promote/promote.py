@@ -7,7 +7,6 @@ evidence: the same command again finds the version that is there already and goe
 from __future__ import annotations
 
 import dataclasses
-import getpass
 import hashlib
 import json
 import tempfile
@@ -43,6 +42,7 @@ from scaleray.tracking.registry.models import (
     Named,
     check_alias,
 )
+from scaleray.user_name import user_or_somebody
 
 ARTIFACTS = "promoted"
 """Folder of a run's artifacts with a folder for each promotion of it."""
@@ -167,7 +167,7 @@ def _id(out: Path, model: str, policy: Policy) -> str:
 def _registered(
     registry: ModelRegistry, found: Promotion, out: Path, run: RunRecord, gates: GateRecord, *, say: Say
 ) -> Promotion:
-    by = getpass.getuser()
+    by = user_or_somebody()
     before = registry.expected(found.model, found.alias) if found.alias else None
     version = registry.of_promotion(found.model, str(found.promotion))
     if version is None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import getpass
+import math
+from collections.abc import Mapping
 
 from scaleray.errors import TrackingError, UsageError
 from scaleray.gates.record import GateRecord
 from scaleray.launch.promote.check import check_promoted
-from scaleray.tracking.registry.models import ModelRegistry, Named
+from scaleray.tracking.registry.models import ModelRegistry, ModelVersion, Named
+from scaleray.user_name import user_or_somebody
 
 
 def rollback(model: str, *, to: int | None = None, uri: str | None = None) -> tuple[int, GateRecord]:
     """Let an alias name an earlier version again, once that one has been checked. Gives the version that it names then,
     and the check, which moves nothing unless it passes.
 
-    model: `NAME@ALIAS`. to: version; None is the newest below the present one that had the alias before. Raises
-    UsageError where there is no such version.
+    model: `NAME@ALIAS`. to: version; None is the one that had the alias last before the present one, without those from
+    which it was taken back. Raises UsageError where there is no such version.
     """
     named = Named.parse(model)
     if named.alias is None:
@@ -27,9 +29,9 @@ def rollback(model: str, *, to: int | None = None, uri: str | None = None) -> tu
         raise TrackingError(
             "the model", str(named), "there is no such alias", f"scaleray promote RUN --as {named.alias}"
         )
-    before = sorted((n for n, one in known.items() if one.given_at(named.alias) is not None and n < now), reverse=True)
+    before = had_before(known, known[now], named.alias)
     if to is None and not before:
-        allowed = f"version {now} is the first that was promoted as {named.alias}"
+        allowed = f"version {now} is the first that was promoted as {named.alias}, or it was taken back from all others"
         raise UsageError("the version to go back to", None, allowed, "name one with --to")
     chosen = before[0] if to is None else to
     if chosen not in known:
@@ -40,4 +42,15 @@ def rollback(model: str, *, to: int | None = None, uri: str | None = None) -> tu
     check = check_promoted(f"{named.model}/{chosen}", uri=registry.uri)
     if check.answer != "pass":
         return now, check
-    return registry.give(known[chosen], named.alias, by=getpass.getuser()).number, check
+    user = user_or_somebody()
+    if chosen != now:  # first: cut off here, the alias names what it named, and the same command goes on
+        registry.withdraw(known[now], named.alias, by=user)
+    return registry.give(known[chosen], named.alias, by=user).number, check
+
+
+def had_before(known: Mapping[int, ModelVersion], now: ModelVersion, alias: str) -> list[int]:
+    """Numbers of the versions that had the alias before it was given to the present one, the last one first."""
+    given = {one.number: at for one in known.values() if (at := one.given_at(alias)) is not None}
+    until = given.get(now.number, math.inf)
+    older = [number for number, at in given.items() if at < until and not known[number].is_withdrawn(alias)]
+    return sorted((number for number in older if number != now.number), key=lambda number: -given[number])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import getpass
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +11,7 @@ from scaleray.launch.session.team_policy import read_team_policy
 from scaleray.records import experiment as fields
 from scaleray.records.json_record import leaves
 from scaleray.records.printed import quantity
+from scaleray.user_name import user_name
 
 LONGEST_TAG = 5000
 POLICY = "scaleray.policy"
@@ -69,11 +68,7 @@ def plan_tags(tracking: TrackingSettings, known: Mapping[str, Any]) -> dict[str,
 
 def said_of(tracking: TrackingSettings) -> dict[str, Any]:
     """Owner and purpose."""
-    owner = tracking.owner
-    if owner is None:
-        with contextlib.suppress(KeyError, OSError):  # in a container the user may have no name
-            owner = getpass.getuser()
-    return {"owner": owner, "purpose": tracking.purpose}
+    return {"owner": tracking.owner or user_name(), "purpose": tracking.purpose}
 
 
 def _exceptions(tracking: TrackingSettings, known: Mapping[str, Any]) -> tuple[str, list[str]]:

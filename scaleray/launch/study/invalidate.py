@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import re
 from datetime import UTC, datetime
 from typing import Any
@@ -13,6 +12,7 @@ from scaleray.launch.study.turn_store import InvalidTurns, mark_invalid
 from scaleray.records.experiment import INVALID
 from scaleray.tracking.find_record import PARENT_TAG, reading_mlflow, runs_in_mlflow
 from scaleray.tracking.store import open_client, resolve_uri
+from scaleray.user_name import user_or_somebody
 
 LONGEST_REASON = 1000
 
@@ -33,10 +33,7 @@ def invalidate_experiment(run: str, reason: str, *, uri: str | None = None) -> l
         client, found = _find(run, store)
         if known := found.data.tags.get(INVALID):
             raise TrackingError("the run", run, f"it is invalid already: {known}")
-        who = "somebody"
-        with contextlib.suppress(KeyError, OSError):
-            who = getpass.getuser()
-        text = f"{reason.strip()} ({who}, {datetime.now(UTC).strftime('%Y-%m-%d')})"
+        text = f"{reason.strip()} ({user_or_somebody()}, {datetime.now(UTC).strftime('%Y-%m-%d')})"
         client.set_tag(found.info.run_id, INVALID, text)
         parent_id = found.data.tags.get(PARENT_TAG)
         study = client.get_run(parent_id) if parent_id else found

@@ -21,6 +21,8 @@ from scaleray.tracking.store import check_reachable, open_client, resolve_uri, s
 PROMOTION_TAG, STATEMENT_TAG = "scaleray.promotion", "scaleray.statement_sha256"
 GIVEN = "scaleray.given."
 """Beginning of a version's tag of an alias: nanoseconds since 1970 and the user who gave it."""
+WITHDRAWN = "scaleray.withdrawn."
+"""Beginning of a version's tag of an alias that was taken back from it: nanoseconds since 1970 and the user."""
 MODEL_URI = "models:/"
 ATTEMPTS = 4
 MOST_RUNS = 200
@@ -47,7 +49,14 @@ class ModelVersion:
 
     def given_at(self, alias: str) -> int | None:
         """Nanoseconds since 1970 at which it was last given the alias; None where it never was, by scaleray."""
-        first = self.tags.get(f"{GIVEN}{alias}", "").split(" ")[0]
+        return self._at(f"{GIVEN}{alias}")
+
+    def is_withdrawn(self, alias: str) -> bool:
+        """Whether the alias was taken back from it, and not given to it again since."""
+        return (self._at(f"{WITHDRAWN}{alias}") or 0) > (self.given_at(alias) or 0)
+
+    def _at(self, tag: str) -> int | None:
+        first = self.tags.get(tag, "").split(" ")[0]
         return int(first) if first.isdigit() else None
 
 
@@ -152,6 +161,12 @@ class ModelRegistry:
                 self._set(version.model, alias, chosen.number)
                 is_set, chosen = chosen.number, self.expected(version.model, alias) or version
         return chosen
+
+    def withdraw(self, version: ModelVersion, alias: str, *, by: str) -> None:
+        """Note that the alias was taken back from a version, which nothing goes back to by itself any more."""
+        with self._asking(f"the alias {alias} of {version.model}"):
+            tag = f"{WITHDRAWN}{alias}"
+            self.client.set_model_version_tag(version.model, str(version.number), tag, f"{time.time_ns()} {by}")
 
     def expected(self, model: str, alias: str) -> ModelVersion | None:
         """The version that the alias ought to name; None where it was never given by scaleray."""

@@ -193,6 +193,9 @@ class TestRollback:
         assert check_promoted("corners@champion", uri=uri).answer == "pass"
         with pytest.raises(UsageError, match="version 1 is the first"):
             rollback("corners@champion", uri=uri)
+        third = promote(sides[0][0], "champion", against=sides[1], policy=ALONE, uri=uri)
+        assert third.version == 3, third.not_passed
+        assert rollback("corners@champion", uri=uri)[0] == 1, "version 2 was taken back"
         assert rollback("corners@champion", to=2, uri=uri)[0] == 2
 
     def test_a_version_that_was_changed_is_not_gone_back_to(self, promoted, sides):
