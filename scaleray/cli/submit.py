@@ -75,6 +75,8 @@ def submit(
         )
         output.say(f"job {prepared.name}: {command} -c {config} on {prepared.place}")
         output.say(f"  working directory: {prepared.contents.in_words()}")
+        if prepared.settings:
+            output.say(f"  from the environment here: {', '.join(prepared.settings)}")
         started = checked_and_started(
             prepared, bring_missing=bring_missing, allow_differences=allow_differences, say=output.say
         )

@@ -109,6 +109,23 @@ class Endless(Line):
         return super().loss(model, batch)
 
 
+class SlowToSave(Endless):
+    """The same, whose checkpoints take so many seconds from when the file `slow` is there."""
+
+    def __init__(self, rows: int = 64, *, marker: str, slow: str, seconds: float) -> None:
+        super().__init__(rows, marker=marker)
+        self.slow, self.seconds = Path(slow), seconds
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.register_state_dict_pre_hook(self._take_time)
+        return model
+
+    def _take_time(self, *arguments):
+        if self.slow.exists():
+            time.sleep(self.seconds)
+
+
 class Slow(Line):
     """Takes its time over every training step, so that something can happen in the middle of it."""
 

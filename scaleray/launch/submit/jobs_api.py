@@ -16,10 +16,15 @@ from typing import Any
 from scaleray.errors import ClusterError, first_line
 from scaleray.launch.cluster.connection import set_auth_mode
 from scaleray.launch.cluster.token import headers
-from scaleray.launch.submit.job import GIVE_UP_S, JobNow
+from scaleray.launch.submit.job import GIVE_UP_S, JobNow, LostConnectionError
 from scaleray.launch.submit.versions import PROBE, Versions, versions_in
 
 ANSWER_S = 10.0
+REQUEST_S = 120.0
+"""Seconds that a request of Ray's client may wait for a word: starting a job takes a loaded head longest."""
+SILENCE_S = 60.0
+"""Seconds without a word of a job after which a new connection is made: one that was dropped on the way, as while a
+laptop sleeps, says nothing of that."""
 PROBE_S = 120.0
 """Seconds within which a cluster tells its versions: it starts a process for that."""
 PROBE_NAME = "scaleray-probe-"
@@ -108,9 +113,7 @@ class Jobs:
                     return job
                 lost_at = None
                 time.sleep(1.0)
-            except ClusterError as exc:
-                if "no job" in exc.allowed:
-                    raise
+            except LostConnectionError:
                 if lost_at is None:
                     lost_at = time.monotonic()
                     say(f"the connection to {self.url} is lost; the job goes on, trying again ...")
@@ -119,15 +122,20 @@ class Jobs:
                 time.sleep(2.0)
 
     async def _tail(self, name: str, write: Callable[[str], None]) -> None:
-        """Write what is new in a log until the connection ends."""
+        """Write what is new in a log until the connection ends, or says nothing for a while."""
         passed = 0
+        parts = aiter(self._client.tail_job_logs(name))
         try:
-            async for text in self._client.tail_job_logs(name):
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    text = await anext(parts)
                 begin, passed = passed, passed + len(text)
                 written = self._written.get(name, 0)
                 if passed > written:  # every connection tells the whole log again
                     write(text[max(0, written - begin) :])
                     self._written[name] = passed
+        except (StopAsyncIteration, TimeoutError):
+            return
         except Exception as exc:  # aiohttp's, and RuntimeErrors of Ray
             if not _is_lost(exc):
                 raise self._problem(exc, name) from exc
@@ -146,13 +154,19 @@ class Jobs:
             return ClusterError("JOB", name, f"the cluster at {self.url} has no job of this name", "scaleray jobs list")
         if type(exc).__name__ == "AuthenticationError":
             return _refused(self.url)
-        return ClusterError("the cluster", self.url, f"it answers: {first_line(exc)[:300]}")
+        return LostConnectionError("the cluster", self.url, f"it answers: {first_line(exc)[:300]}")
 
 
 def _client_of(url: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
-    client = JobSubmissionClient(url)
+    class Client(JobSubmissionClient):
+        """Ray's, which would wait for ever for a head that hangs."""
+
+        def _do_request(self, method: str, endpoint: str, **named: Any) -> Any:
+            return super()._do_request(method, endpoint, **{"timeout": (ANSWER_S, REQUEST_S), **named})
+
+    client = Client(url)
     for name in ("dashboard_sdk", "job.sdk"):  # what they say of packages and connections, this command says itself
         logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
     return client

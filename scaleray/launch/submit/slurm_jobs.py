@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -88,11 +87,10 @@ class SlurmJobs:
     def _queueing(self, name: str, words: Sequence[str], command: str, secrets: Mapping[str, str]) -> str:
         """A shell script that queues a job. It goes through a pipe: nobody sees values in the list of processes."""
         place, cluster = self._path(name), self.cluster
-        names = [*PASSED_ON, *(one for one in os.environ if one.startswith("SCALERAY_")), *secrets]
+        names = [*PASSED_ON, *secrets]
         storage = f"{cluster.folder.rstrip('/')}/runs"
         lines = ["set -eu", "umask 077", f"cd {place}"]
-        here = {key: value for key, value in os.environ.items() if key.startswith("SCALERAY_")}
-        given = {"SCALERAY_CHECKPOINT__STORAGE_PATH": storage, **here, **secrets, "SUBCOMMAND": command}
+        given = {"SCALERAY_CHECKPOINT__STORAGE_PATH": storage, **secrets, "SUBCOMMAND": command}
         lines += [f"export {key}={shlex.quote(value)}" for key, value in given.items()]
         if cluster.environment:
             path = shlex.quote(cluster.environment.rstrip("/"))

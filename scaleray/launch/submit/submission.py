@@ -13,6 +13,7 @@ from typing import Literal
 from scaleray.config import load_config
 from scaleray.config.alerts import WEBHOOK, without_secrets
 from scaleray.config.base import without_password
+from scaleray.config.loading import ENV_PREFIX, read_environment
 from scaleray.errors import ClusterError, ConfigError
 from scaleray.launch.submit.clusters import Cluster, KubernetesCluster, RayCluster, cluster_of
 from scaleray.launch.submit.package import Contents, check_is_in, contents_of
@@ -37,6 +38,10 @@ class Submission:
     """The workload's file; None for one of an installed module."""
     variables: Mapping[str, str] = field(repr=False)
     """Secrets by name; without their values where the cluster has them itself."""
+    settings: tuple[str, ...] = ()
+    """Keys of the config that the environment sets here, and that are options of the command there."""
+    grace_s: float | None = None
+    """Seconds that the last checkpoint may take, where the config says so."""
     missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -73,13 +78,16 @@ def prepare(
     # the others have options of their own, which the command itself looks at
     checked = load_config(config, flags=tuple(overrides) if command == "train" else ())
     workload = _workload_file(contents, checked.workload.name, config)
+    settings = _settings(secret_env)
     return Submission(
         cluster=cluster,
-        command=(command, "-c", relative, *overrides),
+        command=(command, "-c", relative, *settings.values(), *overrides),
         name=name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
         contents=contents,
         workload=workload,
         variables=_secrets(secret_env, are_here=not isinstance(cluster, KubernetesCluster)),
+        settings=tuple(settings),
+        grace_s=checked.checkpoint.grace_s if "grace_s" in checked.checkpoint.model_fields_set else None,
     )
 
 
@@ -139,6 +147,26 @@ def _refuse_secrets(overrides: Sequence[str]) -> None:
         else "leave the password out, and give it in a variable with --secret-env NAME"
     )
     raise ConfigError(option, value, "it holds a secret, and the cluster keeps and shows the command of a job", hint)
+
+
+def _settings(secret_env: Sequence[str]) -> dict[str, str]:
+    """The keys of the config that this environment sets, as options of the command: the cluster's environment has none
+    of them. Those that are named as secrets travel as such. Raises ConfigError for a secret that is not."""
+    found = {}
+    for variable, text in sorted(os.environ.items()):
+        if not variable.startswith(ENV_PREFIX) or variable in secret_env:
+            continue
+        [key] = read_environment({variable: text})
+        found[key] = f"--{key}={text}"
+        [shown] = without_secrets([found[key]])
+        if shown != found[key]:
+            raise ConfigError(
+                variable,
+                shown.partition("=")[2],
+                "it holds a secret, and the cluster keeps and shows the command of a job, which it would be part of",
+                f"--secret-env {variable} sends it as a secret",
+            )
+    return found
 
 
 def _workload_file(contents: Contents, name: str, config: Path) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from scaleray.launch.submit.jobs_api import Jobs
 from scaleray.launch.submit.package import pack
 from scaleray.launch.submit.submission import Submission, refuse_differences, refuse_missing, with_missing
 from scaleray.launch.submit.versions import Versions
+from scaleray.manifests.grace import RAY_STOP, RAY_STOP_S, SAVING, SAVING_S
 from scaleray.progress import stage
 from scaleray.records.run import Say
 
@@ -55,9 +57,7 @@ def compare(submission: Submission, jobs: Jobs, *, say: Say) -> Submission:
 
 def start(submission: Submission, jobs: Jobs, *, bring_missing: bool = False) -> str:
     """Pack the working directory, send it, and start the job; its name."""
-    environment: dict[str, Any] = {}
-    if submission.variables:
-        environment["env_vars"] = dict(submission.variables)
+    environment: dict[str, Any] = {"env_vars": {**time_to_save(submission.grace_s), **submission.variables}}
     if bring_missing and submission.missing:
         environment["pip"] = submission.requirements
     with tempfile.TemporaryDirectory(prefix="scaleray-submit-") as folder:
@@ -74,3 +74,13 @@ def start(submission: Submission, jobs: Jobs, *, bring_missing: bool = False) ->
             )
     jobs.forget_probes()
     return name
+
+
+def time_to_save(grace_s: float | None) -> dict[str, str]:
+    """Variables of a job that is asked to stop: Ray itself would kill it after 3 s, whatever it has to save.
+
+    grace_s: what the config lets the last checkpoint take, where it says so.
+    """
+    if grace_s is None:
+        return {RAY_STOP: str(RAY_STOP_S), SAVING: str(SAVING_S)}
+    return {RAY_STOP: str(math.ceil(grace_s) + RAY_STOP_S - SAVING_S)}

@@ -15,7 +15,7 @@ from scaleray.cli import submit as command
 from scaleray.cli.main import run_command
 from scaleray.cli.output import Output
 from scaleray.errors import ClusterError, ConfigError
-from scaleray.launch.submit import jobs_api, submission
+from scaleray.launch.submit import jobs_api, submission, to_ray
 from scaleray.launch.submit.clusters import cluster_of
 from scaleray.launch.submit.jobs_api import Jobs
 from scaleray.launch.submit.versions import PROBE, SIGN, Versions
@@ -98,7 +98,8 @@ def test_secrets_travel_by_name_and_are_never_printed(cluster, monkeypatch, caps
     monkeypatch.setenv("S3_KEY", "hunter2")
     assert submitted("--secret-env", "S3_KEY", "--json") == 0
     job = cluster.submitted[-1]
-    assert job["runtime_env"]["env_vars"] == {"S3_KEY": "hunter2"} and job["metadata"]["secrets"] == "S3_KEY"
+    assert job["runtime_env"]["env_vars"] == {**to_ray.time_to_save(None), "S3_KEY": "hunter2"}
+    assert job["metadata"]["secrets"] == "S3_KEY"
     printed = capsys.readouterr()
     assert "hunter2" not in printed.out + printed.err
     assert "hunter2" not in repr(submission.prepare(jobs_yaml(), to=URL, secret_env=["S3_KEY"]))
@@ -140,6 +141,48 @@ def jobs_yaml():
     from pathlib import Path
 
     return Path("jobs/work.yaml")
+
+
+KINDS = {"ray": {"url": URL}, "kubernetes": {}, "slurm": {"folder": "/shared"}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_of_the_environment_travel_to_every_kind_of_cluster(project, clusters, monkeypatch, kind):
+    clusters(there={"kind": kind, **KINDS[kind]})
+    monkeypatch.setenv("SCALERAY_SCALE__WORKERS", "2")
+    monkeypatch.setenv("SCALERAY_TRACKING__EXPERIMENT", "it's a b")
+    monkeypatch.setenv("SCALERAY_TRACKING__URI", "http://me:hunter2@mlflow")
+    prepared = submission.prepare(jobs_yaml(), ["--seed", "3"], to="there", secret_env=["SCALERAY_TRACKING__URI"])
+    settings = ("--scale.workers=2", "--tracking.experiment=it's a b")
+    assert prepared.command == ("train", "-c", "jobs/work.yaml", *settings, "--seed", "3")
+    assert prepared.settings == ("scale.workers", "tracking.experiment")
+    assert list(prepared.variables) == ["SCALERAY_TRACKING__URI"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("TRACKING__URI", "http://me:hunter2@mlflow"), ("ALERTS__WEBHOOK", "https://hooks.example.com/hunter2")],
+)
+def test_a_secret_of_the_environment_is_not_put_into_a_command(cluster, monkeypatch, capsys, name, value):
+    monkeypatch.setenv(f"SCALERAY_{name}", value)
+    assert submitted() == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert f"--secret-env SCALERAY_{name} sends it as a secret" in text and "hunter2" not in text
+    assert submitted("--secret-env", f"SCALERAY_{name}") == 0
+    job = cluster.submitted[-1]
+    assert job["runtime_env"]["env_vars"][f"SCALERAY_{name}"] == value and "hunter2" not in job["entrypoint"]
+
+
+@pytest.mark.parametrize(
+    ("words", "limits"),
+    [
+        ([], {"RAY_JOB_STOP_WAIT_TIME_S": "110", "SCALERAY_CHECKPOINT__GRACE_S": "90"}),
+        (["--checkpoint.grace_s", "200.5"], {"RAY_JOB_STOP_WAIT_TIME_S": "221"}),
+    ],
+)
+def test_a_job_that_is_stopped_has_time_to_save_unless_the_config_says_how_long(cluster, words, limits):
+    assert submitted(*words) == 0
+    assert cluster.submitted[-1]["runtime_env"]["env_vars"] == limits
 
 
 def test_versions_that_differ_start_nothing_unless_it_is_asked_for(cluster, capsys):

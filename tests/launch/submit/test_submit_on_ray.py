@@ -1,13 +1,16 @@
 """A job on a real head, from its submission to its exit code."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.cli.main import run_command
 from scaleray.errors import ClusterError
 from scaleray.launch.submit.jobs_api import Jobs
@@ -56,3 +59,23 @@ def test_rays_own_command_runs_a_training_and_ends_with_its_exit_code(ray_head, 
     done = subprocess.run([*asked, "--tracking.run-name", "plain"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert json.loads((tmp_path / "runs" / "plain" / "record.json").read_text())["status"] == "FINISHED"
+
+
+@pytest.mark.combination  # a minute: Ray itself kills after three seconds, so that a checkpoint must take longer
+def test_a_training_that_is_stopped_saves_first_however_long_that_takes(ray_head, words, tmp_path):
+    marker, slow = tmp_path / "marker", tmp_path / "slow"
+    long = [
+        "--workload.name",
+        "workloads.py:SlowToSave",
+        "--workload.args",
+        f"{{marker: {marker}, slow: {slow}, seconds: 5}}",
+    ]
+    asked = ["submit", "-c", "run.yaml", "--to", ray_head.dashboard, "--name", f"slow-{os.getpid()}", *words, *long]
+    assert run_command([*asked, "--stop.after", "1000000 steps", "--tracking.run-name", "slow"]) == 0
+    jobs, name = Jobs(ray_head.dashboard), f"slow-{os.getpid()}"
+    wait_until(lambda: marker.exists() or jobs.job(name).has_ended)
+    slow.touch()
+    assert run_command(["jobs", "stop", name, "--to", ray_head.dashboard]) == 0
+    wait_until(lambda: jobs.job(name).has_ended)
+    assert jobs.job(name).status == "STOPPED", jobs.logs(name)
+    assert Catalog.of_run(str(tmp_path / "runs" / "slow")).steps(), jobs.logs(name)

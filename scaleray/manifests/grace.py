@@ -1,0 +1,16 @@
+"""How long a training that is asked to leave may take to save, on each system: less than the system itself waits."""
+
+from __future__ import annotations
+
+SAVING = "SCALERAY_CHECKPOINT__GRACE_S"
+"""Variable of the training's own limit (checkpoint.grace_s): when it is over, the training ends as with Ctrl-C."""
+RAY_STOP = "RAY_JOB_STOP_WAIT_TIME_S"
+"""Variable of Ray's: seconds from `ray job stop` to SIGKILL, read on the node that runs the job's driver."""
+RAY_STOP_BY_ITSELF_S = 3
+POD_BY_ITSELF_S = 30
+"""Kubernetes' terminationGracePeriodSeconds where a pod states none."""
+
+SLURM_S, SLURM_SAVING_S = 300, 240
+"""From Slurm's signal to the end of a job's time, and what a training may take of it."""
+POD_S, RAY_STOP_S, SAVING_S = 120, 110, 90
+"""What Kubernetes leaves a pod, what Ray leaves a job that is stopped, and what a training may take of both."""
