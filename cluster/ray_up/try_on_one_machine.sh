@@ -18,6 +18,15 @@ need() { # programs; exit code 75 says that this cannot be tried here
   [ "$(id -u)" = 0 ] || { echo "skipped: network namespaces need root"; exit 75; }
 }
 
+seen_by_all() { # paths that each machine must see
+  local path
+  for path in "$@"; do
+    case "$(realpath "$path")/" in
+      /tmp/*) echo "skipped: $path lies in /tmp, and each machine has a /tmp of its own: take it from another folder"; exit 75 ;;
+    esac
+  done
+}
+
 make_network() { # name of at most 10 letters, first three numbers of its addresses
   ip link add "$1" type bridge 2>/dev/null || { echo "skipped: no network can be made here"; exit 75; }
   ip address add "$2.1/24" dev "$1"

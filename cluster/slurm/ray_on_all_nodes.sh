@@ -11,6 +11,7 @@ leave() {
   # shellcheck disable=SC2034
   asked_to_leave=1
   interrupted=1
+  : >"$state/leave" # for a command that has not begun
   # the command alone: Ray must live until the last checkpoint is written
   if [ -s "$state/pid" ]; then kill -TERM "$(cat "$state/pid")" || true; fi
 }
@@ -30,11 +31,12 @@ address_of_this_node() {
 
 run_on_all_nodes() {
   local address port code step
-  umask 077 # the token lies in it
   state="$SCALERAY_CHECKPOINT__STORAGE_PATH/.slurm/${SLURM_CLUSTER_NAME:-slurm}-$SLURM_JOB_ID"
-  mkdir -p "$state"
-  rm -f "$state/pid" "$state/code"
-  head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$state/token"
+  trap 'rm -rf "$state"' EXIT # the token goes with the job: also when it is cancelled, or its time is over
+  mkdir -p "$(dirname "$state")"
+  rm -rf "$state"
+  (umask 077 && mkdir "$state" && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \n' >"$state/token")
+  trap leave USR1 # before anything can send it
   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$state/token"
   # does every node see it?
   # ... and end what an earlier job of yours left on these nodes: where Slurm has no cgroups, it misses Ray's daemons
@@ -43,6 +45,7 @@ run_on_all_nodes() {
     echo "$SCALERAY_CHECKPOINT__STORAGE_PATH is not seen by every node: name a shared folder in settings.sh" >&2
     return 1
   fi
+  if [ "$asked_to_leave" = 1 ]; then return 1; fi
   address=$(address_of_this_node)
   port=$((20000 + SLURM_JOB_ID % 10000)) # two users' jobs on one node: below the ports that programs are given
   if [ -n "$INTERFACE" ]; then export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE; fi
@@ -50,21 +53,20 @@ run_on_all_nodes() {
   export RAY_USAGE_STATS_ENABLED=0
   export RAY_ADDRESS="$address:$port"
   export RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=10 # of 30: Slurm kills what takes longer than KillWait
-  trap leave USR1 # before anything can send it
   # Ray on every node; where this one is the head, the command too. Its exit code is read from a file, as symmetric-run
   # ends with 0 where Ray does not start. The other nodes would take a minute to notice that the head is gone: --wait
   # shellcheck disable=SC2016 # for the shell on the head
   srun --ntasks-per-node=1 --kill-on-bad-exit=1 --wait=10 \
     ray symmetric-run --address "$RAY_ADDRESS" --min-nodes "$SLURM_JOB_NUM_NODES" \
     --num-cpus="${SLURM_CPUS_PER_TASK:-1}" --disable-usage-stats -- \
-    bash -c '"$@" & echo $! >"$0/pid"; wait $! && code=0 || code=$?; echo $code >"$0/code"; exit $code' "$state" "$@" &
+    bash -c '"$@" & echo $! >"$0/pid"; [ ! -e "$0/leave" ] || kill -TERM $!; wait $! && code=0 || code=$?; echo $code >"$0/code"; exit $code' "$state" "$@" &
   step=$!
   interrupted=1
   while [ "$interrupted" = 1 ]; do # a signal ends `wait`, not what is waited for
     interrupted=0
     wait "$step" && code=0 || code=$?
   done
-  trap - USR1
+  trap '' USR1 # what follows is short
   if [ -s "$state/code" ]; then
     code=$(cat "$state/code")
   elif [ ! -s "$state/pid" ]; then
@@ -74,6 +76,7 @@ run_on_all_nodes() {
     [ "$code" != 0 ] || code=1
     if scontrol show job "$SLURM_JOB_ID" --oneliner | grep -q ' PreemptTime=[0-9]'; then
       echo "preempted: Slurm queues the job again when its time of grace is over, and it goes on from its last checkpoint"
+      rm -rf "$state"
       sleep "${PREEMPTED_WAIT_S:-3600}" # a script that ends before would be a job that failed
     fi
   fi

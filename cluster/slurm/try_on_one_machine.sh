@@ -21,6 +21,15 @@ need() { # programs; exit code 75 says that this cannot be tried here
   [ "$(id -u)" = 0 ] || { echo "skipped: network namespaces need root"; exit 75; }
 }
 
+seen_by_all() { # paths that each machine must see
+  local path
+  for path in "$@"; do
+    case "$(realpath "$path")/" in
+      /tmp/*) echo "skipped: $path lies in /tmp, and each machine has a /tmp of its own: take it from another folder"; exit 75 ;;
+    esac
+  done
+}
+
 make_network() { # name of at most 10 letters, first three numbers of its addresses
   ip link add "$1" type bridge 2>/dev/null || { echo "skipped: no network can be made here"; exit 75; }
   ip address add "$2.1/24" dev "$1"
@@ -54,6 +63,7 @@ remove_network() { # name, machines; what runs there ends
 }
 
 need slurmctld slurmd sbatch scontrol munged ip nsenter unshare ray
+seen_by_all "$project" "$VIRTUAL_ENV"
 
 work=$(mktemp -d /var/tmp/scaleray-slurm.XXXXXX)
 name=sr$$
@@ -222,6 +232,7 @@ try_training() {
   grep -q 'On worker node' "$work/$job.out"
   # where its workers were, by the run's own account
   [ "$(grep -Eoh "$network\.1[12]" "$work"/runs/digits-*/environment.yaml | sort -u | wc -l)" = 2 ]
+  grep -q 'grace_s: 240' "$work"/runs/digits-*/config.yaml # time to save
   passed "a training on two workers of two nodes ended with 0"
 }
 
@@ -232,6 +243,26 @@ try_exit_code() {
   job=$(sbatch "${small[@]}" --nodes=2 --ntasks-per-node=1 "$work/seven.sbatch")
   ended_with "$job" 180 7
   passed "exit code 7 of the command is the job's"
+}
+
+no_token_is_left() {
+  local left
+  left=$(ls -A "$work/runs/.slurm")
+  [ -z "$left" ] || { echo "failed: the token stays in $left" >&2; return 1; }
+}
+
+try_end_of_time() { # Slurm gives its signal up to a minute early
+  local job
+  job=$(sbatch "${small[@]}" --requeue --time=3 --signal=B:USR1@20 "$here/train.sbatch" "${training[@]}" --stop.after "1000 epochs")
+  until_line "$job" 180 'queued again, and on from'
+  until_state "$job" 90 PENDING RUNNING
+  no_token_is_left
+  scontrol update "jobid=$job" timelimit=30
+  now "$job"
+  until_line "$job" 240 'continuing after step [0-9]+'
+  scancel "$job"
+  until_state "$job" 90 CANCELLED
+  passed "a job whose time is over saves, is queued again and goes on"
 }
 
 try_leave_and_preemption() {
@@ -265,7 +296,8 @@ try_cancel() {
     sleep 1
   done
   [ "$left" = 0 ] || { echo "failed: $left processes of Ray are left" >&2; return 1; }
-  passed "a job that is cancelled leaves no process of Ray on its nodes"
+  no_token_is_left
+  passed "a job that is cancelled leaves no process of Ray on its nodes, and no token"
 }
 
 try_without_shared_folder() {
@@ -278,13 +310,19 @@ try_without_shared_folder() {
 
 try_sweep() {
   local job
-  printf '%s\n' '--optimizer.learning-rate 1e-3' '--optimizer.learning-rate 3e-3' >"$work/sweep.txt"
-  job=$(SWEEP=$work/sweep.txt sbatch --parsable --cpus-per-task=2 --mem=1000 --no-requeue --nodes=1 --array=1-2 \
-    --output="$work/%A-%a.out" "$here/sweep.sbatch" "${training[@]:0:2}" --scale.gpus-per-worker 0 --stop.after "2 epochs")
+  printf '%s\n' '--optimizer.learning-rate 1e-3 --stop.after "20 epochs"' '--optimizer.learning-rate 3e-3 --stop.after "2 epochs"' >"$work/sweep.txt"
+  job=$(SWEEP=$work/sweep.txt sbatch --parsable --cpus-per-task=2 --mem=1000 --nodes=1 --array=1-2 \
+    --output="$work/%A_%a.out" "$here/sweep.sbatch" "${training[@]:0:2}" --scale.gpus-per-worker 0 --checkpoint.every "40 steps")
+  until_line "${job}_1" 180 '^step +[0-9]+'
+  scancel --signal=USR1 --batch "${job}_1"
+  until_line "${job}_1" 90 'queued again, and on from'
+  scontrol update "jobid=${job}_1" starttime=now 2>/dev/null || true
+  until_line "${job}_1" 400 'continuing after step [0-9]+'
   ended_with "${job}_1" 240 0
   ended_with "${job}_2" 240 0
   [ "$(records "$work/runs/sweep-$job-1" | wc -l)$(records "$work/runs/sweep-$job-2" | wc -l)" = 11 ]
-  passed "an array trains each line of a file, with a folder each"
+  records "$work/runs/sweep-$job-1" | grep -q '^FINISHED steps 460 resumed after \[[0-9]'
+  passed "an array trains each line of a file, with a folder each; a task that was asked to leave goes on"
 }
 
 try_submit() {
@@ -328,7 +366,7 @@ try_submit() {
   passed "scaleray submit into a folder that is not shared is one message"
 }
 
-for try in ${TRIES:-try_training try_exit_code try_without_shared_folder try_leave_and_preemption try_cancel try_sweep try_submit}; do
+for try in ${TRIES:-try_training try_exit_code try_without_shared_folder try_end_of_time try_leave_and_preemption try_cancel try_sweep try_submit}; do
   "$try"
 done
 echo "all is well"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scaleray.errors import UsageError
-from scaleray.manifests import versions
+from scaleray.manifests import grace, versions
 from scaleray.manifests.machines import Machine, machine_of
 from scaleray.manifests.versions import as_numbers
 
@@ -52,6 +52,7 @@ class Wanted:
         machine = self.machine
         return {
             "v": versions,
+            "grace": grace,
             "machine": machine,
             "nodes": self.nodes,
             "image": self.image,

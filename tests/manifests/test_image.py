@@ -12,13 +12,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from cluster_files import CLUSTER, ROOT
+from cluster_files import CLUSTER, ROOT, program
 
 from scaleray.manifests import versions
 
 FOLDER = CLUSTER / "image"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
-HADOLINT = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+HADOLINT = program("hadolint")
 COPIED = [words.split()[:-1] for words in re.findall(r"^COPY (.*)$", DOCKERFILE, re.M)]
 
 

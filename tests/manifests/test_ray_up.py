@@ -13,6 +13,7 @@ from cluster_files import CLUSTER, GONE, ROOT, edited, places
 
 from scaleray.cli.main import run_command
 from scaleray.manifests.files import files
+from scaleray.manifests.grace import RAY_STOP, SAVING
 from scaleray.manifests.rules.check import broken_rules
 from scaleray.manifests.rules.ray_up import RULES
 from scaleray.manifests.wanted import Wanted
@@ -38,6 +39,9 @@ PLANTED = [
     ("workers_find_the_head", ALL, {"head_start_ray_commands.1": "RAY_AUTH_MODE=token ray start --head --port=6379"}),
     ("workers_find_the_head", ("on_premise",), {"head_start_ray_commands.1": f"RAY_AUTH_MODE=token {START}"}),
     ("workers_find_the_head", ALL, {"worker_start_ray_commands.0": "chmod 600 ~/.ray/auth_token"}),
+    ("a_training_has_time_to_save", ALL, {"head_start_ray_commands.1": f"RAY_AUTH_MODE=token {START}"}),
+    ("a_training_has_time_to_save", ALL, {"head_start_ray_commands.1": f"{SAVING}=90 RAY_AUTH_MODE=token {START}"}),
+    ("a_training_has_time_to_save", ALL, {"head_start_ray_commands.1": f"{RAY_STOP}=90 {SAVING}=90 RAY_AUTH_MODE=token {START}"}),
     ("versions_agree", CLOUDS, {"docker.image": "scaleray:latest"}),
     ("versions_agree", CLOUDS, {"docker.image": "rayproject/ray:2.60.0-py312"}),
     ("versions_agree", CLOUDS, {"docker.image": "scaleray:0.1.0-ray2.59.0-py311"}),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from cluster_files import CLUSTER, ROOT
 
+from scaleray.config import load_config
 from scaleray.manifests.files import files, write
 from scaleray.manifests.wanted import Wanted
 
@@ -63,7 +64,7 @@ def sourced(tmp_path: Path, body: str, **environment: str) -> subprocess.Complet
     for name, text in {
         "scontrol": 'echo "JobId=41234 PreemptTime=${PREEMPTED:-None} x"',
         "srun": 'while case "$1" in -*) true ;; *) false ;; esac; do shift; done; exec "$@"',
-        "ray": 'echo "ray $*" >>"$OUT"; [ "$1" != stop ] || exit 0; while [ "$1" != -- ]; do shift; done; shift; [ -z "${DEAD:-}" ] || exit 0; exec "$@"',
+        "ray": 'echo "ray $*" >>"$OUT"; [ "$1" != stop ] || { eval "${AT_STOP:-}"; exit 0; }; eval "${AT_START:-}"; while [ "$1" != -- ]; do shift; done; shift; [ -z "${DEAD:-}" ] || exit 0; exec "$@"',
     }.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
@@ -116,6 +117,90 @@ def test_asked_to_leave_the_command_alone_gets_sigterm(tmp_path):
         f'export SHELL_OF_THE_JOB=$$\nrun_on_all_nodes bash {command} || code=$?\necho "left $asked_to_leave code $code"',
     )
     assert "asked" in done.stdout and "left 1 code 1" in done.stdout, done.stdout + done.stderr
+
+
+ENDED = "run_on_all_nodes bash -c '" + UNTIL_KNOWN + "; kill -TERM $SHELL_OF_THE_JOB'"
+
+
+@pytest.mark.parametrize("body", [ENDED, "run_on_all_nodes true; exit 3", "run_on_all_nodes false"])
+def test_the_token_goes_with_the_job_however_it_ends(tmp_path, body):
+    done = sourced(tmp_path, f"export SHELL_OF_THE_JOB=$$\n{body}")
+    assert done.returncode == {ENDED: -15}.get(body, done.returncode) != 0
+    assert list((tmp_path / ".slurm").iterdir()) == []
+
+
+def test_what_a_job_writes_is_as_readable_as_its_users_other_files_and_the_token_is_not(tmp_path):
+    body = f"umask 022\nrun_on_all_nodes bash -c 'umask; stat -c %a {tmp_path}/.slurm/*'"
+    assert sourced(tmp_path, body).stdout.split() == ["0022", "700"]
+
+
+@pytest.mark.parametrize("moment", ["AT_STOP", "AT_START"])
+def test_a_job_that_is_asked_to_leave_before_its_command_has_begun_leaves(tmp_path, moment):
+    known = 'until [ -e "$(dirname "$RAY_AUTH_TOKEN_PATH")/leave" ]; do sleep 0.1; done'
+    ask = "kill -USR1 $SHELL_OF_THE_JOB" + (f"; {known}" if moment == "AT_START" else "")
+    body = 'export SHELL_OF_THE_JOB=$$\nrun_on_all_nodes sleep 300 || code=$?\necho "left $asked_to_leave code $code"'
+    done = sourced(tmp_path, body, **{moment: ask})
+    assert re.search("left 1 code (1|143)$", done.stdout.strip()), done.stdout + done.stderr
+
+
+def test_saving_ends_before_slurm_ends_the_job(tmp_path):
+    settings = CLUSTER / "slurm" / "settings.sh"
+    told = subprocess.run(
+        ["bash", "-c", f"source {settings}; echo $SCALERAY_CHECKPOINT__GRACE_S"],
+        env={"PATH": os.environ["PATH"], "VIRTUAL_ENV": "x", "SLURM_SUBMIT_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    saving = load_config(
+        ROOT / "jobs" / "digits.yaml", environ={"SCALERAY_CHECKPOINT__GRACE_S": told.stdout.strip()}
+    ).checkpoint.grace_s
+    for path in BATCH:
+        assert 60 < saving < int(options(path)["signal"].removeprefix("B:USR1@"))
+
+
+def swept(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
+    """What the script of an array gives to the training of a line, a word on each line."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "settings.sh").write_text(f"export SCALERAY_CHECKPOINT__STORAGE_PATH={tmp_path}\n")
+    stand_in = 'run_on_all_nodes() { printf \'%s\\n\' "$@"; echo "${SLURM_EXPORT_ENV-unset}"; }\n'
+    (tmp_path / "scripts" / "ray_on_all_nodes.sh").write_text(stand_in)
+    (tmp_path / "sweep.txt").write_text(f"--seed 1\n{line}\n")
+    return subprocess.run(
+        [str(CLUSTER / "slurm" / "sweep.sbatch"), "-c", "a.yaml"],
+        env={
+            "PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_SCRIPTS": str(tmp_path / "scripts"),
+            "SLURM_ARRAY_TASK_ID": "2", "SLURM_ARRAY_JOB_ID": "7", "SLURM_EXPORT_ENV": "NONE",
+        },
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+
+
+def test_a_line_of_a_sweep_is_read_as_a_shell_would(tmp_path):
+    line = """--stop.after "2 epochs" --workload.args '{rows: 10, name: "a b"}' --seed 3 --notes ''"""
+    words = swept(tmp_path, line).stdout.split("\n")
+    assert words[:6] == ["python", "-m", "scaleray", "train", "--resume", "auto"]
+    assert words[6:14] == [
+        "--stop.after",
+        "2 epochs",
+        "--workload.args",
+        '{rows: 10, name: "a b"}',
+        "--seed",
+        "3",
+        "--notes",
+        "",
+    ]
+    assert words[14:] == ["-c", "a.yaml", "unset", ""]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "line 2 of sweep.txt is empty: --array=1-2"),
+        ('--stop.after "2 epochs', "has a quote without its other one"),
+    ],
+)
+def test_a_line_of_a_sweep_that_cannot_be_read_is_one_message(tmp_path, line, said):
+    done = swept(tmp_path, line)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -47,6 +47,12 @@ def pod_of(group: Manifest) -> Manifest:
     return found
 
 
+def boxes(pod: Manifest) -> list[Manifest]:
+    """All containers of a pod: also those that run before the others, and those that are put in for a look."""
+    kinds = ("initContainers", "containers", "ephemeralContainers")
+    return [box for kind in kinds for box in pod.get(kind) or ()]
+
+
 def variables(container: Manifest) -> dict[str, Any]:
     """Environment of a container by name."""
     return {one["name"]: one.get("value", one.get("valueFrom")) for one in container.get("env") or ()}

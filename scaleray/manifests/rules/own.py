@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from scaleray.manifests import versions
-from scaleray.manifests.rules.kuberay import Manifest, Rule, cluster_spec, groups, pod_of, variables
+from scaleray.manifests.grace import POD_BY_ITSELF_S, RAY_STOP, RAY_STOP_BY_ITSELF_S, SAVING
+from scaleray.manifests.rules.kuberay import Manifest, Rule, boxes, cluster_spec, groups, pod_of, variables
 from scaleray.manifests.wanted import has_fixed_tag
 
 METRICS = {"head": ("metrics", "as-metrics", "dash-metrics"), "worker": ("metrics",)}
@@ -42,7 +43,7 @@ def a_token_is_asked_for(manifest: Manifest) -> Iterator[str]:
     if spec and (spec.get("authOptions") or {}).get("mode") != "token":
         yield "authOptions.mode is not token: whoever reaches a pod may run code in it"
     for name, group in groups(manifest):
-        for container in pod_of(group).get("containers") or ():
+        for container in boxes(pod_of(group)):
             for variable in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
                 if isinstance(variables(container).get(variable), str):
                     yield f"{name} sets {variable} as plain text: KubeRay gives it from a secret"
@@ -53,9 +54,10 @@ def images_have_versions(manifest: Manifest) -> Iterator[str]:
     ray = cluster_spec(manifest).get("rayVersion")
     images = set()
     for name, template in pods(manifest):
-        for container in (template.get("spec") or {}).get("containers") or ():
+        pod = template.get("spec") or {}
+        images |= {str(container.get("image", "")) for container in pod.get("containers") or ()}
+        for container in boxes(pod):
             image = str(container.get("image", ""))
-            images.add(image)
             if not has_fixed_tag(image):
                 yield f"{name} has the image {image!r}: name a tag other than latest, or a digest"
             said = re.search(r"ray(\d+\.\d+\.\d+)", image)
@@ -92,7 +94,7 @@ def pods_have_no_rights(manifest: Manifest) -> Iterator[str]:
 def containers_have_no_rights(manifest: Manifest) -> Iterator[str]:
     """A root that cannot be written, no capabilities, no more rights than it starts with."""
     for name, template in pods(manifest):
-        for container in (template.get("spec") or {}).get("containers") or ():
+        for container in boxes(template.get("spec") or {}):
             context = container.get("securityContext") or {}
             if context.get("allowPrivilegeEscalation") is not False or context.get("privileged"):
                 yield f"{name} may gain rights: securityContext.allowPrivilegeEscalation: false"
@@ -102,6 +104,8 @@ def containers_have_no_rights(manifest: Manifest) -> Iterator[str]:
                 yield f"{name} keeps capabilities: drop: [ALL]"
             if context.get("runAsUser") == 0:
                 yield f"{name} runs as root"
+            if context.get("runAsNonRoot") is False:
+                yield f"{name} may run as root: securityContext.runAsNonRoot"
 
 
 def what_is_written_has_a_place(manifest: Manifest) -> Iterator[str]:
@@ -109,10 +113,11 @@ def what_is_written_has_a_place(manifest: Manifest) -> Iterator[str]:
     for name, template in pods(manifest):
         pod = template.get("spec") or {}
         volumes = {volume["name"]: volume for volume in pod.get("volumes") or ()}
+        for container in boxes(pod):
+            for missing in sorted({mount["name"] for mount in container.get("volumeMounts") or ()} - set(volumes)):
+                yield f"{name} mounts the volume {missing}, which the pod does not have"
         for container in pod.get("containers") or ():
             mounts = {mount["mountPath"]: mount["name"] for mount in container.get("volumeMounts") or ()}
-            for missing in sorted(set(mounts.values()) - set(volumes)):
-                yield f"{name} mounts the volume {missing}, which the pod does not have"
             wanted = (
                 ("/tmp", "/home/ray") if name == "submitter" else ("/tmp", "/home/ray", "/dev/shm", "/mnt/scaleray")
             )
@@ -130,7 +135,9 @@ def what_is_written_has_a_place(manifest: Manifest) -> Iterator[str]:
 def shares_are_stated(manifest: Manifest) -> Iterator[str]:
     """CPUs and memory are asked for, memory is limited to just that, and GPUs stand among the limits alone."""
     for name, template in pods(manifest):
-        for container in (template.get("spec") or {}).get("containers") or ():
+        pod = template.get("spec") or {}
+        # one that is put in for a look cannot ask for any
+        for container in (*(pod.get("initContainers") or ()), *(pod.get("containers") or ())):
             resources = container.get("resources") or {}
             requests, limits = resources.get("requests") or {}, resources.get("limits") or {}
             if not requests.get("cpu") or not bytes_of(requests.get("memory")):
@@ -145,7 +152,7 @@ def shares_are_stated(manifest: Manifest) -> Iterator[str]:
                 yield f"{name} asks for {gpus} GPUs"
             if gpus is None and "nvidia.com/gpu" in requests:
                 yield f"{name} asks for GPUs among its requests: Kubernetes wants them among the limits"
-            if gpus is not None and not template["spec"].get("tolerations"):
+            if gpus is not None and not pod.get("tolerations"):
                 yield f"{name} has no toleration for nodes with GPUs"
 
 
@@ -167,6 +174,32 @@ def pods_are_selected(manifest: Manifest) -> Iterator[str]:
         ports = {port.get("name") for port in containers[0].get("ports") or ()}
         for missing in sorted(set(wanted) - ports):
             yield f"{name} has no port named {missing}, which the PodMonitor reads"
+
+
+def a_training_has_time_to_save(manifest: Manifest) -> Iterator[str]:
+    """The head, where the driver runs, says how long saving may take: less than Ray waits before it kills, and Ray no
+    longer than Kubernetes."""
+    for name, group in groups(manifest)[:1]:
+        pod = pod_of(group)
+        given = variables((pod.get("containers") or [{}])[0])
+        if SAVING not in given:
+            yield f"{name} does not set {SAVING}: a training that is asked to leave would have 2.5 s to save"
+        saving, stop = _seconds(given.get(SAVING, 2.5)), _seconds(given.get(RAY_STOP, RAY_STOP_BY_ITSELF_S))
+        whole = _seconds(pod.get("terminationGracePeriodSeconds", POD_BY_ITSELF_S))
+        if saving is None or stop is None or whole is None:
+            yield f"{name} has {SAVING}, {RAY_STOP} or terminationGracePeriodSeconds that is no number of seconds"
+            continue
+        if saving >= stop:
+            yield f"{name} has {SAVING} {saving:g}, and Ray kills after {stop:g} s: less than {RAY_STOP}"
+        if stop > whole:
+            yield f"{name} has {RAY_STOP} {stop:g}, more than its terminationGracePeriodSeconds {whole:g}"
+
+
+def _seconds(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
 
 
 def jobs_end(manifest: Manifest) -> Iterator[str]:
@@ -196,6 +229,7 @@ RULES: dict[str, Rule] = {
         shares_are_stated,
         parameters_of_ray_exist,
         pods_are_selected,
+        a_training_has_time_to_save,
         jobs_end,
     )
 }

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from scaleray.manifests import versions
+from scaleray.manifests.grace import RAY_STOP, RAY_STOP_BY_ITSELF_S, SAVING
 from scaleray.manifests.rules.kuberay import Manifest, Rule
 from scaleray.manifests.wanted import has_fixed_tag
 
@@ -95,6 +96,18 @@ def workers_find_the_head(manifest: Manifest) -> Iterator[str]:
             yield f"{name}: `ray stop` is missing before the start"
 
 
+def a_training_has_time_to_save(manifest: Manifest) -> Iterator[str]:
+    """The head, where drivers run, is told how long saving may take: less than Ray waits before it kills."""
+    text = commands(manifest, STARTS[0]).partition("ray start")[0]  # what is set later does not reach it
+    saving, stop = (re.search(rf"\b{name}=(\d+(?:\.\d+)?)\b", text) for name in (SAVING, RAY_STOP))
+    if saving is None:
+        yield f"head_start_ray_commands do not set {SAVING}: a training that is asked to leave would have 2.5 s to save"
+        return
+    after = float(stop[1]) if stop else RAY_STOP_BY_ITSELF_S
+    if float(saving[1]) >= after:
+        yield f"head_start_ray_commands: {SAVING} {saving[1]} is not below {after:g}, Ray's {RAY_STOP}"
+
+
 def versions_agree(manifest: Manifest) -> Iterator[str]:
     """The image has a fixed tag with the Ray and Python of who submits; without one, a setup command looks at them."""
     image = (manifest.get("docker") or {}).get("image")
@@ -119,6 +132,7 @@ RULES: dict[str, Rule] = {
         a_token_is_asked_for,
         the_dashboard_is_local,
         workers_find_the_head,
+        a_training_has_time_to_save,
         versions_agree,
     )
 }

@@ -28,7 +28,7 @@ from scaleray.manifests.rules.check import broken_rules
 CLUSTER = {"kind": "kubernetes", "context": "lab", "image": "REGISTRY/scaleray:0.1.0-ray2.60.0-py311-cpu"}
 NEEDED = "serviceaccount/scaleray\npersistentvolumeclaim/scaleray\nnetworkpolicy.networking.k8s.io/scaleray\n"
 JOB = {"metadata": {"name": "mine", "uid": "u-1", "annotations": {"scaleray/command": "scaleray train"}}, "spec": {}}
-REAL_KUBECTL = shutil.which("kubectl")
+REAL_KUBECTL = shutil.which("kubectl", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 def rayjob(deployment="", job="", **status):
