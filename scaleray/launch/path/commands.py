@@ -17,6 +17,7 @@ from scaleray import metric_names as names
 from scaleray.config.base import Target
 from scaleray.errors import ScaleRayError
 from scaleray.launch.gate.evidence import learning
+from scaleray.launch.path.figures import figures_of, numbers_of
 from scaleray.parsing import load_json
 from scaleray.records.path import PathRecord
 from scaleray.records.read import FILE
@@ -146,31 +147,6 @@ def of_training(folder: Path, target: str) -> dict[str, float]:
             figures["goodput"] = known.get(names.GOODPUT.name)
         return numbers_of(figures)
     return {}
-
-
-def figures_of(printed: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that a command's JSON has, as the path shows them."""
-    found: dict[str, Any] = {}
-    for name in ("samples_per_s", "final_loss", "training_time_s", "steps", "version"):
-        found[name] = printed.get(name)
-    found.update(printed.get("metrics") or {})
-    memory = printed.get("peak_memory_bytes")
-    if isinstance(memory, list) and memory:
-        found["peak_memory_gib"] = max(memory) / 2**30
-    for curve in printed.get("curves") or ():
-        for point in curve["points"]:
-            found[f"efficiency on {point['point']['workers']}"] = point["efficiency"]["value"]
-    return numbers_of(found)
-
-
-def numbers_of(values: Mapping[str, Any]) -> dict[str, float]:
-    """Those of the values that are finite numbers."""
-    kinds = (int, float)
-    return {
-        name: float(value)
-        for name, value in values.items()
-        if isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
-    }
 
 
 def words_of(printed: Mapping[str, Any]) -> str:

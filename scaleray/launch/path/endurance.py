@@ -18,7 +18,8 @@ from scaleray.config.base import Target
 from scaleray.errors import ScaleRayError
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.policy_file import read_policy
-from scaleray.launch.path.commands import Outcome, folder_of, is_finished, log_of, numbers_of, ran, set_aside
+from scaleray.launch.path.commands import Outcome, folder_of, is_finished, log_of, ran, set_aside
+from scaleray.launch.path.figures import numbers_of
 from scaleray.launch.path.tasks import CANDIDATE, POLICY, run_folder
 from scaleray.records.path import PathRecord, PathTask
 from scaleray.records.read import read_record

@@ -3,7 +3,6 @@ the noise and no worse in quality."""
 
 from __future__ import annotations
 
-import getpass
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,13 +17,15 @@ from scaleray.gates.convergence import convergence_gate
 from scaleray.gates.noisy_means import ALPHA
 from scaleray.launch.gate.evidence import collect, learning
 from scaleray.launch.gate.policy_file import read_policy
-from scaleray.launch.path.commands import figures_of, folder_of, going_on, is_finished, log_of, of_training, run_command
+from scaleray.launch.path.commands import folder_of, going_on, is_finished, log_of, of_training, run_command
+from scaleray.launch.path.figures import figures_of
 from scaleray.launch.path.state import find_path, locked, write
 from scaleray.launch.path.tasks import DECIDE, JOB, POLICY, again, trial_training
 from scaleray.parsing import load_json
 from scaleray.records.path import PathDecision, PathRecord, PathTask, Trial
 from scaleray.records.read import FILE
 from scaleray.records.run import Say
+from scaleray.user_name import user_or_somebody
 
 TO_TARGET = "seconds to target"
 
@@ -42,7 +43,7 @@ def try_on_path(
     with locked(path) as path:
         if any(one.name == trial and one.verdict and one.settings == dict(settings) for one in path.trials):
             return path
-        own = Trial(name=trial, settings=dict(settings), by=getpass.getuser(), at=time.time())
+        own = Trial(name=trial, settings=dict(settings), by=user_or_somebody(), at=time.time())
         path = write(_begun(path, own))
         best = f"best-{sum(one.is_kept for one in path.trials)}"
         trainings = _trained(path, {best: {}, trial: settings}, by=own.by, say=say)

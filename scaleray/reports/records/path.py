@@ -158,12 +158,11 @@ def _name(task: PathTask) -> str:
 
 
 def _figures_of_trainings(tasks: Sequence[PathTask]) -> list[Table]:
-    """Every figure of every training, a row each."""
+    """Every figure of every training, which has a column."""
     trained = [task for task in tasks if task.act in TRAININGS and task.figures]
     names = list(dict.fromkeys(name for task in trained for name in task.figures))
-    rows = tuple((_name(task), *(figure(task.figures.get(name)) for name in names)) for task in trained)
-    heads = ("training", *(IN_WORDS.get(name, name) for name in names))
-    return [Table("Figures of the trainings", heads, rows)] if rows else []
+    rows = tuple((IN_WORDS.get(name, name), *(figure(task.figures.get(name)) for task in trained)) for name in names)
+    return [Table("Figures of the trainings", ("", *map(_name, trained)), rows)] if rows else []
 
 
 def _other_figures(tasks: Sequence[PathTask]) -> list[Table]:
