@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ import pytest
 
 from scaleray.guarded import guarded
 
-SCRIPT = Path(__file__).parents[1] / "cluster" / "local" / "machines.sh"
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "cluster" / "local" / "machines.sh"
 _counter = itertools.count()
 
 
@@ -40,7 +42,11 @@ class Machine:
 
     def is_on(self) -> bool:
         """Whether it has not been switched off."""
-        return Path(f"/proc/{self.first}").exists()
+        try:
+            stat = Path(f"/proc/{self.first}/stat").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        return stat.rpartition(")")[2].split()[0] != "Z"  # ended, and its parent has not asked how
 
     def limit(self, rate: str) -> None:
         """Let its link pass no more than this in each direction, such as `200mbit`, from now on."""
@@ -68,8 +74,11 @@ class Machine:
 def machines(number: int, shared: Path) -> Iterator[list[Machine]]:
     """So many machines, which see this folder at the same path; gone with the context, or with this process.
 
-    Skips the test, with the reason, where none can be made. What is outside of /tmp they see as well.
+    Skips the test, with the reason, where none can be made. What is outside of /tmp they see as well, so that scaleray
+    and its environment must lie there.
     """
+    if hidden := [path for path in (ROOT, Path(sys.prefix)) if path.resolve().is_relative_to("/tmp")]:
+        pytest.skip(f"{hidden[0]} lies in /tmp, and each machine has a /tmp of its own: take it from another folder")
     place = os.getpid() * 7 + next(_counter)
     name = f"m{place % 10**7}"
     command = [str(SCRIPT), name, f"10.{200 + place % 13}.{place % 251}", str(number), str(shared)]

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -82,9 +83,11 @@ class KubernetesJobs:
         """What the cluster knows of a job, and why it waits."""
         if name in self._deleted:
             return JobNow(name, "STOPPED", "deleted before it had begun")
-        found = self._of(self._read(name))
+        read = self._read(name)
+        found = self._of(read)
         if found.status == "PENDING":
-            return dataclasses.replace(found, message=self._why_it_waits(name) or found.message)
+            ray_cluster = str((read.get("status") or {}).get("rayClusterName", ""))
+            return dataclasses.replace(found, message=self._why_it_waits(name, ray_cluster) or found.message)
         return found
 
     def list(self) -> list[JobNow]:
@@ -146,11 +149,11 @@ class KubernetesJobs:
         names = self._kubectl("get", "pods", "-l", selector, "-o", "name").split()
         return names[0] if names else None
 
-    def _why_it_waits(self, name: str) -> str:
+    def _why_it_waits(self, name: str, ray_cluster: str) -> str:
         """The last warning on a job and what belongs to it, in words."""
         with contextlib.suppress(ClusterError, ValueError, KeyError):
             events = json.loads(self._kubectl("get", "events", "-o", "json"))["items"]
-            mine = [one for one in events if name in str((one.get("involvedObject") or {}).get("name", ""))]
+            mine = [one for one in events if _belongs(one.get("involvedObject") or {}, name, ray_cluster)]
             mine.sort(key=lambda one: str(one.get("lastTimestamp") or one.get("eventTime") or ""))
             for event in reversed(mine):
                 text = f"{event.get('reason', '')}: {event.get('message', '')}"
@@ -263,6 +266,18 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("already exists",), "it has a job of this name", "give another --name"),
 )
 """Parts of kubectl's words, what they mean, and what to do."""
+
+
+def _belongs(about: dict[str, Any], name: str, ray_cluster: str) -> bool:
+    """Whether an event is about a job, the pod that submits it, its Ray cluster and pods, or Kueue's entry for it."""
+    kind, given = about.get("kind"), str(about.get("name", ""))
+    if kind in ("RayJob", "Job"):
+        return given == name
+    if kind == "Workload":
+        return re.fullmatch(rf"rayjob-{re.escape(name)}-[0-9a-f]+", given) is not None
+    if kind == "Pod" and re.fullmatch(rf"{re.escape(name)}-[a-z0-9]{{5}}", given):
+        return True
+    return bool(ray_cluster) and (given == ray_cluster or given.startswith(f"{ray_cluster}-"))
 
 
 def _in_words(text: str) -> str:

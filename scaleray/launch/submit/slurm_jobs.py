@@ -72,7 +72,7 @@ class SlurmJobs:
         unpacked = self._shell(
             f"umask 077; test ! -e {place} || {{ echo 'File exists' >&2; exit 1; }}\n"
             f"mkdir -p {place} && cd {place} && cat >{place}.zip && {shlex.quote(python)} -m zipfile -e {place}.zip . "
-            f"&& rm {place}.zip",
+            f"&& rm {place}.zip || {{ code=$?; cd /; rm -rf {place} {place}.zip; exit $code; }}",
             given=package,
         )
         if unpacked.code:
@@ -135,6 +135,8 @@ class SlurmJobs:
         )
         lines = said.out.splitlines()
         ids = [line.split() for line in lines if line.startswith("id ")]
+        # a number that could not be written, as the folder was full, is none
+        ids = [words for words in ids if len(words) > 2 and words[1].isdigit()]
         found = []
         for _, number, name, *rest in sorted(ids, key=lambda words: -int(words[1])):
             mine = [line for line in lines if line.startswith((f"JobId={number} ", f"{number}|"))][:1] or ["unknown"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from scaleray.manifests.wanted import Wanted
 from scaleray.progress import stage
 from scaleray.records.run import Say
 
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 TAKES_COMMANDS = "SUBCOMMAND"
 """Variable by which the batch script is told what to run."""
 
@@ -27,6 +29,7 @@ def checked_and_started(
 
     Raises UsageError.
     """
+    _check_name(submission.name)
     jobs = SlurmJobs(cluster)
     scripts = _scripts(submission.contents, cluster)
     try:
@@ -51,6 +54,17 @@ def checked_and_started(
             )
     say(f"  Slurm's job {number}; its code and log: {cluster.folder.rstrip('/')}/{submission.name}")
     return jobs, submission.name
+
+
+def _check_name(name: str) -> None:
+    """Raise ConfigError for a name that cannot be that of a job's folder, log and line in a list."""
+    if not NAME.fullmatch(name) or name.isdigit():
+        raise ConfigError(
+            "--name",
+            name,
+            "on Slurm it has at most 100 letters, digits, dots, - and _, a letter or digit first, and is no number",
+            "such as digits-2",
+        )
 
 
 def _compare(submission: Submission, jobs: SlurmJobs, say: Say) -> None:

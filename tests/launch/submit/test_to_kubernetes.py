@@ -243,10 +243,10 @@ def pods(*names, phase="Running"):
 
 
 def test_a_job_is_followed_through_waiting_a_lost_connection_and_a_second_try(kubectl):
-    quota = {"items": [{"involvedObject": {"name": "mine-abc"}, "reason": "FailedCreate",
+    quota = {"items": [{"involvedObject": {"kind": "RayCluster", "name": "mine-abcde"}, "reason": "FailedCreate",
                         "message": 'pods "mine-head" is forbidden: exceeded quota: team'}]}  # fmt: skip
     kubectl.answer("get events", quota)
-    kubectl.answer("get rayjobs.ray.io mine", rayjob("Initializing"), times=2)
+    kubectl.answer("get rayjobs.ray.io mine", rayjob("Initializing", rayClusterName="mine-abcde"), times=2)
     kubectl.answer("get rayjobs.ray.io mine", rayjob("Running", "RUNNING"), times=1)
     kubectl.answer("get rayjobs.ray.io mine", code=1, err="Unable to connect to the server: EOF", times=1)
     kubectl.answer("get rayjobs.ray.io mine", rayjob("Retrying"), times=1)
@@ -282,6 +282,22 @@ def test_a_job_is_followed_through_waiting_a_lost_connection_and_a_second_try(ku
 def test_the_two_statuses_of_a_rayjob_are_one(kubectl, statuses, status):
     kubectl.answer("get rayjobs.ray.io mine", rayjob(*statuses, message="why"))
     assert follower(kubectl).job("mine").status == status
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "is_mine"),
+    [
+        ("RayJob", "mine", True), ("Job", "mine", True), ("RayCluster", "mine-abcde", True), ("Pod", "mine-x1y2z", True),
+        ("Pod", "mine-abcde-head-x1y2z", True), ("Workload", "rayjob-mine-0a1b2", True), ("RayJob", "mine-2", False),
+        ("RayJob", "not-mine", False), ("RayCluster", "mine-2-abcde", False), ("Pod", "mine-2-abcde-head-x1y2z", False),
+        ("Pod", "mine-2-x1y2z", False), ("Workload", "rayjob-mine-2-0a1b2", False), ("Pod", "examiner", False),
+    ],
+)  # fmt: skip
+def test_a_job_waits_for_its_own_reasons_and_not_for_those_of_one_with_a_name_like_it(kubectl, kind, name, is_mine):
+    event = {"involvedObject": {"kind": kind, "name": name}, "reason": "FailedScheduling", "message": "0/3 nodes"}
+    kubectl.answer("get rayjobs.ray.io mine", rayjob("Initializing", rayClusterName="mine-abcde"))
+    kubectl.answer("get events", {"items": [event]})
+    assert ("0/3 nodes" in follower(kubectl).job("mine").message) is is_mine
 
 
 def test_kueues_reason_is_told(kubectl):

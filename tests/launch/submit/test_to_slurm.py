@@ -230,6 +230,29 @@ def test_a_connection_that_is_lost_is_tried_again_and_nothing_is_written_twice(s
     assert written == ["one\n"] and said == ["the connection to lab is lost; the job goes on, trying again ..."]
 
 
+def test_a_job_whose_number_could_not_be_written_does_not_break_the_list(slurm, shared, capsys):
+    shared.mkdir()
+    for name, text in (("full", ""), ("mine", "42\n"), ("torn", "4x\n")):
+        (shared / f"{name}.id").write_text(text)
+    slurm.answer("^squeue", RUNNING)
+    assert run_command(["jobs", "list", "--to", "lab", "--json"]) == 0
+    assert [job["name"] for job in json.loads(capsys.readouterr().out)["jobs"]] == ["mine"]
+
+
+@pytest.mark.parametrize("name", ["a b", "-x", "../up", "42", "a,b", "%j", "x" * 101])
+def test_a_name_that_a_folder_or_a_list_cannot_have_is_refused_before_anything_is_sent(slurm, shared, capsys, name):
+    assert submitted("--name", name) == 2
+    assert "--name" in capsys.readouterr().err and not shared.exists() and not slurm.calls
+
+
+def test_code_that_does_not_fit_into_the_folder_leaves_nothing(slurm, shared, capsys):
+    slurm.add("python3")
+    slurm.answer("^python3", code=1, err="OSError: [Errno 28] No space left on device")
+    assert submitted("--name", "mine") == 2
+    assert "the shared folder has no room for you" in capsys.readouterr().err
+    assert list(shared.iterdir()) == []
+
+
 def test_jobs_are_listed_by_squeue_and_sacct_and_found_by_name_or_number(slurm, shared, capsys):
     known(slurm, shared, RUNNING)
     (shared / "old.id").write_text("7\n")
