@@ -27,7 +27,7 @@ def gate(
     uri: Uri = None,
     json: Json = False,
 ) -> int:
-    """Ask the gates about a training: fingerprint, equality, scaling, convergence and operations.
+    """Ask the gates about a training or a study: fingerprint, equality, scaling, convergence and operations.
 
     Each answers pass, fail or inconclusive, with its numbers and what to do next. Missing evidence never passes. Runs
     of the same but the seed in the folders beside the candidate and the baseline count as their repeats where only one
@@ -39,7 +39,8 @@ def gate(
     ----------
     runs
         The candidate: folder or bucket of a training, its name in the default storage path, or its id or name in
-        MLflow. More runs are repeats of it with other seeds.
+        MLflow. More runs are repeats of it with other seeds. Or one scaling study, of which scaling and equality are
+        asked, at its largest number of workers.
     against
         Runs of the baseline.
     policy
@@ -57,7 +58,9 @@ def gate(
         Name of the benchmark in those lines; by default that of the run's experiment.
     """
     if not runs:
-        raise ConfigError("RUN", "missing", "a gate judges a training", "scaleray gate RUN --against BASELINE")
+        raise ConfigError(
+            "RUN", "missing", "a gate judges a training or a study", "scaleray gate RUN --against BASELINE"
+        )
     from rich.console import Console
 
     from scaleray.launch.gate.gate import GATES, judge

@@ -23,10 +23,12 @@ class Check:
     power: float | None = None
     """Probability that the check passes with as many runs where nothing is worse. None for a check without noise."""
     runs_needed: int | None = None
-    """Runs of each side with which that probability reaches `POWER`. None for a check without noise, and where nothing
-    is known of the noise."""
+    """Runs of each side, or what `needed_of` says, with which that probability reaches `POWER`. None for a check
+    without noise, and where nothing is known of the noise or no number would do."""
+    needed_of: str = "runs of each side"
     remedy: str = ""
-    """Command or key to go on with, where the check did not pass."""
+    """Command or key to go on with, where the check did not pass. `-c FILE` stands for the run's config, `RUN` for it,
+    and `--seed N` for the next seed, until the gate knows them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from scaleray.gates.noisy_means import Better, Margin, Runs
 from scaleray.gates.policy import ConvergencePolicy
 
 GATE = "convergence"
+TRAIN_MORE = "train more with other seeds: scaleray train -c FILE --seed N"
 COARSEST = 0.5
 """Largest distance of two evaluations, as a share of the margin: a coarser one hides what the margin is about."""
 
@@ -60,9 +61,8 @@ def _enough(candidates: Sequence[Learning], baselines: Sequence[Learning], least
     what = "repeated runs"
     if min(len(candidates), len(baselines)) >= least:
         return Check(what=what, answer="pass", words=shown, numbers=numbers)
-    remedy = "train more with other seeds: scaleray train -c FILE --seed N"
     words = f"{shown}; the policy asks for {least} of each"
-    return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy)
+    return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=least, remedy=TRAIN_MORE)
 
 
 def _reached(candidates: Sequence[Learning], baselines: Sequence[Learning], may_miss: int) -> Check:
@@ -121,12 +121,14 @@ def _not_faster(candidates: Sequence[float], baselines: Sequence[float], alpha: 
     what = "not faster than chance explains (MLPerf)"
     if min(len(candidates), len(baselines)) < LEAST_REFERENCE:
         words = f"it takes {LEAST_REFERENCE} runs of each side, as the best and the worst are left out"
-        return Check(what=what, answer="inconclusive", words=words, runs_needed=LEAST_REFERENCE)
+        numbers = {"candidates": float(len(candidates)), "baselines": float(len(baselines))}
+        return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=LEAST_REFERENCE,
+                     remedy=TRAIN_MORE)  # fmt: skip
     point = ReferencePoint.of(0, baselines)
     slowest, mean = point.slowest_allowed(len(candidates) - 2, alpha=alpha), olympic(candidates)
     numbers = {"candidate": mean, "baseline": point.mean, "least allowed": slowest}
     words = f"{mean:,.0f} samples; the baseline's {point.mean:,.0f} allow {slowest:,.0f}"
-    if mean >= slowest:
-        return Check(what=what, answer="pass", words=words, numbers=numbers)
+    if mean >= slowest:  # the test refuses a share alpha of what is as good, whatever the number of runs
+        return Check(what=what, answer="pass", words=words, numbers=numbers, power=1 - alpha)
     remedy = "see whether data, target or recipe differ: scaleray compare BASELINE RUN"
     return Check(what=what, answer="fail", words=words, numbers=numbers, remedy=remedy)

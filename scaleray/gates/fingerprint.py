@@ -42,7 +42,8 @@ def fingerprint_gate(
     may_differ = (*policy.may_differ, *([LINK] if any(run.workers == 1 for run in runs) else []))
     checks = [_alike(name, [facts(run) for run in runs], runs, may_differ) for name, facts in parts.items()]
     known = [_known_hardware(runs, policy.may_differ), _known_content(runs, policy.may_differ)]
-    return gate_of(GATE, [*checks, *known, _committed(runs, policy)])
+    states = {run.name: (run.environment.get("environment") or {}).get("git") or {} for run in runs}
+    return gate_of(GATE, [*checks, *known, committed(states, policy)])
 
 
 def _alike(
@@ -61,20 +62,19 @@ def _alike(
     return Check(what=what, answer="pass", words=f"{len(runs)} runs, {len(facts[0])} facts")
 
 
-def _committed(runs: Sequence[RunRecord], policy: FingerprintPolicy) -> Check:
+def committed(states: Mapping[str, Mapping[str, Any]], policy: FingerprintPolicy) -> Check:
+    """Whether a commit holds the code. states: what git said, by the name of what was measured."""
     what = "code that a commit holds"
-    states = [(run.environment.get("environment") or {}).get("git") or {} for run in runs]
-    if unknown := [run.name for run, git in zip(runs, states, strict=True) if git.get("is_dirty") is None]:
+    if unknown := [name for name, git in states.items() if git.get("is_dirty") is None]:
         words = f"it is not known of {', '.join(unknown)}"
         answer: Answer = "pass" if policy.allow_uncommitted else "inconclusive"
         return Check(what=what, answer=answer, words=words, remedy="train in a checkout")
-    if (dirty := [run.name for run, git in zip(runs, states, strict=True) if git["is_dirty"]]) and not (
-        policy.allow_uncommitted
-    ):
-        words = f"{', '.join(dirty)}: trained with changes that no commit holds"
+    if (dirty := [name for name, git in states.items() if git["is_dirty"]]) and not policy.allow_uncommitted:
+        words = f"{', '.join(dirty)}: measured with changes that no commit holds"
         remedy = "commit and train again, or fingerprint.allow_uncommitted"
         return Check(what=what, answer="fail", words=words, remedy=remedy)
-    return Check(what=what, answer="pass", words=f"commit {str(states[0].get('commit'))[:12]}")
+    commits = {str(git.get("commit"))[:12]: None for git in states.values()}
+    return Check(what=what, answer="pass", words=f"commit {', '.join(commits)}")
 
 
 def _known_hardware(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Check:

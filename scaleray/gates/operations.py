@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scaleray.gates.answer import Answer, Check, GateResult, gate_of
+from scaleray.gates.convergence import TRAIN_MORE
 from scaleray.gates.noisy_means import Runs, above, power_above, runs_needed_above
 from scaleray.gates.policy import OperationsPolicy
 from scaleray.records.alerts import Alert
@@ -75,16 +76,16 @@ def _goodput(runs: Sequence[RunRecord], least: float) -> Check:
     if len(values) < 2:
         words = f"{values[0]:.4g} in one run, which says nothing of how much the next would differ"
         return Check(what=what, answer="inconclusive", words=words, numbers={"goodput": values[0]}, runs_needed=2,
-                     remedy="train more with other seeds: scaleray train -c FILE --seed N")  # fmt: skip
+                     remedy=TRAIN_MORE)  # fmt: skip
     measured = Runs.of(values)
     answer, low, high = above(measured, least)
     words = f"{measured.mean:.4g} ({low:.4g} to {high:.4g}) in {len(values)} runs"
     if answer == "inconclusive":
         words += f"; the interval holds {least:g}"
-        remedy = "train more with other seeds: scaleray train -c FILE --seed N"
+        remedy = TRAIN_MORE
     return Check(
         what=what, answer=answer, words=words, numbers={"goodput": measured.mean, "low": low, "high": high},
-        power=power_above(measured, least), runs_needed=runs_needed_above(measured, least),
+        power=power_above(measured, least), runs_needed=runs_needed_above(measured, least), needed_of="candidates",
         remedy="" if answer == "pass" else remedy,
     )  # fmt: skip
 

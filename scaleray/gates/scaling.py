@@ -5,7 +5,13 @@ The lower end of its 95 % interval counts, so that one lucky turn does not pass.
 
 from __future__ import annotations
 
+import math
+import shlex
+
+from scipy.stats import t
+
 from scaleray.gates.answer import Check, GateResult, gate_of
+from scaleray.gates.noisy_means import Runs, power_above, runs_needed_above
 from scaleray.gates.policy import ScalingPolicy
 from scaleray.records.study import CurvePoint, StudyRecord
 
@@ -21,10 +27,11 @@ def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPoli
             GATE, [Check(what="efficiency", answer="pass", words="one worker is what others are compared with")]
         )
     what = f"efficiency of {workers} workers ({policy.mode}) above {policy.min_efficiency:g}"
-    ask = f"scaleray study -c FILE --world-sizes 1,{workers}"
     if study is None:
-        words = "there is no scaling study"
-        return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=f"{ask}, then --study NAME")])
+        words, remedy = "there is no scaling study", study_command(None, workers, policy, policy.min_launches)
+        remedy += ", then --study NAME"
+        return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
+    ask = study_command(study, workers, policy, policy.min_launches)
     points = [one for curve in study.curves if curve.mode == policy.mode for one in curve.points]
     found = next((one for one in points if one.point.workers == workers), None)
     if found is None:
@@ -37,29 +44,54 @@ def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPoli
     return gate_of(GATE, [_check(what, found, study, policy)])
 
 
+def study_command(study: StudyRecord | None, workers: int, policy: ScalingPolicy, turns: int) -> str:
+    """The command that measures so many turns of each size: as the study was asked, with what it lacks."""
+    words = shlex.split(study.command) if study is not None and study.command else ["scaleray", "study", "-c", "FILE"]
+    known = study.curves if study is not None else []
+    sizes = sorted({1, workers, *(one.point.workers for curve in known for one in curve.points)})
+    modes = dict.fromkeys([*(curve.mode for curve in known), policy.mode])
+    asked = {"--world-sizes": ",".join(map(str, sizes)), "--mode": ",".join(modes), "--repeats": str(turns)}
+    for option, value in asked.items():
+        if option in words[:-1]:
+            words[words.index(option) + 1] = value
+        else:
+            words += [option, value]
+    return shlex.join(words)
+
+
 def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPolicy) -> Check:
     efficiency, point = found.efficiency, found.point
-    numbers = {"efficiency": efficiency.value, "low": efficiency.low, "high": efficiency.high,
-               "turns": float(len(point.turns))}  # fmt: skip
-    shown = f"{efficiency} in study {study.name}, {len(point.turns)} turns"
+    turns, limit = len(point.turns), policy.min_efficiency
+    numbers = {"efficiency": efficiency.value, "low": efficiency.low, "high": efficiency.high, "turns": float(turns)}
+    shown = f"{efficiency} in study {study.name}, {turns} turns"
     if marks := [mark for mark in point.marks if mark in UNREAL]:
         why = "; ".join(UNREAL[mark] for mark in marks)
         return Check(what=what, answer="inconclusive", words=f"{shown}; {why}", numbers=numbers)
-    if len(point.turns) < policy.min_launches:
+    if turns < policy.min_launches:
         words = f"{shown}; the policy asks for {policy.min_launches}"
-        remedy = f"scaleray study -c FILE --repeats {policy.min_launches}"
-        return Check(
-            what=what,
-            answer="inconclusive",
-            words=words,
-            numbers=numbers,
-            runs_needed=policy.min_launches,
-            remedy=remedy,
-        )
-    if efficiency.low > policy.min_efficiency:
-        return Check(what=what, answer="pass", words=shown, numbers=numbers)
-    if efficiency.high < policy.min_efficiency:
+        remedy = study_command(study, point.workers, policy, policy.min_launches)
+        return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy,
+                     runs_needed=policy.min_launches, needed_of="turns of each size")  # fmt: skip
+    noise = _noise(found)
+    power, needed = power_above(noise, math.log(limit)), runs_needed_above(noise, math.log(limit))
+    if efficiency.low > limit:
+        return Check(what=what, answer="pass", words=shown, numbers=numbers, power=power)
+    if efficiency.high < limit:
         remedy = "scaleray profile RUN says what the workers wait for"
         return Check(what=what, answer="fail", words=shown, numbers=numbers, remedy=remedy)
-    words = f"{shown}; the interval holds {policy.min_efficiency:g}"
-    return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy="more rounds of the study")
+    words = f"{shown}; the interval holds {limit:g}"
+    if needed is None:
+        words += ", and no number of turns would show an efficiency like this one to be above it"
+    else:
+        needed = max(needed, turns + 1)
+    remedy = study_command(study, point.workers, policy, needed or 2 * turns)
+    return Check(what=what, answer="inconclusive", words=words, numbers=numbers, power=power, runs_needed=needed,
+                 needed_of="turns of each size", remedy=remedy)  # fmt: skip
+
+
+def _noise(found: CurvePoint) -> Runs:
+    """The logarithm of the efficiency as if each turn gave one, with the noise that the lower end of its interval
+    tells."""
+    value, turns = found.efficiency.value, len(found.point.turns)
+    half = math.log(value / found.efficiency.low)
+    return Runs(math.log(value), half / float(t.ppf(0.975, turns - 1)) * math.sqrt(turns), turns)

@@ -1,6 +1,7 @@
 """What each gate answers, on records with planted faults: nothing passes that lacks its evidence."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from scaleray.gates.answer import together
 from scaleray.gates.convergence import Learning, convergence_gate
 from scaleray.gates.equality import DAY_S, CertificateFacts, Verified, equality_gate
 from scaleray.gates.fingerprint import fingerprint_gate
+from scaleray.gates.noisy_means import Runs, above, power_above, runs_needed_above
 from scaleray.gates.operations import Operated, operations_gate
 from scaleray.gates.policy import (
     ConvergencePolicy,
@@ -201,6 +203,32 @@ class TestScaling:
     def test_the_whole_interval_decides(self, low, high, answer):
         assert scaling_gate(self.a_study(low, high), workers=4, policy=ScalingPolicy()).answer == answer
 
+    def test_an_efficiency_at_the_limit_itself_is_not_above_it(self):
+        for low, answer in ((0.7, "inconclusive"), (0.7001, "pass")):
+            assert scaling_gate(self.a_study(low, 0.8), workers=4, policy=ScalingPolicy()).answer == answer
+
+    def test_where_the_interval_holds_the_limit_power_turns_and_the_command_are_told(self):
+        (check,) = scaling_gate(self.a_study(0.68, 0.84), workers=4, policy=ScalingPolicy()).checks
+        assert check.answer == "inconclusive" and check.needed_of == "turns of each size"
+        assert check.power is not None and check.power < 0.9
+        assert check.runs_needed is not None and check.runs_needed > 5
+        assert check.remedy == (
+            f"scaleray study -c jobs/digits.yaml --world-sizes 1,2,4,8 --mode strong --repeats {check.runs_needed}"
+        )
+        (far,) = scaling_gate(self.a_study(0.5, 0.8), workers=4, policy=ScalingPolicy()).checks
+        assert far.answer == "inconclusive" and far.runs_needed is None and "no number of turns" in far.words
+        (lucky,) = scaling_gate(self.a_study(0.9, 0.95, turns=1), workers=4, policy=ScalingPolicy()).checks
+        assert (lucky.runs_needed, lucky.remedy.rpartition(" ")[2]) == (3, "3")
+
+    def test_turns_as_many_as_are_told_pass_nine_times_of_ten(self):
+        noise = Runs(math.log(0.8), 0.1, 5)
+        needed, random = runs_needed_above(noise, math.log(0.7)), np.random.default_rng(0)
+        assert needed is not None
+        drawn = [Runs.of(random.normal(noise.mean, noise.stdev, needed)) for _ in range(2000)]
+        passed = sum(above(runs, math.log(0.7))[0] == "pass" for runs in drawn) / len(drawn)
+        assert passed == pytest.approx(power_above(noise.repeated(needed), math.log(0.7)), abs=0.02)
+        assert 0.88 < passed < 0.97
+
     def test_an_efficiency_of_one_lucky_turn_is_inconclusive(self):
         result = scaling_gate(self.a_study(0.9, 0.95, turns=1), workers=4, policy=ScalingPolicy())
         assert result.answer == "inconclusive" and "asks for 3" in words_of(result)
@@ -248,6 +276,10 @@ class TestConvergence:
     def test_without_repeats_nothing_is_said_and_the_number_of_runs_is(self):
         result = self.answer(self.runs(1, seed=1), self.runs(1, seed=2))
         assert result.answer == "inconclusive" and "asks for 5 of each" in words_of(result)
+        needed = {check.what: check.runs_needed for check in result.checks}
+        assert (needed["repeated runs"], needed["not faster than chance explains (MLPerf)"]) == (5, 4)
+        assert all(check.remedy.endswith("scaleray train -c FILE --seed N") for check in result.checks if
+                   check.what in ("repeated runs", "not faster than chance explains (MLPerf)"))  # fmt: skip
         assert not any(check.answer == "fail" for check in result.checks)
 
     def test_noise_that_hides_the_margin_says_how_many_runs_it_takes(self):

@@ -54,12 +54,13 @@ def training(found: FoundRun) -> RunRecord:
     """The record of a training. Raises UsageError for one of a study or a sweep."""
     if not isinstance(found.record, RunRecord):
         kind = "a study" if isinstance(found.record, StudyRecord) else "a sweep"
-        raise UsageError(found.where, kind, "a gate judges trainings", "give a study with --study")
+        hint = "a study is judged alone: scaleray gate STUDY; beside trainings it is given with --study"
+        raise UsageError(found.where, kind, "a gate judges trainings, or one study", hint)
     return found.record
 
 
 def collect(
-    runs: Sequence[str],
+    runs: Sequence[str | FoundRun],
     *,
     against: Sequence[str] = (),
     study: str | None = None,
@@ -70,7 +71,8 @@ def collect(
 
     Raises UsageError for what is of the wrong kind, TrackingError for what is not there.
     """
-    candidates, baselines = ([find_run(name, uri=uri) for name in names] for names in (runs, against))
+    candidates = [one if isinstance(one, FoundRun) else find_run(one, uri=uri) for one in runs]
+    baselines = [find_run(name, uri=uri) for name in against]
     for one in (*candidates, *baselines):
         training(one)
     _refuse_twice(candidates, baselines)
@@ -84,7 +86,7 @@ def collect(
     if endured:
         notes.append(f"faults: {len(endured)} runs beside it went on after an interruption")
     found_study = _study(study, beside, training(candidates[0]), uri)
-    facts = [_certificate(Path(name)) for name in certificates] or _certificates(beside)
+    facts = certificates_for(candidates[0], certificates)
     return Evidence(candidates, baselines, facts, found_study, notes, endured)
 
 
@@ -100,6 +102,11 @@ def _refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun])
                 allowed = "it is either the candidate or the baseline" if both else f"it is given twice, as {side}"
                 raise UsageError("a run", one.where, allowed)
         known |= dict.fromkeys(filter(None, (one.where, training(one).run_id)), side)
+
+
+def certificates_for(found: FoundRun, named: Sequence[str]) -> list[CertificateFacts]:
+    """The certificates that are named, or those in the folders beside that of a run or study."""
+    return [_certificate(Path(name)) for name in named] or _certificates(_neighbours(found))
 
 
 def learning(found: FoundRun, target: Target | None, metric: str | None) -> Learning:

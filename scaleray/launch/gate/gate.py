@@ -10,19 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, UsageError
 from scaleray.gates import convergence, equality, fingerprint, operations, scaling
 from scaleray.gates.answer import Check, GateResult, gate_of, together
 from scaleray.gates.environment import facts_of_environment, facts_of_run, unlike
-from scaleray.gates.equality import CertificateFacts
 from scaleray.gates.policy import Policy
 from scaleray.gates.record import GateRecord
-from scaleray.launch.gate.as_recorded import certificate_as_recorded, runs_as_recorded, study_as_recorded
-from scaleray.launch.gate.evidence import Evidence, alerts_of, collect, learning, target_of, training
+from scaleray.launch.gate.as_recorded import runs_as_recorded, study_as_recorded
+from scaleray.launch.gate.evidence import Evidence, alerts_of, certificates_for, collect, learning, target_of, training
 from scaleray.launch.gate.mlperf_log import write_mlperf_log
+from scaleray.launch.gate.of_study import equality_of, judge_study
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.session.conditions import digest, training_of
-from scaleray.tracking.find_record import FoundRun
+from scaleray.records.study import StudyRecord
+from scaleray.tracking.find_record import FoundRun, find_run
 
 GATES = (fingerprint.GATE, equality.GATE, scaling.GATE, convergence.GATE, operations.GATE)
 """The gates, in the order in which they are asked."""
@@ -40,8 +41,9 @@ def judge(
     mlperf_benchmark: str | None = None,
     uri: str | None = None,
 ) -> GateRecord:
-    """Ask the gates about a training. runs: the candidate, and runs that repeat it with other seeds; against: the
-    baseline's; gates: only these. mlperf_log: folder for result lines of MLPerf, of the benchmark of this name.
+    """Ask the gates about a training. runs: the candidate, and runs that repeat it with other seeds, or one study,
+    of which `OF_STUDY` are asked; against: the baseline's; gates: only these. mlperf_log: folder for result lines of
+    MLPerf, of the benchmark of this name.
 
     Raises ConfigError for a policy or gate that is not known, TrackingError for a run that is not there.
     """
@@ -49,7 +51,15 @@ def judge(
         if name not in GATES:
             raise ConfigError("--gates", name, f"gates are {', '.join(GATES)}")
     held = read_policy(policy)
-    evidence = collect(runs, against=against, study=study, certificates=certificates, uri=uri)
+    first = find_run(runs[0], uri=uri)
+    if isinstance(first.record, StudyRecord) and len(runs) == 1:
+        if against or study or mlperf_log:
+            allowed = "a study has no baseline, no study of its own and no lines of MLPerf"
+            raise UsageError("the study", runs[0], allowed, "give RUN, and the study with --study")
+        named = str(policy) if isinstance(policy, (str, Path)) else None
+        facts = certificates_for(first, certificates)
+        return judge_study(first, held, facts, gates=gates, policy_name=named, uri=uri)
+    evidence = collect([first, *runs[1:]], against=against, study=study, certificates=certificates, uri=uri)
     record = judge_evidence(evidence, held, gates=gates, uri=uri)
     if mlperf_log is not None:
         name = mlperf_benchmark or str((evidence.run.config.get("tracking") or {}).get("experiment"))
@@ -82,7 +92,7 @@ def judge_evidence(
         convergence.GATE: _convergence,
         operations.GATE: _operations,
     }
-    results = [asked[name](evidence, policy) for name in GATES if name in gates]
+    results = [filled(asked[name](evidence, policy), evidence) for name in GATES if name in gates]
     return GateRecord(
         answer=together(result.answer for result in results),
         gates=results,
@@ -93,6 +103,22 @@ def judge_evidence(
         notes=evidence.notes,
         date=time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(moment)),
     )
+
+
+def filled(result: GateResult, evidence: Evidence) -> GateResult:
+    """The gate's answer with remedies that can be typed as they stand."""
+    run = evidence.run
+    seeds = [training(one).config.get("seed") for one in (*evidence.candidates, *evidence.baselines)]
+    following = max((seed for seed in seeds if isinstance(seed, int)), default=0) + 1
+    words = {"-c FILE": f"-c {shlex.quote(f'{run.run_dir}/config.yaml')}", "--seed N": f"--seed {following}",
+             " RUN ": f" {shlex.quote(_name(evidence.candidates[0]))} "}  # fmt: skip
+    checks = []
+    for check in result.checks:
+        remedy = f"{check.remedy} "  # a word at the end is one too
+        for placeholder, text in words.items():
+            remedy = remedy.replace(placeholder, text)
+        checks.append(dataclasses.replace(check, remedy=remedy.rstrip()))
+    return dataclasses.replace(result, checks=checks)
 
 
 def _command(evidence: Evidence, policy: str | Path | Mapping[str, Any] | None, study: str | None, gate: str) -> str:
@@ -120,18 +146,6 @@ def _fingerprint(evidence: Evidence, policy: Policy, *, uri: str | None) -> Gate
 
 def _equality(evidence: Evidence, policy: Policy, *, now: float, uri: str | None) -> GateResult:
     return equality_of(equality.Verified.of_run(evidence.run), evidence.certificates, policy, now=now, uri=uri)
-
-
-def equality_of(
-    run: equality.Verified, certificates: Sequence[CertificateFacts], policy: Policy, *, now: float, uri: str | None
-) -> GateResult:
-    """The gate `equality` of a kind of training, with whether its certificate is the one that was recorded."""
-    asked: dict[str, Any] = {"policy": policy.equality, "may_differ": policy.fingerprint.may_differ, "now": now}
-    result = equality.equality_gate(run, certificates, **asked)
-    chosen = equality.belonging(run, certificates, **asked)
-    if chosen is None:
-        return result
-    return gate_of(result.gate, [*result.checks, certificate_as_recorded(chosen, uri)])
 
 
 def _scaling(evidence: Evidence, policy: Policy, *, uri: str | None) -> GateResult:

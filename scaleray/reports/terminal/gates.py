@@ -35,8 +35,9 @@ def _more(check: Check) -> str:
     parts = []
     if check.power is not None and check.answer != "fail":
         parts.append(f"as good a model passes with a probability of {check.power:.0%}")
-        if check.runs_needed is not None:
-            parts.append(f"90 % take {check.runs_needed} runs of each side")
+    if check.runs_needed is not None and check.answer != "fail":
+        likely = "90 % take" if check.power is not None else "it takes"
+        parts.append(f"{likely} {check.runs_needed} {check.needed_of}")
     if check.remedy and check.answer != "pass":
         parts.append(f"next: {check.remedy}")
     return "; ".join(parts)

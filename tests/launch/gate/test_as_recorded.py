@@ -101,6 +101,26 @@ def test_evidence_as_it_was_recorded_passes(evidence):
     assert checks_of(asked(root, "fingerprint"))["records as MLflow has them"].startswith("pass")
 
 
+def test_a_study_alone_passes_as_it_was_recorded_and_fails_where_it_was_changed(evidence):
+    root, _ = evidence
+    study, policy = root / "study", {"equality": {"max_bound": 1e-6}}
+    whole = {"certificates": [str(root / "verify")], "policy": policy}
+    known = json.loads((study / "record.json").read_text())
+    assert checks_of(judge([str(study)], gates=["scaling"], policy=policy)) == {
+        "efficiency of 2 workers (strong) above 0.7": checks_of(asked(root, "scaling"))[
+            "efficiency of 2 workers (strong) above 0.7"
+        ],
+        "the study and its points as MLflow has them": "pass: study",
+        "code that a commit holds": "pass: commit 0123456789ab",
+    }
+    by_id = judge([known["run_id"]], gates=["scaling"], uri=evidence[1])
+    assert by_id.answer == "pass", by_id.lines()
+    assert "none of 1 certificates belongs to it" in " ".join(judge([str(study)], gates=["equality"], **whole).lines())
+    changed(study / "record.json", lambda values: values.update(config=CONFIG))
+    found = judge([str(study)], **whole)
+    assert {gate.gate: gate.answer for gate in found.gates} == {"equality": "pass", "scaling": "fail"}, found.lines()
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [

@@ -127,15 +127,45 @@ def test_a_study_as_run_is_refused_and_a_run_as_study(tmp_path):
     (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
     study = write(tmp_path / "study", study_examples.study())
     with pytest.raises(UsageError, match="a gate judges trainings"):
-        collect([study])
+        collect([study, run])
     with pytest.raises(UsageError, match="it must be a scaling study"):
         collect([run], study=run)
+
+
+def test_what_to_do_next_can_be_typed_as_it_stands(tmp_path):
+    run = write(tmp_path / "run", a_run("run", run_dir=str(tmp_path / "run"), config={"seed": 6}))
+    found = judge([run], gates=["equality", "scaling", "convergence"])
+    remedies = [check.remedy for gate in found.gates for check in gate.checks if check.remedy]
+    config = f"-c {tmp_path}/run/config.yaml"
+    assert f"scaleray study {config} --world-sizes 1,2 --mode strong --repeats 3, then --study NAME" in remedies
+    assert f"train more with other seeds: scaleray train {config} --seed 7" in remedies
+    assert not any("FILE" in remedy or " N" in remedy.replace("--study NAME", "") for remedy in remedies)
+
+
+def test_a_study_alone_is_asked_for_scaling_and_equality_and_the_others_are_named(tmp_path, capsys):
+    study = write(tmp_path / "study", study_examples.study(modes=("strong",)))
+    record = judge([study], policy={"fingerprint": {"allow_uncommitted": True}})
+    assert [one.gate for one in record.gates] == ["equality", "scaling"] and record.run == "digits-study"
+    assert record.notes == [
+        "fingerprint, convergence, operations are asked of a training, not of a study: "
+        f"scaleray gate RUN --study {study}"
+    ]
+    assert record.gates[1].checks[0].what == "efficiency of 8 workers (strong) above 0.7"
+    assert record.gates[1].command == f"scaleray gate {study} --gates scaling"
+    assert gate(study, gates="scaling", json=True) == 3
+    assert json.loads(capsys.readouterr().out)["gates"][0]["gate"] == "scaling"
+    with pytest.raises(UsageError, match="of a study the gates are equality and scaling"):
+        judge([study], gates=["operations"])
+    with pytest.raises(UsageError, match="a study has no baseline"):
+        judge([study], against=[study])
+    with pytest.raises(UsageError, match="no curve of weak scaling"):
+        judge([study], policy={"scaling": {"mode": "weak"}})
 
 
 def test_an_unknown_gate_and_no_run_name_what_there_is(tmp_path):
     with pytest.raises(ConfigError, match="gates are fingerprint, equality"):
         judge([str(tmp_path)], gates=["fingerprints"])
-    with pytest.raises(ConfigError, match="a gate judges a training"):
+    with pytest.raises(ConfigError, match="a gate judges a training or a study"):
         gate()
 
 
