@@ -34,9 +34,10 @@ class Watcher(StrEnum):
     RECORD = "record's extras"
     STALLS = "dumps of hangs"
     ALERTS = "alerts"
+    PUBLISHING = "metrics for Prometheus"
 
 
-RETRIED = frozenset({Watcher.MESSAGES, Watcher.DISPLAY, Watcher.RECORDING})
+RETRIED = frozenset({Watcher.MESSAGES, Watcher.DISPLAY, Watcher.RECORDING, Watcher.PUBLISHING})
 """Watchers of which each call stands alone: one that fails loses its message, and the next one is tried all the
 same."""
 

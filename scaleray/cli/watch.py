@@ -123,13 +123,13 @@ def _print_lines(look: Look, every_s: float, *, json: bool) -> int:
     """Lines in a pipe, one for every look at a run that has gone on."""
     from scaleray.reports.terminal.watch_lines import state_line
 
-    before: dict[str, str] = {}
+    before: dict[tuple[str, ...], str] = {}
     while True:
         seen = look()
         for state in seen if isinstance(seen, list) else [seen]:
-            line = state_line(state)
-            if before.get(state.name) != line:
-                before[state.name] = line
+            line, run = state_line(state), (state.name, state.run_id, state.run_dir)
+            if before.get(run) != line:
+                before[run] = line
                 if json:
                     print_json(state.to_dict(), in_a_line=True)
                 else:

@@ -37,6 +37,7 @@ class MeasuredMetrics(Publisher):
         super().__init__(description.published.port)
         self.description, self._measured, self._parent, self._say = description, measured, parent, say
         self._ranks, self._lock = ComparedRanks(), threading.Lock()
+        self.say = lambda text: say(f"  {text}")
         self._alerts = RunAlerts(description, series=self.series, tell=self._tell, act=self._act)
 
     def begin(self) -> None:

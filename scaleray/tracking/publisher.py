@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from scaleray.monitoring.live.series import Series
 from scaleray.tracking.metrics_endpoint import MetricsEndpoint
+from scaleray.watchers import Guard, Watcher
 
 PUBLISH_EVERY_S = 5.0
 LOOKED_S, LAST_LOOK_S = 30.0, 6.0
@@ -20,10 +21,12 @@ then: who never hears of a run's end takes it for lost."""
 class Publisher(ABC):
     """Publishes the series that a subclass gives. port: None is no page.
 
-    publish: takes the series that nobody else publishes, in a thread; None is nobody.
+    publish: takes the series that nobody else publishes, in a thread; None is nobody. say: hears of the first time that
+    it failed, which ends nothing.
     """
 
     publish: Callable[[Sequence[Series]], None] | None = None
+    say: Callable[[str], None] | None = None
 
     def __init__(self, port: int | None) -> None:
         self._port = port
@@ -32,6 +35,8 @@ class Publisher(ABC):
         self._endpoint: MetricsEndpoint | None = None
         self._looked_at = -LOOKED_S
         self._has_seen_end = threading.Event()
+        self._guard = Guard(self._say_of_problem)
+        self._turn = threading.Lock()  # the end publishes beside the thread
 
     @abstractmethod
     def series(self) -> list[Series]:
@@ -52,8 +57,7 @@ class Publisher(ABC):
         """Publish that it has ended, for as long as anybody looks. status: in MLflow's words."""
         self._status = status
         self._has_ended.set()
-        if self.publish is not None:
-            self.publish(self.own_series())
+        self._publish()
 
     def close(self) -> None:
         """Serve no more."""
@@ -74,7 +78,15 @@ class Publisher(ABC):
         return found
 
     def _publish_on(self) -> None:
-        assert self.publish is not None
-        self.publish(self.own_series())
+        self._publish()
         while not self._has_ended.wait(PUBLISH_EVERY_S):
-            self.publish(self.own_series())
+            self._publish()
+
+    def _publish(self) -> None:
+        if (publish := self.publish) is not None:
+            with self._turn:
+                self._guard(Watcher.PUBLISHING, lambda: publish(self.own_series()), None)
+
+    def _say_of_problem(self, text: str) -> None:
+        if self.say is not None:
+            self.say(text)

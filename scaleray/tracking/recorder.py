@@ -85,6 +85,7 @@ class Recorder(SignsOfLife):
         self._logged = LoggedFiles(self.work_dir, Store(elsewhere) if elsewhere else None, self._writer.put)
         self._shown = ShownMessages()
         self.publishing.silent, self.publishing.beats = lambda: self.silent_ranks(self._summaries), self.heartbeats
+        self.publishing.say = lambda text: self._writer.put(EventRecord(text, kind="warning"))
         self.alerts = RunAlerts(description, series=self.publishing.series, tell=self._writer.put, act=self.act_on)
         self.alerts.measure_links = self.ask_for_links
         self._last_evaluation = -1

@@ -36,7 +36,7 @@ LOOK_EVERY_S = 2.0
 MOST_HEARD = 100_000
 """Losses and gradient norms that wait for the next look: those of 50,000 steps."""
 END_WAIT_S = 10.0
-"""Seconds for which the end of a run waits for its last alerts to be taken."""
+"""Seconds for which the end of a run waits, for the look that is on its way and for its last alerts to be taken."""
 SHARE_OF_A_CORE = 0.05
 """Most that looking may cost: of a thousand ranks a look takes the better part of a second, and comes less often."""
 LOOKED_AT = {
@@ -126,12 +126,12 @@ class RunAlerts:
         self._is_over.set()
         if self._thread is None:
             return
+        until = time.monotonic() + END_WAIT_S
         self._thread.join(timeout=END_WAIT_S)
-        if went_on:
+        if went_on and not self._thread.is_alive():
             self._guard(Watcher.ALERTS, lambda: self.look(time.time()), None)
         if self.raised:
             self._tell(LogArtifact(str(self._file)))
-        until = time.monotonic() + END_WAIT_S
         for delivery in self._deliveries:
             delivery.close(max(0.0, until - time.monotonic()))
 

@@ -30,9 +30,14 @@ class RayMetrics:
         self._make = make or _make
         self._made: dict[Metric, Any] = {}
         self._counted: dict[tuple[Metric, tuple[str, ...]], float] = {}
+        self._turn = threading.Lock()  # two at once would count the same twice
 
     def publish(self, series: Sequence[Series]) -> None:
-        """Set all gauges, and let counters grow to their values. What is not finite Ray leaves out."""
+        """Set all gauges, and let counters grow to their values, from any thread. What is not finite Ray leaves out."""
+        with self._turn:
+            self._publish(series)
+
+    def _publish(self, series: Sequence[Series]) -> None:
         for metric, labels, value in series:
             if not math.isfinite(value):
                 continue

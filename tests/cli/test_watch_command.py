@@ -1,5 +1,6 @@
 """`scaleray watch` as it is typed: once and for as long as a run lives, on a terminal, in a pipe and for scripts."""
 
+import dataclasses
 import json
 import os
 import pty
@@ -76,6 +77,26 @@ def test_a_pipe_gets_a_line_for_every_look_at_a_run_that_has_gone_on(storage, ca
     name = live_state().name
     assert run_command(["watch", name, "--json"]) == 0
     assert [json.loads(line)["step"] for line in capsys.readouterr().out.splitlines()] == [1, 2, 3]
+
+
+def test_two_runs_of_one_name_are_two_lines_until_one_goes_on(capsys, monkeypatch):
+    first, second = (live_state(name="same", run_id=run_id, run_dir=f"/runs/{run_id}") for run_id in ("1", "2"))
+    looks = iter([[first, second], [first, second], [first, dataclasses.replace(second, step=121)], KeyboardInterrupt])
+
+    def look():
+        found = next(looks)
+        if found is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        return found
+
+    monkeypatch.setattr("scaleray.launch.watch.find.watched_runs", lambda stack: look)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    assert run_command(["watch", "--all"]) == 0
+    assert [line.split(" | ")[1] for line in capsys.readouterr().out.splitlines()] == [
+        "step 120/460",
+        "step 120/460",
+        "step 121/460",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
@@ -47,6 +48,28 @@ def test_gauges_are_set_again_each_time_and_counters_grow_by_what_is_new():
         ("gauge", "scaleray_loss", names.LOSS.all_labels),
         ("counter", "scaleray_steps_total", live.STEPS.all_labels),
     ], "each is made once, and Ray puts its prefix before the name"
+
+
+def test_two_threads_count_nothing_twice():
+    counted, both = [], threading.Barrier(2, timeout=30)
+
+    class Slow:
+        def inc(self, more, tags):
+            counted.append(more)
+            time.sleep(0.05)  # the other one comes in between, where it can
+
+    metrics = RayMetrics(lambda *about: Slow())
+
+    def publish():
+        both.wait()
+        metrics.publish([Series(live.STEPS, LABELS, 5)])
+
+    threads = [threading.Thread(target=publish) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counted == [5]
 
 
 def test_what_is_not_finite_is_left_out():

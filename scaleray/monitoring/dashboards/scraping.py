@@ -70,8 +70,8 @@ def as_yaml() -> str:
             WRITTEN,
             "# prometheus --config.file dashboards/prometheus.yml --web.listen-address 127.0.0.1:9090",
             "# Put in: the --temp-dir of the Ray head, monitoring.port of runs without Ray, exporters of GPUs. Of an",
-            "# exporter whose address is not that of Ray's node give the latter beside its targets, or the alert of idle",
-            "# GPUs is silent: labels: {node: 10.0.0.1}",
+            "# exporter whose address is not that of Ray's node give the latter beside its targets, or the alert of",
+            "# idle GPUs is silent: labels: {node: 10.0.0.1}",
             yaml.safe_dump(values, sort_keys=False),
         )
     )

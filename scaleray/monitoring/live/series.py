@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from scaleray.metric import Metric
+from scaleray.text.printable import printable
 
 SHOWN_LABEL = 300
 """Longest value of a label: names of metrics and jobs are the user's."""
@@ -29,7 +30,7 @@ def series_of(metric: Metric, common: Mapping[str, str], value: float | None, /,
 
 def label_value(value: object) -> str:
     """A label's value: any text, of which line breaks and what terminals obey are left out."""
-    text = "".join(letter if letter.isprintable() else " " for letter in str(value))
+    text = printable(value)
     return text if len(text) <= SHOWN_LABEL else text[: SHOWN_LABEL - 1] + "…"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich import box
@@ -13,8 +14,11 @@ from scaleray.records.live import LiveState
 from scaleray.reports.terminal.stages import duration
 from scaleray.reports.terminal.watch_page import SEVERITIES, STYLES
 from scaleray.text import units
+from scaleray.text.printable import printable
 
 NARROW = 72
+SHOWN_OF_ID = 8
+"""Letters of an id, as in the legends of dashboards."""
 
 
 def state_line(state: LiveState) -> str:
@@ -33,14 +37,14 @@ def state_line(state: LiveState) -> str:
     if state.has_ended and state.verdict:
         parts.append(state.verdict.splitlines()[0])
     parts += [f"{alert.severity}: {alert.summary}" for alert in state.firing]
-    return " | ".join(part for part in parts if part)
+    return " | ".join(printable(part) for part in parts if part)
 
 
 def runs_table(states: Sequence[LiveState], *, width: int) -> RenderableType:
     """All runs, a row each, with their alerts below."""
     if not states:
         return Text("no run lives here, and none has ended within the last hour")
-    is_narrow = width < NARROW
+    is_narrow, names = width < NARROW, _names(states)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("run", "status", "done", *([] if is_narrow else ["loss", "samples/s"]), "left"):
         table.add_column(name, justify="left" if name in ("run", "status") else "right", overflow="fold")
@@ -48,13 +52,26 @@ def runs_table(states: Sequence[LiveState], *, width: int) -> RenderableType:
         style = STYLES.get(state.status, "")
         figures = [] if is_narrow else [units.figure(state.loss), units.count(state.samples_per_s)]
         left = duration(state.left_s) if state.left_s is not None else ""
-        table.add_row(state.name, Text(state.status, style=style), _share(state), *figures, left)
+        table.add_row(Text(names[id(state)]), Text(state.status, style=style), _share(state), *figures, left)
     alerts = [
-        Text(f"{state.name}: {alert.summary}", style=SEVERITIES.get(alert.severity, "cyan"))
+        Text(f"{names[id(state)]}: {printable(alert.summary)}", style=SEVERITIES.get(alert.severity, "cyan"))
         for state in states
         for alert in state.firing
     ]
     return Group(table, *alerts)
+
+
+def _names(states: Sequence[LiveState]) -> dict[int, str]:
+    """Names of states by their identity: those of one name with the beginning of the run's id, or its folder."""
+    counts = Counter(state.name for state in states)
+    return {
+        id(state): printable(state.name if counts[state.name] == 1 else f"{state.name} ({_which(state)})")
+        for state in states
+    }
+
+
+def _which(state: LiveState) -> str:
+    return state.run_id[:SHOWN_OF_ID] or state.run_dir or "?"
 
 
 def _how_far(state: LiveState) -> str:

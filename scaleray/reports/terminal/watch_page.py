@@ -20,6 +20,7 @@ from scaleray.records.printed import quantity
 from scaleray.reports.terminal.stages import duration
 from scaleray.reports.terminal.watch_ranks import ranks_table
 from scaleray.text import units
+from scaleray.text.printable import printable
 from scaleray.text.sparkline import sparkline
 
 STYLES = {STARTING: "cyan", RUNNING: "green", LOST: "red", "FINISHED": "green", "FAILED": "red", "KILLED": "yellow"}
@@ -52,20 +53,20 @@ def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableTy
     rows.add_column(ratio=1, overflow="fold")
     inner = max(10, width - 12)
     for name, value in _rows(state, inner, is_narrow=width < NARROW):
-        rows.add_row(name, Text(value, overflow="fold") if isinstance(value, str) else value)  # no markup
+        rows.add_row(name, Text(printable(value), overflow="fold") if isinstance(value, str) else value)  # no markup
     parts: list[RenderableType] = [_title(state), rows]
     parts += [_alert(alert) for alert in state.firing]
     if state.ranks and (len(state.ranks) > 1 or not state.has_ended):
         parts += ["", ranks_table(state, width=width)]
     if lines := [*state.events[-MOST_EVENTS:], *state.notes]:
-        parts += ["", *(Text(line.splitlines()[0], style="dim") for line in lines if line)]
+        parts += ["", *(Text(printable(line.splitlines()[0]), style="dim") for line in lines if line)]
     if where:
         parts.append(Text(f"asked: {where}", style="dim", overflow="ellipsis", no_wrap=True))
     return Group(*parts)
 
 
 def _title(state: LiveState) -> Text:
-    title = Text(state.name, style="bold")
+    title = Text(printable(state.name), style="bold")
     title.append(f"  {state.status}", style=STYLES.get(state.status, ""))
     many = quantity(state.workers, "worker") if state.workers else ""
     for word in (state.kind if state.kind != "train" else "", many, state.strategy):
@@ -167,7 +168,7 @@ def _health(state: LiveState) -> list[str]:
 
 def _alert(alert: Alert) -> Text:
     style = SEVERITIES.get(alert.severity, "cyan")
-    return Text.assemble((f"{alert.severity.upper()} {alert.name}", style), f": {alert.summary}")
+    return Text.assemble((f"{alert.severity.upper()} {alert.name}", style), f": {printable(alert.summary)}")
 
 
 def _age_s(state: LiveState) -> float:

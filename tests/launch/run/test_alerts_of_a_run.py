@@ -18,7 +18,7 @@ from scaleray.launch.run.train import train
 from scaleray.launch.session.alerts import alert_settings
 from scaleray.records.alerts import parse_alerts
 from scaleray.records.run import EventRecord, RunRecord
-from scaleray.tracking import run_alerts
+from scaleray.tracking import alert_delivery, run_alerts
 
 SECRET = "xyzzy"
 
@@ -98,6 +98,33 @@ def test_a_webhook_in_the_config_is_stored_without_its_secret(tmp_path, uri):
         record = train(config, NotFinite(), local=True, show=shown.extend)
     assert receiver.names() == ["run_finished firing"] and SECRET.encode() not in everything_below(tmp_path)
     assert json.loads(json.dumps(record.config))["alerts"]["webhook"] == f"http://127.0.0.1:{receiver.port}/***"
+
+
+HANGS_ON = {"alerts.timeout_s": 600}
+
+
+@pytest.mark.parametrize(
+    ("answer", "settings", "problem"),
+    [
+        pytest.param(500, {}, "it answered HTTP 500, 2 of 2 attempts", id="answers 500"),
+        pytest.param(None, {"alerts.timeout_s": 0.1}, "no answer within 0.1 s, 2 of 2 attempts", id="never answers"),
+        pytest.param(None, HANGS_ON, "", id="never answers, and is waited for at the end"),
+    ],
+)
+def test_a_training_ends_well_whatever_becomes_of_its_webhook(tmp_path, uri, monkeypatch, answer, settings, problem):
+    monkeypatch.setattr(run_alerts, "END_WAIT_S", 1.0)
+    monkeypatch.setattr(alert_delivery, "FIRST_PAUSE_S", 0.01)
+    shown, given = [], {"alerts.attempts": 2, **settings}
+    with receiving(answers=[answer]) as receiver:
+        hook = receiver.url(f"/{SECRET}")
+        flags = flags_of(tmp_path, uri, **{"alerts.webhook": hook, **given})
+        workload = NotFinite(until=lambda: len(receiver.bodies) >= (1 if settings is HANGS_ON else 2))
+        record = train(load_config(flags=flags, environ={}), workload, local=True, show=shown.extend)
+        events = [message.text for message in shown if isinstance(message, EventRecord)]
+    failures = [text for text in events if "did not take the alert" in text]
+    assert record.status == "FINISHED" and [alert["name"] for alert in record.alerts] == ["nonfinite"]
+    assert len(failures) == bool(problem) and all(problem in text for text in failures)
+    assert SECRET not in "".join(events) and SECRET.encode() not in everything_below(tmp_path)
 
 
 class UntilSaved(NotFinite):

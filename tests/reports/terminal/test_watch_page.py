@@ -1,9 +1,10 @@
 """The page of a run that is watched, on terminals of any width."""
 
+import dataclasses
 import io
 
 import pytest
-from live_states import live_state
+from live_states import ALERT, live_state
 from rich.console import Console
 
 from scaleray.records.live import RankNow
@@ -148,3 +149,24 @@ def test_a_sparkline_of_many_decades_is_logarithmic():
 def test_a_sparkline_is_as_wide_as_there_is_room_and_each_character_a_mean():
     assert len(sparkline(list(range(1000)), 60)) == 60
     assert sparkline([0, 2, 9, 11], 2) == "▁█"
+
+
+ODD = "a[/]b\x1b[31m\r\nc"
+
+
+def test_names_and_words_of_others_are_neither_markup_nor_obeyed():
+    alert = dataclasses.replace(ALERT, summary="[/red]\x1b[2J")
+    state = live_state(name=ODD, alerts=[alert], events=["[/]\x1b[2J gone"], status="FAILED", verdict="bad\x1b[2J [/]")
+    for text in (state_line(state) + "\n", drawn(runs_table([state], width=80), 80), page(state)):
+        assert "a[/]b [31m" in text and "[/red]" in text and "\x1b" not in text and "\r" not in text
+
+
+def test_runs_of_one_name_are_told_apart_in_the_table():
+    states = [live_state(name="same", run_id=run_id) for run_id in ("1234567890", "abcdefghij")]
+    states.append(live_state(name="other", run_id="ffff"))
+    rows = [line.split("  ")[0] for line in drawn(runs_table(states, width=80), 80).splitlines()]
+    assert [row for row in rows if row.startswith(("same", "other"))][:3] == [
+        "same (12345678)",
+        "same (abcdefgh)",
+        "other",
+    ]

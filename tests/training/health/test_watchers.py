@@ -35,7 +35,7 @@ WATCHED = {
 }  # fmt: skip
 ASKED_FOR = {Watcher.TRACES}
 """Those that a run has on demand: their own tests let them fail."""
-OF_LAUNCH = {Watcher.DISPLAY, Watcher.RECORDING, Watcher.RECORD, Watcher.STALLS, Watcher.ALERTS}
+OF_LAUNCH = {Watcher.DISPLAY, Watcher.RECORDING, Watcher.RECORD, Watcher.STALLS, Watcher.ALERTS, Watcher.PUBLISHING}
 """Those that the loop does not know; any other is expected to watch a run of the loop."""
 
 

@@ -1,0 +1,8 @@
+"""Text of somebody else's, such as a run's name, where a terminal or a parser would obey what it holds."""
+
+from __future__ import annotations
+
+
+def printable(text: object) -> str:
+    """The text with spaces in place of line breaks and of what terminals obey."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(text))
