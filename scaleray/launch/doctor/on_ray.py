@@ -4,24 +4,18 @@ that is full can be looked at too."""
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scaleray.errors import ClusterError, RunFailedError, first_line
-from scaleray.launch.cluster.answering import other_token
 from scaleray.launch.cluster.connection import joined
 from scaleray.launch.doctor.fleet import Answers, Measurements, Trip
 from scaleray.launch.doctor.measure import Seats
 from scaleray.launch.doctor.node import NodeLook
 from scaleray.progress import stage
 
-REFUSED = "InvalidAuthToken"
-"""What Ray 2.60 writes where the cluster does not know the token, or there is none."""
 START_S = 25.0
 """Seconds within which a node's first process must have started and imported torch."""
 
@@ -126,45 +120,12 @@ def ray_nodes(address: str) -> Iterator[RayNodes]:
         )
     with contextlib.ExitStack() as stack:
         with stage(f"connecting to Ray at {address}"):
-            _connect(stack, address)
+            stack.enter_context(joined(address, name="--address"))
         nodes = RayNodes(address)
         try:
             yield nodes
         finally:
             nodes._actors.clear()
-
-
-def _connect(stack: contextlib.ExitStack, address: str) -> None:
-    """Join the cluster for as long as the stack lasts. Only what Ray's library writes tells a wrong token from a head
-    that is gone; lines about the token become the error, others are shown as they are."""
-    said = ""
-    try:
-        with tempfile.TemporaryFile() as written, _stderr_into(written.fileno()):
-            try:
-                stack.enter_context(joined(address, name="--address"))
-            finally:
-                written.seek(0)
-                said = written.read().decode(errors="replace")
-    except ClusterError as exc:
-        if REFUSED not in said:
-            raise
-        raise other_token(address) from exc
-    finally:
-        sys.stderr.write("".join(line for line in said.splitlines(keepends=True) if REFUSED not in line))
-
-
-@contextlib.contextmanager
-def _stderr_into(descriptor: int) -> Iterator[None]:
-    """Let what any library of this process writes to stderr go into a file."""
-    sys.stderr.flush()
-    real = os.dup(2)
-    os.dup2(descriptor, 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(real, 2)
-        os.close(real)
 
 
 def _answers(asked: Mapping[str, Any], timeout_s: float) -> Answers:
