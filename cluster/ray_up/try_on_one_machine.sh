@@ -1,6 +1,6 @@
 #!/bin/bash
 # `ray up` of on_premise.yaml for real: two machines of one's own making on this one, each with a network, a process table, a
-# home, a /tmp and an ssh server of its own, which only a new key opens. Root and openssh-server are needed.
+# home, a /tmp, a user and an ssh server of its own, which only a new key opens. Root and openssh-server are needed.
 #
 #   cluster/ray_up/try_on_one_machine.sh        about 3 minutes on 2 cores; ends with `all is well`
 #
@@ -59,7 +59,13 @@ remove_network() { # name, machines; what runs there ends
   ip link delete "$network" 2>/dev/null
 }
 
-need ip nsenter unshare ssh ssh-keygen rsync python ray
+need ip nsenter unshare ssh ssh-keygen rsync python ray setpriv
+seen_by_all "$project" "$environment"
+user=trainer number=48123
+for path in "$project/scaleray" "$environment/bin/ray"; do
+  setpriv --reuid="$number" --regid="$number" --clear-groups test -r "$path" ||
+    { echo "skipped: $path can be read by nobody but its owner, and the machines have a user of their own"; exit 75; }
+done
 sshd=$(command -v sshd || echo /usr/sbin/sshd)
 [ -x "$sshd" ] || { echo "skipped: sshd is not installed"; exit 75; }
 
@@ -79,7 +85,9 @@ trap clean_up EXIT
 trap 'exit 130' INT TERM
 
 make_network "$name" "$network"
-mkdir -p "$work/home/.ssh" "$work/home/.ray" /run/sshd
+mkdir -p "$work/home/.ssh" "$work/home/.ray" "$work/shared" /run/sshd
+chmod 711 "$work"
+chown "$number:$number" "$work/shared"
 ssh-keygen -q -t ed25519 -N '' -f "$work/key"
 ssh-keygen -q -t ed25519 -N '' -f "$work/host_key"
 start_machine() { # name, last number of its address
@@ -88,9 +96,11 @@ start_machine() { # name, last number of its address
   cp "$work/key.pub" "$work/$1/home/.ssh/authorized_keys"
   chmod -R go= "$work/$1/home/.ssh"
   ln -s "$environment" "$work/$1/home/scaleray"
-  sed "s#^\(root:[^:]*:0:0:[^:]*\):[^:]*#\1:$work/$1/home#" /etc/passwd >"$work/$1/passwd" # the home that ssh leads to
+  { cat /etc/passwd; echo "$user:*:$number:$number::$work/$1/home:/bin/bash"; } >"$work/$1/passwd"
   printf 'export PYTHONPATH=%s OMP_NUM_THREADS=1\n' "$project" >"$work/$1/home/.bashrc"
   cp "$work/$1/home/.bashrc" "$work/$1/home/.profile"
+  chown -Rh "$number:$number" "$work/$1/home"
+  chmod 1777 "$work/$1/tmp"
   # shellcheck disable=SC2016 # for the shell inside
   run_machine "$name" "$1" bash -c '
     set -e
@@ -99,7 +109,7 @@ start_machine() { # name, last number of its address
     mount --bind "$2/$1/tmp" /tmp
     mount -t tmpfs -o size=8g tmpfs /dev/shm
     "$3" -D -e -f /dev/null -h "$2/host_key" -o ListenAddress="$4" -o PasswordAuthentication=no -o UsePAM=no \
-      -o PermitRootLogin=prohibit-password -o StrictModes=no -o PidFile=none &
+      -o PermitRootLogin=no -o PidFile=none &
     wait' machine "$1" "$work" "$sshd" "$network.$2" >"$work/$1/out" 2>&1 &
   started+=("$!")
 }
@@ -109,17 +119,18 @@ start_machine n2 12
 # who runs `ray up` has a home of its own too, with a token
 export HOME=$work/home RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONPATH=$project
 ray get-auth-token --generate >/dev/null 2>&1
-sed -e "s/10\.0\.0\.1\$/$network.11/" -e "s/worker_ips: .*/worker_ips: [$network.12]/" -e 's/ssh_user: .*/ssh_user: root/' \
+sed -e "s/10\.0\.0\.1\$/$network.11/" -e "s/worker_ips: .*/worker_ips: [$network.12]/" -e "s/ssh_user: .*/ssh_user: $user/" \
   -e "s#ssh_private_key: .*#ssh_private_key: $work/key#" -e "s/^cluster_name: .*/cluster_name: $name/" \
   -e 's/--disable-usage-stats/--disable-usage-stats --num-cpus=3/' "$here/on_premise.yaml" >"$work/up.yaml"
+on_head() { ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR -i "$work/key" "$user@$network.11" "$1"; }
 for _ in $(seq 50); do
-  ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR -i "$work/key" "root@$network.11" true 2>/dev/null && break
+  on_head true 2>/dev/null && break
   sleep 0.2
 done
+[ "$(on_head 'id -u')" = "$number" ] || { echo "failed: ssh does not lead to the machines' own user" >&2; cat "$work/n1/out"; exit 1; }
 ray up --yes --no-config-cache "$work/up.yaml" >"$work/up.log" 2>&1 || { tail -n 40 "$work/up.log" "$work/n1/out"; exit 1; }
 echo "ok   ray up"
 
-on_head() { ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR -i "$work/key" "root@$network.11" "$1"; }
 nodes() { on_head 'RAY_AUTH_MODE=token ~/scaleray/bin/python -c "import ray; ray.init(address=\"auto\", logging_level=\"ERROR\"); print(sum(n[\"Alive\"] for n in ray.nodes()))"' 2>/dev/null | tail -n 1; }
 for _ in $(seq 30); do
   [ "$(nodes)" = 2 ] && break
@@ -134,11 +145,13 @@ code=$(on_head "curl -s -o /dev/null -w '%{http_code}' http://127.0.0.1:8265/api
 if (exec 3<>"/dev/tcp/$network.11/8265") 2>/dev/null; then echo "failed: the dashboard is reached from another machine" >&2; exit 1; fi
 echo "ok   the token's file is for its owner, and the dashboard lets nobody in without it"
 
-on_head "cd $project && RAY_AUTH_MODE=token RAY_ADDRESS=$network.11:6379 GLOO_SOCKET_IFNAME=eth0 ~/scaleray/bin/python -m scaleray train -c jobs/digits.yaml \
-  --scale.workers 2 --scale.cpus-per-worker 2 --scale.gpus-per-worker 0 --stop.after '2 epochs' --tracking.uri sqlite:///$work/mlflow.db --checkpoint.storage-path $work/runs --checkpoint.save-final false" \
+on_head "RAY_AUTH_MODE=token ~/scaleray/bin/ray job submit --address http://127.0.0.1:8265 -- \
+  env --chdir=$project GLOO_SOCKET_IFNAME=eth0 ~/scaleray/bin/python -m scaleray train -c jobs/digits.yaml \
+  --scale.workers 2 --scale.cpus-per-worker 2 --scale.gpus-per-worker 0 --stop.after '2 epochs' --tracking.uri sqlite:///$work/shared/mlflow.db --checkpoint.storage-path $work/shared/runs --checkpoint.save-final false" \
   >"$work/train.log" 2>&1 || { tail -n 40 "$work/train.log"; exit 1; }
 grep -q "accuracy" "$work/train.log"
-echo "ok   a training on both"
+grep -q 'grace_s: 90' "$work"/shared/runs/digits-*/config.yaml # time to save, as the head was told
+echo "ok   a training on both, as a job of Ray"
 
 ray down --yes "$work/up.yaml" >"$work/down.log" 2>&1 || { tail -n 40 "$work/down.log"; exit 1; }
 for _ in $(seq 120); do # `ray down` stops the head; the others notice after a minute

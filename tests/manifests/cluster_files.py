@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +26,16 @@ GONE = object()
 def program(name: str) -> str | None:
     """The path of a program that the extra `dev` brings, or that is installed otherwise; None without it."""
     return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+@functools.cache
+def table_of_tests() -> Any:
+    """The module that writes how each file was tested."""
+    spec = importlib.util.spec_from_file_location("tested_files", ROOT / "docs" / "tested_files.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from scaleray.manifests.files import files
 from scaleray.manifests.grace import RAY_STOP, SAVING
 from scaleray.manifests.rules.check import broken_rules
 from scaleray.manifests.rules.ray_up import RULES
+from scaleray.manifests.versions import DRIVER
 from scaleray.manifests.wanted import Wanted
 
 FILES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CLUSTER / "ray_up").glob("*.yaml"))}
@@ -109,6 +110,27 @@ def test_a_machine_that_a_cloud_does_not_rent_is_said():
     said = broken_rules(yaml.safe_load(texts["ray_up/gcp.yaml"]))
     assert said == [("types_are_there", "gpu: this cloud does not rent such a machine")]
     assert broken_rules(yaml.safe_load(texts["ray_up/aws.yaml"])) == []
+
+
+@pytest.mark.parametrize(("driver", "code"), [("570.10", 1), (DRIVER, 0), ("590.1", 0), (None, 0)])
+@pytest.mark.parametrize("name", ALL)
+def test_a_machine_whose_driver_is_too_old_says_so_before_it_joins(tmp_path, name, driver, code):
+    if driver is None and name in CLOUDS:
+        return  # their machines of this kind have GPUs
+    lists = (
+        FILES[name].get("setup_commands"),
+        FILES[name].get("available_node_types", {}).get("gpu", {}).get("worker_setup_commands"),
+    )
+    [check] = [line for lines in lists for line in lines or () if "nvidia-smi" in line]
+    for tool in ("bash", "printf", "sort"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    if driver is not None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\necho {driver}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-c", check], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == code and ("the driver is older than" in done.stdout) is bool(code), done.stderr
 
 
 def test_the_command_checks_these_files_too(tmp_path, capsys):

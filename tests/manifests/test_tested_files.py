@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
-from cluster_files import ROOT
+from cluster_files import ROOT, table_of_tests
 
 from scaleray.manifests.files import files
 from scaleray.manifests.wanted import Wanted
-
-
-def table():
-    spec = importlib.util.spec_from_file_location("tested_files", ROOT / "docs" / "tested_files.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_every_file_has_tests_and_each_of_them_exists():
@@ -24,15 +16,21 @@ def test_every_file_has_tests_and_each_of_them_exists():
         for path in (ROOT / "tests" / "manifests").glob("test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
-    module = table()
+    module = table_of_tests()
     for name in files(Wanted()):
         named = {test for _, test in module.tests_of(name)}
         assert len(named) >= 2 and named <= known, (name, named - known)
 
 
-def test_the_numbers_of_rules_are_those_that_there_are():
-    from scaleray.manifests.rules import kuberay, own, ray_up
-
-    module = table()
-    assert module.RULES[0] == f"{len(kuberay.RULES)} rules of the operator, {len(own.RULES)} of ours"
-    assert module.UP_RULES[0] == f"{len(ray_up.RULES)} rules of ours"
+def test_what_is_slow_is_said_by_the_marker_of_its_test_and_nowhere_else():
+    module = table_of_tests()
+    text = (ROOT / "docs" / "tested_files.py").read_text()
+    assert text.count("(slow)") == 1  # where it is put behind the words
+    slow = {test for name in files(Wanted()) for words, test in module.tests_of(name) if words.endswith(" (slow)")}
+    assert {test.partition("::")[0] for test in slow} == {
+        "test_image.py", "test_local.py", "test_ray_up.py", "test_slurm.py",
+    }  # fmt: skip
+    for test in slow:
+        file, _, name = test.partition("::")
+        before = (ROOT / "tests" / "manifests" / file).read_text().partition(f"def {name}(")[0]
+        assert "@pytest.mark.slow" in before.rpartition("\n\n\n")[2]
