@@ -11,6 +11,7 @@ from cyclopts import App, Parameter
 
 from scaleray.cli.options import Flag, Json
 from scaleray.cli.output import print_json
+from scaleray.cli.submit import LEFT
 
 jobs_app = App(name="jobs", help="Jobs of a cluster that is elsewhere.", help_format="plaintext")
 To = Annotated[
@@ -61,7 +62,7 @@ def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
     Parameters
     ----------
     follow
-        Go on until it has ended; exit code 1 if it failed. Ctrl-C leaves it alone.
+        Go on until it has ended; exit code 1 if it failed. Ctrl-C leaves it alone; the exit code is 130 then.
     """
     jobs = _jobs(to)
     if not follow:
@@ -76,7 +77,7 @@ def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
         ended = jobs.follow(job, write, lambda text: print(text, file=sys.stderr))
     except KeyboardInterrupt:
         print(f"job {job} goes on", file=sys.stderr)
-        return 0
+        return LEFT
     return 0 if ended.status == "SUCCEEDED" else 1
 
 

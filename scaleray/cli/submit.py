@@ -13,6 +13,8 @@ from scaleray.cli.options import Flag, Overrides, Several
 from scaleray.cli.output import Output, print_json
 
 FAILED = 1
+LEFT = 130
+"""Exit code of who stops looking, as of any command that Ctrl-C ends: how the job ends is not known."""
 
 
 def submit(
@@ -41,7 +43,8 @@ def submit(
         A Ray's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml, which may be a Kubernetes or
         a Slurm; by default the dashboard of RAY_API_SERVER_ADDRESS.
     wait
-        Show what the job prints until it has ended; exit code 1 if it failed. Ctrl-C asks whether it shall go on.
+        Show what the job prints until it has ended; exit code 1 if it failed. Ctrl-C asks whether it shall go on; if it
+        does, the exit code is 130.
     command
         Command that runs there.
     working_dir
@@ -110,7 +113,7 @@ def _follow(jobs: Any, job: str, output: Output) -> int:
                 output.say(f"job {job} is asked to save and stop")
                 continue
             output.say(f"job {job} goes on; scaleray jobs logs {job}, scaleray jobs stop {job}")
-            return 0
+            return LEFT
         code = f", exit code {ended.exit_code}" if ended.exit_code else ""
         output.say(f"job {job}: {ended.status}{code}" + (f" ({ended.message})" if ended.message else ""))
         return 0 if ended.status == "SUCCEEDED" else FAILED

@@ -36,11 +36,13 @@ FIRST_MOMENT = (1980, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Contents:
-    """What travels. files: paths relative to `folder` and their bytes. left_out: how many files and folders do not."""
+    """What travels. files: paths relative to `folder` and their bytes. left_out: how many files and folders do not.
+    linked: folders that are links, which do not either."""
 
     folder: Path
     files: dict[str, int]
     left_out: int = 0
+    linked: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -63,7 +65,9 @@ class Contents:
             if self.left_out
             else ""
         )
-        return f"{len(self.files)} files, {disk_space(self.num_bytes)} ({largest}){left_out}"
+        named = ", ".join([*self.linked[:5], *(["..."] if len(self.linked) > 5 else [])])
+        linked = f"; links to folders stay here: {named}" if self.linked else ""
+        return f"{len(self.files)} files, {disk_space(self.num_bytes)} ({largest}){left_out}{linked}"
 
 
 def contents_of(folder: Path, *, max_mib: float) -> Contents:
@@ -71,17 +75,21 @@ def contents_of(folder: Path, *, max_mib: float) -> Contents:
     if not folder.is_dir():
         raise ConfigError("--working-dir", str(folder), "it is not a folder", "give the folder that your code is in")
     files: dict[str, int] = {}
+    linked: list[str] = []
     left_out, total = 0, 0
     for path, is_in in _walk(folder.resolve()):
         if not is_in:
             left_out += 1
+            continue
+        if path.is_dir():
+            linked.append(path.relative_to(folder.resolve()).as_posix())
             continue
         size = path.stat().st_size
         files[path.relative_to(folder.resolve()).as_posix()] = size
         total += size
         if len(files) > MOST_FILES:
             raise ConfigError("--working-dir", str(folder), f"it has more than {MOST_FILES:,} files", _advice([]))
-    found = Contents(folder.resolve(), files, left_out)
+    found = Contents(folder.resolve(), files, left_out, tuple(linked))
     if total > max_mib * 2**20:
         raise ConfigError(
             "--working-dir",
@@ -127,7 +135,7 @@ def pack(contents: Contents, target: Path, also: Mapping[str, str] | None = None
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Every file, and whether it travels; of a folder that does not, the folder alone."""
+    """Every file, and whether it travels; of a folder that does not, or that is a link, the folder alone."""
     from pathspec import GitIgnoreSpec
 
     specs: list[tuple[Path, GitIgnoreSpec]] = []
@@ -142,6 +150,9 @@ def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
             if name in NEVER or _is_ignored(here / name, specs, is_folder=True):
                 folders.remove(name)
                 yield here / name, False
+            elif (here / name).is_symlink():  # it may lead anywhere, also to a folder above
+                folders.remove(name)
+                yield here / name, True
         folders.sort()
         for name in sorted(names):
             path = here / name

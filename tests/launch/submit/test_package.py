@@ -44,6 +44,20 @@ def test_all_files_travel_but_those_that_ignore_files_name_and_no_job_needs(tmp_
     assert "5 files" in found.in_words() and "7 left out" in found.in_words()
 
 
+def test_a_link_to_a_folder_stays_and_is_said_and_one_to_a_file_travels_as_the_file(tmp_path):
+    made(tmp_path, project__a="1", elsewhere__b="22")
+    folder = tmp_path / "project"
+    (folder / "data").symlink_to(tmp_path / "elsewhere")
+    (folder / "round").symlink_to(folder)
+    (folder / ".venv").symlink_to(tmp_path / "elsewhere")
+    (folder / "b").symlink_to(tmp_path / "elsewhere" / "b")
+    found = contents_of(folder, max_mib=1)
+    assert found.files == {"a": 1, "b": 2} and found.linked == ("data", "round") and found.left_out == 1
+    assert "links to folders stay here: data, round" in found.in_words()
+    with pytest.raises(ConfigError, match="outside of the working directory"):
+        check_is_in(found, folder / "data" / "b", what="--config")
+
+
 def test_a_line_with_an_exclamation_mark_brings_a_file_back(tmp_path):
     made(tmp_path, a="1", b="2")
     write(tmp_path, ".gitignore", "a\nb\n")

@@ -299,7 +299,7 @@ def test_ctrl_c_asks_and_leaves_the_job_alone_unless_it_shall_stop(cluster, monk
     jobs.submit("x", name="mine", runtime_env={})
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: answer is not None))
     monkeypatch.setattr("builtins.input", lambda words: answer)
-    assert command._follow(jobs, "mine", Output(json=True)) == 0
+    assert command._follow(jobs, "mine", Output(json=True)) == (0 if stopped else 130)
     assert cluster.stopped == stopped
     err = capsys.readouterr().err
     assert err.count("one") == 1 and ("two" in err) == bool(stopped)
@@ -316,6 +316,9 @@ def test_jobs_are_listed_shown_and_stopped(cluster, capsys):
     assert "has no job of this name" in capsys.readouterr().err
     cluster.tails = [(["all"], None)]
     assert run_command(["jobs", "logs", "mine", "--follow", "--to", URL]) == 0 and capsys.readouterr().out == "all"
+    cluster.tails = [(["all"], KeyboardInterrupt())]
+    assert run_command(["jobs", "logs", "mine", "--follow", "--to", URL]) == 130
+    assert "goes on" in capsys.readouterr().err
 
 
 @pytest.fixture
