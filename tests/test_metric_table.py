@@ -1,6 +1,7 @@
 """The one table of metrics: names of MLflow and Prometheus are made of it, and code emits no others."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -11,45 +12,95 @@ from scaleray import live_metrics, metric_names
 from scaleray.metric import PREFIX, RUN_LABELS, Metric, prometheus_name
 
 PACKAGE = Path(scaleray.__file__).parent
+ROOT = PACKAGE.parent
 TABLES = {"metric.py", "metric_names.py", "live_metrics.py"}
-SECTIONS = {metric.name.partition("/")[0] for metric in metric_names.TABLE}
-RECORDED = re.compile(rf"(?:{'|'.join(SECTIONS)})/[a-z][a-z0-9_]*")
-OF_KUBERNETES = "batch/v1"
-"""Group of Kubernetes' API that reads like a metric of a batch size."""
+RECORDED = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
+SECTION = re.compile(r"[a-z][a-z0-9_]*/")
+UNITS = {metric.unit for metric in metric_names.TABLE}
+OF_OTHERS = {
+    "batch/v1", "application/json", "n/a", "launch/host", "scaleray/command", "data/packed", "gloo/transport", "archive/",
+    "data/", "scaleray/", "pod/", "cluster/",
+}  # fmt: skip
+"""Texts that read like a metric's name, or like the section of one, and are of Kubernetes, files, pages and so on."""
+STAGES_OF_A_PATH = ("distribute/", "optimise/", "validate/", "produce/")
 IN_PROMETHEUS = re.compile(rf"{PREFIX}[a-z0-9_]+")
 
 
-def texts_of_the_package():
-    """Every string of the code, docstrings among them, with its place; parts of f-strings alone."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path.name not in TABLES:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node.value
+@functools.cache
+def modules():
+    """Every module of the package but the tables, by its path."""
+    paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name not in TABLES]
+    return {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in paths}
 
 
-def test_every_name_in_the_code_stands_in_the_table():
-    strange = [
-        (place, name)
-        for place, text in texts_of_the_package()
-        for name in [text] * bool(RECORDED.fullmatch(text)) + IN_PROMETHEUS.findall(text)
-        if metric_names.find(name) is None and name not in (*metric_names.IN_PROMETHEUS, OF_KUBERNETES)
-    ]
-    assert strange == []
+def texts_of(tree):
+    """Every string of the code, docstrings among them, with its line; parts of f-strings alone."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
 
 
-def test_names_are_not_put_together_outside_the_table():
-    beginnings = tuple(f"{section}/" for section in SECTIONS)
-    put_together = [
-        f"{path.relative_to(PACKAGE)}:{node.lineno}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.name not in TABLES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.JoinedStr)
-        and isinstance(node.values[0], ast.Constant)
-        and str(node.values[0].value) in beginnings
-    ]
-    assert put_together == []
+def unknown_names(tree):
+    """Texts that read like names of metrics, and which the table lacks, with their lines."""
+    for line, text in texts_of(tree):
+        for name in [text] * bool(RECORDED.fullmatch(text)) + IN_PROMETHEUS.findall(text):
+            is_other = name in OF_OTHERS | UNITS or name.startswith(STAGES_OF_A_PATH)
+            if not is_other and metric_names.find(name) is None and name not in metric_names.IN_PROMETHEUS:
+                yield line, name
+
+
+def put_together(tree):
+    """f-strings that begin with a section of metrics, known or not, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr) and isinstance(node.values[0], ast.Constant):
+            begins = str(node.values[0].value)
+            if SECTION.fullmatch(begins) and begins not in OF_OTHERS and begins not in STAGES_OF_A_PATH:
+                yield node.lineno, begins
+
+
+def made(tree):
+    """Lines in which a `Metric` of the table's kind is made: MLflow's own class has the same name."""
+    imported = any(
+        isinstance(node, ast.ImportFrom)
+        and node.module == "scaleray.metric"
+        and "Metric" in [n.name for n in node.names]
+        for node in ast.walk(tree)
+    )
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and imported and isinstance(node.func, ast.Name) and node.func.id == "Metric":
+            yield node.lineno, "Metric("
+
+
+@pytest.mark.parametrize("looks_for", [unknown_names, put_together, made])
+def test_names_of_metrics_stand_in_the_table_alone(looks_for):
+    assert [(str(path), *found) for path, tree in modules().items() for found in looks_for(tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "looks_for"),
+    [
+        ("log({'train/lossy': 1.0})", unknown_names),
+        ("points.append(('brandnew/figure', 1.0))", unknown_names),
+        ("query = 'sum(ray_scaleray_made_up)'", unknown_names),
+        ("f'train/{name}'", put_together),
+        ("f'brandnew/{name}'", put_together),
+        ("from scaleray.metric import Metric\nMetric('perf/own', '1', 'words')", made),
+    ],
+)
+def test_a_name_that_the_table_lacks_is_found(code, looks_for):
+    assert len(list(looks_for(ast.parse(code)))) == 1
+
+
+def test_documents_and_jobs_name_no_metric_of_prometheus_that_there_is_not():
+    files = [*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("jobs/**/*.py"), *ROOT.glob("jobs/**/*.sh")]
+    named = {(path.name, name) for path in files for name in IN_PROMETHEUS.findall(path.read_text())}
+    assert len(named) > 40 and {one for one in named if one[1] not in metric_names.IN_PROMETHEUS} == set()
+
+
+def test_the_page_on_monitoring_names_metrics_of_mlflow_that_there_are():
+    words = re.findall(r"`([a-z]+/[a-z0-9_]+)`", (ROOT / "docs" / "monitoring.md").read_text())
+    known = {metric.name.partition("/")[0] for metric in metric_names.TABLE}
+    assert [word for word in words if word.partition("/")[0] in known and metric_names.find(word) is None] == []
 
 
 def test_every_metric_is_published_somewhere_under_one_name():
