@@ -28,6 +28,7 @@ ORDER = (
             "skip_on_path",
             "redo_on_path",
             "find_path",
+            "fetch_path",
             "promote",
             "check_promoted",
             "rollback",

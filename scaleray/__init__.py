@@ -26,6 +26,7 @@ _HOMES = {
     "try_on_path": "scaleray.launch.path.trials",
     "skip_on_path": "scaleray.launch.path.go",
     "redo_on_path": "scaleray.launch.path.go",
+    "fetch_path": "scaleray.launch.path.fetched",
     "check_promoted": "scaleray.launch.promote.check",
     "rollback": "scaleray.launch.promote.rollback",
     "drift": "scaleray.launch.drift.drift",
@@ -105,6 +106,7 @@ __all__ = [
     "export_experiments",
     "export_model",
     "export_weights",
+    "fetch_path",
     "find_path",
     "gate",
     "import_weights",
@@ -172,6 +174,7 @@ if TYPE_CHECKING:
         rebuild_checkpoint,
         verify_checkpoints,
     )
+    from scaleray.launch.path.fetched import fetch_path
     from scaleray.launch.path.go import next_on_path, redo_on_path, skip_on_path
     from scaleray.launch.path.state import find_path, start_path
     from scaleray.launch.path.trials import try_on_path

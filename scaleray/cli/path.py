@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 
 from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
 from scaleray.cli.output import Output, print_json
+from scaleray.cli.run_options import Uri
 from scaleray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -159,6 +160,22 @@ def redo(task: str, *, reason: str = "", name: Name = None, json: Json = False) 
     from scaleray.launch.path.go import redo_on_path
 
     return _shown(redo_on_path(task, reason, name=name), json=json, writes=True)
+
+
+@path_app.command
+def fetch(name: str, *, storage_path: str | None = None, uri: Uri = None, json: Json = False) -> int:
+    """Make a path's folder anew from its copy in MLflow: decisions and trials stay, trainings are open again.
+
+    Parameters
+    ----------
+    name
+        Name of the path.
+    storage_path
+        Folder to make it in; by default that for runs.
+    """
+    from scaleray.launch.path.fetched import fetch_path
+
+    return _shown(fetch_path(name, storage_path=storage_path, uri=uri), json=json, writes=True)
 
 
 @path_app.command

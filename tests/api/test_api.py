@@ -42,7 +42,7 @@ COMMANDS = {
     "cluster up": "cluster_up", "cluster status": "cluster_status", "cluster down": "cluster_down",
     "dashboards write": "write_dashboards", "dashboards install": "install_dashboards",
     "gate": "gate", "promote": "promote", "path start": "start_path", "path next": "next_on_path", "path try": "try_on_path",
-    "path skip": "skip_on_path", "path redo": "redo_on_path", "path status": "find_path",
+    "path skip": "skip_on_path", "path redo": "redo_on_path", "path status": "find_path", "path fetch": "fetch_path",
     "rollback": "rollback", "drift": "drift", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job", "doctor": "doctor",
     "registry list": "list_experiments", "registry curve": "experiment_curves",
     "registry export": "export_experiments", "registry invalidate": "invalidate_experiment",
@@ -53,7 +53,7 @@ OTHER_NAMES = {
 }  # fmt: skip
 """Options whose argument has another name in Python."""
 OF_A_COMMAND = {
-    "json", "once", "all_", "follow", "rows", "open_browser", "max_minutes", "fail_if_slower", "expect_steps", "overrides", "interval_s", "report", "strict", "block", "export",
+    "json", "once", "all_", "follow", "rows", "open_browser", "max_minutes", "fail_if_slower", "expect_steps", "overrides", "interval_s", "report", "strict", "block", "export", "only_print",
 }  # fmt: skip
 """What is a matter of printing, of exit codes, or of strings on a command line."""
 

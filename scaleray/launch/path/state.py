@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
@@ -30,6 +30,9 @@ from scaleray.reproducibility.fingerprint import git_state
 from scaleray.tracking.operations import LogArtifact, LogParams, SetTags
 from scaleray.tracking.store import RunStore, check_reachable, open_client, resolve_uri, sqlite_path
 from scaleray.user_name import user_or_somebody
+
+if TYPE_CHECKING:
+    from mlflow.entities import Run
 
 EXPERIMENT = "paths"
 NAME = "scaleray.path.name"
@@ -142,17 +145,23 @@ def _refuse_taken(path: PathRecord) -> None:
     if (Path(path.folder) / STATE).exists():
         taken = f"there is a path of this name in {path.folder}"
         raise UsageError("--name", path.name, taken, "scaleray path next goes on with it; or name this one otherwise")
+    if (run := copy_in_mlflow(path.tracking_uri, path.name)) is not None:
+        by, where = run.data.tags.get("mlflow.user"), run.data.params.get("folder")
+        taken = f"MLflow has a path of this name, which {by} began in {where}"
+        hint = "go on with that one, where its folder is gone after scaleray path fetch, or name this one otherwise"
+        raise UsageError("--name", path.name, taken, hint)
     check_reachable(path.tracking_uri)
-    if path.tracking_uri.startswith("sqlite:") and not sqlite_path(path.tracking_uri).exists():
-        return
-    client = open_client(path.tracking_uri)
+
+
+def copy_in_mlflow(uri: str, name: str) -> Run | None:
+    """MLflow's run of the path of this name, with its state; None where there is none. Raises TrackingError."""
+    if uri.startswith("sqlite:") and not sqlite_path(uri).exists():
+        return None
+    check_reachable(uri)
+    client = open_client(uri)
     experiment = client.get_experiment_by_name(EXPERIMENT)
     found = [] if experiment is None else client.search_runs([experiment.experiment_id])
-    for run in found:
-        if run.data.tags.get(NAME) == path.name:
-            by, where = run.data.tags.get("mlflow.user"), run.data.params.get("folder")
-            taken = f"MLflow has a path of this name, which {by} began in {where}"
-            raise UsageError("--name", path.name, taken, "go on with that one, or name this one otherwise")
+    return next((run for run in found if run.data.tags.get(NAME) == name), None)
 
 
 def _job(config: RunConfig, file: Path) -> dict[str, Any]:

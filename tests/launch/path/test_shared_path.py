@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 import scaleray
+from scaleray.cli.main import run_command
 from scaleray.errors import UsageError
+from scaleray.launch.path.fetched import fetch_path
 from scaleray.launch.path.state import find_path, locked, read, write
 from tests.other_users import users
 
@@ -72,6 +74,25 @@ def test_a_colleague_goes_on_where_the_folder_is_shared_and_is_told_where_it_is_
         assert after.decisions[-1].why == "a colleague knows better"
         assert (folder / ".lock").stat().st_uid == os.geteuid() != (folder / "path.json").stat().st_uid
         assert scaleray.redo_on_path("baseline/baseline-1", name=str(folder)).tasks[1].status == "open"
+
+
+def test_a_path_whose_folder_is_gone_goes_on_from_its_copy_in_mlflow(path, commands, tmp_path):
+    scaleray.next_on_path(path.folder)
+    scaleray.skip_on_path("distribute/doctor", "the machine is known", name=path.folder)
+    with pytest.raises(UsageError, match="it is there"):
+        fetch_path("digits", storage_path=str(tmp_path / "new"), uri=path.tracking_uri)
+    shutil.rmtree(path.folder)
+    words = ["path", "fetch", "digits", "--storage-path", str(tmp_path / "new"), "--uri", path.tracking_uri]
+    assert run_command(words) == 0
+    found = read(tmp_path / "new" / "path-digits")
+    assert [task.status for task in found.tasks[:3]] == ["open", "open", "skipped"]
+    assert found.decisions[-1].why == "the machine is known"
+    before = json.loads((tmp_path / "new/path-digits/path.before.json").read_text())
+    assert before["tasks"][0]["figures"]["samples_per_s"] == 100.0
+    after = scaleray.next_on_path(found.folder)
+    assert after.tasks[0].status == "done" and str(tmp_path / "new") in " ".join(after.tasks[0].command)
+    with pytest.raises(UsageError, match="MLflow has none of this name"):
+        fetch_path("letters", uri=path.tracking_uri)
 
 
 def test_what_cannot_be_written_is_one_message(alone, monkeypatch):
