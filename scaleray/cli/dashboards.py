@@ -17,7 +17,12 @@ dashboards_app = App(
 
 @dashboards_app.command
 def write(
-    *, folder: Path = Path("dashboards"), alerts: Path | None = None, check: bool = False, json: Json = False
+    *,
+    folder: Path = Path("dashboards"),
+    alerts: Path | None = None,
+    grafana: str | None = None,
+    check: bool = False,
+    json: Json = False,
 ) -> int:
     """Write the dashboards, the rules of alerts, and a configuration of Prometheus to begin with.
 
@@ -28,12 +33,15 @@ def write(
     alerts
         File of rules to write instead of those with the usual limits, such as the alerts.yaml in the pipeline of a
         promoted model, whose limits were measured.
+    grafana
+        Address of the Grafana, such as http://127.0.0.1:3000, that the alerts' links to their panels begin with; they
+        are paths within it otherwise.
     check
         Write nothing; exit with 1 where a file is missing or is not what would be written, as one edited by hand.
     """
     from scaleray.reports.grafana.written import write_dashboards
 
-    paths = write_dashboards(folder, alerts=alerts, check=check)
+    paths = write_dashboards(folder, alerts=alerts, grafana=grafana, check=check)
     differ = paths if check else []
     if json:
         written = {} if check else {path.name: str(path.resolve()) for path in paths}
@@ -41,7 +49,7 @@ def write(
     elif check:
         for path in differ:
             print(f"{path} {'is not what scaleray writes' if path.exists() else 'is missing'}", file=sys.stderr)
-        more = f" --alerts {alerts}" if alerts is not None else ""
+        more = f" --alerts {alerts}" if alerts is not None else f" --grafana {grafana}" if grafana else ""
         print(f"run scaleray dashboards write --folder {folder}{more}" if differ else "all files are as written")
     else:
         print("\n".join(f"wrote {path}" for path in paths))

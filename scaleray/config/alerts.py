@@ -93,6 +93,8 @@ class AlertSettings(AlertLimits):
     a resumed run needs it again, which `webhook_env` does not."""
     webhook_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """Name of an environment variable of the driver that holds the address."""
+    grafana: str | None = None
+    """Address of the Grafana that has the dashboards: what the webhook and the command get leads to its panels."""
     command: tuple[str, ...] = ()
     """Command and its arguments, run on the driver's node with the same body on its standard input."""
     timeout_s: Positive = 5.0
@@ -126,6 +128,13 @@ class AlertSettings(AlertLimits):
     def _webhook_is_an_address(cls, address: str | None) -> str | None:
         if address is not None and (problem := problem_of(address)):
             raise ValueError(f"{problem}; https://host/path is needed")
+        return address
+
+    @field_validator("grafana")
+    @classmethod
+    def _grafana_is_an_address(cls, address: str | None) -> str | None:
+        if address is not None:
+            check_grafana(address)
         return address
 
     @model_validator(mode="after")
@@ -172,6 +181,15 @@ def problem_of(address: str) -> str:
     if not is_known:
         return "it does not begin with http:// or https://"
     return "" if host else "it names no host"
+
+
+def check_grafana(address: str) -> None:
+    """Raise ValueError for what is no address of a Grafana that a link can begin with."""
+    if problem := problem_of(address):
+        raise ValueError(f"{problem}; such as http://grafana:3000")
+    parts = urllib.parse.urlsplit(address)
+    if "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError("links begin with it: give scheme, host and path alone")
 
 
 def without_secret(address: str) -> str:

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from scaleray.config.alerts import WEBHOOK, without_secret
+from scaleray.config.base import without_password
 from scaleray.config.run import RunConfig
 from scaleray.config.synonyms import NOTES, meant_by
 from scaleray.errors import ConfigError
@@ -305,5 +306,7 @@ def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> Conf
     found = entry.value if entry is not None else default
     if key == WEBHOOK and isinstance(found, str):
         found = without_secret(found)
+    elif isinstance(found, str):
+        found = without_password(found)
     message = message[0].lower() + message[1:]
     return ConfigError(what, found, f"that is not allowed: {message.rstrip('.')}", help_text)

@@ -172,6 +172,7 @@ class RunAlerts:
         self._keep(alert)
         if SEVERITIES.index(alert.severity) <= SEVERITIES.index(self.settings.least):
             about = {"run_name": self.description.run_name, "run_id": self.description.run_id, "link": self._link}
+            about["grafana"] = self.settings.grafana or ""
             body = json.dumps(webhook_body(alert, **about)).encode()
             for delivery in self._deliveries:
                 delivery.put(alert.name, body)

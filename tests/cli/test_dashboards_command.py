@@ -162,3 +162,12 @@ def test_an_address_that_is_none_is_one_message_without_its_secrets(grafana, cap
     said = refusal(capsys, 2, address)
     assert words in said and "hunter2" not in said
     assert grafana.asked == []
+
+
+def test_links_of_alerts_begin_with_the_address_of_a_grafana(tmp_path, capsys):
+    assert run_command(["dashboards", "write", "--folder", str(tmp_path), "--grafana", "http://grafana:3000/"]) == 0
+    links = [line for line in (tmp_path / "alerts.yaml").read_text().splitlines() if "panel: " in line]
+    assert len(links) >= 16 and all("panel: http://grafana:3000/d/" in line for line in links)
+    assert run_command(["dashboards", "write", "--folder", str(tmp_path), "--grafana", "ftp://me:hunter2@x"]) == 2
+    assert "hunter2" not in capsys.readouterr().err
+    assert run_command(["dashboards", "write", "--grafana", "http://a", "--alerts", "mine.yaml"]) == 2

@@ -31,6 +31,8 @@ def with_alerts(**values):
         ({"webhook": "hooks.example.com/x"}, ["alerts.webhook", "does not begin with http:// or https://"]),
         ({"webhook": "https:///x"}, ["alerts.webhook", "it names no host"]),
         ({"webhook": "https://h/x", "webhook_env": "HOOK"}, ["alerts.webhook_env are two ways"]),
+        ({"grafana": "grafana:3000"}, ["alerts.grafana", "does not begin with http:// or https://"]),
+        ({"grafana": "http://me:xyzzy@grafana"}, ["alerts.grafana", "http://me:***@grafana", "host and path alone"]),
         ({"attempts": 0}, ["alerts.attempts", "greater than or equal to 1"]),
         ({"memory_share": 95}, ["alerts.memory_share", "less than or equal to 1"]),
     ],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlencode
 
 import yaml
 
 from scaleray.config.alerts import AlertLimits
+from scaleray.metric import RUN_LABELS
 from scaleray.monitoring.dashboards.files import panel_path
 from scaleray.monitoring.rules.rule import Rule
 from scaleray.monitoring.rules.table import RULES
@@ -18,22 +20,30 @@ EVERY_S = 5
 HEAD = """# Alerts for runs of scaleray, written by `scaleray dashboards write` from scaleray/monitoring/rules/.
 # For a scrape interval of 5 s; docs/monitoring.md says what each rule means.
 """
+VARIABLES = dict(zip(("var-run", "var-run_id"), RUN_LABELS, strict=True))
+"""What a dashboard's address chooses a run by, and the labels that have it; alerts of GPUs lack them."""
+IN_TEMPLATE = "".join(
+    f"{{{{ with $labels.{label} }}}}&{variable}={{{{ . | urlquery }}}}{{{{ end }}}}"
+    for variable, label in VARIABLES.items()
+)
 
 
-def files(limits: AlertLimits | None = None) -> dict[str, str]:
-    """Files of the folder of dashboards, by name. limits: values from which on alerts are raised; None: the usual."""
-    group = {"name": "scaleray", "interval": f"{EVERY_S}s", "rules": [as_yaml(rule, limits) for rule in RULES]}
+def files(limits: AlertLimits | None = None, *, grafana: str = "") -> dict[str, str]:
+    """Files of the folder of dashboards, by name. limits: values from which on alerts are raised; None: the usual.
+    grafana: address that links to panels begin with."""
+    rules = [as_yaml(rule, limits, grafana=grafana) for rule in RULES]
+    group = {"name": "scaleray", "interval": f"{EVERY_S}s", "rules": rules}
     return {PATH: HEAD + yaml.safe_dump({"groups": [group]}, sort_keys=False, width=110, allow_unicode=True)}
 
 
-def as_yaml(rule: Rule, limits: AlertLimits | None = None) -> dict[str, Any]:
+def as_yaml(rule: Rule, limits: AlertLimits | None = None, *, grafana: str = "") -> dict[str, Any]:
     """One rule as Prometheus has it."""
     return {
         "alert": rule.alertname,
         "expr": rule.query(limits or AlertLimits()),
         **({"for": f"{rule.for_s:g}s"} if rule.for_s else {}),
         "labels": labels(rule),
-        "annotations": words(rule, rule.in_prometheus(), run="{{ $labels.ray_train_run_name | urlquery }}"),
+        "annotations": words(rule, rule.in_prometheus(), panel=panel_link(rule, IN_TEMPLATE, grafana)),
     }
 
 
@@ -42,12 +52,18 @@ def labels(rule: Rule) -> dict[str, str]:
     return {"severity": rule.severity, "source": "scaleray", "rule": rule.name}
 
 
-def words(rule: Rule, summary: str, *, run: str) -> dict[str, str]:
-    """What a person reads of an alert. run: name of the run as an address has it; of GPUs none is known, and it is
-    empty."""
-    return {"summary": summary, "costs": rule.costs, "what_to_do": rule.advice, "panel": panel_link(rule, run)}
+def words(rule: Rule, summary: str, *, panel: str) -> dict[str, str]:
+    """What a person reads of an alert. panel: see `panel_link`."""
+    return {"summary": summary, "costs": rule.costs, "what_to_do": rule.advice, "panel": panel}
 
 
-def panel_link(rule: Rule, run: str) -> str:
-    """Path in Grafana of the panel that shows it."""
-    return f"{panel_path(*rule.panel)}&var-run={run}"
+def panel_link(rule: Rule, of_run: str, grafana: str = "") -> str:
+    """Address of the panel that shows it; the path within a Grafana where no address is known. of_run: see
+    `run_in_link`."""
+    return f"{grafana.rstrip('/')}{panel_path(*rule.panel)}{of_run}"
+
+
+def run_in_link(run_name: str, run_id: str) -> str:
+    """The part of a panel's address that chooses a run."""
+    known = dict(zip(VARIABLES, (run_name, run_id), strict=True))
+    return "".join(f"&{urlencode({name: value})}" for name, value in known.items() if value)

@@ -9,10 +9,9 @@ import datetime
 import hashlib
 import json
 from typing import Any
-from urllib.parse import quote_plus
 
 from scaleray.metric import RUN_LABELS
-from scaleray.monitoring.rules.files import labels, words
+from scaleray.monitoring.rules.files import labels, panel_link, run_in_link, words
 from scaleray.monitoring.rules.table import BY_NAME
 from scaleray.records.alerts import Alert
 
@@ -20,11 +19,13 @@ NEVER = "0001-01-01T00:00:00Z"
 """End of an alert that is not over, as Alertmanager writes it."""
 
 
-def webhook_body(alert: Alert, *, run_name: str, run_id: str, link: str) -> dict[str, Any]:
-    """One alert as a notification of Alertmanager's. link: where the run is to be seen."""
+def webhook_body(alert: Alert, *, run_name: str, run_id: str, link: str, grafana: str = "") -> dict[str, Any]:
+    """One alert as a notification of Alertmanager's. link: where the run is to be seen. grafana: address of the Grafana
+    that has the dashboards."""
     rule = BY_NAME[alert.name]
     of_alert = {"alertname": rule.alertname, **dict(zip(RUN_LABELS, (run_name, run_id), strict=True)), **labels(rule)}
-    text = {**words(rule, alert.summary, run=quote_plus(run_name)), "action": alert.action}
+    panel = panel_link(rule, run_in_link(run_name, run_id), grafana)
+    text = {**words(rule, alert.summary, panel=panel), "action": alert.action}
     text["value"] = "" if alert.value is None else f"{alert.value:.6g}"
     key = json.dumps(of_alert, sort_keys=True)
     return {

@@ -6,21 +6,30 @@ from pathlib import Path
 
 import yaml
 
+from scaleray.config.alerts import check_grafana
+from scaleray.config.base import without_password
 from scaleray.errors import StorageError, UsageError, first_line
 from scaleray.monitoring.dashboards import files as dashboards
 from scaleray.monitoring.rules import files as rules
 
 
 def write_dashboards(
-    folder: str | Path = "dashboards", *, alerts: str | Path | None = None, check: bool = False
+    folder: str | Path = "dashboards",
+    *,
+    alerts: str | Path | None = None,
+    grafana: str | None = None,
+    check: bool = False,
 ) -> list[Path]:
     """Write the dashboards, the rules of alerts, and a configuration of Prometheus to begin with; gives the files.
 
-    alerts: a file of rules in place of those with the usual limits, such as a pipeline's `alerts.yaml`. check: write
-    nothing, and give the files that are missing or are not what would be written, as one edited by hand.
-    Other files in the folder stay. Raises StorageError; UsageError for a file that holds no rules.
+    alerts: a file of rules in place of those with the usual limits, such as a pipeline's `alerts.yaml`. grafana:
+    address that the links of alerts to their panels begin with. check: write nothing, and give the files that are
+    missing or are not what would be written, as one edited by hand. Other files in the folder stay. Raises
+    StorageError; UsageError for a file that holds no rules, or for no address.
     """
-    own = rules.files() if alerts is None else {rules.PATH: _rules(Path(alerts))}
+    if grafana is not None:
+        _check(grafana, alerts)
+    own = rules.files(grafana=grafana or "") if alerts is None else {rules.PATH: _rules(Path(alerts))}
     texts = {Path(folder) / name: text for name, text in {**dashboards.files(), **own}.items()}
     if check:
         return [path for path, text in texts.items() if _read(path) != text]
@@ -31,6 +40,16 @@ def write_dashboards(
     except OSError as exc:
         raise StorageError("--folder", str(folder), f"it cannot be written: {exc.strerror}", "choose another") from exc
     return list(texts)
+
+
+def _check(grafana: str, alerts: str | Path | None) -> None:
+    """Raise UsageError for an address that no link can begin with, or beside rules that have theirs."""
+    if alerts is not None:
+        raise UsageError("--grafana", grafana, "the links in the file of --alerts stay as they are", "give one of both")
+    try:
+        check_grafana(grafana)
+    except ValueError as exc:
+        raise UsageError("--grafana", without_password(grafana), str(exc)) from exc
 
 
 def _rules(file: Path) -> str:

@@ -18,7 +18,7 @@ from scaleray.text.printable import printable
 
 NARROW = 72
 SHOWN_OF_ID = 8
-"""Letters of an id, as in the legends of dashboards."""
+"""Letters of an id that tell runs of one name apart."""
 
 
 def state_line(state: LiveState) -> str:

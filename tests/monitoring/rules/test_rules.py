@@ -13,7 +13,7 @@ from rule_cases import CASES, EVERY_S, GONE, GPU, RUN, Case, Points, noisy, stil
 
 from scaleray.config.alerts import RULES as NAMES
 from scaleray.config.alerts import AlertLimits
-from scaleray.monitoring.rules.files import as_yaml, files, labels, words
+from scaleray.monitoring.rules.files import as_yaml, files, labels, panel_link, run_in_link, words
 from scaleray.monitoring.rules.judge import KEEP_S, Judge
 from scaleray.monitoring.rules.rule import Found
 from scaleray.monitoring.rules.seen import MOST_POINTS, Seen
@@ -113,7 +113,9 @@ def test_promtool_finds_nothing_in_the_file_and_its_words_are_filled_in(tmp_path
     assert checked.returncode == 0, checked.stdout + checked.stderr
     case, rule = next(case for case in CASES if case.rule == "straggler" and case.fires), BY_NAME["straggler"]
     test = as_promtool(case)
-    expected = words(rule, rule.summary.format(of="rank 1 on here", value="30%"), run=RUN["ray_train_run_name"])
+    expected = words(
+        rule, rule.summary.format(of="rank 1 on here", value="30%"), panel=panel_link(rule, run_in_link("digits", "d1"))
+    )
     test["alert_rule_test"][0]["exp_alerts"][0]["exp_annotations"] = expected
     tests = {"rule_files": ["alerts.yaml"], "evaluation_interval": f"{EVERY_S}s", "tests": [test]}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests, width=10_000))
@@ -189,3 +191,25 @@ def test_what_was_seen_is_kept_until_it_is_looked_at_and_then_forgotten():
     assert len(seen.points("ray_scaleray_loss")[0]) == 3 * MOST_POINTS, "all but as many are new"
     seen.look(3.0 * MOST_POINTS + 1)
     assert len(seen.points("ray_scaleray_loss")[0]) == MOST_POINTS
+
+
+def test_links_lead_to_a_grafana_and_name_only_what_is_known():
+    rule = BY_NAME["gpu_xid"]
+    assert panel_link(rule, run_in_link("", "")).startswith("/d/") and "var-" not in panel_link(
+        rule, run_in_link("", "")
+    )
+    link = panel_link(BY_NAME["loss_spike"], run_in_link("a&b", "d1"), "https://grafana.test/sub/")
+    assert link.startswith("https://grafana.test/sub/d/") and link.endswith("&var-run=a%26b&var-run_id=d1")
+
+
+@needs_promtool
+def test_alerts_of_gpus_lead_to_their_panel_without_a_run(tmp_path):
+    (tmp_path / "alerts.yaml").write_text(files(grafana="http://grafana:3000")["alerts.yaml"])
+    case, rule = next(case for case in CASES if case.rule == "gpu_xid" and case.fires), BY_NAME["gpu_xid"]
+    test, panel = as_promtool(case), panel_link(rule, "", "http://grafana:3000")
+    expected = words(rule, rule.summary.format(of="GPU 0 of here:9400", value="79"), panel=panel)
+    test["alert_rule_test"][0]["exp_alerts"][0]["exp_annotations"] = expected
+    tests = {"rule_files": ["alerts.yaml"], "evaluation_interval": f"{EVERY_S}s", "tests": [test]}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests, width=10_000))
+    done = subprocess.run(["promtool", "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
