@@ -52,13 +52,15 @@ def test_a_training_is_submitted_followed_and_recorded_and_a_wrong_token_is_refu
 
 
 @pytest.mark.combination
-def test_rays_own_command_runs_a_training_and_ends_with_its_exit_code(ray_head, words, tmp_path):
+def test_rays_own_command_runs_a_training_and_fails_where_that_does(ray_head, words, tmp_path):
     ray = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", ray_head.dashboard]
     training = ["python", "-m", "scaleray", "train", "-c", "run.yaml", *words]
     asked = [*ray, "--working-dir", ".", "--", *training]
     done = subprocess.run([*asked, "--tracking.run-name", "plain"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert json.loads((tmp_path / "runs" / "plain" / "record.json").read_text())["status"] == "FINISHED"
+    failed = subprocess.run([*asked, "--batch.global_size", "0"], capture_output=True, text=True, timeout=600)
+    assert failed.returncode == 1 and "batch.global_size is 0" in failed.stdout, failed.stdout[-2000:]
 
 
 @pytest.mark.combination  # a minute: Ray itself kills after three seconds, so that a checkpoint must take longer
