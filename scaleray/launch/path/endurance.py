@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -18,7 +19,7 @@ from scaleray.config.base import Target
 from scaleray.errors import ScaleRayError
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.policy_file import read_policy
-from scaleray.launch.path.commands import Outcome, folder_of, is_finished, log_of, ran, set_aside
+from scaleray.launch.path.commands import Outcome, folder_of, is_finished, log_of, of_training, ran, set_aside
 from scaleray.launch.path.figures import numbers_of
 from scaleray.launch.path.tasks import CANDIDATE, POLICY, run_folder
 from scaleray.records.path import PathRecord, PathTask
@@ -43,7 +44,9 @@ def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -
     outcome = Outcome(0) if is_finished(folder) else ran(path, task.key, words)
     if outcome.code:
         return outcome
-    return _compared(path, folder)
+    compared = _compared(path, folder)
+    figures = {**of_training(folder, path.target), **outcome.figures, **compared.figures}
+    return replace(compared, figures=figures)
 
 
 def _was_killed(folder: Path) -> bool:
