@@ -3,7 +3,8 @@
 Each asks whether a candidate is worse than a baseline by less than a margin: non-inferiority (FDA, Non-Inferiority
 Clinical Trials to Establish Effectiveness, 2016), and equivalence by two one-sided tests (Schuirmann 1987). A relative
 margin is a linear contrast of the two means, so that the baseline's own noise counts (Sasabuchi 1988; Hauschke et al.
-1999). Variances may differ (Welch). Each one-sided test errs with at most `alpha` at its margin.
+1999). Variances may differ: the test is Welch's, with fewer degrees of freedom where one side is small (`_error`).
+Each one-sided test errs with at most `alpha` at its margin.
 """
 
 from __future__ import annotations
@@ -169,13 +170,23 @@ def runs_needed(enough: Callable[[int], bool]) -> int | None:
 
 
 def _error(candidate: Runs, baseline: Runs, factor: float) -> tuple[float, float]:
-    """Standard error of candidate - factor * baseline, and its degrees of freedom (Welch and Satterthwaite)."""
+    """Standard error of candidate - factor * baseline, and its degrees of freedom: those of Welch and Satterthwaite,
+    and at most those of sides that are equally noisy.
+
+    Three runs beside ten pass 5.5 % at the margin by the former alone, 6.1 % beside thirty: where the few have little
+    spread by chance, the error is too small and the degrees of freedom are those of the many as well (4.1 % here).
+    """
+    sides = candidate, baseline
     parts = [candidate.stdev**2 / candidate.number, (factor * baseline.stdev) ** 2 / baseline.number]
-    whole = sum(parts)
-    if whole == 0:
+    if sum(parts) == 0:
         return 0.0, math.inf
-    doubt = sum(part**2 / (runs.number - 1) for part, runs in zip(parts, (candidate, baseline), strict=True))
-    return math.sqrt(whole), whole**2 / doubt
+    alike = [1 / candidate.number, factor**2 / baseline.number]
+    return math.sqrt(sum(parts)), min(_freedom(parts, sides), _freedom(alike, sides))
+
+
+def _freedom(parts: Sequence[float], sides: Sequence[Runs]) -> float:
+    """Degrees of freedom of a sum of these variances of means."""
+    return sum(parts) ** 2 / sum(part**2 / (runs.number - 1) for part, runs in zip(parts, sides, strict=True))
 
 
 def _turned(better: Better) -> Better:

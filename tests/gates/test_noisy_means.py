@@ -103,6 +103,19 @@ def test_what_no_number_of_runs_can_show_needs_none():
     assert runs_needed(lambda number: number >= 7) == 7
 
 
+@pytest.mark.parametrize(("few", "many"), [(2, 10), (3, 30)])
+def test_few_runs_beside_many_pass_at_the_margin_no_more_often_than_alpha_says(few, many):
+    random, trials = np.random.default_rng(few * many), 3000
+    sides = [random.normal(mean, 1.0, (trials, number)) for mean, number in ((11.0, few), (10.0, many))]
+    means, stdevs = [side.mean(axis=1) for side in sides], [side.std(axis=1, ddof=1) for side in sides]
+    margin, passed = Margin(1.0, is_relative=False), 0
+    for one in range(trials):
+        runs = [Runs(float(means[k][one]), float(stdevs[k][one]), (few, many)[k]) for k in range(2)]
+        found = not_worse(runs[0], runs[1], margin, better="lower")
+        passed += found is not None and found.answer == "pass"
+    assert passed <= trials * ALPHA  # by Welch's degrees of freedom alone 7.4 and 6.1 % of them
+
+
 @pytest.mark.parametrize(("number", "scales"), [(5, (1.0, 1.0)), (5, (1.0, 3.0)), (12, (2.0, 0.5))])
 def test_a_candidate_at_the_margin_passes_at_most_as_often_as_alpha_says(number, scales):
     random, margin, trials = np.random.default_rng(number), Margin(1.0, is_relative=False), 2000
