@@ -79,7 +79,7 @@ COSTS = Row(
             title="Cost of a million samples that count",
             description="The same over goodput: starts, restarts and repeated steps are paid as well. Normal: within "
             "10 % of the cost beside it.",
-            queries=(each_run(f"{COST} / {once(names.GOODPUT)}"),),
+            queries=(each_run(f"{COST} / ({once(names.GOODPUT)} > 0)"),),
             unit="none",
             minimum=0,
         ),

@@ -8,9 +8,11 @@ import io
 import json
 import multiprocessing
 import os
+import re
 from pathlib import Path
 
 import pytest
+from shown_progress import shown
 
 from scaleray.config import load_config
 from scaleray.errors import ClusterError, ConfigError, PeerLostError, RunFailedError
@@ -136,6 +138,24 @@ def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(st
     assert client.get_run(record.run_id).info.status == "FINISHED"
     assert all(client.get_run(p.run_id).data.metrics["point/world_size"] == p.workers for p in found.values())
     assert record.mlflow_link.endswith(record.run_id[:12])
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_study_says_how_many_turns_it_has_taken_and_how_long_the_others_will(study, monkeypatch, is_terminal):
+    class Seen(Workers):
+        def turn(self, rung):
+            seen.look()
+            return super().turn(rung)
+
+    with shown(monkeypatch, is_terminal=is_terminal) as seen:
+        study(workers=Seen())
+    assert len(seen.views) == 9 and "left" not in seen.views[0]
+    (line,) = [line for line in seen.views[-1].splitlines() if "8 of 9 turns" in line]
+    assert (
+        re.search(r"8 of 9 turns, about 11 min \d+ s left$", line.rstrip())
+        and len(line) <= 80
+        and ("━" in line) == is_terminal
+    )
 
 
 def test_what_was_measured_is_reused_and_named_and_can_be_forced_anew(study):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from shown_progress import shown
 from test_interrupt import placement_groups, wait_for_no_actors
 from waiting import wait_until
 
@@ -55,18 +57,33 @@ def children(record):
     return client.get_run(record.run_id), client.search_runs([record.experiment_id], query)
 
 
-def test_trials_of_two_workers_one_of_which_fails_and_one_that_never_fits(ray_session, tmp_path):
-    said = []
-    record = run(
-        tmp_path,
-        {"stop.at": "val/loss <= 0.3", "optimizer.learning_rate": 0.05},
-        said=said,
-        batch_sizes="8,16,128",
-        workers_per_trial=2,
-        search="grid",
-        vary=("workload.args.fail_at=0,3",),
-        seeds=2,
-    )
+class Said(list):
+    """What a sweep says; whoever sees its stages looks with each line."""
+
+    def __init__(self, seen):
+        self.seen = seen
+
+    def append(self, line):
+        super().append(line)
+        self.seen.look()
+
+
+def test_trials_of_two_workers_one_of_which_fails_and_one_that_never_fits(ray_session, tmp_path, monkeypatch):
+    with shown(monkeypatch, is_terminal=True) as seen:
+        said = Said(seen)
+        record = run(
+            tmp_path,
+            {"stop.at": "val/loss <= 0.3", "optimizer.learning_rate": 0.05},
+            said=said,
+            batch_sizes="8,16,128",
+            workers_per_trial=2,
+            search="grid",
+            vary=("workload.args.fail_at=0,3",),
+            seeds=2,
+        )
+    of_trials = [line for view in seen.views for line in view.splitlines() if "trials, about" in line]
+    assert of_trials and all("━" in line and line.rstrip().endswith("left") and len(line) <= 80 for line in of_trials)
+    assert any(re.match(r"trial +\d+/\d+ \|", line.strip()) for line in said), "a line for each trial, also in a pipe"
     by_kind = {}
     for trial in record.trials:
         by_kind.setdefault((trial.batch_size, trial.settings["workload.args.fail_at"]), []).append(trial)

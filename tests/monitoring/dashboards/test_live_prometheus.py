@@ -1,6 +1,7 @@
 """Every query of the dashboards is asked of a Prometheus that scrapes two live runs, one on Ray and one without it.
 
-GPUs are those of a stand-in for NVIDIA's exporter. What studies and sweeps fill is in `test_live_studies.py`.
+GPUs are those of a stand-in for NVIDIA's exporter, and a slow link is what a recorder hears of one: the measurement itself
+is tested beside its code. What studies and sweeps fill is in `test_live_studies.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import shutil
 
 import pytest
 from live_queries import OF_MEASURED, PANELS, PATIENCE_S, filled, labels_that_are_missing, values_of, without_values
+from live_states import describe, step
 from waiting import wait_until
 
 from jobs import watch
@@ -19,6 +21,8 @@ from scaleray.launch.cluster.head import local_head
 from scaleray.launch.cluster.own_ray import free_port
 from scaleray.monitoring.dashboards.files import DASHBOARDS
 from scaleray.monitoring.rules import files as rules
+from scaleray.records.published import LinksMeasured, PublishedFacts
+from scaleray.tracking.recorder import Recorder
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,16 +42,30 @@ WITHOUT_RAY = (
 LABEL_VALUES = re.compile(r"label_values\((.*), (\w+)\)")
 
 
+@contextlib.contextmanager
+def run_with_a_slow_link(folder, port):
+    """A recorder that serves what its run has measured of its links."""
+    store = f"sqlite:///{folder / 'links.db'}"
+    recorder = Recorder(describe(store, folder, run_name="links", published=PublishedFacts(port=port)))
+    recorder.start()
+    recorder.log([step(1), LinksMeasured(1, "2", "1", 1e6, 1e8)])
+    try:
+        yield
+    finally:
+        recorder.finish("FINISHED", metrics={}, tags={}, files={})
+        recorder.close()
+
+
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
     """A Prometheus that scrapes two runs."""
-    folder, port = tmp_path_factory.mktemp("watched"), free_port()
+    folder, port, of_links = tmp_path_factory.mktemp("watched"), free_port(), free_port()
     (folder / "alerts.yaml").write_text(rules.files()["alerts.yaml"])
     with contextlib.ExitStack() as stack:
         head = stack.enter_context(local_head(num_cpus=watch.CPUS))
         targets = {
             "ray_targets": [str(watch.service_discovery(head))],
-            "run_targets": [f"127.0.0.1:{port}"],
+            "run_targets": [f"127.0.0.1:{port}", f"127.0.0.1:{of_links}"],
             "gpu_targets": [f"127.0.0.1:{stack.enter_context(exporting(StandInGpus()))}"],
         }
         path, files = watch.found(watch.PROMETHEUS), [str(folder / "alerts.yaml")]
@@ -58,11 +76,12 @@ def address(tmp_path_factory):
         (folder / "local").mkdir()
         alone = (*WITHOUT_RAY, "--monitoring.port", str(port))
         stack.enter_context(watch.training(None, folder / "local", *EXPECTED, *alone))
+        stack.enter_context(run_with_a_slow_link(folder, of_links))
         yield found
 
 
 def test_every_query_has_values(address):
-    panels = [(name, panel) for name, panel in PANELS if panel.needs not in {*OF_MEASURED, "slow link"}]
+    panels = [(name, panel) for name, panel in PANELS if panel.needs not in OF_MEASURED]
     assert without_values(address, panels) == set()
 
 
@@ -94,7 +113,8 @@ def test_both_runs_are_on_the_panel_of_throughput(address):
     expr, runs = panel("run", "Throughput").queries[0].expr, set()
 
     def both_are_seen():
-        runs.update(one["metric"]["ray_train_run_name"].endswith("-local") for one in values_of(address, expr))
+        names = {one["metric"]["ray_train_run_name"] for one in values_of(address, expr)} - {"links"}
+        runs.update(name.endswith("-local") for name in names)
         return runs == {True, False}
 
     wait_until(both_are_seen, seconds=PATIENCE_S)
