@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,6 +60,16 @@ class Machine:
         """Let its link be as fast as it can."""
         for end, device in self.ends():
             subprocess.run([*end, "delete", "dev", device, "root"], capture_output=True)
+
+    def held_back(self) -> list[int]:
+        """How many packets its limited link has let wait, in each direction."""
+        told = [
+            subprocess.run(["tc", "-s", *end[1:], "show", "dev", device], capture_output=True, text=True, check=True)
+            for end, device in self.ends()
+        ]
+        return [
+            int(found[1]) for one in told if (found := re.search(r"qdisc tbf.*?overlimits (\d+)", one.stdout, re.S))
+        ]
 
     def ends(self) -> list[tuple[list[str], str]]:
         """The commands and devices of the two ends of its link: what comes to it, and what it sends."""

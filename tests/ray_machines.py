@@ -49,9 +49,9 @@ class RayMachines:
         """Start the head."""
         self._ray(self.head, "--head", f"--port={PORT}", "--include-dashboard=false", *words, **variables)
 
-    def join(self, machine: Machine, *words: str) -> None:
+    def join(self, machine: Machine, *words: str, **variables: str) -> None:
         """Let a machine be a node."""
-        self._ray(machine, f"--address={self.address}", *words)
+        self._ray(machine, f"--address={self.address}", *words, **variables)
 
     def _ray(self, machine: Machine, *words: str, **variables: str) -> None:
         command = ["ray", "start", f"--node-ip-address={machine.address}", *SIZES, *words]

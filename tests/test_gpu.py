@@ -46,6 +46,19 @@ def test_digits_learn_through_ray_train_and_nccl(tmp_path):
     assert record.environment["workers"][0]["accelerators"]["nccl"]
 
 
+def test_doctor_sees_the_cards_of_this_machine_and_measures_each(tmp_path):
+    record = scaleray.doctor(local=True, storage=str(tmp_path / "runs"), uri=f"sqlite:///{tmp_path}/mlflow.db")
+    [node] = record.measured.nodes
+    assert len(node.gpus) == node.torch_gpus == torch.cuda.device_count() and node.accelerators["driver"]
+    checks = {check.name: check for check in record.checks}
+    assert checks["GPUs visible"].verdict == checks["GPU drivers"].verdict == "green"
+    if checks["GPUs idle"].verdict == "green":
+        assert [rate.device for rate in record.measured.rates] == [f"GPU {n}" for n in range(len(node.gpus))]
+        assert all(rate.flops_per_s > 1e12 for rate in record.measured.rates), "a card, not the processor"
+    else:
+        assert "in use" in record.measured.not_measured["rates"]
+
+
 @pytest.mark.parametrize("num_rows", [32, 5])
 @pytest.mark.parametrize("float8", ["tensorwise", "rowwise"])
 def test_float8_products_are_those_that_emulation_gives(float8, num_rows):

@@ -1,6 +1,5 @@
 """The machines that tests of several nodes run on."""
 
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -37,15 +36,6 @@ def send(sender, receiver, size):
         assert int(server.stdout.readline()) == size
 
 
-def held_back(machine):
-    """How many packets its link has let wait, in each direction."""
-    told = [
-        subprocess.run(["tc", "-s", *end[1:], "show", "dev", device], capture_output=True, text=True, check=True).stdout
-        for end, device in machine.ends()
-    ]
-    return [int(re.search(r"overlimits (\d+)", text)[1]) if " rate 8Mbit" in text else None for text in told]
-
-
 def test_a_machine_has_a_name_processes_and_temporary_files_of_its_own(tmp_path):
     (tmp_path / "for_all").write_text("here")
     with machines(2, tmp_path) as (one, two):
@@ -61,12 +51,12 @@ def test_a_machine_has_a_name_processes_and_temporary_files_of_its_own(tmp_path)
         before = two.received_bytes()
         send(one, two, 10**6)
         assert 10**6 < two.received_bytes() - before < 2 * 10**6
-        to, back = held_back(two)
+        to, back = two.held_back()
         assert to > 10 and back == 0
         send(two, one, 10**6)
-        assert held_back(two)[1] > 10
+        assert two.held_back()[1] > 10
         two.lift_limit()
-        assert held_back(two) == [None, None]
+        assert two.held_back() == []
         with ThreadPoolExecutor() as pool:
             sleeping = pool.submit(subprocess.run, two.command(["sleep", "600"]), check=False)
             wait_until(lambda: "sleep" in run(two, "sh", "-c", "cat /proc/[0-9]*/comm"), seconds=60)

@@ -43,13 +43,17 @@ ROWS, WIDTH = 20_000, 400
 def sharded(cluster):
     """A training on four workers with two replicas; gives the cluster, and how much each machine of workers received."""
     ray, others = cluster
-    (layout := ray.folder / "layout").mkdir()
     before = [machine.received_bytes() for machine in others]
+    train_sharded(ray, "sharded", ray.folder / "layout")
+    return ray, others, [machine.received_bytes() - one for machine, one in zip(others, before, strict=True)]
+
+
+def train_sharded(ray, name, layout):
+    layout.mkdir()
     options = {**of_sharded(layout), "scale.workers": "4", "scale.label-selector": "{kind: worker}"}
     fsdp = {"strategy.name": "fsdp", "fsdp.replicas": "2", "fsdp.wrap": "class", "fsdp.wrap-classes": "[Linear]"}
-    process = ray.train(ray.head, "sharded", {**options, **fsdp})
-    assert process.wait(timeout=500) == 0, ray.said("sharded")
-    return ray, others, [machine.received_bytes() - one for machine, one in zip(others, before, strict=True)]
+    process = ray.train(ray.head, name, {**options, **fsdp})
+    assert process.wait(timeout=500) == 0, ray.said(name)
 
 
 def of_sharded(folder):
@@ -89,6 +93,22 @@ def test_rows_come_to_a_machine_once_for_all_its_workers_and_epochs(sharded):
     size = ROWS * WIDTH * 4
     for received in sharded[2]:
         assert size < received < 1.6 * size  # with gradients, code, and what workers tell of themselves
+
+
+def test_links_that_pass_200_mbit_change_no_loss(sharded):
+    ray, others, _ = sharded
+    for machine in others:
+        machine.limit("200mbit")
+    try:
+        train_sharded(ray, "limited", ray.folder / "layout of limited")
+        waited = [machine.held_back() for machine in others]
+    finally:
+        for machine in others:
+            machine.lift_limit()
+    assert all(coming > 10 for coming, _ in waited), "the rows alone are more than passes at once"
+    ours, unlimited = ([float(row["loss"]) for row in ray.rows(name)] for name in ("limited", "sharded"))
+    assert len(ours) == 80
+    np.testing.assert_allclose(ours, unlimited, rtol=1e-12)  # the same ranks add up in the same order
 
 
 def test_workers_fill_one_machine_and_go_on_on_another_when_it_is_lost(cluster):
