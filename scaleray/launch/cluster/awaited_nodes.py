@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from scaleray.config import RunConfig
@@ -25,25 +26,23 @@ def nodes_for(config: RunConfig, *, option: str = "", look: Callable[[], list[No
     nodes, wait_s = look(), config.scale.wait_for_nodes_s
     if not wait_s or _missing(config, nodes, option) is None:
         return nodes
-    deadline = time.monotonic() + wait_s
-    _ask_for(config)
-    try:
-        needed = config.scale.min_workers
-        with stage("waiting for nodes of the cluster", total=needed, unit="workers have room") as shown:
-            while (missing := _missing(config, nodes, option)) is not None:
-                shown.done = min(needed, num_workers_possible(config, nodes))
-                shown.note = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} up"
-                if time.monotonic() > deadline:
-                    raise ClusterError(
-                        missing.what,
-                        missing.found,
-                        f"{missing.allowed} after {wait_s:g} s of waiting (scale.wait_for_nodes_s)",
-                        f"{missing.hint}; what the cluster does to get nodes: ray status --address ADDRESS",
-                    ) from missing
-                time.sleep(LOOK_S)
-                nodes = look()
-    finally:
-        _ask_for(None)  # from now on the run's own workers ask
+    deadline, needed = time.monotonic() + wait_s, config.scale.min_workers
+    with (
+        _asking_for(config),
+        stage("waiting for nodes of the cluster", total=needed, unit="workers have room") as shown,
+    ):
+        while (missing := _missing(config, nodes, option)) is not None:
+            shown.done = min(needed, num_workers_possible(config, nodes))
+            shown.note = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} up"
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    missing.what,
+                    missing.found,
+                    f"{missing.allowed} after {wait_s:g} s of waiting (scale.wait_for_nodes_s)",
+                    f"{missing.hint}; what the cluster does to get nodes: ray status --address ADDRESS",
+                ) from missing
+            time.sleep(LOOK_S)
+            nodes = look()
     return nodes
 
 
@@ -58,22 +57,46 @@ def _missing(config: RunConfig, nodes: Sequence[Node], option: str) -> ClusterEr
 def bundles_of(config: RunConfig) -> list[dict[str, Any]]:
     """What Ray's autoscaler is asked for: the workers' resources, and those of the input."""
     scale = config.scale
-    worker = {"CPU": scale.cpus_per_worker, **({"GPU": scale.gpus} if scale.gpus else {})}
     more = [{"CPU": config.data.reserved_cpus}] if config.data.reserved_cpus else []
-    return [dict(worker) for _ in range(scale.max_workers)] + more
+    if scale.placement == "STRICT_PACK":  # as one, that must find room on one node
+        return [{name: amount * scale.min_workers for name, amount in _of_a_worker(config).items()}, *more]
+    return [_of_a_worker(config) for _ in range(scale.max_workers)] + more
 
 
-def _ask_for(config: RunConfig | None) -> None:
-    """Ask the cluster's autoscaler, where it has one, for what the run needs; None takes the question back."""
+def _of_a_worker(config: RunConfig) -> dict[str, Any]:
+    scale = config.scale
+    return {"CPU": scale.cpus_per_worker, **({"GPU": scale.gpus} if scale.gpus else {})}
+
+
+@contextlib.contextmanager
+def _asking_for(config: RunConfig) -> Iterator[None]:
+    """Ask the cluster's autoscaler, where it has one, for what the run needs; afterwards the run's own workers ask."""
     from ray.autoscaler.sdk import request_resources
 
-    if config is None:
-        request_resources(bundles=[])
+    bundles, labels = bundles_of(config), dict(config.scale.label_selector)
+    num_workers = len(bundles) - bool(config.data.reserved_cpus)
+    selectors = [labels] * num_workers + [{}] * (len(bundles) - num_workers)
+    request_resources(bundles=bundles, **({"bundle_label_selectors": selectors} if labels else {}))
+    with _apart(config, labels):
+        try:
+            yield
+        finally:
+            request_resources(bundles=[])
+
+
+@contextlib.contextmanager
+def _apart(config: RunConfig, labels: dict[str, str]) -> Iterator[None]:
+    """Ask for a node for each worker under STRICT_SPREAD: requests for resources alone know nothing of nodes, and one
+    large node would do for them."""
+    if config.scale.placement != "STRICT_SPREAD":
+        yield
         return
-    bundles = bundles_of(config)
-    labels = dict(config.scale.label_selector)
-    if labels:
-        selectors = [labels] * config.scale.max_workers + [{}] * (len(bundles) - config.scale.max_workers)
-        request_resources(bundles=bundles, bundle_label_selectors=selectors)
-    else:
-        request_resources(bundles=bundles)
+    from ray.util import placement_group, remove_placement_group
+
+    bundles = [_of_a_worker(config) for _ in range(config.scale.min_workers)]
+    selectors = {"bundle_label_selector": [labels] * len(bundles)} if labels else {}
+    group = placement_group(bundles, strategy="STRICT_SPREAD", **selectors)
+    try:
+        yield
+    finally:
+        remove_placement_group(group)

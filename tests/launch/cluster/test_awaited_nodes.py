@@ -139,3 +139,31 @@ def test_an_elastic_run_starts_with_its_fewest_workers_and_asks_for_all(asked):
     options = {"scale.workers": {"min": 1, "max": 3}, "scale.wait_for_nodes_s": 60, "data.reserved_cpus": 0}
     assert len(awaited_nodes.nodes_for(config(**options), look=growing(0, 1))) == 1
     assert asked[0] == {"bundles": [{"CPU": 1.0}] * 3}
+
+
+def test_workers_of_one_node_are_asked_for_as_one(asked):
+    options = {"scale.placement": "STRICT_PACK", "scale.wait_for_nodes_s": 1, "scale.label_selector": {"zone": "z1"}}
+    with pytest.raises(ClusterError):
+        awaited_nodes.nodes_for(config(**options, **{"data.reserved_cpus": 1}), look=growing(0))
+    assert asked[0] == {"bundles": [{"CPU": 3.0}, {"CPU": 1.0}], "bundle_label_selectors": [{"zone": "z1"}, {}]}
+
+
+@pytest.mark.parametrize(
+    ("labels", "more"), [({}, {}), ({"zone": "z1"}, {"bundle_label_selector": [{"zone": "z1"}] * 3})]
+)
+def test_workers_of_a_node_each_are_asked_for_as_a_group_that_is_given_back(asked, monkeypatch, labels, more):
+    made, removed = [], []
+
+    def placement_group(bundles, **how):
+        made.append((bundles, how))
+        return "the group"
+
+    monkeypatch.setattr("ray.util.placement_group", placement_group)
+    monkeypatch.setattr("ray.util.remove_placement_group", removed.append)
+    options = {"scale.placement": "STRICT_SPREAD", "scale.wait_for_nodes_s": 10, "scale.label_selector": labels}
+    large = [node(8, **labels)]
+    with pytest.raises(ClusterError, match="can hold 1 after 10 s"):
+        awaited_nodes.nodes_for(config(**options), look=lambda: large)
+    assert made == [([{"CPU": 1.0}] * 3, {"strategy": "STRICT_SPREAD", **more})] and removed == ["the group"]
+    found = awaited_nodes.nodes_for(config(**options), look=lambda: large * 3)
+    assert len(found) == 3 and len(made) == 1  # there is room: nothing is asked
