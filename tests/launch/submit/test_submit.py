@@ -4,9 +4,7 @@ import asyncio
 import dataclasses
 import json
 import sys
-import threading
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -319,69 +317,3 @@ def test_jobs_are_listed_shown_and_stopped(cluster, capsys):
     cluster.tails = [(["all"], KeyboardInterrupt())]
     assert run_command(["jobs", "logs", "mine", "--follow", "--to", URL]) == 130
     assert "goes on" in capsys.readouterr().err
-
-
-@pytest.fixture
-def server():
-    """A server on a port of its own that answers with what the test puts into `answers`, by path."""
-    answers, seen = {}, []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            seen.append((self.path, self.headers.get("Authorization")))
-            code, text = answers.get(self.path, (404, "no"))
-            self.send_response(code)
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *words):
-            pass
-
-    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield SimpleNamespace(url=f"http://127.0.0.1:{made.server_port}", answers=answers, seen=seen)
-    made.shutdown()
-    made.server_close()
-
-
-def test_a_dashboard_tells_its_versions_to_whoever_has_its_token(project, server, monkeypatch):
-    server.answers["/api/version"] = (200, '{"ray_version": "2.60.0"}')
-    assert jobs_api._check(server.url) == ("2.60.0", "")
-    server.answers["/api/v0/cluster_metadata"] = (200, '{"data": {"pythonVersion": "3.11.2"}}')
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "open-sesame\n")
-    assert jobs_api._check(server.url) == ("2.60.0", "3.11.2")
-    assert server.seen[-1][1] == "Bearer open-sesame"
-
-
-@pytest.mark.parametrize(
-    ("answer", "token", "said"),
-    [
-        ((401, "no"), None, "the token is missing, but the cluster at .* asks for one"),
-        ((401, "no"), "wrong", "the token is 'not accepted'|the token is not accepted"),
-        ((500, "oops"), None, "it answers with 500"),
-        ((404, ""), None, "no Ray dashboard"),
-        ((200, "<html>"), None, "no Ray dashboard"),
-        ((200, "[]"), None, "no Ray dashboard"),
-    ],
-)
-def test_a_cluster_that_does_not_let_in_or_is_none_is_one_message(project, server, monkeypatch, answer, token, said):
-    server.answers["/api/version"] = answer
-    if token:
-        monkeypatch.setenv("RAY_AUTH_MODE", "token")
-        monkeypatch.setenv("RAY_AUTH_TOKEN", token)
-    with pytest.raises(ClusterError, match=said) as raised:
-        Jobs(server.url)
-    assert "wrong" not in str(raised.value)
-
-
-def test_an_address_at_which_nothing_answers_or_never_is_one_message(project, monkeypatch):
-    import socket
-
-    with pytest.raises(ClusterError, match="nothing answers there"):
-        Jobs("http://127.0.0.1:1")
-    with pytest.raises(ClusterError, match="nothing answers there"):
-        Jobs("http://no-such-host.invalid:8265")
-    monkeypatch.setattr(jobs_api, "ANSWER_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ClusterError, match="does not answer within"):
-        Jobs(f"http://127.0.0.1:{silent.getsockname()[1]}")
