@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import t
+from scipy.special import stdtrit
 
 ALPHA = 0.05
 LEAST_REFERENCE = 4
@@ -40,7 +40,7 @@ class ReferencePoint:
     def slowest_allowed(self, submitted: int, *, alpha: float = ALPHA) -> float:
         """The smallest mean that `submitted` runs may have, the left out ones not counted."""
         freedom = self.number + submitted - 2
-        reach = float(t.ppf(1 - alpha, freedom)) * self.stdev * math.sqrt(1 / self.number + 1 / submitted)
+        reach = float(stdtrit(freedom, 1 - alpha)) * self.stdev * math.sqrt(1 / self.number + 1 / submitted)
         return max(0.0, self.mean - reach)
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy.stats import nct, t
+from scipy.special import stdtr, stdtrit
+from scipy.stats import nct
 
 from scaleray.gates.answer import Answer
 
@@ -93,9 +94,9 @@ def not_worse(
     if error == 0:  # nothing moves at all: the means are known exactly
         answer: Answer = "pass" if beyond < 0 else "fail"
         return MarginTest(answer, worse, worse, worse, float(beyond >= 0))
-    p_value, critical = float(t.cdf(beyond / error, freedom)), float(t.ppf(1 - alpha, freedom))
+    p_value, critical = float(stdtr(freedom, beyond / error)), float(stdtrit(freedom, 1 - alpha))
     own_error, own_freedom = _error(candidate, baseline, 1.0)
-    half = float(t.ppf(1 - alpha, own_freedom)) * own_error
+    half = float(stdtrit(own_freedom, 1 - alpha)) * own_error
     answer = "pass" if p_value <= alpha else "fail" if beyond / error > critical else "inconclusive"
     return MarginTest(answer, worse, worse - half, worse + half, p_value)
 
@@ -122,7 +123,7 @@ def power(candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, al
     error, freedom = _error(candidate, baseline, margin.factor(better))
     if error == 0:
         return 1.0
-    critical = float(t.ppf(1 - alpha, freedom))
+    critical = float(stdtrit(freedom, 1 - alpha))
     return float(nct.sf(critical, freedom, margin.amount(baseline.mean) / error))
 
 
@@ -135,7 +136,7 @@ def power_of_both(candidate: Runs, baseline: Runs, margin: Margin, *, better: Be
 def above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> tuple[Answer, float, float]:
     """Whether a mean is above a limit by the whole of its interval, which holds it with confidence 1 - alpha: `pass`,
     `fail` where all of it is below, else `inconclusive`; and the two ends. At least two runs."""
-    half = float(t.ppf(1 - alpha / 2, runs.number - 1)) * runs.stdev / math.sqrt(runs.number)
+    half = float(stdtrit(runs.number - 1, 1 - alpha / 2)) * runs.stdev / math.sqrt(runs.number)
     low, high = runs.mean - half, runs.mean + half
     return "pass" if low > limit else "fail" if high < limit else "inconclusive", low, high
 
@@ -146,7 +147,7 @@ def power_above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> float:
         return float(runs.mean > limit)
     freedom = runs.number - 1
     away = (runs.mean - limit) / runs.stdev * math.sqrt(runs.number)
-    return float(nct.sf(float(t.ppf(1 - alpha / 2, freedom)), freedom, away))
+    return float(nct.sf(float(stdtrit(freedom, 1 - alpha / 2)), freedom, away))
 
 
 def runs_needed_above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 
-from scipy.stats import t
+from scipy.special import stdtrit
 
 from scaleray.gates.answer import Check, GateResult, gate_of
 from scaleray.gates.noisy_means import Runs, power_above, runs_needed_above
@@ -94,4 +94,4 @@ def _noise(found: CurvePoint) -> Runs:
     tells."""
     value, turns = found.efficiency.value, len(found.point.turns)
     half = math.log(value / found.efficiency.low)
-    return Runs(math.log(value), half / float(t.ppf(0.975, turns - 1)) * math.sqrt(turns), turns)
+    return Runs(math.log(value), half / float(stdtrit(turns - 1, 0.975)) * math.sqrt(turns), turns)
