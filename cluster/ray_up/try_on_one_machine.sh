@@ -59,13 +59,31 @@ remove_network() { # name, machines; what runs there ends
   ip link delete "$network" 2>/dev/null
 }
 
-need ip nsenter unshare ssh ssh-keygen rsync python ray setpriv
+need ip nsenter unshare ssh ssh-keygen rsync python ray
 seen_by_all "$project" "$environment"
 user=trainer number=48123
-for path in "$project/scaleray" "$environment/bin/ray"; do
-  setpriv --reuid="$number" --regid="$number" --clear-groups test -r "$path" ||
-    { echo "skipped: $path can be read by nobody but its owner, and the machines have a user of their own"; exit 75; }
-done
+places=("$project" "$environment" "$(python -c 'import sys; print(sys.base_prefix)')") # what the user needs
+
+closed_above() { # the topmost folder above a path that only its owner may enter; none: all may
+  local at='' part parts
+  IFS=/ read -r -a parts <<<"${1#/}"
+  for part in "${parts[@]}"; do
+    at+=/$part
+    case $(stat -Lc %A "$at") in *x | *t) ;; *) echo "$at" && return ;; esac
+  done
+}
+open_places() { # for a machine alone: places below such folders, and nothing beside them
+  local place closed
+  mount -t tmpfs -o mode=755 tmpfs /mnt
+  for place in "$@"; do
+    if [ -n "$(closed_above "$place")" ]; then mkdir -p "/mnt$place" && mount --bind "$place" "/mnt$place"; fi
+  done
+  for place in "$@"; do
+    closed=$(closed_above "$place")
+    if [ -n "$closed" ]; then mount --rbind "/mnt$closed" "$closed"; fi
+  done
+}
+export -f closed_above open_places
 sshd=$(command -v sshd || echo /usr/sbin/sshd)
 [ -x "$sshd" ] || { echo "skipped: sshd is not installed"; exit 75; }
 
@@ -105,12 +123,13 @@ start_machine() { # name, last number of its address
   run_machine "$name" "$1" bash -c '
     set -e
     hostname "$1"
+    open_places "${@:5}"
     mount --bind "$2/$1/passwd" /etc/passwd
     mount --bind "$2/$1/tmp" /tmp
     mount -t tmpfs -o size=8g tmpfs /dev/shm
     "$3" -D -e -f /dev/null -h "$2/host_key" -o ListenAddress="$4" -o PasswordAuthentication=no -o UsePAM=no \
       -o PermitRootLogin=no -o PidFile=none &
-    wait' machine "$1" "$work" "$sshd" "$network.$2" >"$work/$1/out" 2>&1 &
+    wait' machine "$1" "$work" "$sshd" "$network.$2" "${places[@]}" >"$work/$1/out" 2>&1 &
   started+=("$!")
 }
 start_machine n1 11

@@ -6,6 +6,8 @@ import copy
 import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -145,7 +147,10 @@ def test_the_command_checks_these_files_too(tmp_path, capsys):
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("sshd") is None, reason="needs root and an ssh server")
 def test_ray_up_starts_two_machines_over_ssh_and_ends_them():
     script = CLUSTER / "ray_up" / "try_on_one_machine.sh"
-    done = subprocess.run([str(script)], cwd=ROOT, capture_output=True, text=True, timeout=850)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ray and python of this environment
+    done = subprocess.run(
+        [str(script)], cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=850
+    )
     if done.returncode == 75:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0 and done.stdout.strip().endswith("all is well"), (
