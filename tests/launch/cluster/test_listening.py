@@ -67,6 +67,13 @@ def test_a_training_on_a_ray_of_its_own_has_no_port_for_another_host_and_none_of
     assert token not in lists and not processes(mark)
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "auth_token"]
     assert len(files) > 3 and not [path for path in files if token.encode() in path.read_bytes()]
+    assert len(logs := logs_of("ray")) > 3 and token.encode() not in b"".join(logs)
+
+
+def logs_of(folder):
+    """What Ray's processes have written in this folder of the user."""
+    found = own_folder.own_folder().glob(f"{folder}/session_2*/logs/**/*")
+    return [path.read_bytes() for path in found if path.is_file()]
 
 
 def test_an_address_that_only_loopback_answers_is_told_from_one_of_the_machine():
@@ -118,6 +125,7 @@ def test_what_torch_compiles_lies_in_the_folder_of_this_user_alone_unless_the_us
     assert os.environ[own_folder.COMPILED] == "/elsewhere"
 
 
+AFTER = "tests/launch/cluster/after_a_training.py"
 COMMANDS = {
     "train with a dashboard": ["-m", "scaleray", "train", *LONG, "--scale.dashboard", "true", "--monitoring.port", "0"],
     "profile": ["-m", "scaleray", "profile", "-c", "jobs/digits.yaml", "--scale.workers", "2", "--steps", "2000"],
@@ -132,10 +140,16 @@ COMMANDS = {
     "tracking ui": ["-m", "scaleray", "tracking", "ui", "--port", "0"],
     "cluster up": ["-m", "scaleray", "cluster", "up", "of-a-test", "--nodes", "2", "--cpus", "1", "--block"],
     "demo": ["-m", "jobs.demo"],
+    "watch": ["-m", "jobs.watch"],
+    "evaluate": [AFTER, "evaluate"],
+    "predict": [AFTER, "predict"],
+    "path": [AFTER, "path"],
 }
 NEEDS_NO_PORT = ("train --local",)
 WITHOUT_RAY = ("check", "doctor", "train --local", "verify --local", "study --local", "tracking ui")
 WATCHED_S = 60
+SCRIPTS_S = 150
+"""For commands that follow others."""
 UNSETTLED = ("nothing", "too busy to answer")
 """A server that has just been started takes connections before it answers; one that says this is asked again."""
 
@@ -150,7 +164,7 @@ def test_no_command_listens_for_other_hosts_and_ray_answers_nobody_without_a_tok
         ) as (process, mark),
     ):
         seen, answers = set(), {}
-        deadline = time.monotonic() + WATCHED_S
+        deadline = time.monotonic() + (SCRIPTS_S if AFTER in COMMANDS[name] else WATCHED_S)
         while process.poll() is None and time.monotonic() < deadline:
             for port in ports(mark):
                 seen.add(port)
@@ -183,18 +197,18 @@ def test_a_cluster_of_this_machine_lets_nobody_in_without_its_token_and_is_gone_
         return done.returncode, json.loads(done.stdout or "{}"), done.stderr
 
     try:
-        code, found, said = cluster("up", "--nodes", "2", "--cpus", "1")
+        code, found, said = cluster("up", "--nodes", "3", "--cpus", "1")
         assert code == 0, said
         [up] = found["clusters"]
         assert [(node["name"], node["state"], node["resources"]) for node in up["nodes"]] == [
-            ("head", "up", {"CPU": 1.0}), ("node-1", "up", {"CPU": 1.0}),
-        ]  # fmt: skip
+            (node, "up", {"CPU": 1.0}) for node in ("head", "node-1", "node-2")
+        ]
         opened = ports(mark)
         assert all(port.is_on_loopback for port in opened), opened
         for token in (None, "0" * 64):
             answers = {port: answer(port, token) for port in opened}
             said = [words(statuses) for statuses in answers.values()]
-            assert said.count("a token is wanted") >= 8, answers  # control store, client, dashboard; two of each node
+            assert said.count("a token is wanted") >= 9, answers  # control store, client, dashboard; two of each node
             assert set(said) <= {"a token is wanted", "metrics or MLflow", "a page without data", *UNSETTLED}, answers
             # Ray's client, whoever reaches which may run code
             assert [s[CLIENT] for s in answers.values() if s.get(CLIENT, "UNIMPLEMENTED") != "UNIMPLEMENTED"] == [
@@ -212,7 +226,8 @@ def test_a_cluster_of_this_machine_lets_nobody_in_without_its_token_and_is_gone_
         psutil.Process(up["nodes"][1]["pid"]).kill()
         wait_until(lambda: not psutil.pid_exists(up["nodes"][1]["pid"]), seconds=60)
         code, found, _ = cluster("status")
-        assert code == 1 and [node["state"] for node in found["clusters"][0]["nodes"]] == ["up", "lost"]
+        assert code == 1 and [node["state"] for node in found["clusters"][0]["nodes"]] == ["up", "lost", "up"]
+        assert len(logs := logs_of(f"c-{name}/*")) > 3 and own.encode() not in b"".join(logs)
     finally:
         down = cluster("down")
         left = processes(mark)

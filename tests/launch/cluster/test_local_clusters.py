@@ -1,4 +1,4 @@
-"""`scaleray cluster up`, `status` and `down`: what is remembered, whom they end, and one cluster of three nodes live."""
+"""`scaleray cluster up`, `status` and `down`: what is remembered, and whom they end. `test_listening.py` has one live."""
 
 import json
 import os
