@@ -288,7 +288,8 @@ def _wait(run: subprocess.Popen[bytes], seconds: float | None) -> None:
     while deadline is None or time.monotonic() < deadline:
         if not has_ended and run.poll() is not None:
             has_ended = True
-            print("the training has ended; Prometheus has its course until Ctrl-C", flush=True)
+            how = f"failed with exit code {run.returncode}, see above" if run.returncode else "ended"
+            print(f"the training has {how}; Prometheus has its course until Ctrl-C", flush=True)
         time.sleep(0.5)
 
 
