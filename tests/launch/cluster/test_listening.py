@@ -64,7 +64,8 @@ def test_a_training_on_a_ray_of_its_own_has_no_port_for_another_host_and_none_of
         lists = "".join(" ".join(p.cmdline()) for p in processes(mark))
     token = (tmp_path / ".ray" / "auth_token").read_text()
     assert stat.S_IMODE((tmp_path / ".ray" / "auth_token").stat().st_mode) == 0o600 and len(token) == 64
-    assert token not in lists and not processes(mark)
+    assert token not in lists
+    wait_until(lambda: not processes(mark), seconds=60)
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "auth_token"]
     assert len(files) > 3 and not [path for path in files if token.encode() in path.read_bytes()]
     assert len(logs := logs_of("ray")) > 3 and token.encode() not in b"".join(logs)
@@ -150,11 +151,14 @@ WITHOUT_RAY = ("check", "doctor", "train --local", "verify --local", "study --lo
 WATCHED_S = 60
 SCRIPTS_S = 150
 """For commands that follow others."""
+LOADED_S = 500
+"""How long a command that has not opened its ports yet is waited for, on a machine with other work."""
 UNSETTLED = ("nothing", "too busy to answer")
 """A server that has just been started takes connections before it answers; one that says this is asked again."""
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_command_listens_for_other_hosts_and_ray_answers_nobody_without_a_token(name, tmp_path):
     with (
@@ -163,9 +167,9 @@ def test_no_command_listens_for_other_hosts_and_ray_answers_nobody_without_a_tok
             [sys.executable, *COMMANDS[name]], of_home(tmp_path), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
         ) as (process, mark),
     ):
-        seen, answers = set(), {}
-        deadline = time.monotonic() + (SCRIPTS_S if AFTER in COMMANDS[name] else WATCHED_S)
-        while process.poll() is None and time.monotonic() < deadline:
+        seen, answers, begun = set(), {}, time.monotonic()
+        least_s = SCRIPTS_S if AFTER in COMMANDS[name] else WATCHED_S
+        while process.poll() is None and time.monotonic() - begun < (least_s if are_up(name, answers) else LOADED_S):
             for port in ports(mark):
                 seen.add(port)
                 if words(answers.get(port, {})) in UNSETTLED:
@@ -174,15 +178,21 @@ def test_no_command_listens_for_other_hosts_and_ray_answers_nobody_without_a_tok
         *(f"{port.address}:{port.number} {port.process[-60:]} {words(answers.get(port, {}))}" for port in seen),
         sep="\n",
     )
-    assert not processes(mark)
+    wait_until(lambda: not processes(mark), seconds=60)  # those that were killed take a moment to be gone
     assert seen or name in NEEDS_NO_PORT, (tmp_path / "output").read_text()[-2000:]
     assert all(port.is_on_loopback for port in seen), seen
     for statuses in answers.values():
         assert words(statuses) in (*UNSETTLED, "a token is wanted", "metrics or MLflow", "a page without data"), (
             statuses
         )
-    if name not in WITHOUT_RAY:
-        assert [words(statuses) for statuses in answers.values()].count("a token is wanted") >= 3, answers
+    assert are_up(name, answers), answers
+
+
+def are_up(name, answers):
+    """Whether the ports that the command must have were there, and answered what they must."""
+    if name in WITHOUT_RAY:
+        return bool(answers) or name in NEEDS_NO_PORT
+    return [words(statuses) for statuses in answers.values()].count("a token is wanted") >= 3
 
 
 @pytest.mark.ray
