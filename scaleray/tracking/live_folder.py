@@ -22,20 +22,36 @@ from scaleray.tracking.alerts_file import alerts_in
 from scaleray.tracking.live_run import Curve
 
 RUN, STEPS, LOCK = "run.json", "steps.csv", ".lock"
+LAST_WORDS = (
+    "epoch", "learning_rate", "grad_norm", "loss_scale", "curve", "step_time_s", "samples_per_s", "tokens_per_s",
+    "input_wait_share", "best_samples_per_s", "metrics", "repeated_steps", "goodput", "checkpoint_step",
+    "checkpoint_at", "phases", "ranks",
+)  # fmt: skip
+"""What a run says of itself that still holds when it has ended."""
 ASKED = {"sweep.json": "sweep", "study.json": "study"}
 
 
 def state_in_folder(folder: Path) -> LiveState | None:
     """What the folder tells of its run now; None where it is not one of a run, study or sweep."""
     live, record = _live(folder), _record(folder)
-    if live is not None and record is not None and not live.has_ended:
-        written_at = (folder / RECORD).stat().st_mtime
-        live = live if (live.seen_at or 0.0) > written_at else None  # a run that goes on has the record of its end
+    if record is not None and (live is None or (not live.has_ended and _is_older(live, folder))):
+        state = of_record(record, folder)
+        return _with_alerts(state if live is None else _with_its_last_words(state, live), folder)
     if live is not None:
         return _with_alerts(as_lost(live), folder)
-    if record is not None:
-        return _with_alerts(of_record(record, folder), folder)
     return _without_either(folder)
+
+
+def _is_older(live: LiveState, folder: Path) -> bool:
+    """Whether a state is older than the record: a run that goes on has that of its first end."""
+    return (live.seen_at or 0.0) <= (folder / RECORD).stat().st_mtime
+
+
+def _with_its_last_words(ended: LiveState, live: LiveState) -> LiveState:
+    """The state of a record with what the run last said of itself, where the record has nothing of it: it is written a
+    moment before the run's last words are."""
+    lacking = {name: getattr(live, name) for name in LAST_WORDS if not getattr(ended, name)}
+    return dataclasses.replace(ended, **lacking)
 
 
 def as_lost(state: LiveState) -> LiveState:

@@ -75,6 +75,17 @@ def test_a_record_that_is_newer_than_the_last_sign_of_life_says_how_the_run_ende
     assert (state_in_folder(folder).status, state_in_folder(folder).verdict) == ("FAILED", "it broke")
 
 
+def test_the_last_look_at_a_run_has_what_its_record_lacks(folder):
+    """The record is written a moment before the run's last words: whoever watches ends with what is seen then."""
+    live = live_state(seen_at=time.time() - 60)
+    write(folder, live)
+    write_record(folder, status="KILLED", steps=460, samples_per_s=None, step_time_s=None, profile=None)
+    state = state_in_folder(folder)
+    assert (state.status, state.step, state.left_s) == ("KILLED", 460, None)
+    assert state.samples_per_s == live.samples_per_s and state.ranks == live.ranks and state.phases == live.phases
+    assert (state.goodput, state.checkpoint_step) == (live.goodput, live.checkpoint_step) and state.goodput
+
+
 def test_a_run_of_before_there_was_a_live_state_is_shown_from_its_record_and_steps(folder):
     record = write_record(folder)
     write_steps(folder, 12)
