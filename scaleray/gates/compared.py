@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from scaleray.gates.answer import Check
@@ -20,15 +21,22 @@ def compared(
     alpha: float,
     min_runs: int,
     ask_for: AskFor = "not worse",
+    of_logs: bool = False,
 ) -> Check:
-    """Whether the first of two sides is not worse than the second by the margin, or equal within it."""
+    """Whether the first of two sides is not worse than the second by the margin, or equal within it.
+
+    of_logs: the runs are of logarithms, so that the absolute margin is one of a ratio; told are geometric means, and
+    what is worse as a share.
+    """
     candidate, baseline = runs
-    allowed = f"{100 * margin.size:g} %" if margin.is_relative else f"{margin.size:.4g}"
+    mean: Callable[[float], float] = math.exp if of_logs else float
+    apart: Callable[[float], float] = math.expm1 if of_logs else float
+    allowed = f"{100 * apart(margin.size):.4g} %" if margin.is_relative or of_logs else f"{margin.size:.4g}"
     what = f"{what}: {ask_for}, within {allowed}"
     test, chance = (equal, power_of_both) if ask_for == "equal" else (not_worse, power)
     found = test(candidate, baseline, margin, better=better, alpha=alpha)
-    shown = f"{candidate.mean:.6g} against {baseline.mean:.6g}"
-    numbers = {"candidate": candidate.mean, "baseline": baseline.mean}
+    numbers = {"candidate": mean(candidate.mean), "baseline": mean(baseline.mean)}
+    shown = f"{numbers['candidate']:.6g} against {numbers['baseline']:.6g}"
     if found is None:
         words = f"{shown}; one run says nothing of its noise"
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=min_runs)
@@ -38,11 +46,12 @@ def compared(
         return chance(*sides, margin, better=better, alpha=alpha) >= POWER
 
     needed, sure = runs_needed(enough), f"{100 * (1 - alpha):g} %"
-    words = f"{shown}: worse by {found.worse:.3g} ({found.low:.3g} to {found.high:.3g}, each end with {sure})"
+    worse, low, high = apart(found.worse), apart(found.low), apart(found.high)
+    words = f"{shown}: worse by {worse:.3g} ({low:.3g} to {high:.3g}, each end with {sure})"
     if found.answer == "inconclusive" and needed is None:
         words += f"; a margin of {allowed} is too narrow for this noise"
     elif found.answer == "fail":
         words += f"; that is beyond the margin of {allowed}"
-    numbers |= {"worse": found.worse, "low": found.low, "high": found.high, "p_value": found.p_value}
+    numbers |= {"worse": worse, "low": low, "high": high, "p_value": found.p_value}
     likely = chance(candidate, baseline, margin, better=better, alpha=alpha)
     return Check(what=what, answer=found.answer, words=words, numbers=numbers, power=likely, runs_needed=needed)

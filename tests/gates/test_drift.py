@@ -10,6 +10,7 @@ import pytest
 
 from scaleray.data import ArraySource
 from scaleray.data.described import columns_of
+from scaleray.gates import compared
 from scaleray.gates.drift import data_gate, speed_gate
 from scaleray.gates.policy import DriftPolicy
 from tests.recorded_runs import ENVIRONMENT, a_run
@@ -50,6 +51,25 @@ class TestSpeed:
             check.numbers["candidate"] == pytest.approx(1 / 700, rel=0.01)
             and "beyond the margin of 10 %" in check.words
         )
+
+    def test_the_margin_is_one_of_the_ratio_of_geometric_means(self):
+        assert speed_gate(runs([910, 911, 912]), runs([1000, 1001, 999]), policy=POLICY).answer == "pass"
+        result = speed_gate(runs([905, 906, 904]), runs([1000, 1001, 999]), policy=POLICY)
+        assert result.answer == "fail"
+        (check,) = [check for check in result.checks if check.what.startswith("s per sample")]
+        assert check.what == "s per sample: not worse, within 10 %"
+        assert check.numbers["worse"] == pytest.approx(1000 / 905 - 1, rel=1e-4)
+        assert check.numbers["baseline"] == pytest.approx(1e-3, rel=1e-4)
+
+    def test_slowdowns_of_a_busy_machine_pass_at_the_margin_no_more_often_than_alpha_says(self, monkeypatch):
+        monkeypatch.setattr(compared, "runs_needed", lambda enough: None)  # most of the time, and no part of the answer
+        random, passed, trials = np.random.default_rng(0), 0, 1500
+        for _ in range(trials):
+            today, then = (np.exp(random.normal(0, 0.68, number)) for number in (3, 10))
+            passed += (
+                speed_gate(runs(list(1000 / 1.1 / today)), runs(list(1000 / then)), policy=POLICY).answer == "pass"
+            )
+        assert passed <= 0.05 * trials
 
     def test_two_runs_beside_many_are_too_few_whatever_their_speed(self):
         result = speed_gate(runs([1000, 1001]), runs([1000] * 9 + [1001]), policy=POLICY)
