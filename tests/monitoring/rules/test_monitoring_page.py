@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
@@ -17,7 +18,8 @@ from scaleray.records.phases import PARTS
 from scaleray.records.published import RankSample
 from scaleray.records.sweep import Trial
 
-PAGE = (Path(__file__).parents[3] / "docs" / "monitoring.md").read_text()
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "monitoring.md").read_text()
 ROWS = [
     [cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if re.match(r"\| `\w+` \| \d", line)
 ]
@@ -39,6 +41,16 @@ def test_each_rule_was_delivered_live_or_the_table_says_why_not(row):
     is_judged = BY_NAME[rule.strip("`")].predicate is not None
     assert re.fullmatch(r"\d+ s", by_prometheus)
     assert re.fullmatch(r"\d+ s", by_itself) if is_judged else by_itself == "not judged"
+
+
+def test_seconds_are_those_of_the_newest_results():
+    measured = {}
+    for path in sorted((ROOT / "jobs" / "benchmarks" / "results").glob("alerts*.json")):
+        for rule, found in json.loads(path.read_text())["rules"].items():
+            if None not in found["seconds"]:
+                measured[rule] = [f"{seconds:.0f} s" for seconds in found["seconds"]]
+    told = {row[0].strip("`"): [cell for cell in row[4:] if cell.endswith(" s")] for row in ROWS}
+    assert len(measured) > 20 and {rule: told[rule] for rule in measured} == measured
 
 
 def series_of(kind, trials):
