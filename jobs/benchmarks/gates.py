@@ -1,9 +1,11 @@
 """How often the gates pass what is worse by their margin, and refuse what is as good, on the noise of real runs.
 
-    python jobs/benchmarks/gates.py --runs FOLDER [--study FOLDER] [--trials 2000] [--drift]
+    python jobs/benchmarks/gates.py --runs FOLDER --study FOLDER [--train 24] [--trials 2000] [--only GATE ...]
 
-FOLDER holds trainings that differ in their seed alone (and their records); the study's folder a scaling study. Each
-trial draws runs (or turns) with replacement, moves one side so that the truth is known, and asks the gate.
+FOLDER of `--runs` holds trainings that differ in their seed alone; `--train` makes those of the digits that it lacks (one
+worker, an evaluation after every step). The study's folder is that of a scaling study. Each trial draws runs (or turns)
+with replacement, moves one side so that the truth is known, and asks the gate. Rows go to a page and a JSON file under
+`results/`; with `--only` those of other gates stay as they are there.
 """
 
 from __future__ import annotations
@@ -11,20 +13,29 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
+import os
 import statistics
+import subprocess
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
+import scaleray
 from scaleray.config.base import Target
 from scaleray.data import ArraySource
 from scaleray.data.described import columns_of
+from scaleray.gates import compared, operations
+from scaleray.gates import scaling as scaling_gates
 from scaleray.gates.answer import GateResult
 from scaleray.gates.convergence import Learning, convergence_gate
 from scaleray.gates.drift import data_gate, speed_gate
-from scaleray.gates.policy import ConvergencePolicy, DriftPolicy, ScalingPolicy
+from scaleray.gates.operations import Operated, operations_gate
+from scaleray.gates.policy import ConvergencePolicy, DriftPolicy, OperationsPolicy, ScalingPolicy
 from scaleray.gates.scaling import scaling_gate
 from scaleray.launch.gate.evidence import learning
 from scaleray.records.read import FILE, read_record
@@ -33,9 +44,16 @@ from scaleray.records.study import StudyRecord
 from scaleray.scaling.curves.efficiency import curve_points
 from scaleray.tracking.find_record import find_run
 
-STEPS = 40
+STEPS = 8
 """Steps of a turn that are kept, evenly over it: what turns differ by counts, and bootstraps of long ones take long."""
+TARGET = Target.parse("test/accuracy >= 0.95")
+MARGIN, METRIC_MARGIN = 0.2, 0.02
+QUIET = 0.05
+"""Standard deviation of the logarithm to which noise is scaled, for machines of one's own."""
+RESULTS = Path(__file__).parent / "results"
 Draw = Callable[[np.random.Generator], GateResult]
+Row = tuple[str, str, str, Draw]
+"""Gate, truth, number of runs or turns, and what draws a trial."""
 
 
 def rates(draw: Draw, *, trials: int, seed: int) -> dict[str, float]:
@@ -45,23 +63,54 @@ def rates(draw: Draw, *, trials: int, seed: int) -> dict[str, float]:
     return {answer: found[answer] / trials for answer in ("pass", "fail", "inconclusive")}
 
 
-def pool_of(folder: Path, target: Target) -> list[Learning]:
-    """How each training in the folder learned; those that never reached the target are left out, and counted."""
-    runs = [learning(find_run(str(path.parent)), target, None) for path in sorted(folder.glob(f"*/{FILE}"))]
-    reached = [run for run in runs if run.samples_to_target is not None]
-    print(f"{len(runs)} trainings, {len(reached)} reached {target}")
-    efforts = [run.samples_to_target for run in reached if run.samples_to_target is not None]
-    print(f"samples to it: mean {statistics.mean(efforts):.0f}, standard deviation {statistics.stdev(efforts):.0f}, "
-          f"evaluations {reached[0].every_samples:.0f} apart")  # fmt: skip
-    return reached
+def interval(share: float, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share that was counted."""
+    z = 1.96
+    middle, half = share + z**2 / 2 / trials, z * math.sqrt(share * (1 - share) / trials + z**2 / 4 / trials**2)
+    return (middle - half) / (1 + z**2 / trials), (middle + half) / (1 + z**2 / trials)
 
 
-def convergence(pool: list[Learning], target: Target, policy: ConvergencePolicy, number: int, *, effort: float,
-                value: float) -> Draw:  # fmt: skip
-    """Trials of the gate `convergence`. effort: true samples of the candidate over the baseline's; value: by how much
-    its metric is truly worse."""
-    worse = -value if target.comparison == ">=" else value
-    assert all(run.value is not None for run in pool)
+def train(folder: Path, number: int) -> None:
+    """The trainings of the digits that a folder lacks, one after the other."""
+    for seed in range(number):
+        if (folder / f"seed-{seed}" / FILE).is_file():
+            continue
+        words = ["train", "-c", "jobs/digits.yaml", "--local", "--evaluation.every", "1 steps", "--seed", str(seed),
+                 "--checkpoint.storage-path", str(folder), "--tracking.run-name", f"seed-{seed}",
+                 "--tracking.uri", f"sqlite:///{folder.absolute().parent}/mlflow.db"]  # fmt: skip
+        subprocess.run([sys.executable, "-m", "scaleray", *words], check=True)
+
+
+def convergence_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
+    """The gate `convergence`, asked for not worse and for equal."""
+    runs = [learning(find_run(str(path.parent)), TARGET, None) for path in sorted(folder.glob(f"*/{FILE}"))]
+    pool = [run for run in runs if run.samples_to_target is not None]
+    efforts = [run.samples_to_target for run in pool if run.samples_to_target is not None]
+    notes.append(
+        f"convergence: {len(runs)} trainings, {len(pool)} reached {TARGET} after {statistics.mean(efforts):.0f} samples "
+        f"(standard deviation {statistics.stdev(efforts):.0f}, evaluations {pool[0].every_samples:.0f} apart); margins "
+        f"{MARGIN:.0%} of the samples and {METRIC_MARGIN:g} of the last value"
+    )
+    base = ConvergencePolicy(margin=MARGIN, metric_margin=METRIC_MARGIN)
+    alone = base.model_copy(update={"not_faster_than_chance": False})
+    for number in (5, 10):
+        for truth, effort, value, policy in (
+            ("as good", 1.0, 0.0, base),
+            ("as good, without MLPerf's test", 1.0, 0.0, alone),
+            (f"{MARGIN:.0%} more samples", 1 + MARGIN, 0.0, alone),
+            (f"{METRIC_MARGIN:g} worse at the end", 1.0, METRIC_MARGIN, alone),
+            (f"{2 * MARGIN:.0%} more samples", 1 + 2 * MARGIN, 0.0, alone),
+        ):
+            yield "convergence", truth, f"{number}", _learned(pool, policy, number, effort=effort, value=value)
+    equal = alone.model_copy(update={"ask_for": "equal"})
+    for number in (5, 10, 20):
+        for truth, effort in (("as good", 1.0), (f"{MARGIN:.0%} more samples", 1 + MARGIN),
+                              (f"{MARGIN:.0%} fewer samples", 1 - MARGIN)):  # fmt: skip
+            yield "convergence, equal", truth, f"{number}", _learned(pool, equal, number, effort=effort, value=0.0)
+
+
+def _learned(pool: list[Learning], policy: ConvergencePolicy, number: int, *, effort: float, value: float) -> Draw:
+    worse = -value if TARGET.comparison == ">=" else value
 
     def draw(random: np.random.Generator) -> GateResult:
         sides = [[pool[i] for i in random.integers(len(pool), size=number)] for _ in range(2)]
@@ -69,135 +118,200 @@ def convergence(pool: list[Learning], target: Target, policy: ConvergencePolicy,
             dataclasses.replace(run, samples_to_target=run.samples_to_target * effort, value=run.value + worse)  # type: ignore[operator]
             for run in sides[0]
         ]
-        return convergence_gate(candidates, sides[1], target=target, policy=policy)
+        return convergence_gate(candidates, sides[1], target=TARGET, policy=policy)
 
     return draw
 
 
-def scaling(study: StudyRecord, policy: ScalingPolicy, *, efficiency: float, turns: int) -> Draw:
-    """Trials of the gate `scaling` on the largest point of the study, whose true efficiency is given: turns are drawn
-    with replacement, those of the larger point with their time scaled."""
+def scaling_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
+    """The gate `scaling` on the turns of a study, as they were and with their noise scaled down."""
+    study = read_record(folder)
+    assert isinstance(study, StudyRecord)
+    policy = ScalingPolicy()
     curve = next(one for one in study.curves if one.mode == policy.mode)
-    base, largest = curve.points[0].point, curve.points[-1].point
-    pooled = [statistics.median(step for turn in one.turns for step in turn) for one in (base, largest)]
-    factor = pooled[0] * base.workers / largest.workers / efficiency / pooled[1]
+    largest = curve.points[-1].point
+    medians = [math.log(statistics.median(turn)) for turn in largest.turns]
+    spread = statistics.stdev(medians)
+    notes.append(
+        f"scaling: {len(medians)} turns of 1 and {largest.workers} workers of the digits; medians of turns of the larger "
+        f"size differ by {spread:.0%} (standard deviation of the logarithm), scaled to {QUIET:.0%} where a row says quiet"
+    )
+    for quiet, scale in (("", 1.0), (", quiet", QUIET / spread)):
+        for turns in (3, 5):
+            for efficiency in (policy.min_efficiency, 0.9):
+                truth = f"efficiency {efficiency:g}, asked {policy.min_efficiency:g}{quiet}"
+                yield "scaling", truth, f"{turns}", _scaled(study, policy, efficiency, turns, scale)
+
+
+def _scaled(study: StudyRecord, policy: ScalingPolicy, efficiency: float, turns: int, scale: float) -> Draw:
+    """Trials on the largest point of the study, whose true efficiency is given: turns are drawn with replacement, those
+    of the larger point with their time scaled. scale: factor of the noise, as of its logarithm."""
+    curve = next(one for one in study.curves if one.mode == policy.mode)
+    points = [curve.points[0].point, curve.points[-1].point]
+    logs = [[np.log(turn[:: len(turn) // STEPS or 1]) for turn in one.turns] for one in points]
+    # what the truth is of: the median over all steps, of which drawn turns are a sample
+    middle = [float(np.median(np.concatenate(one))) for one in logs]
+    ratio = math.log(points[0].workers / points[1].workers / efficiency)
 
     def draw(random: np.random.Generator) -> GateResult:
-        points = [
-            dataclasses.replace(
-                one,
-                turns=[
-                    [step * scale for step in one.turns[i][:: len(one.turns[i]) // STEPS or 1]]
-                    for i in random.integers(len(one.turns), size=turns)
-                ],
-                rounds=[],
-                marks=[],
-            )
-            for one, scale in ((base, 1.0), (largest, factor))
-        ]
-        drawn = dataclasses.replace(study, curves=[dataclasses.replace(curve, points=curve_points(points))])
-        return scaling_gate(drawn, workers=largest.workers, policy=policy)
+        drawn = []
+        for point, turned, center, moved in zip(points, logs, middle, (0.0, ratio), strict=True):
+            chosen = [turned[i] for i in random.integers(len(turned), size=turns)]
+            steps = [list(np.exp(scale * (one - center) + moved)) for one in chosen]
+            drawn.append(dataclasses.replace(point, turns=steps, rounds=[], marks=[]))
+        record = dataclasses.replace(study, curves=[dataclasses.replace(curve, points=curve_points(drawn))])
+        return scaling_gate(record, workers=points[1].workers, policy=policy)
 
     return draw
 
 
-def speed(pool: list[RunRecord], policy: DriftPolicy, *, number: int, slower: float) -> Draw:
-    """Trials of drift's gate `speed`: `number` runs of today, whose samples truly take so much longer, against five."""
+def operations_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
+    """The goodput of `operations`, whose mean is moved beside a limit."""
+    pool = [run for run in _records(folder) if run.profile and run.profile.goodput]
+    shares = [run.profile.goodput.shares()["productive"] for run in pool if run.profile and run.profile.goodput]
+    mean, limit = statistics.mean(shares), 0.5
+    spread = statistics.stdev(shares) / mean
+    notes.append(f"operations: goodput of {len(pool)} trainings, which differ by {spread:.0%} of their mean")
+    for number in (3, 5):
+        for truth, to in (
+            ("goodput at the limit", limit),
+            ("20 % above it", 1.2 * limit),
+            ("20 % below it", 0.8 * limit),
+        ):
 
-    def draw(random: np.random.Generator) -> GateResult:
-        today, then = ([pool[i] for i in random.integers(len(pool), size=size)] for size in (number, 5))
-        changed = [dataclasses.replace(run, samples_per_s=(run.samples_per_s or 0) / (1 + slower)) for run in today]
-        return speed_gate(changed, then, policy=policy)
+            def draw(random: np.random.Generator, to: float = to, number: int = number) -> GateResult:
+                chosen = random.integers(len(pool), size=number)
+                runs = [_with_goodput(pool[i], shares[i] * to / mean) for i in chosen]
+                policy = OperationsPolicy(min_goodput=limit, no_alerts_of=())
+                return operations_gate([Operated(run) for run in runs], policy=policy)
 
-    return draw
+            yield "operations, goodput", truth, f"{number}", draw
 
 
-def data(pool: list[RunRecord], policy: DriftPolicy, *, rows: int, shift: float) -> Draw:
-    """Trials of drift's gate `data` on rows of the digits, of which those of today are moved by so many standard
-    deviations of their means."""
+def _with_goodput(run: RunRecord, share: float) -> RunRecord:
+    assert run.profile is not None and run.profile.goodput is not None
+    goodput = dataclasses.replace(run.profile.goodput, elapsed_s=1.0, seconds={"productive": share})
+    return dataclasses.replace(run, status="FINISHED", profile=dataclasses.replace(run.profile, goodput=goodput))
+
+
+def speed_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
+    """The gate `speed` of drift, with the noise as it was and scaled down."""
+    pool, policy = [run for run in _records(folder) if run.samples_per_s], DriftPolicy()
+    logs = np.log([run.samples_per_s or 1.0 for run in pool])
+    spread = float(logs.std(ddof=1))
+    notes.append(
+        f"drift, speed: {len(pool)} trainings, whose speeds differ by {spread:.0%} (standard deviation of the logarithm), "
+        f"scaled to {QUIET:.0%} where a row says quiet; margin {policy.margin_slower:.0%}"
+    )
+    for quiet, scale in (("", 1.0), (", quiet", QUIET / spread)):
+        times = np.exp(-scale * (logs - logs.mean()))
+        for today, then in ((3, 5), (3, 10), (5, 5)):
+            for slower in (0.0, policy.margin_slower, 2 * policy.margin_slower):
+
+                def draw(
+                    random: np.random.Generator,
+                    times: np.ndarray = times,
+                    sizes: tuple[int, int] = (today, then),
+                    factors: tuple[float, float] = (1 + slower, 1.0),
+                ) -> GateResult:
+                    sides = [
+                        [dataclasses.replace(pool[0], samples_per_s=1 / (times[i] * by))
+                         for i in random.integers(len(times), size=size)]
+                        for size, by in zip(sizes, factors, strict=True)
+                    ]  # fmt: skip
+                    return speed_gate(sides[0], sides[1], policy=policy)
+
+                truth = f"{slower:.0%} slower{quiet}" if slower else f"as fast{quiet}"
+                yield "drift, speed", truth, f"{today}, {then}", draw
+
+
+def data_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
+    """The gate `data` of drift on rows of the digits, of which today's are moved by deviations of their means."""
     from sklearn.datasets import load_digits
 
-    images = load_digits().data / 16
-    moved = shift * float(images.mean(axis=1).std(ddof=1))
+    run, images, policy = _records(folder)[0], load_digits().data / 16, DriftPolicy()
+    spread = float(images.mean(axis=1).std(ddof=1))
+    notes.append(f"drift, data: images of the digits; margin {policy.margin_shift:g} deviations of a row's mean")
+    for rows in (100, 1000):
+        for shift in (0.0, policy.margin_shift, 2 * policy.margin_shift):
 
-    def draw(random: np.random.Generator) -> GateResult:
-        sides = [images[random.integers(len(images), size=rows)] + by for by in (moved, 0.0)]
-        facts = [{"x": {"rows": rows, "columns": columns_of(ArraySource({"image": side}))}} for side in sides]
-        today, then = (dataclasses.replace(pool[0], data=one) for one in facts)
-        return data_gate([today], [then], policy=policy)
+            def draw(random: np.random.Generator, rows: int = rows, by: float = shift * spread) -> GateResult:
+                sides = [images[random.integers(len(images), size=rows)] + moved for moved in (by, 0.0)]
+                facts = [{"x": {"rows": rows, "columns": columns_of(ArraySource({"image": side}))}} for side in sides]
+                today, then = (dataclasses.replace(run, data=one) for one in facts)
+                return data_gate([today], [then], policy=policy)
 
-    return draw
+            truth = f"mean moved by {shift:g} deviations" if shift else "the same kind of rows"
+            yield "drift, data", truth, f"{rows} rows", draw
 
 
-def drift_rows(folder: Path, show: Callable[[str, str, int, Draw], None]) -> None:
-    """Print the rows of drift's gates. show: prints one."""
+def _records(folder: Path) -> list[RunRecord]:
     found = [read_record(path.parent) for path in sorted(folder.glob(f"*/{FILE}"))]
-    pool = [run for run in found if isinstance(run, RunRecord) and run.samples_per_s]
-    speeds = [run.samples_per_s or 0.0 for run in pool]
-    print(
-        f"{len(pool)} speeds, standard deviation {statistics.stdev(speeds) / statistics.mean(speeds):.1%} of the mean"
-    )
-    limit = DriftPolicy()
-    for number in (3, 5):
-        for slower in (0.0, limit.margin_slower, 2 * limit.margin_slower):
-            show("speed", f"{slower:.0%} slower", number, speed(pool, limit, number=number, slower=slower))
-    for shift in (0.0, limit.margin_shift, 2 * limit.margin_shift):
-        show("data", f"mean moved by {shift:g} deviations", 1000, data(pool, limit, rows=1000, shift=shift))
+    return [run for run in found if isinstance(run, RunRecord)]
+
+
+def skip_what_changes_no_answer() -> None:
+    """Leave out the power and the runs that it takes, which cost most of a trial's time and decide nothing."""
+    compared.power = compared.power_of_both = lambda *sides, **more: math.nan  # type: ignore[assignment]
+    compared.runs_needed = lambda enough: None
+    for gate in (scaling_gates, operations):
+        gate.power_above, gate.runs_needed_above = (lambda *more: math.nan), (lambda *more: None)  # type: ignore[attr-defined]
+
+
+def page(found: dict[str, dict]) -> str:
+    """The results as Markdown."""
+    lines = ["# How often the gates err", "", "`python jobs/benchmarks/gates.py --runs FOLDER --study FOLDER`", ""]
+    lines += [f"On {os.cpu_count()} cores, with scaleray {scaleray.__version__}.", ""]
+    lines += [f"- {note}" for part in found.values() for note in part["notes"]]
+    lines += ["", "In brackets: Wilson's 95 % interval of the share that was counted, in %.", ""]
+    lines += ["| gate | truth | runs of each side, or turns | trials | pass | fail | inconclusive |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for part in found.values():
+        for row in part["rows"]:
+            shares = []
+            for answer in ("pass", "fail", "inconclusive"):
+                low, high = interval(row[answer], row["trials"])
+                shares.append(f"{100 * row[answer]:.1f} % ({100 * max(low, 0):.1f} to {100 * min(high, 1):.1f})")
+            lines.append(
+                f"| {row['gate']} | {row['truth']} | {row['number']} | {row['trials']} | {' | '.join(shares)} |"
+            )
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Simulate and print the table."""
+    """Train what lacks, simulate, and write page and JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, required=True)
     parser.add_argument("--study", type=Path)
-    parser.add_argument("--target", type=Target.parse, default=Target.parse("test/accuracy >= 0.95"))
-    parser.add_argument("--margin", type=float, default=0.2)
-    parser.add_argument("--metric-margin", type=float, default=0.02)
-    parser.add_argument("--numbers", type=int, nargs="+", default=[5, 10, 20])
+    parser.add_argument("--train", type=int, default=0, help="number of trainings that the folder is to hold")
     parser.add_argument("--trials", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--drift", action="store_true", help="the gates of drift alone")
+    parser.add_argument("--only", nargs="+", default=[], metavar="GATE")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"gates-{time.strftime('%Y-%m-%d')}.md")
     options = parser.parse_args()
-    policy = ConvergencePolicy(margin=options.margin, metric_margin=options.metric_margin, not_faster_than_chance=False)
-    both = policy.model_copy(update={"not_faster_than_chance": True})
-    print("| gate | truth | runs or turns | pass | fail | inconclusive |\n|---|---|---|---|---|---|")
-
-    def show(gate: str, truth: str, number: int, draw: Draw, trials: int = options.trials) -> None:
-        share = rates(draw, trials=trials, seed=options.seed)
-        print(
-            f"| {gate} | {truth} | {number} | " + " | ".join(f"{100 * share[a]:.1f} %" for a in share) + " |",
-            flush=True,
-        )
-
-    if options.drift:
-        drift_rows(options.runs, show)
-        return
-    pool = pool_of(options.runs, options.target)
-    at = 1 + options.margin
-    for number in options.numbers:
-        one = lambda n=number, rule=both, **truth: convergence(pool, options.target, rule, n, **truth)
-        show("convergence", "as good", number, one(effort=1.0, value=0.0))
-        show("convergence", f"{options.margin:.0%} more samples", number, one(rule=policy, effort=at, value=0.0))
-        show(
-            "convergence",
-            f"{options.metric_margin:g} worse at the end",
-            number,
-            one(effort=1.0, value=options.metric_margin),
-        )
-        show(
-            "convergence",
-            f"{2 * options.margin:.0%} more samples",
-            number,
-            one(effort=1 + 2 * options.margin, value=0.0),
-        )
+    train(options.runs, options.train)
+    skip_what_changes_no_answer()
+    parts = {"convergence": convergence_rows, "operations": operations_rows, "speed": speed_rows, "data": data_rows}
+    asked: dict[str, tuple] = {name: (rows, options.runs) for name, rows in parts.items()}
     if options.study:
-        study = read_record(options.study)
-        assert isinstance(study, StudyRecord), json.dumps(str(options.study))
-        limit = ScalingPolicy()
-        for turns in (3, 5):
-            for efficiency in (limit.min_efficiency, limit.min_efficiency + 0.2):
-                draw = scaling(study, limit, efficiency=efficiency, turns=turns)
-                show("scaling", f"efficiency {efficiency:g}, asked {limit.min_efficiency:g}", turns, draw)
+        asked["scaling"] = (scaling_rows, options.study)
+    for name, (rows, folder) in asked.items():
+        if options.only and name not in options.only:
+            continue
+        notes: list[str] = []
+        done = []
+        for gate, truth, number, draw in rows(folder, notes):
+            shares = rates(draw, trials=options.trials, seed=options.seed)
+            done.append({"gate": gate, "truth": truth, "number": number, "trials": options.trials, **shares})
+            print(done[-1], flush=True)
+        kept = options.out.with_suffix(".json")
+        found = json.loads(kept.read_text()) if kept.is_file() else {}
+        found[name] = {"notes": notes, "rows": done}
+        ordered = {
+            part: found[part] for part in ("convergence", "scaling", "operations", "speed", "data") if part in found
+        }
+        kept.write_text(json.dumps(ordered, indent=1) + "\n")
+        options.out.write_text(page(ordered))
 
 
 if __name__ == "__main__":
