@@ -124,6 +124,8 @@ def words(statuses: dict[str, str]) -> str:
         return "too busy to answer"
     if {path: status for path, status in statuses.items() if status not in ("401", "403")} == {"/": "200"}:
         return "a page without data"  # of Ray's dashboard
+    if set(statuses.values()) == {"501"}:
+        return "a receiver of alerts"  # of `make watch`, which answers no question
     if set(statuses.values()) <= {"200", "404", "405"}:
         return "metrics or MLflow"  # which ask nobody, see SECURITY.md
     return f"something else: {statuses}"

@@ -23,5 +23,5 @@ if __name__ == "__main__":
         scaleray("path", "start", *JOB, *PLACE, *LONG, *wanted, "--name", "of-a-test")
         scaleray("path", "next", "--name", str(HOME / "runs" / "path-of-a-test"))
     else:
-        scaleray("train", *JOB, *PLACE, "--local", "--stop.after", "1 epochs", "--tracking.run-name", "first")
+        scaleray("train", *JOB, *PLACE, "--local", "--stop.after", "2 epochs", "--tracking.run-name", "first")
         scaleray(name, RUN, *(["--split", "test", "--out", f"{HOME}/answers.parquet"] if name == "predict" else []))
