@@ -99,7 +99,7 @@ class DriftPolicy(Settings):
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
     """Probability to pass at a margin, of each test."""
     min_runs: Annotated[int, Field(ge=2)] = 3
-    """Fewest runs of each side whose speed is compared: two beside many would pass too often at the margin."""
+    """Fewest runs of each side whose speed is compared."""
 
 
 class Policy(Settings):
