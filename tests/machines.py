@@ -76,6 +76,10 @@ class Machine:
         here = ["tc", "-n", f"{self.network}-{self.name}", "qdisc"]
         return [(["tc", "qdisc"], f"{self.network}{self.name}"), (here, "eth0")]
 
+    def end_processes(self) -> None:
+        """End all its processes but the first."""
+        subprocess.run(self.command(["kill", "-KILL", "-1"]))
+
     def switch_off(self) -> None:
         """End all its processes at once, as a lost machine would."""
         os.kill(self.first, signal.SIGKILL)

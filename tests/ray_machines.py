@@ -55,8 +55,14 @@ class RayMachines:
 
     def _ray(self, machine: Machine, *words: str, **variables: str) -> None:
         command = ["ray", "start", f"--node-ip-address={machine.address}", *SIZES, *words]
-        process = self.begin(machine, f"ray-{machine.name}", *command, **variables)
-        assert process.wait(timeout=300) == 0, self.said(f"ray-{machine.name}")
+        for _ in range(3):
+            process = self.begin(machine, f"ray-{machine.name}", *command, **variables)
+            if process.wait(timeout=300) == 0:
+                return
+            if "The current node timed out during startup" not in self.said(f"ray-{machine.name}"):
+                break
+            machine.end_processes()  # Ray gives a node 30 s, which a machine that others load may not have for it
+        raise AssertionError(self.said(f"ray-{machine.name}"))
 
     def begin(self, machine: Machine, name: str, *words: str, **variables: str) -> subprocess.Popen[bytes]:
         """A command on a machine. What it prints is kept by this name."""

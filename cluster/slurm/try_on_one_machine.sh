@@ -252,9 +252,11 @@ no_token_is_left() {
 }
 
 try_end_of_time() { # Slurm gives its signal up to a minute early
-  local job
-  job=$(sbatch "${small[@]}" --requeue --time=3 --signal=B:USR1@20 "$here/train.sbatch" "${training[@]}" --stop.after "1000 epochs")
-  until_line "$job" 180 'queued again, and on from'
+  local job begun=$SECONDS
+  job=$(sbatch "${small[@]}" --requeue --time=30 --signal=B:USR1@60 "$here/train.sbatch" "${training[@]}" --stop.after "1000 epochs")
+  until_line "$job" 240 '^step +[0-9]+'
+  scontrol update "jobid=$job" "timelimit=$(((SECONDS - begun) / 60 + 3))" # two to three minutes from now
+  until_line "$job" 240 'queued again, and on from'
   until_state "$job" 90 PENDING RUNNING
   no_token_is_left
   scontrol update "jobid=$job" timelimit=30
