@@ -338,7 +338,7 @@ CHANGES = {
     "compilation.what": "model", "compilation.backend": "eager", "compilation.dynamic": True, "compilation.mode": "max-autotune",
     "compilation.cache_dir": "x", "compilation.must_succeed": True, "memory.limit_gib": 1,
     "noise_scale.measure": "auto", "noise_scale.every_steps": 3, "noise_scale.averaging": 0.9, "noise_scale.preconditioned": True,
-    "alerts.watch": False, "alerts.without": ["loss_spike"], "alerts.webhook": "http://x/y", "alerts.command": ["x"], "alerts.timeout_s": 1,
+    "alerts.watch": False, "alerts.without": ["loss_spike"], "alerts.webhook": "http://x/y", "alerts.grafana": "http://x", "alerts.command": ["x"], "alerts.timeout_s": 1,
     "alerts.attempts": 2, "alerts.least": "critical", "alerts.action": {"critical": "stop"}, "alerts.no_progress_s": 1,
     "alerts.no_progress_steps": 2, "alerts.long_phase_s": 60, "alerts.straggler_share": 0.2, "alerts.link_ratio": 0.5, "alerts.pair_ratio": 0.4, "alerts.measures_links": False, "alerts.throughput_ratio": 0.5,
     "alerts.predicted_ratio": 0.5, "alerts.input_wait_share": 0.5, "alerts.loss_spike_mads": 9, "alerts.gradient_factor": 9,
