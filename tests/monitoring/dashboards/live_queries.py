@@ -16,7 +16,7 @@ VALUES = {
     **{"job": ".+", "instance": ".+"},
     **dict.fromkeys(("run", "run_id", "rank", "node"), ".*"),
 }
-PATIENCE_S = 240
+PATIENCE_S = 480
 
 
 def filled(expr):

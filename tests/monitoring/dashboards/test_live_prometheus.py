@@ -26,7 +26,7 @@ from scaleray.tracking.recorder import Recorder
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian has it)"),
 ]
 WORKLOADS = "tests/monitoring/dashboards/watched_workloads.py"

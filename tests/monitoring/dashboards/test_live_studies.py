@@ -13,7 +13,7 @@ from scaleray.launch.cluster.own_ray import free_port
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian has it)"),
 ]
 THEIRS = [(name, panel) for name, panel in PANELS if panel.needs in OF_MEASURED]
