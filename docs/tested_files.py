@@ -26,7 +26,10 @@ PLANTED = (
     "planted faults, all found",
     "test_kubernetes.py::test_every_planted_fault_is_found_by_the_rule_that_it_was_planted_for",
 )
-SLIPS = ("slips of the pen, 98 % found in all files together", "test_kubernetes.py::test_at_least_19_of_20_slips_of_the_pen_are_found")
+SLIPS = (
+    "slips of the pen, 98 % found in all files together",
+    "test_kubernetes.py::test_at_least_19_of_20_slips_of_the_pen_are_found",
+)
 BUILT = (
     "built by kubectl kustomize",
     "test_kubernetes.py::test_kustomize_builds_a_folder_whose_objects_keep_schemas_and_rules",

@@ -33,8 +33,9 @@ def test_a_slow_node_and_a_slow_link_are_named_each_by_its_check_and_nothing_els
         print(f"{check['verdict']}: {check['name']}: {check['found']}")
     print(f"doctor took {record['duration_s']:.1f} s")
     red = {name for name, check in checks.items() if check["verdict"] == "red"}
-    assert code == 1 and "matrix products" in red and red <= {"matrix products", "links between nodes"}
-    assert f"slow: {slow.address}" in checks["matrix products"]["found"]
-    links = checks["links between nodes"]
-    assert links["verdict"] != "green" and f"slow: {behind.address} with everybody" in links["found"]
-    assert slow.address not in links["found"] and behind.address not in checks["matrix products"]["found"]
+    products, links = checks["matrix products"], checks["links between nodes"]
+    # how red a slow node is depends on what else wants the cores of this machine
+    assert code == 1 and "links between nodes" in red and red <= {"matrix products", "links between nodes"}
+    assert products["verdict"] != "green" and f"slow: a core of {slow.address}" in products["found"]
+    assert f"slow: {behind.address} with everybody" in links["found"]
+    assert slow.address not in links["found"] and behind.address not in products["found"]
