@@ -12,7 +12,6 @@ from scaleray import progress
 from scaleray.reports.terminal import stages
 from scaleray.reports.terminal.stages import StageDisplay
 
-
 LATER_S = 600.0
 
 
