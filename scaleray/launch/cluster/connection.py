@@ -172,6 +172,8 @@ def set_auth_mode(address: str | None = None) -> None:
     loopback.ask_directly()
     given = os.environ.get(token.MODE)
     if given is not None and given != _decided_mode:
+        if not _is_connected():
+            ray_settings.read_again()  # it may have been set after Ray's core was imported
         return
     if _is_connected():
         if address == "local" and given == "disabled":

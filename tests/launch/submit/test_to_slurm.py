@@ -304,7 +304,7 @@ def test_ctrl_c_asks_and_leaves_the_job_alone_unless_it_shall_stop(slurm, shared
     monkeypatch.setattr(jobs, "job", lambda name: (_ for _ in ()).throw(first.pop()) if first else real(name))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("builtins.input", lambda words: answer)
-    assert command._follow(jobs, "mine", Output(json=True)) == 0
+    assert command._follow(jobs, "mine", Output(json=True)) == (0 if stopped else 130)
     assert bool(slurm.words("scancel")) is stopped
 
 

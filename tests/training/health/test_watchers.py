@@ -33,9 +33,9 @@ WATCHED = {
     **FLAGS, "noise_scale.measure": True, "noise_scale.every_steps": 1, "tracking.system_metrics": True,
     "gossip.meet_every": 7,
 }  # fmt: skip
-ASKED_FOR = {Watcher.TRACES}
-"""Those that a run has on demand: their own tests let them fail."""
-OF_LAUNCH = {Watcher.DISPLAY, Watcher.RECORDING, Watcher.RECORD, Watcher.STALLS, Watcher.ALERTS, Watcher.PUBLISHING}
+ASKED_FOR = {Watcher.TRACES, Watcher.PUBLISHING}
+"""Those that a run has on demand, or on a cluster alone: their own tests let them fail."""
+OF_LAUNCH = {Watcher.DISPLAY, Watcher.RECORDING, Watcher.RECORD, Watcher.STALLS, Watcher.ALERTS}
 """Those that the loop does not know; any other is expected to watch a run of the loop."""
 
 
