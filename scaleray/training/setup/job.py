@@ -20,6 +20,10 @@ from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.setup.row_lengths import check_row_lengths, check_same_place
 
+MANY_EPOCHS = 200
+"""Epochs of a Ray Dataset after which the page of metrics of Ray's node may be too long for Prometheus: Ray keeps four
+histograms of every epoch there (measured: 83 kB and 11 ms an epoch, ray-project/ray#65029)."""
+
 
 @dataclass(frozen=True)
 class TrainJob:
@@ -76,7 +80,8 @@ class TrainJob:
         return f"{promise}; {'but ' if values.difference else ''}{values.promise}" if values.promise else promise
 
     def data_warnings(self) -> list[str]:
-        """Warnings for data that cannot be read again as it was, and for batches that cannot be made ahead."""
+        """Warnings for data that cannot be read again as it was, batches that cannot be made ahead, and a Ray Dataset
+        read so often that Ray's metrics of it are too many."""
         found = []
         for split in self.splits.values():
             if not split.row_values.are_repeatable:
@@ -84,6 +89,13 @@ class TrainJob:
             elif split.collate is not None and split.collate.why_in_turn and not split.is_streamed:
                 why = f"{split.collate.why_in_turn}, so the training waits for each batch to be made"
                 found.append(f"the {split.name} data: {why}; {COLLATE_ADVICE}")
+        epochs = self.train_plan().place(self.recipe.total_steps - 1)[0] + 1
+        if self.splits[TRAIN].is_streamed and epochs > MANY_EPOCHS and self.config.monitoring.port is None:
+            found.append(
+                f"the train data: a Ray Dataset that is read {epochs} times; Ray's node keeps metrics of every time "
+                "until Prometheus cannot read its page any more (ray-project/ray#65029); set monitoring.port and let "
+                "Prometheus read that, or repeat the rows within the Dataset"
+            )
         return found
 
     @property

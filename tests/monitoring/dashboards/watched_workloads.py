@@ -12,6 +12,7 @@ from scaleray import Workload
 from scaleray.data import TokenSource
 
 VOCABULARY, LENGTH, WIDTH = 32, 16, 8
+ROWS = 300_000
 EVALUATION_S = 3.0
 
 
@@ -40,7 +41,7 @@ class Tokens(Workload):
 
 
 class Streamed(Workload):
-    """A regression on rows of a Ray Dataset."""
+    """A regression on rows of a Ray Dataset, with epochs of some half a minute: Ray's page of metrics grows with each."""
 
     def build_model(self):
         return nn.Linear(WIDTH, 1)
@@ -48,7 +49,7 @@ class Streamed(Workload):
     def datasets(self):
         import ray.data
 
-        rows = np.random.default_rng(0).normal(size=(4096, WIDTH)).astype(np.float32)
+        rows = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
         # a function of this module would be looked for by its name, in tasks that do not know the module
         return {
             "train": ray.data.from_numpy(rows).map_batches(

@@ -1,5 +1,7 @@
 """What workers are told about the data, and the final weights as a file."""
 
+import dataclasses
+
 import pytest
 import torch
 from small_runs import Classify, make_job
@@ -7,6 +9,7 @@ from small_runs import Classify, make_job
 from scaleray.data import Split, StreamSource, as_source
 from scaleray.errors import DataError
 from scaleray.strategies.contract.weight_shares import WeightShare
+from scaleray.training.setup.job import MANY_EPOCHS
 from scaleray.training.state.weights import save_weights
 
 
@@ -47,6 +50,20 @@ def test_a_ray_dataset_is_streamed_with_the_same_number_of_rows_for_every_worker
     job, _ = make_job(Classify(), world_size=2)
     plan = job.evaluation_plan(split)
     assert plan.num_samples == 26 and plan.promise.startswith("weak")
+
+
+@pytest.mark.parametrize(("settings", "is_told"), [({}, True), ({"monitoring.port": 0}, False)])
+def test_a_ray_dataset_that_is_read_so_often_that_ray_keeps_too_many_metrics_is_told(settings, is_told):
+    epochs = MANY_EPOCHS + 1
+    told = warnings_of_stream({"stop.after": f"{epochs} epochs", **settings})
+    assert [f"a Ray Dataset that is read {epochs} times" in text for text in told] == [True] * is_told
+    assert warnings_of_stream({"stop.after": f"{MANY_EPOCHS} epochs", **settings}) == []
+
+
+def warnings_of_stream(settings):
+    job, _ = make_job(Classify(), settings)
+    streamed = dataclasses.replace(job.splits["train"], is_streamed=True)
+    return dataclasses.replace(job, splits={**job.splits, "train": streamed}).data_warnings()
 
 
 def test_an_empty_ray_dataset_is_refused():
