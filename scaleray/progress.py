@@ -73,9 +73,10 @@ def are_shown() -> bool:
 
 
 @contextlib.contextmanager
-def stage(name: str, *, total: float | None = None, unit: str = "") -> Iterator[Stage]:
-    """A stage that lasts as long as the context. name: what is being done, such as `reading the data`."""
-    this, display = Stage(name, total=total, unit=unit), _displays[-1] if _displays else None
+def stage(name: str, *, total: float | None = None, unit: str = "", before: float = 0.0) -> Iterator[Stage]:
+    """A stage that lasts as long as the context. name: what is being done, such as `reading the data`. before: how much
+    was done already."""
+    this, display = Stage(name, total=total, unit=unit, before=before), _displays[-1] if _displays else None
     if display is not None:
         display.begin(this)
     try:

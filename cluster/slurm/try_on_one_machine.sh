@@ -2,7 +2,7 @@
 # Runs the batch scripts beside this file on a Slurm of two nodes on this machine: each node has a network, a process
 # table, a host name and a /tmp of its own. Root, and Debian's slurm-wlm, munge and iproute2, are needed.
 #
-#   cluster/slurm/try_on_one_machine.sh        about 6 minutes on 2 cores; ends with `all is well`
+#   cluster/slurm/try_on_one_machine.sh        a quarter of an hour on 2 cores; ends with `all is well`
 #
 # It starts and ends only processes of its own; nothing is left behind.
 set -euo pipefail

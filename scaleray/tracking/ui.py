@@ -30,6 +30,7 @@ def serve(uri: str | None, *, port: int) -> int:
             probe.bind(("127.0.0.1", port))
         except OSError as exc:
             raise TrackingError("the port", port, "another program listens there", "choose one with --port") from exc
+        port = int(probe.getsockname()[1])  # where 0 asked for any
     store.check_reachable(uri)
     if importlib.util.find_spec("mlflow") is None:
         raise ModuleNotFoundError("No module named 'mlflow'", name="mlflow")

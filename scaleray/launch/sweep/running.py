@@ -208,8 +208,9 @@ class RunningSweep:
 
     def _fit(self, **options: Any) -> set[int]:
         folder, asked = self.files.folder, self.asked
+        before = sum(trial.status != NOT_STARTED for trial in self.trials)
         with (
-            stage("trials", total=self._num_planned(), unit="trials") as self.running,
+            stage("trials", total=self._num_planned(), unit="trials", before=before) as self.running,
             written_while(
                 lambda: self.running,
                 Path(folder.work_dir),
@@ -219,7 +220,6 @@ class RunningSweep:
                 started_at=asked.started_at,
             ),
         ):
-            self.running.advance(sum(trial.status != NOT_STARTED for trial in self.trials))
             return run_experiment(self.plan, self.nodes, folder=folder.path, on_trial=self._keep, **options)
 
     def published(self) -> contextlib.AbstractContextManager[MeasuredMetrics]:

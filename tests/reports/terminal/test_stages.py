@@ -179,3 +179,11 @@ def test_every_phase_has_words(phase):
 
 def test_the_constants_of_a_pipe_are_those_that_the_docs_state():
     assert (stages.QUIET_S, stages.EVERY_S, stages.SAID_S) == (2.0, 15.0, 1.0)
+
+
+def test_what_was_done_before_does_not_count_for_the_time_left(clock):
+    with progress.stage("trials", total=10, before=6) as trials:
+        clock.wait(20)
+        assert trials.done == 6 and trials.left_s is None
+        trials.advance(2)
+        assert trials.left_s == 20
