@@ -3,6 +3,7 @@
 # without Docker. Root and debootstrap are needed; it takes the packages from the mirrors that apt and pip of this machine use.
 #
 #   cluster/image/try_in_a_clean_root.sh    a quarter of an hour; ends with `all is well`
+#   CPU_WHEELS=INDEX cluster/image/...      where PyTorch's own index is not reached: pip would ask it for every package again and again
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 project=$(cd "$here/../.." && pwd)
@@ -12,7 +13,7 @@ command -v debootstrap >/dev/null || { echo "skipped: debootstrap is not install
 if [ -z "${ROOT:-}" ]; then
   root=$(mktemp -d /var/tmp/scaleray-root.XXXXXX)
   chmod 755 "$root" # it is what the image's user sees as /
-  trap 'if [ -z "${KEEP:-}" ]; then rm -rf --one-file-system "$root"; else echo "kept: $root"; fi' EXIT
+  trap 'rm -f "$root.log"; if [ -z "${KEEP:-}" ]; then rm -rf --one-file-system "$root"; else echo "kept: $root"; fi' EXIT
   trap 'exit 130' INT TERM
   ROOT=$root unshare --mount --propagation private "$0" "$@"
   exit
