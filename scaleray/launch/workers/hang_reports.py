@@ -48,11 +48,13 @@ class HangReport:
             lines.append(ENDED_IN_A_COLLECTIVE)
         return "\n  ".join([*lines, f"what each rank was doing: {self.store.path('')}".rstrip("/")])
 
-    def is_of_some(self, num_ranks: int) -> bool:
-        """Whether a process was ended by a signal, and some others have not written anything yet."""
-        return any(dump.calls is None and dump.why != LOCKED for dump in self.dumps.values()) and (
-            len(self.dumps) < num_ranks
-        )
+    def is_still_written(self, num_ranks: int) -> bool:
+        """Whether more of it is to come: lines of a rank that has written the rest, or all of a rank where another
+        process was ended by a signal."""
+        if not all(dump.is_complete for dump in self.dumps.values()):
+            return True
+        is_ended = any(dump.calls is None and dump.why != LOCKED for dump in self.dumps.values())
+        return is_ended and len(self.dumps) < num_ranks
 
     def _is_hang(self) -> bool:
         """Whether some rank stood still, rather than lose another one at once."""
@@ -81,7 +83,7 @@ def _explained(read: Callable[[], HangReport | None], num_ranks: int) -> str:
         report = read()
         deadline = time.monotonic() + OTHERS_WRITE_S
         # where one process was ended by a signal, the others meet that in the same moment
-        while report and report.is_of_some(num_ranks) and time.monotonic() < deadline:
+        while report and report.is_still_written(num_ranks) and time.monotonic() < deadline:
             time.sleep(OTHERS_WRITE_S / 10)
             report = read()
         if report is None:

@@ -27,14 +27,15 @@ def beat(rank, *, phase="backward", silent_s=0.1, process=100):
 BEATS = [beat(0), beat(1)]
 
 
-def write(tmp_path, rank, *, calls, after_error=False, line=3, process=None, group="20261123-120000"):
+def write(tmp_path, rank, *, calls, after_error=False, line=3, process=None, group="20261123-120000", lines=True):
     own = tuple(
         Call("0", "gloo", n + 1, "all_reduce", ((16,),), ((16,),), ("float",), done, n, False, ())
         for n, done in enumerate(calls)
     )
     where = (Line("/home/me/model.py", line, "loss", "work()"),)
     dump = RankDump(
-        rank, 2, "here", process or 100 + rank, "", 7, "loss", 9.0, 0.0, "2.13", (WORLD,), own, True, after_error, where
+        rank, 2, "here", process or 100 + rank, "", 7, "loss", 9.0, 0.0, "2.13", (WORLD,), own, True, after_error,
+        where if lines else (), is_complete=lines,
     )  # fmt: skip
     folder = tmp_path / HANGS / group
     folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +95,19 @@ def test_a_process_that_gloo_has_ended_is_shown_with_its_line_and_what_the_other
     assert "rank 0 waits in collective 2 of group default_pg, all_reduce float [16]: rank 1 did not come" in text
     assert "rank 1 stands at /home/me/model.py:12 in loss (Aborted)" in text
     assert "compare sizes and dtypes of this call on all ranks" in text
+
+
+def test_lines_that_a_rank_still_looks_up_are_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(hang_reports, "OTHERS_WRITE_S", 60.0)
+    write(tmp_path, 0, calls=[True, False], line=3)
+    write(tmp_path, 1, calls=[True], lines=False)
+
+    class Clock:
+        monotonic = staticmethod(lambda: 0.0)
+        sleep = staticmethod(lambda s: write(tmp_path, 1, calls=[True], line=33))
+
+    monkeypatch.setattr(hang_reports, "time", Clock)
+    assert "rank 1 stands at /home/me/model.py:33 in loss: work()" in explain_hang(str(tmp_path), BEATS)
 
 
 def test_accounts_of_other_processes_and_damaged_ones_are_left_alone(tmp_path):

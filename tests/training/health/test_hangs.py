@@ -35,7 +35,8 @@ def explained(case, tmp_path, *, kind, number, missing=(), odd=(), waiting, mute
             report = read_report(str(tmp_path), group.beats())
             found = find(report.dumps) if report else None
             known = (found.kind, found.number, found.missing, found.odd, found.waiting) if found else None
-            return known == (kind, number, missing, odd, waiting) and len(report.dumps) == 3
+            is_whole = report is not None and all(dump.is_complete for dump in report.dumps.values())
+            return known == (kind, number, missing, odd, waiting) and is_whole and len(report.dumps) == 3
 
         try:
             wait_until(is_so, seconds=60)
