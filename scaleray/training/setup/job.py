@@ -89,13 +89,14 @@ class TrainJob:
             elif split.collate is not None and split.collate.why_in_turn and not split.is_streamed:
                 why = f"{split.collate.why_in_turn}, so the training waits for each batch to be made"
                 found.append(f"the {split.name} data: {why}; {COLLATE_ADVICE}")
-        epochs = self.train_plan().place(self.recipe.total_steps - 1)[0] + 1
-        if self.splits[TRAIN].is_streamed and epochs > MANY_EPOCHS and self.config.monitoring.port is None:
-            found.append(
-                f"the train data: a Ray Dataset that is read {epochs} times; Ray's node keeps metrics of every time "
-                "until Prometheus cannot read its page any more (ray-project/ray#65029); set monitoring.port and let "
-                "Prometheus read that, or repeat the rows within the Dataset"
-            )
+        if self.splits[TRAIN].is_streamed and self.config.monitoring.port is None:
+            epochs = self.train_plan().place(self.recipe.total_steps - 1)[0] + 1
+            if epochs > MANY_EPOCHS:
+                found.append(
+                    f"the train data: a Ray Dataset that is read {epochs} times; Ray's node keeps metrics of every "
+                    "time until Prometheus cannot read its page any more (ray-project/ray#65029); set monitoring.port "
+                    "and let Prometheus read that, or repeat the rows within the Dataset"
+                )
         return found
 
     @property
