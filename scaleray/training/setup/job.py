@@ -22,7 +22,7 @@ from scaleray.training.setup.row_lengths import check_row_lengths, check_same_pl
 
 MANY_EPOCHS = 200
 """Epochs of a Ray Dataset after which the page of metrics of Ray's node may be too long for Prometheus: Ray keeps four
-histograms of every epoch there (measured: 83 kB and 11 ms an epoch, ray-project/ray#65029)."""
+histograms of every epoch there (measured: 44 to 83 kB an epoch, and 11 ms on quiet cores; ray-project/ray#65029)."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Tokens(Workload):
 
 
 class Streamed(Workload):
-    """A regression on rows of a Ray Dataset, with epochs of some half a minute: Ray's page of metrics grows with each."""
+    """A regression on rows of a Ray Dataset, enough of them for few epochs: Ray's page of metrics grows with each."""
 
     def build_model(self):
         return nn.Linear(WIDTH, 1)
