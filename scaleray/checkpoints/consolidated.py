@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.checkpoints import sharded
@@ -222,6 +223,25 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
         local.stride(),
         local.numel() or id(tensor),
     )
+
+
+def reshape_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, may_register: bool = False) -> None:
+    """Give the buffers of a model that was just built the shapes with which they were saved, as training may make some
+    larger or fill those that begin as None.
+
+    may_register: add buffers that the model lacks, outside of its state dict.
+    """
+    parts = dict(module.named_modules())
+    device = next((p.device for p in module.parameters()), None)
+    for name, tensor in saved.items():
+        owner, _, last = name.rpartition(".")
+        if (part := parts.get(owner)) is None:
+            continue
+        own = part._buffers.get(last)
+        if last in part._buffers and (own is None or tuple(own.shape) != tensor.shape):
+            part._buffers[last] = torch.empty(tensor.shape, dtype=dtype_of(tensor), device=device)
+        elif may_register and not hasattr(part, last):
+            part.register_buffer(last, torch.empty(tensor.shape, dtype=dtype_of(tensor), device=device), False)
 
 
 def check_fit(own: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor], where: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from scaleray.callbacks import callbacks_of
+from scaleray.errors import WorkloadError
 from scaleray.metric_names import GRAD_NORM, LEARNING_RATE, LOSS, LOSS_OF, by_loss
 from scaleray.records.run import Emit, EvaluationRecord
 from scaleray.reproducibility.seeding import same_random_numbers
@@ -160,10 +161,20 @@ class Callbacks(Observer):
             return
         for name, value in known.items():
             setattr(context, name, value)
+        groups, schedule = context._setup.optimizer.param_groups, context._setup.schedule
+        rates = [group.get("lr") for group in groups]
         with _leaving_no_trace(self.place.device):
             for each in self.callbacks:
                 if callable(call := getattr(each, hook, None)):
                     self._user_code(each, hook, partial(call, context))
+                now = [group.get("lr") for group in groups]
+                if now != rates and now != schedule.get_last_lr():  # the schedule's own change is one of its state
+                    raise WorkloadError(
+                        f"the learning rate after {hook}() of callback {type(each).__name__}",
+                        now[0],
+                        "the schedule sets the rate of every step, and the next one would undo it",
+                        "return a schedule from schedule(), such as LambdaLR with a function of the step",
+                    )
 
     def _user_code(self, callback: Any, hook: str, call: Callable[[], Any]) -> None:
         step = self.context.step if self.context is not None else 0

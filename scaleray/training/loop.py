@@ -21,6 +21,7 @@ from scaleray.training.callbacks import Callbacks
 from scaleray.training.health.clock import Clock
 from scaleray.training.health.collective_limits import CollectiveLimits
 from scaleray.training.health.compilation_watch import CompilationWatch
+from scaleray.training.health.fixed_model import FixedModel
 from scaleray.training.health.memory_report import MemoryReport
 from scaleray.training.health.progress import Progress
 from scaleray.training.health.reporter import Reporter
@@ -149,6 +150,7 @@ class _Run:
                 self.limits.apply()  # the groups that the strategy has made are among them
                 self.observers.begin(setup)
                 self.shares.watch(setup.parallel.module)
+                self.fixed = FixedModel(setup, place)
                 step = self._train_step(setup)
                 self.clock.begin.end(MODEL)
                 if self.checkpointing is not None:
@@ -231,6 +233,7 @@ class _Run:
                 # whatever is decided together needs the sums of all ranks
                 meets=setup.parallel.meets(number) or self.job.recipe.decides_after(number),
             )
+        self.fixed.check(number)
         self.progress.enter(Phase.OTHER)
         self.observers.after_launch()
         setup.after_step(number)
@@ -259,6 +262,7 @@ class _Run:
                 self.under_way.forget()
             told = taken.result.signals
             signals = tuple(map(sum, zip(signals, told, strict=True))) if signals else told
+            self.fixed.check_shapes(told, num_after=len(self.callbacks.signals()))
             # whoever leaves, or saves by the clock, does so with what is known of every step
             knows_all = knows_all or any(signals)
         return signals
@@ -294,7 +298,7 @@ class _Run:
             self.place,
             gives_tuples=self.job.splits[TRAIN].gives_tuples,
             probe=self.probe,
-            signals=lambda: (*(saves.signals() if saves else ()), *self.callbacks.signals()),
+            signals=lambda: (*(saves.signals() if saves else ()), *self.fixed.signals(), *self.callbacks.signals()),
             before_update=saves.before_update if saves else lambda: None,
             enter=self.progress.enter,
             on_halved=lambda recipe: self._use(recipe, setup, was_halved=True),

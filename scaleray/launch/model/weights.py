@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from scaleray.checkpoints.catalog import Catalog, require
-from scaleray.checkpoints.consolidated import check_fit, model_tensors, with_a_source
+from scaleray.checkpoints.consolidated import check_fit, model_tensors, reshape_buffers, with_a_source
 from scaleray.checkpoints.manifest import Incomplete, Manifest, Tensor
 from scaleray.checkpoints.model_layout import (
     AVERAGED,
@@ -71,11 +71,12 @@ def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str 
 def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
     """Copy weights into a model, sharded or not, which must have the same tensors. Raises CheckpointError with the
     first that does not fit."""
-    own = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
     saved = {
         name: Tensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
         for name, tensor in weights.tensors.items()
     }
+    reshape_buffers(module, saved)
+    own = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
     wanted = with_a_source(own, saved)
     check_fit(wanted, saved, where)
     with torch.no_grad():

@@ -62,7 +62,15 @@ class Setup:
 
     def after_step(self, number: int) -> None:
         """Make ready for the step after `number`: the learning rate, and the average of the weights."""
-        self.schedule.step()
+        try:
+            self.schedule.step()
+        except (ValueError, IndexError) as exc:  # OneCycleLR after its last step
+            raise WorkloadError(
+                "schedule()",
+                f"failing after step {number}: {exc}",
+                "it must give a learning rate for every step of the training",
+                "take recipe.total_steps for its length",
+            ) from exc
         self.averaging.after_step(number)
 
     def close(self) -> None:

@@ -39,6 +39,9 @@ SAVE, LEAVE, ASK, LINKS = 0, 1, 2, 3
 that want the links between them measured."""
 
 
+RATE_SECTIONS = ("optimizer", "schedule", "stop", "workload")
+
+
 @dataclass
 class Control:
     """What reaches one worker from outside. wants_leave: save and end in good order, because somebody asked for it;
@@ -142,21 +145,28 @@ class Checkpointing:
             before = self.resumed_from.values[PROGRESS]["global_batch_size"]
             own_rates = Rates.of(state.setup)
             state.restore(self.resumed_from, self.catalog.stores, self.group)
+            rate = _first_rate(state)
             if before != self.job.recipe.global_batch_size:
                 own_rates.put_back(state.setup, position=self.job.steps_before())
-            elif self._has_other_optimizer(self.resumed_from):  # a change that was allowed
+            elif self._has_other_rates(self.resumed_from, state):  # a change that was allowed
                 position = getattr(state.setup.schedule, "last_epoch", self.resumed_from.step)
                 own_rates.put_back(state.setup, position=position)
             self.saver.start_from(self.resumed_from)
             self._measured = self._best_until(self.resumed_from.step) if self.place.rank == 0 else {}
             if self.place.rank == 0:
                 text = _resumed(self.resumed_from, self.place.world_size, self.job)
+                if before == self.job.recipe.global_batch_size and (now := _first_rate(state)) != rate:
+                    text += f"; the learning rate of the next step is {now:g} in place of {rate:g}"
                 self.emit(EventRecord(text, kind="resumed", step=self.resumed_from.step))
         self.saved_at = time.monotonic()
 
-    def _has_other_optimizer(self, manifest: Manifest) -> bool:
-        before = manifest.facts.get("config", {}).get("optimizer")
-        return before is not None and before != self.job.config.to_dict()["optimizer"]
+    def _has_other_rates(self, manifest: Manifest, state: TrainState) -> bool:
+        """Whether a section of the config that rates and their schedule depend on has changed."""
+        before, now = manifest.facts.get("config", {}), self.job.config.to_dict()
+        changed = {name for name in RATE_SECTIONS if name in before and before[name] != now[name]}
+        # rates that follow what was measured do not depend on the length of the training
+        follows_values = bool(getattr(state.setup.schedule, "plateaus", ()))
+        return bool(changed - {"stop"} if follows_values else changed)
 
     def before_update(self) -> None:
         """Take note that the optimizer is about to change parameters."""
@@ -312,6 +322,10 @@ def evaluation_facts(progress: Mapping[str, Any]) -> dict[str, Any]:
     """What a manifest says of the last evaluation: its metrics, and the step that they belong to."""
     step = progress["evaluated_at"]
     return {"metrics": progress["metrics"], "evaluated_at": step if step >= 0 else None}
+
+
+def _first_rate(state: TrainState) -> float:
+    return float(state.setup.optimizer.param_groups[0]["lr"])
 
 
 def _told(damage: Damage, step: int) -> str:

@@ -20,10 +20,10 @@ MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD, STRATEG
     "model", "buffers", "optimizer", "schedule", "scaler", "random", "progress", "workload", "strategy", "replica",
     "pruning",
 )  # fmt: skip
-CALLBACKS, AVERAGING = "callbacks", "averaging"
+CALLBACKS, AVERAGING, ATTRIBUTES = "callbacks", "averaging", "attributes"
 ITEMS = (
-    MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, AVERAGING, CALLBACKS,
-    RANDOM,
+    MODEL, BUFFERS, ATTRIBUTES, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, AVERAGING,
+    CALLBACKS, RANDOM,
 )  # fmt: skip
 """State items in the order in which they are restored: random numbers last, as anything before may draw some."""
 SETUP_ITEMS = {

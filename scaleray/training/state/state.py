@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.checkpoints import sharded
+from scaleray.checkpoints.consolidated import reshape_buffers
 from scaleray.checkpoints.manifest import Manifest
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError
@@ -27,6 +28,7 @@ from scaleray.training.callbacks import Callbacks
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.state.items import (
+    ATTRIBUTES,
     AVERAGING,
     BUFFERS,
     CALLBACKS,
@@ -52,6 +54,7 @@ from scaleray.training.state.items import (
     unplain,
 )
 from scaleray.training.state.optimizer_state import optimizer_state, optimizer_templates
+from scaleray.training.step.unchanged import plain_attributes, set_plain_attributes
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,11 @@ class TrainState:
     get_progress: Callable[[], Values]
     set_progress: Callable[[Values], None]
     callbacks: Callbacks | None = None
+    attributes: Mapping[str, Any] = field(init=False)
+    """Plain attributes of the model's modules before the first step; those that differ later are state."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attributes", plain_attributes(self.setup.parallel.module))
 
     def capture(self, *, is_saved: bool = False) -> tuple[Tensors, set[str], dict[str, Values]]:
         """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective.
@@ -110,6 +118,7 @@ class TrainState:
             AVERAGING: {"num_updates": self.setup.averaging.num_updates},
             WORKLOAD: workload_values,
             CALLBACKS: callback_values,
+            ATTRIBUTES: self.place.gathered(self._changed_attributes()),
         }
         return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
 
@@ -117,6 +126,9 @@ class TrainState:
         """Take over a checkpoint in place. Collective over `group`. Raises CheckpointError for another model, and
         Incomplete for bytes that are missing or changed."""
         module, optimizer, parallel = self.setup.parallel.module, self.setup.optimizer, self.setup.parallel
+        for item in (MODEL, BUFFERS):
+            saved = {name.partition(".")[2]: tensor for name, tensor in tensors_of(manifest, item).items()}
+            reshape_buffers(module, saved, may_register=item == BUFFERS)
         model, _ = model_state(module)
         check_same_tensors(manifest, model, is_part=parallel.is_partitioned and parallel.run_micro_batches is not None)
         templates, build = optimizer_templates(manifest, optimizer, module, is_part=parallel.is_partitioned)
@@ -155,6 +167,7 @@ class TrainState:
             sharded.load({k: v for k, v in replica.items() if k in manifest.tensors}, stores, manifest, group)
         if manifest.values.get(MODEL):
             module.load_state_dict(manifest.values[MODEL], strict=False)
+        set_plain_attributes(module, self._own_attributes(manifest.values.get(ATTRIBUTES, [])))
         optimizer.load_state_dict(build(templates))
         schedule = {key: unplain(value) for key, value in manifest.values[SCHEDULE].items()}
         self.setup.schedule.load_state_dict(schedule)
@@ -205,6 +218,18 @@ class TrainState:
     def _averages(self) -> Tensors:
         """The averages of the weights by name, by reference."""
         return {f"{AVERAGING}.{k}": v for k, v in self.setup.averaging.averages.items()}
+
+    def _changed_attributes(self) -> Values:
+        now = plain_attributes(self.setup.parallel.module)
+        unset = object()
+        return {name: value for name, value in now.items() if self.attributes.get(name, unset) != value}
+
+    def _own_attributes(self, by_rank: list[Values]) -> Values:
+        """This rank's attributes of a checkpoint; on another number of workers those that all ranks had alike."""
+        if len(by_rank) == self.place.world_size:
+            return by_rank[self.place.rank]
+        first, *others = by_rank or [{}]
+        return {name: value for name, value in first.items() if all(o.get(name) == value for o in others)}
 
     def _each_ranks(self, values: Values) -> Values:
         """The callbacks' values of every rank, by its number; rank 0's alone where none has a state. Collective."""

@@ -141,10 +141,9 @@ class TrainStep:
         # corrected by the true count after it. With a constant count per row there is nothing to correct.
         expected = self._count_per_row * (max(1, batch.num_rows) if is_local else num_rows)
         self._scale = ratio(1 if is_local else parallel.gradient_divisor, expected)
-        signals = self.signals()
         buffers = self.back_off.buffers()
         while True:
-            self._totals: list[Number] = [0.0, 0.0, *signals]
+            self._totals: list[Number] = [0.0, 0.0]
             if self.noise is not None:
                 self.noise.begin(number, is_local=is_local)
             try:
@@ -220,8 +219,8 @@ class TrainStep:
         def sum_up() -> None:
             nonlocal pending, own
             own = self._totals
-            if not parallel.counts_loss:
-                self._totals = [0.0, 0.0, *own[2:]]
+            # after the forward passes, which may change what the signals tell
+            self._totals = [*(own if parallel.counts_loss else [0.0, 0.0]), *self.signals()]
             if meets and self.place.world_size > 1:
                 sums = together(self._totals, self.place.device)
                 pending = dist.all_reduce(sums, async_op=True), sums

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -70,6 +70,26 @@ def unchanged_buffers(workload: Any, module: nn.Module) -> Iterator[None]:
             now.update(attributes)
         for part, value in extra:
             part.set_extra_state(value)
+
+
+def plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Numbers, texts, modes and switches that modules hold as attributes, by the names of module and attribute: no
+    state dict has them. Those that begin with _ are left out, as torch's own do."""
+    return {
+        f"{name}/{attribute}": value
+        for name, part in module.named_modules()
+        for attribute, value in vars(part).items()
+        if type(value) in PLAIN and not attribute.startswith("_")
+    }
+
+
+def set_plain_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:
+    """Set attributes that `plain_attributes` has read, on the modules that there are."""
+    parts = dict(module.named_modules())
+    for path, value in values.items():
+        name, _, attribute = path.rpartition("/")
+        if name in parts:
+            setattr(parts[name], attribute, value)
 
 
 def _has_extra_state(part: nn.Module) -> bool:

@@ -28,6 +28,7 @@ from torch import nn
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import WorkloadError
+from scaleray.records.run import EventRecord
 from scaleray.training import loop
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.state.checkpointing import Checkpointing, Control
@@ -182,6 +183,7 @@ LOOP_STATELESS = {
     "place", "input", "save_weights", "probe", "checkpointing", "progress", "first_step", "clock", "limits",
     "evaluations", "memory", "plan", "reporter", "compilation", "observers", "profile", "located",
     "callbacks",  # an item of its own
+    "fixed",  # of the model as it is built
     "under_way",  # empty whenever something is saved
 }  # fmt: skip
 MICRO_SIZES = {"now"} | {"config", "place", "reporter", "search"}  # saved, and no state
@@ -357,6 +359,30 @@ def test_an_allowed_change_of_the_optimizer_takes_effect(tmp_path):
     assert max(s.learning_rate for s in resumed.steps) <= 0.001
     unchanged = train_alone(Classify(), FLAGS, folder=tmp_path, facts=facts)
     assert unchanged.steps == [], "the run is at its end"
+
+
+class OneCycle(Classify):
+    def schedule(self, optimizer, recipe):
+        total = recipe.total_steps
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=recipe.learning_rate, total_steps=total)
+
+
+@pytest.mark.parametrize(
+    ("workload", "schedule"),
+    [(Classify, "constant"), (Classify, "linear"), (Classify, "cosine"), (OneCycle, "constant")],
+    ids=["constant", "linear", "cosine", "own"],
+)
+def test_a_run_that_is_trained_for_longer_continues_on_the_schedule_of_its_new_length(tmp_path, workload, schedule):
+    flags = {**FLAGS, "schedule.name": schedule, "schedule.warmup": "2 steps", "stop.after": "2 epochs"}
+    facts = {"config": make_job(workload(), flags)[0].config.to_dict()}
+    finished = train_alone(workload(), flags, folder=tmp_path, facts=facts)
+    longer = {**flags, "stop.after": "4 epochs"}
+    whole = [step.learning_rate for step in train_alone(workload(), longer).steps]
+    resumed = train_alone(workload(), longer, folder=tmp_path, facts=facts)
+    rates = [step.learning_rate for step in resumed.steps]
+    assert rates == whole[len(finished.steps) :] and len(rates) == len(finished.steps)
+    events = [m.text for m in resumed.messages if isinstance(m, EventRecord) and m.kind == "resumed"]
+    assert ("the learning rate of the next step is" in events[0]) == (rates[0] != finished.steps[-1].learning_rate)
 
 
 def test_a_notice_for_a_second_node_is_new_although_the_first_still_stands(tmp_path):

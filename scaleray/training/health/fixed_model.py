@@ -1,0 +1,126 @@
+"""Check after each step that the model has the parameters that the training was set up with.
+
+Strategies, optimizers, averages and checkpoints are made for them: a parameter that is thawed, added or exchanged later
+would be trained on each worker alone, or be lost on resume.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from scaleray.errors import WorkloadError
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+
+TRAINED_AT_FIRST = (
+    "every worker, the optimizer and the checkpoints hold what was trained when training began",
+    "train in two runs: the first with fine_tuning.freeze, the second from its weights with workload.weights",
+)
+THERE_AT_FIRST = (
+    "every worker, the optimizer and the checkpoints hold the parameters that build_model() made",
+    "make the change in build_model(); to change values keep the parameter, and write into it (copy_)",
+)
+NAMED_AT_FIRST = (
+    "a resumed run and an evaluation build the model again, and find no place for it",
+    "register it in build_model(); None in the place of a tensor is enough",
+)
+OF_ONE_SHAPE = (
+    "workers share their buffers, so that a buffer has the same shape on all of them",
+    "register it with its largest shape, and count what is filled in a second buffer",
+)
+
+
+class FixedModel:
+    """The parameters of a model as the training was set up, and the shapes of its buffers."""
+
+    def __init__(self, setup: Setup, place: Place) -> None:
+        self.module, self.place = setup.parallel.module, place
+        self.averages_buffers = setup.parallel.replicas_differ
+        self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
+        # FSDP puts another object in the place of a parameter while its unit is whole
+        self._is_sharded = any(isinstance(p, DTensor) for p in self.module.parameters())
+        self._at_first, self._signature = self._named(), self._now()
+        self._shapes, self._buffers = self._shapes_now(), self._saved_buffers()
+
+    def check(self, step: int) -> None:
+        """Raise WorkloadError if step `step`, or a callback before it, has changed which parameters there are or are
+        trained. Not collective."""
+        if any(p.grad is not None for p in self._frozen):
+            self._refuse_thawed(next(p for p in self._frozen if p.grad is not None), step)
+        if self._now() != self._signature:
+            self._refuse_change(step)
+        if new := sorted(self._saved_buffers() - self._buffers):
+            raise WorkloadError(f"the buffer {new[0]}", f"new since step {step}", *NAMED_AT_FIRST)
+
+    def signals(self) -> tuple[float, ...]:
+        """Numbers whose sums over the workers show whether buffers have one shape: zeros while shapes are those of the
+        start."""
+        if self.place.world_size == 1 or not self._shapes:
+            return ()
+        shapes = self._shapes_now()
+        if shapes == self._shapes:
+            return 0.0, 0.0
+        if self.averages_buffers:
+            self._refuse_shapes(self._changed(shapes), "changed")
+        code = float(zlib.crc32(repr(shapes).encode()) % 2**20 + 1)
+        return code, code * code
+
+    def check_shapes(self, sums: tuple[float, ...], *, num_after: int) -> None:
+        """Raise WorkloadError on every worker if the buffers of some have another shape.
+
+        sums: of all signals of a step; num_after: how many follow those of `signals`.
+        """
+        if not sums or not self.signals():
+            return
+        code, square = sums[len(sums) - num_after - 2 :][:2]
+        if code * code != self.place.world_size * square:
+            self._refuse_shapes(self._changed(self._shapes_now()), "different between workers")
+
+    def _now(self) -> list[tuple[int, bool]]:
+        parts = (part._parameters.values() for part in self.module.modules())
+        return [(self._identity(p), p.requires_grad) for own in parts for p in own if p is not None]
+
+    def _saved_buffers(self) -> set[str]:
+        return {
+            f"{name}.{buffer}".lstrip(".")
+            for name, part in self.module.named_modules()
+            for buffer in part._buffers
+            if buffer not in part._non_persistent_buffers_set
+        }
+
+    def _named(self) -> dict[str, tuple[int, bool]]:
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: (self._identity(p), p.requires_grad) for name, p in named}
+
+    def _identity(self, parameter: nn.Parameter) -> int:
+        return 0 if self._is_sharded else id(parameter)
+
+    def _shapes_now(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(buffer.shape) for name, buffer in self.module.named_buffers()}
+
+    def _changed(self, shapes: dict[str, tuple[int, ...]]) -> str:
+        names = [name for name in (*shapes, *self._shapes) if shapes.get(name) != self._shapes.get(name)]
+        return f"{names[0]} of shape {list(shapes.get(names[0], ()))}" if names else next(iter(self._shapes))
+
+    def _refuse_shapes(self, shown: str, how: str) -> None:
+        raise WorkloadError(f"the shape of the buffer {shown}", how, *OF_ONE_SHAPE)
+
+    def _refuse_thawed(self, parameter: nn.Parameter, step: int) -> None:
+        name = next((n for n, p in self.module.named_parameters() if p is parameter), "a parameter")
+        raise WorkloadError(f"the parameter {name}", f"trained from step {step} on, frozen before", *TRAINED_AT_FIRST)
+
+    def _refuse_change(self, step: int) -> None:
+        named = self._named()
+        for name in dict.fromkeys((*named, *self._at_first)):
+            was, now = self._at_first.get(name), named.get(name)
+            if was == now:
+                continue
+            what = f"the parameter {name}"
+            if was is None or now is None or was[0] != now[0]:
+                how = "new" if was is None else "gone" if now is None else "another object"
+                raise WorkloadError(what, f"{how} since step {step}", *THERE_AT_FIRST)
+            how = f"trained from step {step} on, frozen before" if now[1] else f"frozen from step {step} on"
+            raise WorkloadError(what, how, *TRAINED_AT_FIRST)
