@@ -24,7 +24,7 @@ class Signer:
 
     def __call__(self, name: str, tensor: torch.Tensor) -> np.ndarray:
         """The signature (2 + num_projections,) of one tensor."""
-        flat = tensor.detach().reshape(-1)
+        flat = _flat(tensor)
         signs = self._signs_of(name, flat)
         total = torch.zeros(2 + self.num_projections, dtype=torch.float64, device=flat.device)
         for start in range(0, flat.numel(), CHUNK):  # float64 copies of a large table would not fit beside it
@@ -51,8 +51,14 @@ def number_format(tensor: torch.Tensor) -> str:
 
     Sums fill all digits of their type, so a shorter one has been through a rounding.
     """
-    flat = tensor.detach().reshape(-1)
+    flat = _flat(tensor)
     if flat.dtype not in (torch.float64, torch.float32) or not bool(flat.any()):
         return ""
     narrower = ((name, kind) for name, kind in FORMATS.items() if kind != flat.dtype)
     return next((name for name, kind in narrower if torch.equal(flat.to(kind).to(flat.dtype), flat)), "")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All numbers of a tensor (n,): a complex one has two for each element."""
+    flat = tensor.detach().reshape(-1)
+    return torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat

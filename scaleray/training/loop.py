@@ -119,7 +119,11 @@ class _Run:
             others_wait_s=lambda: self.limits.others_wait_s(place.world_size),
             warn=lambda text: emit(EventRecord(text, kind="warning")),
         )
-        self.under_way = StepsUnderWay(steps_ahead(place.device) if probe is None else 0)  # a probe looks between steps
+        # a probe looks between steps, and the step that ends a training must not be followed by updates of the average
+        is_known_first = probe is not None or (
+            job.config.averaging.decay is not None and job.config.on_nonfinite == "stop"
+        )
+        self.under_way = StepsUnderWay(0 if is_known_first else steps_ahead(place.device))
         self.evaluations = Evaluations(place, self.input, progress.enter, job.config)
         resumed_from = checkpointing.resumed_from if checkpointing is not None else None
         before = resumed_from.values[PROGRESS].get("shares") if resumed_from is not None else None

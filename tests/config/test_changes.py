@@ -34,6 +34,8 @@ def config(**more):
         ("schedule.warmup", "3 steps", True),
         ("data.shuffle", False, True),
         ("precision.dtype", "bf16", True),
+        ("fsdp.parameter_dtype", "bf16", True),
+        ("fsdp.reduce_dtype", "bf16", True),
         ("seed", 5, True),
         ("workload.args", {"width": 3}, True),
         ("deterministic", True, True),

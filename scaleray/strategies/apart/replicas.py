@@ -47,7 +47,7 @@ class Replicas:
     def moving(self) -> list[torch.Tensor]:
         """Tensors that training changes and that have a mean: trained parameters and floating-point buffers.
         Not collective."""
-        return [*self.trained, *(b for b in self.model.buffers() if b.is_floating_point())]
+        return [*self.trained, *(b for b in self.model.buffers() if _has_mean(b))]
 
     def metrics(self) -> Metrics:
         """The consensus distance as last measured. Not collective."""
@@ -85,7 +85,7 @@ class Replicas:
             if with_optimizer:
                 self._average_optimizer(self.group)
             for buffer in self.model.buffers():
-                if not buffer.is_floating_point():
+                if not _has_mean(buffer):
                     start = partial(dist.broadcast, buffer, group=self.group, group_src=0)
                     self.sent.entry("dp", self.size, BROADCAST).run(start, buffer)
             yield
@@ -137,7 +137,7 @@ class Replicas:
             for key in sorted(entries):
                 value = entries[key]
                 is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                if is_like and value.is_floating_point() and key != "step":  # a scalar parameter's step has its shape
+                if is_like and _has_mean(value) and key != "step":  # a scalar parameter's step has its shape
                     found.append((f"{number}.{key} {tuple(value.shape)}", value))
         return found
 
@@ -178,8 +178,8 @@ class Replicas:
             sizes = [tensor.numel() for tensor in bucket]
             for tensor, new, old in zip(bucket, mean.split(sizes), own.split(sizes), strict=True):
                 if measures and id(tensor) in trained:
-                    totals[0] += (old - new).double().square().sum()
-                    totals[1] += new.double().square().sum()
+                    totals[0] += (old - new).abs().double().square().sum()
+                    totals[1] += new.abs().double().square().sum()
                 if not keeps:
                     tensor.copy_(new.view_as(tensor))
         if measures:
@@ -201,3 +201,7 @@ class Replicas:
 def _distance(measured: Later) -> float:
     apart, norm = measured.read()
     return math.sqrt(apart / norm) if norm else 0.0
+
+
+def _has_mean(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

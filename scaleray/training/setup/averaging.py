@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from scaleray.config import RunConfig
 from scaleray.config.averaging import AveragingSettings
+from scaleray.config.strategy_traits import traits_of
+from scaleray.errors import WorkloadError
+from scaleray.training.setup.several_optimizers import members
 from scaleray.training.setup.shards import local
 
 
@@ -22,8 +27,10 @@ class Averaging:
     """The average of a module's trained parameters; without a decay it does nothing.
 
     averages: by the names of the module's state dict, in which a tied parameter has several. num_updates: how often it
-    has been updated.
+    has been updated. keeps_trained: whether the trained weights are written next to it.
     """
+
+    keeps_trained = True
 
     def __init__(self, module: nn.Module, settings: AveragingSettings) -> None:
         self.settings, self.num_updates = settings, 0
@@ -32,7 +39,7 @@ class Averaging:
         if settings.decay is not None:
             self._update = get_ema_multi_avg_fn(settings.decay)
             everyone = module.named_parameters(remove_duplicate=False)
-            named = [(name, p) for name, p in everyone if p.requires_grad and p.is_floating_point()]
+            named = [(name, p) for name, p in everyone if p.requires_grad]
         self._parameters = list(dict.fromkeys(p for _, p in named))
         self._averages = [p.detach().clone() for p in self._parameters]
         of = dict(zip(self._parameters, self._averages, strict=True))
@@ -74,15 +81,96 @@ class Averaging:
         """Let the module and the average change places. Not while a checkpoint is being copied."""
         if not self.is_on:
             return
-        for part in self._module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # what is still gathered from a pass before is of the other weights
+        self._reshard()
         with torch.no_grad():
             averages, trained = self._pairs()
             kept = torch._foreach_add(averages, 0)  # copies
             torch._foreach_copy_(averages, trained)
             torch._foreach_copy_(trained, kept)
 
+    def _reshard(self) -> None:
+        """Let go of what is still gathered from a pass before, as it is of the other weights."""
+        for part in self._module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """The averages by name for a checkpoint, by reference."""
+        return self.averages
+
     def _pairs(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """This rank's parts of the averages and of the parameters, sharing their memory."""
         return [local(a) for a in self._averages], [local(p.detach()) for p in self._parameters]
+
+
+class OptimizersAverage(Averaging):
+    """The weights that an optimizer gives in its mode of evaluation, as those of schedulefree do: it trains at another
+    point than the one that is meant to be used. Source: Defazio et al. 2024, The Road Less Scheduled,
+    arXiv:2405.15682."""
+
+    keeps_trained = False
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(module, AveragingSettings())
+        self._optimizers: list[Any] = [each for each in members(optimizer).values() if has_modes(each)]
+        named = [(name, p) for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad]
+        self._named, self._parameters = named, list(dict.fromkeys(p for _, p in named))
+        self._trained: list[torch.Tensor] = []
+        self._call("train")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is an average."""
+        return True
+
+    @property
+    def values(self) -> dict[str, torch.Tensor]:
+        """The averages by name for a checkpoint: copies."""
+        with self.in_place():
+            copies = {p: p.detach().clone() for p in self._parameters}
+        return {name: copies[p] for name, p in self._named}
+
+    def after_step(self, step: int) -> None:
+        """Do nothing: the optimizer's step has moved both points."""
+
+    def begin_anew(self) -> None:
+        """Do nothing: the average follows from the optimizer's state."""
+
+    def swap(self) -> None:
+        """Let the optimizer change its mode. The trained weights come back to the bit. Not while a checkpoint is being
+        copied."""
+        self._reshard()
+        if self._trained:
+            self._call("train")
+            with torch.no_grad():
+                torch._foreach_copy_([local(p.detach()) for p in self._parameters], self._trained)
+            self._trained = []
+        else:
+            self._trained = [local(p.detach()).clone() for p in self._parameters]
+            self._call("eval")
+
+    def _call(self, mode: str) -> None:
+        for optimizer in self._optimizers:
+            getattr(optimizer, mode)()
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Whether an optimizer has a mode of training and one of evaluation."""
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
+def averaging_of(module: nn.Module, optimizer: torch.optim.Optimizer, config: RunConfig, strategy: str) -> Averaging:
+    """The average of the weights that the config, or the optimizer, keeps. Raises WorkloadError for an optimizer with
+    modes where they cannot be used."""
+    if not any(has_modes(each) for each in members(optimizer).values()):
+        return Averaging(module, config.averaging)
+    found = f"one with a mode of evaluation ({type(optimizer).__name__})"
+    if config.averaging.decay is not None:
+        allowed = "it has an average of its own, which evaluations use"
+        raise WorkloadError("optimizer()", found, allowed, "leave averaging.decay out")
+    traits = traits_of(strategy)
+    if traits.trains_apart or strategy == "zero1":
+        allowed = f"under {strategy} no worker has the state of the whole model from which its average follows"
+        raise WorkloadError("optimizer()", found, allowed, "use ddp, fsdp, tensor or pipeline")
+    return OptimizersAverage(module, optimizer)

@@ -31,7 +31,7 @@ from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.contract.mesh import build_mesh
 from scaleray.strategies.sharding.paged_build import PagedBuild
 from scaleray.training.setup import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
-from scaleray.training.setup.averaging import Averaging
+from scaleray.training.setup.averaging import Averaging, averaging_of
 from scaleray.training.setup.compilation import Compilation, compiled
 from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.place import Place
@@ -140,7 +140,7 @@ def prepare(
             num_parameters=model.num_parameters,
             initial_hash=fingerprint_of(digests),
             pruning=masks,
-            averaging=Averaging(parallel.module, config.averaging),
+            averaging=averaging_of(parallel.module, optimizer, config, recipe.strategy),
             compilation=model.compilation,
             in_use=in_use,
             undo=undo.pop_all(),

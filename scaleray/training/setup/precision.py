@@ -56,13 +56,25 @@ def prepare(
         torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = settings.tf32
     if dtype == "fp64":
-        model.double()
+        in_float64(model)
     target = AUTOCAST_DTYPES.get(dtype)
     autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     if target is not None:
         autocast = lambda: torch.autocast(device.type, dtype=target, cache_enabled=keeps_casts)
     scaler = torch.amp.GradScaler(device.type, init_scale=settings.initial_loss_scale, enabled=dtype == "fp16")
     return Precision(autocast, scaler, torch.float64 if dtype == "fp64" else None)
+
+
+def in_float64(model: nn.Module) -> None:
+    """Convert parameters and buffers to float64, complex ones to complex128, in place."""
+    model._apply(lambda tensor: as_dtype(tensor, torch.float64))
+
+
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A floating-point tensor as `dtype`, a complex one as the complex type of that width; any other as it is."""
+    if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor.to(dtype if tensor.is_floating_point() else dtype.to_complex())
 
 
 def share_loss_scale(precision: Precision, module: nn.Module, group: dist.ProcessGroup) -> Precision:

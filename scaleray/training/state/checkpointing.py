@@ -234,6 +234,7 @@ class Checkpointing:
         if self._state.callbacks is not None:
             self._state.callbacks.before_checkpoint()
         self._state.setup.parallel.before_evaluation()  # buffers as on rank 0, as the next forward pass would make them
+        self.before_update()  # an optimizer with a mode of evaluation gives its average in the place of the weights
         tensors, volatile, values = self._state.capture(is_saved=True)
         self.saver.save(
             step, tensors, volatile=volatile, values=values, facts={**self.facts, **evaluation_facts(values[PROGRESS])}

@@ -24,10 +24,11 @@ def hand_on_weights(
     save = save if config.checkpoint.save_final else None
     shares: dict[str, WeightShare] = {}
     if setup.averaging.is_on:
-        if save is not None:
+        if save is not None and setup.averaging.keeps_trained:
             shares[TRAINED_WEIGHTS] = setup.parallel.weights()
         setup.averaging.swap()
-        reporter.say("the final weights are the average that was evaluated; the trained ones lie beside them")
+        kept = "the trained ones lie next to them" if setup.averaging.keeps_trained else "the optimizer computes it"
+        reporter.say(f"the final weights are the average that was evaluated; {kept}")
     if save is not None:
         shares[FINAL_WEIGHTS] = setup.parallel.weights()
     # nothing below this line communicates

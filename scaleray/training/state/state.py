@@ -217,7 +217,7 @@ class TrainState:
 
     def _averages(self) -> Tensors:
         """The averages of the weights by name, by reference."""
-        return {f"{AVERAGING}.{k}": v for k, v in self.setup.averaging.averages.items()}
+        return {f"{AVERAGING}.{k}": v for k, v in self.setup.averaging.values.items()}
 
     def _changed_attributes(self) -> Values:
         now = plain_attributes(self.setup.parallel.module)

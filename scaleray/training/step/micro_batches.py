@@ -18,6 +18,7 @@ from scaleray.data.collating import CollateAhead
 from scaleray.data.collation import collated, refuse_ragged
 from scaleray.data.rank_batch import Made
 from scaleray.several_losses import losses_of
+from scaleray.training.setup.precision import as_dtype
 from scaleray.workload import own_method
 
 
@@ -128,7 +129,7 @@ def to_device(columns: dict[str, Any], device: torch.device, dtype: torch.dtype 
     tensors = {n: v if isinstance(v, torch.Tensor) else torch.from_numpy(v) for n, v in columns.items()}
     if device.type == "cuda":
         tensors = _copied_beside(tensors, device)
-    return {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in tensors.items()}
+    return {n: as_dtype(t, dtype) for n, t in tensors.items()}
 
 
 def _copied_beside(tensors: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

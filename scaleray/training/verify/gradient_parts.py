@@ -23,6 +23,7 @@ from scaleray.training.setup.fine_tuning import adapt
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.precision import in_float64
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
 from scaleray.training.step.micro_batches import micro_batches, user_batch
 
@@ -135,7 +136,7 @@ class GradientParts:
             model: nn.Module = self.job.workload.build_model()
         adapt(model, self.job.config.fine_tuning)
         if self.job.config.precision.dtype == "fp64":
-            model.double()
+            in_float64(model)
         module = self.setup.parallel.module
         values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         values = self._whole({name: full(tensor.detach()) for name, tensor in values.items()})

@@ -152,6 +152,8 @@ def judged(trace: Trace, key: Key) -> str:
 def mean_of(everyone: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """The mean of all replicas' tensors by name; for whole numbers the first replica's."""
     return {
-        name: torch.stack([theirs[name] for theirs in everyone]).mean(dim=0) if value.is_floating_point() else value
+        name: torch.stack([theirs[name] for theirs in everyone]).mean(dim=0)
+        if value.is_floating_point() or value.is_complex()
+        else value
         for name, value in everyone[0].items()
     }

@@ -179,6 +179,15 @@ def test_a_bad_step_changes_nothing_though_others_are_launched_after_it(policy, 
         assert len(ahead.steps) == (4 if policy == "stop" else 9)
 
 
+def test_an_average_does_not_move_after_the_step_that_ends_the_training():
+    flags = {"on_nonfinite": "stop", "batch.global_size": 2, "stop.after": "9 steps", "averaging.decay": 0.9}
+    known = train_alone(NanAt(4), flags)
+    with runs_ahead():
+        ahead = train_alone(NanAt(4), flags)
+    assert len(known.steps) == 4 and known.trained.keys() == known.weights.keys()
+    assert same_bits(known, ahead)
+
+
 class CountsNothingAt(Classify):
     def loss(self, model, batch):
         total, count = super().loss(model, batch)
