@@ -25,6 +25,7 @@ from scaleray.training.health.fixed_model import FixedModel
 from scaleray.training.health.memory_report import MemoryReport
 from scaleray.training.health.progress import Progress
 from scaleray.training.health.reporter import Reporter
+from scaleray.training.health.stray_runs import StrayRuns
 from scaleray.training.health.summary import summary_of
 from scaleray.training.health.worker_errors import locating
 from scaleray.training.noise.watch import NoiseWatch
@@ -108,7 +109,7 @@ class _Run:
             self.plan = job.train_plan()
             self.callbacks = Callbacks(job.workload, place, self.reporter.emit)
         # the reporter tells what those before it have measured, and callbacks hear of a step that was told
-        watching = (self.memory, self.noise, self.compilation)
+        watching = (self.memory, self.noise, self.compilation, StrayRuns(self.reporter))
         self.observers = Observers(*self.profile.observers, *watching, self.reporter, self.callbacks)
         self.micro_sizes = MicroSizes(job.config, place, self.reporter)
         self.limits = CollectiveLimits(progress, job.config.scale.collective_timeout_s)

@@ -38,7 +38,7 @@ from scaleray.launch.session.alerts import alert_settings
 from scaleray.launch.session.data import check_same_data, size_of
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.folder import RunFolder
-from scaleray.launch.session.start import check_learning_rate, forbid_ray, with_absolute_paths
+from scaleray.launch.session.start import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.own_folder import keep_compiled_code_here
@@ -95,6 +95,7 @@ def train(
     start = StartClock(started_at or time.time(), {IMPORTS: IMPORTED_AT})
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
+    check_started_once(say)
     named = {"workload.name": name_of(workload)} if workload is not None else {}
     if isinstance(config, Mapping):
         config = load_config(flags=config, defaults=named)

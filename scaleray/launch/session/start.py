@@ -11,10 +11,44 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
 from scaleray.config.optimizer import missing_rate
-from scaleray.errors import ConfigError
+from scaleray.errors import ClusterError, ConfigError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.session.folder import RunFolder
+from scaleray.records.run import Say
 from scaleray.workload import brings_optimizer
+
+LAUNCHERS = (
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+)
+"""Programs that start a command several times, and the variables in which each copy finds its number and theirs."""
+
+
+def check_started_once(say: Say) -> None:
+    """Refuse a copy of this command, of which a launcher has started several. The first copy continues, with a warning.
+
+    Raises ClusterError.
+    """
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # a job of a Ray that a launcher has started on each node
+        return
+    for launcher, rank, size in LAUNCHERS:
+        number, copies = os.environ.get(rank, ""), os.environ.get(size, "")
+        if not (number.isdecimal() and copies.isdecimal() and int(copies) > 1):
+            continue
+        if int(number) > 0:
+            raise ClusterError(
+                "this process",
+                f"copy {int(number) + 1} of {copies}, started by {launcher}",
+                "one command starts all workers, and the first copy is that command",
+                "start scaleray once, with --scale.workers for the number of workers",
+            )
+        say(
+            f"warning: {launcher} started {copies} copies of this command ({size}={copies}); this one trains, with as "
+            "many workers as scale.workers says, and the others are refused"
+        )
+        return
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -22,6 +22,7 @@ from scaleray.launch.session.measured import check_published
 from scaleray.launch.session.start import (
     check_learning_rate,
     check_local,
+    check_started_once,
     connected_unless,
     own_folder,
     with_absolute_paths,
@@ -66,6 +67,7 @@ def study(
     Raises UsageError for what the user can mend, RunFailedError where a worker failed, KeyboardInterrupt when stopped.
     """
     started_at = time.time()
+    check_started_once(say)
     config = with_absolute_paths(study_noise.with_noise(config) if question.noise else config)
     store.check_reachable(store.resolve_uri(config.tracking.uri))
     check_published(config)

@@ -25,7 +25,7 @@ from scaleray.launch.session.data import check_same_data
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.folder import RunFolder, unique_name
 from scaleray.launch.session.measured import check_published
-from scaleray.launch.session.start import with_absolute_paths
+from scaleray.launch.session.start import check_started_once, with_absolute_paths
 from scaleray.launch.sweep.folder import AskedSweep, SweepFolder, finished_record, read_asked
 from scaleray.launch.sweep.guided import check_guided
 from scaleray.launch.sweep.plan import (
@@ -70,6 +70,7 @@ def sweep(
     Raises UsageError for what the user can mend, RunFailedError when all trials failed (the record is written all the
     same), KeyboardInterrupt when stopped.
     """
+    check_started_once(say)
     if continue_folder is not None and (finished := finished_record(absolute_path(continue_folder))) is not None:
         say(f"sweep {finished.name} is finished already; nothing is left to do")
         return finished

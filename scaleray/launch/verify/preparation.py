@@ -16,7 +16,7 @@ from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node
 from scaleray.launch.cluster.gpus import with_gpus_decided
-from scaleray.launch.session.start import check_learning_rate, connected_unless, with_absolute_paths
+from scaleray.launch.session.start import check_learning_rate, check_started_once, connected_unless, with_absolute_paths
 from scaleray.launch.verify.plan import Plan, Question, make_plan, on_workers
 from scaleray.launch.workers.gloo import UserCode
 from scaleray.records.run import Say
@@ -47,6 +47,7 @@ def prepared(
 ) -> Iterator[Verification]:
     """Context in which workers can be started, with all that can be refused refused. Raises UsageError."""
     started_at = time.time()
+    check_started_once(say)
     config = with_absolute_paths(config)
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
