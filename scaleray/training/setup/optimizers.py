@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
 from scaleray.config.optimizer import missing_rate
+from scaleray.config.strategy_traits import traits_of
 from scaleray.scaling.recipe.schedules import learning_rate_factor
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.setup import own_schedule
 from scaleray.training.setup.large_batch_optimizers import Lamb, Lars
-from scaleray.training.setup.own_optimizer import InUse, OptimizerValues, WithoutRate, build_own
+from scaleray.training.setup.own_optimizer import InUse, OptimizerValues, WithoutRate, acts_on_elements, build_own
 from scaleray.training.setup.several_optimizers import check_losses
 from scaleray.workload import brings_optimizer, brings_schedule
 
@@ -60,6 +61,12 @@ def _build(
     own, in_use = None, InUse()
     if brings_optimizer(workload):
         own, in_use = build_own(lambda values: workload.optimizer(model, values), values, config, varied)
+        if own is not None and traits_of(recipe.strategy).splits_parameters and not acts_on_elements(own):
+            in_use.warnings.append(
+                f"the workload's own optimizer() ({type(own).__name__}) needs whole matrices, and under "
+                f"{recipe.strategy} each worker has a part of them: its updates differ from those of one process by its "
+                "own rounding, or by more if it takes a part for the whole; scaleray verify shows by how much"
+            )
     if own is None and recipe.learning_rate is None:
         raise missing_rate("the workload brings no optimizer of its own")
     return own or _configured(model, values, config), in_use

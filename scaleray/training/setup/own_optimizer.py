@@ -7,8 +7,10 @@ moves follows the config, whatever the optimizer makes of it, and a value that s
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,7 @@ from scaleray.config import RunConfig
 from scaleray.config.optimizer import missing_rate
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
+from scaleray.training.setup.averaging import has_modes
 from scaleray.training.setup.several_optimizers import SeveralOptimizers, members
 
 
@@ -69,6 +72,8 @@ GROUP_KEYS = {
     "nesterov": "nesterov",
 }  # fmt: skip
 """Key of each setting in the parameter groups of torch's optimizers."""
+PARTS = (slice(0, 8), slice(0, 4), slice(4, 8))
+"""The rows of a matrix, and of its halves."""
 NOT_GIVEN = ("trust_coefficient", "adapt_vectors")
 """Settings of the optimizers that scaleray brings; `optimizer()` does not receive them."""
 
@@ -109,6 +114,39 @@ def build_own(
         other = ["learning_rate", *other]
     in_use = {name: _of_groups(own, name)[0] for name in other if name in MOVED_BY_RULES and _of_groups(own, name)}
     return own, InUse(in_use, warnings)
+
+
+def acts_on_elements(own: torch.optim.Optimizer) -> bool:
+    """Whether halves of a matrix are updated as the whole is: not where an optimizer needs whole matrices, as Muon,
+    Shampoo and Adafactor do. True for one that does not take a step of a rehearsal."""
+    draw = torch.Generator().manual_seed(0)
+    start, *gradients = torch.randn(3, 8, 6, generator=draw).unbind()
+    for each in members(own).values():
+        for number in range(len(each.param_groups)):
+            try:
+                with torch.random.fork_rng(devices=[]):
+                    whole, *halves = (_rehearsed(each, number, start[p], [g[p] for g in gradients]) for p in PARTS)
+            except Exception:  # it may want parameters of another shape
+                continue
+            if not torch.allclose(whole, torch.cat(halves), rtol=1e-3, atol=1e-6):
+                return False
+    return True
+
+
+def _rehearsed(
+    own: torch.optim.Optimizer, number: int, start: torch.Tensor, gradients: list[torch.Tensor]
+) -> torch.Tensor:
+    """A parameter after steps of a copy of an optimizer, as one of the group with this number."""
+    rehearsal = copy.copy(own)
+    parameter = torch.nn.Parameter(start.clone())
+    rehearsal.param_groups = [{**own.param_groups[number], "params": [parameter]}]
+    rehearsal.state = defaultdict(dict)
+    if has_modes(rehearsal):
+        rehearsal.train()  # type: ignore[attr-defined]
+    for gradient in gradients:
+        parameter.grad = gradient.clone()
+        rehearsal.step()
+    return parameter.detach()
 
 
 def _checked(own: Any) -> torch.optim.Optimizer | None:

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from small_runs import Classify, make_job, same_generators, train_alone
+from small_runs import NUM_FEATURES, Classify, make_job, same_generators, train, train_alone
 
 from scaleray.errors import ConfigError
 from scaleray.launch.run import train as run
-from scaleray.records.run import DerivedRecord
+from scaleray.records.run import DerivedRecord, EventRecord
 from scaleray.training.setup.model_setup import prepare
+from scaleray.training.setup.own_optimizer import acts_on_elements
 from scaleray.training.setup.place import Place
 
 SHORT = {"stop.after": "2 steps", "optimizer.learning_rate": 1e-3}
@@ -153,3 +154,41 @@ def test_settings_that_nothing_is_derived_from_are_not_among_the_derived_values_
     own = lambda model, settings: torch.optim.AdamW(model.parameters(), lr=4e-5, weight_decay=0.3)
     warnings, values = look(own, {"optimizer.weight_decay": 0.1})
     assert len(warnings) == 2 and values == {"learning_rate": pytest.approx(4e-5)}
+
+
+@pytest.mark.parametrize(
+    ("make", "acts"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), True),
+        (lambda p: torch.optim.AdamW(p, lr=0.1), True),
+        (lambda p: torch.optim.RMSprop(p, lr=0.1), True),
+        (lambda p: torch.optim.Muon(p, lr=0.1), False),
+        (lambda p: torch.optim.Adafactor(p, lr=0.1), False),
+    ],
+    ids=["sgd", "adamw", "rmsprop", "muon", "adafactor"],
+)
+def test_an_optimizer_that_needs_whole_matrices_is_recognised(make, acts):
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    own = make([weight])
+    drawn = torch.get_rng_state()
+    assert acts_on_elements(own) == acts
+    assert torch.equal(weight, torch.ones(4, 3)) and not own.state and torch.equal(drawn, torch.get_rng_state())
+
+
+class WithMuon(Classify):
+    def build_model(self):
+        return torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 8, bias=False), torch.nn.Linear(8, 3, bias=False))
+
+    def optimizer(self, model, settings):
+        return torch.optim.Muon(model.parameters(), lr=settings.learning_rate)
+
+
+@pytest.mark.parametrize(("strategy", "is_warned"), [("ddp", False), ("fsdp", True)])
+def test_a_run_warns_of_it_where_each_worker_has_a_part(gloo, strategy, is_warned):
+    texts = gloo.run(2, warnings_in_pool, strategy)[0]
+    assert any("(Muon) needs whole matrices" in text for text in texts) == is_warned
+
+
+def warnings_in_pool(place, strategy):
+    finished = train(place, WithMuon(), {"strategy.name": strategy, "stop.after": "2 steps"})
+    return [m.text for m in finished.messages if isinstance(m, EventRecord) and m.kind == "warning"]
