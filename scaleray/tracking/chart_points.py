@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from scaleray import metric_names as names
 from scaleray.records.run import CheckpointRecord, StepRecord
+from scaleray.tracking.accepted import LONGEST_NAME, acceptable_name
 
 Point = tuple[str, float, int, int]
 """(metric, value, wall clock in ms, step), as MLflow takes it."""
@@ -32,6 +33,7 @@ class Points:
     def __init__(self, *, every_steps: int, tokens_per_sample: int | None) -> None:
         self.every_steps, self.tokens_per_sample = every_steps, tokens_per_sample
         self.known: dict[str, int] = {}
+        self._names: dict[str, str] = {}
         self._window = _Window()
         self._new: list[Point] = []
 
@@ -45,11 +47,25 @@ class Points:
 
         What is known of a step already, as after a resume, is left out. at: wall clock in s.
         """
-        for name, value in values.items():
+        for given, value in values.items():
+            name = self._name_of(given)
             if step > self.known.get(name, -1):  # a continued run repeats the steps after its checkpoint
                 # MLflow stores infinity as the largest float, which ruins charts; NaN it keeps
                 self._new.append((name, math.nan if math.isinf(value) else float(value), in_ms(at), step))
                 self.known[name] = step
+
+    def _name_of(self, given: str) -> str:
+        """The name of a metric in MLflow, which no other metric has."""
+        if given not in self._names:
+            name, number = acceptable_name(given), 2
+            while name in self._names.values():
+                name, number = f"{acceptable_name(given)[: LONGEST_NAME - 10]}_{number}", number + 1
+            self._names[given] = name
+        return self._names[given]
+
+    def renamed(self) -> dict[str, str]:
+        """Metrics of which MLflow does not take the name, and what they are called there."""
+        return {given: name for given, name in self._names.items() if given != name}
 
     def add_step(self, record: StepRecord, *, num_nonfinite: int) -> None:
         """Add every `every_steps`-th step, and the first; rates are means over the steps since the point before."""

@@ -15,7 +15,7 @@ from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import TrackingError, first_line
 from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run import RunRecord
-from scaleray.tracking.light_import import import_mlflow
+from scaleray.tracking.accepted import acceptable_name
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
 
 STEPS = "steps.csv"
@@ -128,7 +128,6 @@ def runs_in_mlflow(run: str, uri: str) -> tuple[Any, list[Any]]:
     if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
         raise unknown  # looking must not make a database
     check_reachable(uri)
-    import_mlflow()
     client = open_client(uri)
     known = _candidates(client, run)
     found = [one for one in known if PARENT_TAG not in one.data.tags]
@@ -171,9 +170,8 @@ def _with_evaluations(found: FoundRun) -> FoundRun:
         if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
             return found
         check_reachable(uri, timeout_s=2.0)
-        import_mlflow()
         client = open_client(uri)
         for name in sorted(record.metrics):
-            history = client.get_metric_history(record.run_id, name)
+            history = client.get_metric_history(record.run_id, acceptable_name(name))
             found.evaluations[name] = sorted((metric.step, metric.value) for metric in history)
     return found

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.errors import TrackingError, first_line
-from scaleray.tracking.light_import import import_mlflow
 from scaleray.tracking.operations import LogArtifact, LogMetrics
 from scaleray.tracking.store import RunStore, check_reachable, open_client, resolve_uri, without_password
 
@@ -25,7 +24,6 @@ def add_to_run(
         raise TrackingError("the run in MLflow", None, "its run.json names none", "add --no-record")
     uri = resolve_uri(uri)
     check_reachable(uri)
-    import_mlflow()
     now = int(1000 * time.time())
     try:
         # a promoted model names its run alone

@@ -8,7 +8,6 @@ from typing import Any
 
 from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.errors import TrackingError, first_line
-from scaleray.tracking.light_import import import_mlflow
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
 
 ARTIFACTS = {FINAL_WEIGHTS: "model", TRAINED_WEIGHTS: "trained_model"}
@@ -28,7 +27,6 @@ def fetch_model_files(about: Mapping[str, Any], folder: Path, name: str = FINAL_
     if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
         return None  # looking must not make a database
     check_reachable(uri)
-    import_mlflow()
     try:
         client = open_client(uri)
         if not client.list_artifacts(run_id, ARTIFACTS[name]):

@@ -124,6 +124,25 @@ KINDS: dict[str, type[Any]] = {
 _NAMES = {kind: name for name, kind in KINDS.items()}
 
 
+def pieces_of(operation: Operation) -> list[Operation]:
+    """The operation as several, one for each point, param or tag; a list of itself where it has one or none."""
+    if isinstance(operation, LogMetrics):
+        return [LogMetrics([point]) for point in operation.points]
+    if isinstance(operation, LogParams | SetTags):
+        return [type(operation)({name: value}) for name, value in operation.values.items()]
+    return [operation]
+
+
+def shown(operation: Operation) -> str:
+    """A few words that say which operation it is."""
+    if isinstance(operation, LogMetrics):
+        return f"a point of the metric {operation.points[0][0]!r}" if operation.points else "points of metrics"
+    if isinstance(operation, LogArtifact):
+        return f"the file {operation.path}"
+    values = getattr(operation, "values", None)
+    return f"the {_NAMES[type(operation)].removesuffix('s')} {next(iter(values), '')!r}" if values else "an operation"
+
+
 def to_json(operation: Operation) -> str:
     """One line of unsent.jsonl."""
     return json.dumps({"op": _NAMES[type(operation)], **vars(operation)})

@@ -82,10 +82,14 @@ class Outbox(Generic[Op]):
             self.store.send(operation)
         except Exception as exc:  # whatever MLflow raises, training goes on
             self.failure = f"{type(exc).__name__}: {(str(exc).splitlines() or [''])[0]}"[:300]
-            return None if self._leaves_out_refused and _is_refusal(exc) else exc
+            return None if _is_refusal(exc) and self._set_aside(operation, exc) else exc
         self.num_sent += 1
         self.sent_at = time.monotonic()
         return None
+
+    def _set_aside(self, operation: Op, refusal: Exception) -> bool:
+        """Take an operation out of the queue that would be refused again; false if it is to be kept all the same."""
+        return self._leaves_out_refused
 
     def _wait_longer(self) -> None:
         self._retry_at = time.monotonic() + self._backoff.failed()
@@ -104,6 +108,11 @@ class Outbox(Generic[Op]):
         """Say that the store has taken everything that was kept."""
 
 
+def is_refusal_of_content(exc: Exception) -> bool:
+    """Whether a server refused what it was sent, rather than the sender or the run."""
+    return getattr(exc, "error_code", "") in REFUSALS[:2] or isinstance(exc, (FileNotFoundError, ValueError, TypeError))
+
+
 def _is_refusal(exc: Exception) -> bool:
     """Whether the same operation would be refused again."""
-    return getattr(exc, "error_code", "") in REFUSALS or isinstance(exc, (FileNotFoundError, ValueError, TypeError))
+    return getattr(exc, "error_code", "") in REFUSALS or is_refusal_of_content(exc)

@@ -16,7 +16,7 @@ from typing import Any
 
 from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
-from scaleray.errors import TrackingError
+from scaleray.errors import StorageError, TrackingError
 from scaleray.records.live import LiveState
 from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
 from scaleray.records.run import (
@@ -94,6 +94,7 @@ class Recorder(SignsOfLife):
         self._events: list[str] = []
         self._derived: dict[str, Any] = {}
         self._resumed_after: dict[float, int] = {}
+        self._renamed: set[str] = set()
         self._previous_step = -1
         self._is_continued = self._has_new_steps = False
         self._started = threading.Event()
@@ -226,9 +227,16 @@ class Recorder(SignsOfLife):
         if self._published:
             with contextlib.suppress(OSError):  # the parts say the same, and the whole file is uploaded once more
                 self._published.join()
+        problem: OSError | None = None
+        written = ["steps.csv"]
         for name, text in files.items():
-            (self.work_dir / name).write_text(text)
-        self.log_files([str(self.work_dir / name) for name in ("steps.csv", *files)])
+            try:
+                Store(str(self.work_dir)).write_text(name, text)
+                written.append(name)
+            except OSError as exc:  # the run's end is written all the same
+                problem = exc
+                self._event(f"{name} cannot be written to {self.work_dir}: {exc.strerror or exc}")
+        self.log_files([str(self.work_dir / name) for name in written])
         self.publishing.end(status)
         self.alerts.end(went_on=went_on)
         self._writer.put(EndRun(status, now))
@@ -243,6 +251,13 @@ class Recorder(SignsOfLife):
         if self.note.key is not None:
             with contextlib.suppress(Exception):  # whatever MLflow raises: the run itself is complete
                 self._require_store().remove_twins(self.note.key)
+        if problem is not None:
+            raise StorageError(
+                "the record of the run",
+                "not written",
+                f"{self.work_dir} does not take it: {problem.strerror or problem}; MLflow has the run as {status}",
+                "make room or mend the storage, and then: scaleray train --resume RUN_FOLDER",
+            ) from problem
         return self.spool.unsent_file()
 
     def _publish(self) -> str | None:
@@ -334,6 +349,10 @@ class Recorder(SignsOfLife):
             self.steps.write()
         except OSError as exc:
             self._event(f"{self.steps.path.name} cannot be written ({exc.strerror}); its rows wait in memory")
+        for given, name in self.points.renamed().items():
+            if given not in self._renamed:
+                self._renamed.add(given)
+                self._event(f"MLflow takes no metric called {given!r}: it is {name!r} there, and as given elsewhere")
         if points := self.points.take():
             self.spool.send(LogMetrics(points))
         else:

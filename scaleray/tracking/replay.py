@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
 from scaleray.tracking import unsent_file
-from scaleray.tracking.operations import LogMetrics
+from scaleray.tracking.operations import LogArtifact, LogMetrics, Operation, pieces_of, shown
+from scaleray.tracking.outbox import is_refusal_of_content
 from scaleray.tracking.store import RunStore, check_reachable
 
 
 def replay(path: str | Path, *, uri: str | None = None) -> int:
     """Send what a run could not write, from its unsent file; returns the number of operations. Removes the file.
 
-    uri: where to send it; None is where the run wrote, whose password, if any, the file does not hold.
+    What MLflow refuses does not hold back the rest. uri: where to send it; None is where the run wrote, whose password,
+    if any, the file does not hold.
 
     Raises TrackingError when the server still cannot be reached; the file stays then. It is raised too where lines of
     the file cannot be read, once the others are sent; the file is `unsent.jsonl.damaged` then.
@@ -39,11 +43,18 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
     try:
         store = RunStore(uri, head["run_id"], head["experiment_id"])
         known = store.last_steps()
-        for operation in unsent.operations:
-            # a crash between sending and forgetting must not double points
-            store.send(operation.after(known) if isinstance(operation, LogMetrics) else operation)
+        refused = [text for operation in unsent.operations for text in _sent(store, operation, known, path.parent)]
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
         raise TrackingError("MLflow at", without_password(uri), f"it refused: {first_line(exc)}") from exc
+    if refused:
+        kept = path.with_name(f"{path.name}.refused")
+        path.replace(kept)
+        raise TrackingError(
+            "unsent file",
+            str(path),
+            f"MLflow refused {len(refused)} of its values and took the others: {'; '.join(refused[:3])}",
+            f"it is kept as {kept}",
+        )
     num_lost = unsent.num_damaged + unsent.is_cut
     if num_lost:
         damaged = path.with_name(f"{path.name}.damaged")
@@ -56,3 +67,21 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
         )
     path.unlink()
     return len(unsent.operations)
+
+
+def _sent(store: RunStore, operation: Operation, known: Mapping[str, int], folder: Path) -> list[str]:
+    """Send an operation, or those of its values that MLflow takes; gives why it refused the others."""
+    if isinstance(operation, LogMetrics):  # a crash between sending and forgetting must not double points
+        operation = operation.after(known)
+    if isinstance(operation, LogArtifact) and not Path(operation.path).exists():
+        operation = dataclasses.replace(operation, path=str(folder / Path(operation.path).name))  # the run was moved
+    try:
+        store.send(operation)
+    except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+        if not is_refusal_of_content(exc):
+            raise
+        pieces = pieces_of(operation)
+        if len(pieces) > 1:
+            return [text for piece in pieces for text in _sent(store, piece, known, folder)]
+        return [f"{shown(operation)}: {first_line(exc)[:200]}"]
+    return []

@@ -15,7 +15,7 @@ from scaleray.records.json_record import JsonRecord, leaves
 from scaleray.records.read import FILE
 from scaleray.records.run import RunRecord
 from scaleray.records.study import CurvePoint, StudyRecord
-from scaleray.tracking.light_import import import_mlflow
+from scaleray.tracking.accepted import acceptable_name
 from scaleray.tracking.registry.seal import last_values, problem_of
 from scaleray.tracking.run_alerts import ALERT_TAG
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path
@@ -37,7 +37,7 @@ def differences_from_mlflow(
         found += [
             f"metrics.{name}"
             for name, value in sorted(record.metrics.items())
-            if name in run.metrics and value is not None and run.metrics[name] != value
+            if value is not None and run.metrics.get(acceptable_name(name), value) != value
         ]
         if alerts is not None:
             told = {key.removeprefix(ALERT_TAG) for key in run.tags if key.startswith(ALERT_TAG)}
@@ -81,7 +81,6 @@ def _asked(run_id: str, own: str, uri: str | None, differing: Callable[[Any], li
         if not run_id or (store.startswith("sqlite:///") and not sqlite_path(store).exists()):
             return None
         check_reachable(store, timeout_s=2.0)
-        import_mlflow()
         return differing(open_client(store))
     return None
 

@@ -9,11 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scaleray.checkpoints.storage import Store
+from scaleray.errors import first_line
 from scaleray.tracking import unsent_file
 from scaleray.tracking.chart_points import Point
-from scaleray.tracking.operations import EndRun, LogMetrics, Operation, to_json
-from scaleray.tracking.outbox import Outbox
+from scaleray.tracking.operations import EndRun, LogMetrics, Operation, pieces_of, shown, to_json
+from scaleray.tracking.outbox import Outbox, is_refusal_of_content
 from scaleray.tracking.store import RunStore, without_password
+
+REFUSED = "refused.jsonl"
+"""File of what MLflow refused for its content, in the form of unsent.jsonl."""
 
 
 class Spool(Outbox[Operation]):
@@ -68,6 +72,21 @@ class Spool(Outbox[Operation]):
         """Points that are kept."""
         return [point for operation in self._kept if isinstance(operation, LogMetrics) for point in operation.points]
 
+    def _set_aside(self, operation: Operation, refusal: Exception) -> bool:
+        """Put an operation of which MLflow refuses the content into a file of its own, with the reason; of several
+        values in one the others are sent."""
+        if not is_refusal_of_content(refusal):
+            return False
+        if len(pieces := pieces_of(operation)) > 1:
+            # one piece may be kept for want of an answer: then all are, as points that MLflow has may be sent again
+            return all(self._try(piece) is None for piece in pieces)
+        self._say(f"MLflow refuses {shown(operation)}: {first_line(refusal)[:300]}; it is kept in {REFUSED}")
+        with contextlib.suppress(OSError), open(self.path.with_name(REFUSED), "a") as file:
+            if not file.tell():
+                file.write(f"{json.dumps(self._head())}\n")
+            file.write(f"{to_json(operation)}\n")
+        return True
+
     def _say_away(self, problem: Exception) -> None:
         self._say(
             f"MLflow took no more data at {self._where()} ({type(problem).__name__}); "
@@ -106,13 +125,14 @@ class Spool(Outbox[Operation]):
             self._is_on_disk = False
 
     def _rewrite(self) -> None:
+        lines = [json.dumps(self._head()), *map(to_json, self._kept)]
+        Store(str(self.path.parent)).write_text(self.path.name, "".join(f"{line}\n" for line in lines))
+
+    def _head(self) -> dict[str, str]:
         store = self.store
         assert store is not None, "the run exists before anything is kept"
-        head = {
+        return {
             "tracking_uri": without_password(store.uri),
             "run_id": store.run_id,
             "experiment_id": store.experiment_id,
         }
-        temporary = self.path.with_suffix(".part")
-        temporary.write_text("".join(f"{line}\n" for line in [json.dumps(head), *map(to_json, self._kept)]))
-        temporary.replace(self.path)

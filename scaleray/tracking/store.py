@@ -5,25 +5,30 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import secrets
-import urllib.error
+import time
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
 from scaleray.progress import stage
+from scaleray.tracking.accepted import acceptable_name, acceptable_text
 from scaleray.tracking.operations import LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
+T = TypeVar("T")
 UI_ADDRESS = "http://127.0.0.1:5000"
+UNLIKE_MLFLOW = "something else answers there: correct --tracking.uri"
+PAUSE_S = 1.0
+"""Seconds before a server that gave no answer is asked again."""
 KEY_TAG = "scaleray.key"
 """Tag of a run: what it is known by before MLflow has given it an id."""
 LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact
@@ -50,7 +55,7 @@ def resolve_uri(uri: str | None) -> str:
 
 
 def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
-    """Fail early and clearly when the store cannot be used. Imports no mlflow, so that it costs no start-up time."""
+    """Fail early and clearly when the store cannot be used. Imports no mlflow for a file. Raises TrackingError."""
     if uri.startswith("sqlite:///"):
         path = sqlite_path(uri)
         try:
@@ -65,19 +70,57 @@ def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
                 "choose another with --tracking.uri",
             ) from exc
     elif uri.startswith("http"):
-        try:
-            with stage(f"looking for MLflow at {without_password(uri)}"):
-                urllib.request.urlopen(uri.rstrip("/") + "/health", timeout=timeout_s).close()
-        except urllib.error.HTTPError:
-            pass  # it answers; what it refuses will be said when the run is made
-        except (OSError, ValueError) as exc:
-            reason = getattr(exc, "reason", exc)
-            raise TrackingError(
-                "the MLflow server",
-                without_password(uri),
-                f"it does not answer: {reason}",
-                "start it, correct --tracking.uri, or leave the key out to use a local SQLite file",
-            ) from exc
+        with stage(f"looking for MLflow at {without_password(uri)}"), _timeout(timeout_s):
+            _ask(uri)
+
+
+def _tried_again(make: Callable[[], T]) -> T:
+    """The result of `make`, which is called once more after an error: an answer may be lost on its way."""
+    try:
+        return make()
+    except TrackingError:
+        raise
+    except Exception:  # mlflow, its HTTP client and its database drivers share no base class
+        time.sleep(PAUSE_S)
+    return make()
+
+
+def _ask(uri: str) -> None:
+    """Ask a server for its experiments through MLflow's own client, which knows certificates, passwords and proxies.
+
+    Raises TrackingError.
+    """
+    try:
+        _tried_again(lambda: open_client(uri).search_experiments(max_results=1))
+    except Exception as exc:  # as above: no common base class
+        is_refused = any(f" {code}" in str(exc) for code in (401, 403))
+        found = "it refuses the credentials" if is_refused else "it does not answer"
+        start = "start it, correct --tracking.uri, or leave the key out to use a local SQLite file"
+        login = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        raise TrackingError(
+            "the MLflow server", without_password(uri), f"{found}: {_reason(exc, uri)}", login if is_refused else start
+        ) from None  # MLflow's text may hold the password of the address
+
+
+def _reason(exc: BaseException, uri: str) -> str:
+    """The first line of the innermost cause, without what the address says of a user."""
+    while (cause := exc.__cause__ or exc.__context__) is not None:
+        exc = cause
+    user, at, _ = urllib.parse.urlsplit(uri).netloc.rpartition("@")
+    return first_line(exc).replace(user + at, "")[:300] if at else first_line(exc)[:300]
+
+
+@contextlib.contextmanager
+def _timeout(timeout_s: float) -> Iterator[None]:
+    """Context in which MLflow's client waits for an answer so long, unless the user has said how long."""
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, f"{math.ceil(timeout_s)}")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
 
 
 def sqlite_path(uri: str) -> Path:
@@ -128,7 +171,8 @@ class RunStore:
         whatever answer of the server was lost. None is a new one.
         """
         key = key or secrets.token_hex(8)
-        try:
+
+        def made() -> tuple[Any, bool, str]:
             with _first_use_lock(uri):
                 client = open_client(uri)
                 found = client.get_experiment_by_name(experiment)
@@ -144,13 +188,16 @@ class RunStore:
                 experiment_id = (
                     found.experiment_id if found else client.create_experiment(experiment, artifact_location=location)
                 )
-            tags = {**tags, KEY_TAG: key}
             start_time = int(started_at * 1000) if started_at else None
 
             def make() -> Any:
-                return client.create_run(experiment_id, run_name=run_name, tags=dict(tags), start_time=start_time)
+                named = {**tags, KEY_TAG: key}
+                return client.create_run(experiment_id, run_name=run_name, tags=named, start_time=start_time)
 
-            run, is_new = _made_once(client, experiment_id, key, make)
+            return *_made_once(client, experiment_id, key, make), experiment_id
+
+        try:
+            run, is_new, experiment_id = _tried_again(made)
         except TrackingError:
             raise
         except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
@@ -163,6 +210,10 @@ class RunStore:
             raise TrackingError(
                 "MLflow at", without_password(uri), f"the run could not be made: {first}", hint
             ) from exc
+        if not run.info.run_id:  # it answers 200 to everything
+            raise TrackingError(
+                "MLflow at", without_password(uri), "it made a run without an id", "correct --tracking.uri"
+            )
         store = cls(uri, run.info.run_id, experiment_id)
         store.is_new = is_new
         return store
@@ -194,15 +245,19 @@ class RunStore:
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 
         if isinstance(operation, LogMetrics):
-            points = [Metric(name, value, int(at_ms), int(step)) for name, value, at_ms, step in operation.points]
+            points = [Metric(acceptable_name(n), value, int(at), int(step)) for n, value, at, step in operation.points]
             for start in range(0, len(points), 1000):  # the server's limit for one call
                 self.client.log_batch(self.run_id, metrics=points[start : start + 1000])
         elif isinstance(operation, LogParams):
-            params = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in operation.values.items()]
+            params = [
+                Param(acceptable_name(key), acceptable_text(str(value))[:LONGEST_PARAM])
+                for key, value in operation.values.items()
+            ]
             for start in range(0, len(params), 100):
                 self.client.log_batch(self.run_id, params=params[start : start + 100])
         elif isinstance(operation, SetTags):
-            self.client.log_batch(self.run_id, tags=[RunTag(k, str(v)) for k, v in operation.values.items()])
+            tags = [RunTag(acceptable_name(k), acceptable_text(str(v))) for k, v in operation.values.items()]
+            self.client.log_batch(self.run_id, tags=tags)
         elif isinstance(operation, LogArtifact):
             self.client.log_artifact(self.run_id, operation.path, operation.folder)
         elif isinstance(operation, LogDataset):

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from scaleray.tracking.accepted import acceptable_name, acceptable_text
 from scaleray.tracking.chart_points import Point
 from scaleray.tracking.operations import (
     LearnChildren,
@@ -104,9 +105,9 @@ class StudyStore(RunStore):
         """Log points, params and tags in as few calls as the server's limits of 1000 metrics and 100 params allow."""
         from mlflow.entities import Metric, Param, RunTag
 
-        own = [RunTag(key, value) for key, value in tags.items()]
-        metrics = [Metric(name, value, at_ms, step) for name, value, at_ms, step in points]
-        given = [Param(key, str(value)[:LONGEST_PARAM]) for key, value in params.items()]
+        own = [RunTag(acceptable_name(key), acceptable_text(value)) for key, value in tags.items()]
+        metrics = [Metric(acceptable_name(name), value, at_ms, step) for name, value, at_ms, step in points]
+        given = [Param(key, value) for key, value in _as_stored(params).items()]
         while metrics or given:
             batch = metrics[: 1000 - len(given[:100])]
             self.client.log_batch(run_id, metrics=batch, params=given[:100], tags=own)
@@ -114,4 +115,9 @@ class StudyStore(RunStore):
 
 
 def _seals_of(child: LogChild) -> dict[str, str]:
-    return seals(child.points, {key: str(value)[:LONGEST_PARAM] for key, value in child.params.items()})
+    points = [(acceptable_name(name), value, at_ms, step) for name, value, at_ms, step in child.points]
+    return seals(points, _as_stored(child.params))
+
+
+def _as_stored(params: Mapping[str, Any]) -> dict[str, str]:
+    return {acceptable_name(key): acceptable_text(str(value))[:LONGEST_PARAM] for key, value in params.items()}

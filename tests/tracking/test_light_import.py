@@ -49,3 +49,13 @@ def test_an_mlflow_that_needs_one_of_them_is_imported_whole(tmp_path):
     (tmp_path / "mlflow.py").write_text("import scipy\nprint('whole')\n")
     code = "from scaleray.tracking.light_import import import_mlflow\nimport_mlflow()\nimport mlflow\n"
     assert run(code + SEES, tmp_path) == ["whole", "seen: scipy"]
+
+
+def test_a_look_at_a_run_leaves_mlflow_whole(mlflow_database):
+    look = (
+        "import contextlib\nfrom scaleray.errors import ScaleRayError\nfrom scaleray.tracking.find_record import find_run\n"
+        "with contextlib.suppress(ScaleRayError):\n    find_run('none', uri='sqlite:///mlflow.db')\n"
+        "import mlflow\nfrom mlflow.models import infer_signature\nimport pandas\n"
+        "print(mlflow.pyfunc.__name__, infer_signature(pandas.DataFrame({'a': [1.0]})) is not None)\n"
+    )
+    assert run(look, mlflow_database.parent) == ["mlflow.pyfunc True"]

@@ -21,7 +21,7 @@ from scaleray.data import TRAIN, Split, load_sources, preprocessing
 from scaleray.data.described import described
 from scaleray.data.loading import preprocessor_of
 from scaleray.data.source import Source
-from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
+from scaleray.errors import ClusterError, ConfigError, LeftEarly, ScaleRayError, StorageError, TrackingError, first_line
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_capacity
@@ -254,10 +254,25 @@ class _Run:
         except BaseException as exc:
             self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
             raise
-        with stage("writing the record"):
-            record = self._finish(recorder, "FINISHED", "", weights)
-        recorder.close()
-        return record
+        try:
+            with stage("writing the record"):
+                return self._finished(recorder, weights)
+        finally:
+            recorder.close()
+
+    def _finished(self, recorder: Recorder | RemoteRecorder, weights: Mapping[str, Sequence[str]]) -> RunRecord:
+        """End a run whose training is complete; once more by a new recorder, if the first one was lost meanwhile."""
+        try:
+            return self._finish(recorder, "FINISHED", "", weights)
+        except ScaleRayError:
+            raise
+        except Exception:
+            if not isinstance(recorder, RemoteRecorder) or not recorder.is_lost():
+                raise
+            self.show([EventRecord("the recorder was lost at the end of the run; another one ends it", kind="warning")])
+            recorder.respawn()
+            recorder.wait_started()
+            return self._finish(recorder, "FINISHED", "", weights)
 
     def _prepared(
         self, description: RunDescription, *, local: bool
@@ -298,6 +313,8 @@ class _Run:
                 self._finish(recorder, status, reason)
         except TrackingError:
             pass  # this is what ended the run, or as good as that
+        except StorageError as exc:  # MLflow has the end
+            self.show([EventRecord(first_line(exc), kind="warning")])
         except Exception as exc:  # the recorder may be what is lost; what ended the run must still be what is raised
             text = f"the run could not be marked {status} in MLflow: {type(exc).__name__}"
             self.show([EventRecord(text, kind="warning")])

@@ -19,6 +19,12 @@ from scaleray.tracking.run_description import RunDescription
 NAMESPACE, NAMES = "scaleray", "recorder-"
 """Ray's namespace of recorders, and what their names begin with: whoever watches a cluster finds them by it."""
 
+SETTINGS = (
+    "MLFLOW_", "DATABRICKS_", "AWS_", "AZURE_", "GOOGLE_", "PG", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
+)  # fmt: skip
+"""Beginnings of the variables by which MLflow, its stores and their clients are set."""
+
 if TYPE_CHECKING:
     from scaleray.tracking.recording import Recording, RunIdentity
 
@@ -42,11 +48,16 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
             if publishes:
                 self.publishing.publish = RayMetrics().publish
 
-        def start(self) -> RunIdentity:
+        def begin(self, environment: Mapping[str, str]) -> RunIdentity:
+            """Start with the driver's settings of MLflow and its stores, which a Ray that was up before does not have.
+
+            They come as an argument: Ray shows the environment of an actor to everyone who looks at its dashboard.
+            """
+            os.environ.update(environment)
             gc.disable()  # an eighth of the CPU time of MLflow's import and of opening its store
             try:
                 import_mlflow()
-                return super().start()
+                return self.start()
             finally:
                 gc.freeze()  # what was imported stays, and later collections need not look at it
                 gc.enable()
@@ -68,6 +79,10 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
     return actor.remote(description)
 
 
+def _settings_of_mlflow() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.upper().startswith(SETTINGS)}
+
+
 class RemoteRecorder:
     """The recorder actor, called like the plain object. publishes: Ray's nodes take metrics."""
 
@@ -84,7 +99,7 @@ class RemoteRecorder:
         self.actor = spawn_recorder(description, publishes=self.publishes)
         # at once, beside the workers' start: after the first step MLflow's 2.5 CPU seconds would be taken from the
         # training, on 2 cores for 2 workers 13 % of its speed for 10 s
-        self.started = self.actor.start.remote()
+        self.started = self.actor.begin.remote(_settings_of_mlflow())
 
     def respawn(self) -> None:
         """Put another actor in the place of one that was lost.

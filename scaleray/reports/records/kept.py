@@ -10,7 +10,7 @@ from scaleray.records.run import RunRecord
 from scaleray.reports.page.page import render
 from scaleray.reports.records.run import run_page
 from scaleray.tracking import run_views
-from scaleray.tracking.light_import import import_mlflow
+from scaleray.tracking.accepted import acceptable_name
 from scaleray.tracking.steps_file import step_rows
 from scaleray.tracking.store import open_client
 
@@ -21,7 +21,6 @@ NAME = "report.html"
 def keep_for_readers(record: RunRecord, *, tracking_uri: str) -> str | None:
     """Write the report, add it to the run's files in MLflow, and save the view of the experiment's trainings; returns
     where the report is, None for a bucket, where MLflow alone has it. tracking_uri: with its password, if any."""
-    import_mlflow()
     client = open_client(tracking_uri)
     html = _page(record, client)
     folder = Path(record.run_dir)
@@ -37,7 +36,9 @@ def keep_for_readers(record: RunRecord, *, tracking_uri: str) -> str | None:
 def _page(record: RunRecord, client: Any) -> str:
     steps = Path(record.run_dir) / "steps.csv"
     evaluations = {
-        name: sorted((point.step, point.value) for point in client.get_metric_history(record.run_id, name))
+        name: sorted(
+            (point.step, point.value) for point in client.get_metric_history(record.run_id, acceptable_name(name))
+        )
         for name in sorted(record.metrics)
     }
     rows = step_rows(steps.read_text(errors="replace") if steps.is_file() else None)

@@ -15,7 +15,6 @@ from scaleray.errors import TrackingError
 from scaleray.records import experiment as fields
 from scaleray.records.experiment import KINDS, Experiment
 from scaleray.tracking.find_record import PARENT_TAG, reading_mlflow
-from scaleray.tracking.light_import import import_mlflow
 from scaleray.tracking.registry.seal import problem_of
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
 
@@ -60,7 +59,6 @@ def read_experiments(uri: str | None = None, *, since_ms: int | None = None) -> 
     if store.startswith("sqlite:///") and not sqlite_path(store).exists():
         raise empty  # looking must not make a database
     check_reachable(store)
-    import_mlflow()
     with reading_mlflow("of the registry", store):
         client = open_client(store)
         ids = [one.experiment_id for one in client.search_experiments()]

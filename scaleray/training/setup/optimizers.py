@@ -64,7 +64,7 @@ def _build(
         if own is not None and traits_of(recipe.strategy).splits_parameters and not acts_on_elements(own):
             in_use.warnings.append(
                 f"the workload's own optimizer() ({type(own).__name__}) needs whole matrices, and under "
-                f"{recipe.strategy} each worker has a part of them: its updates differ from those of one process by its "
+                f"{recipe.strategy} each worker has a part of them: updates differ from those of one process by its "
                 "own rounding, or by more if it takes a part for the whole; scaleray verify shows by how much"
             )
     if own is None and recipe.learning_rate is None:
