@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.data.as_given import AsGiven
 from scaleray.data.dealing import deals_by, in_words, part_of
 from scaleray.data.part import Part
 from scaleray.data.row_values import RowValues, first_difference, generator_states, generators_kept, have_moved
@@ -28,19 +29,26 @@ from scaleray.data.sources import DatasetSource
 from scaleray.errors import DataError
 from scaleray.progress import stage
 from scaleray.reproducibility.seeding import seed_row
-from scaleray.workload import no_exit
+from scaleray.workload import call_user_code
 
 LOOKED_AT = 8
 COUNT_S = 60.0  # so long the rows are counted of a dataset without a length
 
 
 class IterableSource(DatasetSource):
-    """The rows of an object with `__iter__`, in its order. Without a length its rows are counted once."""
+    """The rows of an object with `__iter__`, in its order. Without a length its rows are counted once.
 
-    def __init__(self, dataset: Any, *, allows_text: bool = False) -> None:
-        self.dataset, self.allows_text = dataset, allows_text
-        self.lengths = None
-        if iter(dataset) is dataset:
+    reads_copy: iterate a copy, as the training may iterate the same object meanwhile, and move its place.
+    """
+
+    def __init__(
+        self, dataset: Any, *, allows_text: bool = False, reads_copy: bool = False, as_given: AsGiven | None = None
+    ) -> None:
+        self.as_given = as_given or AsGiven(dataset)
+        reads_copy = reads_copy and self.as_given.problem is None
+        self.dataset = self.as_given.copy() if reads_copy else dataset
+        self.allows_text, self.lengths = allows_text, None
+        if call_user_code(lambda: iter(dataset), what=self._what, doing="reading the data") is dataset:
             raise DataError(
                 f"a {type(dataset).__name__}",
                 "an iterator",
@@ -66,6 +74,10 @@ class IterableSource(DatasetSource):
         self._rank, self._world_size = 0, 1
         self._place: tuple[StepPlan, int, Iterator[tuple[int, Any]]] | None = None
 
+    @property
+    def _what(self) -> str:
+        return f"{type(self.dataset).__name__}.__iter__()"
+
     def _first_rows(self) -> tuple[list[Any], list[Any], bool]:
         """The first rows, the same again, and whether they draw from the generators of the process."""
         with generators_kept():
@@ -76,8 +88,9 @@ class IterableSource(DatasetSource):
         """The first rows of the dataset or a part of it under one seed, and whether they have drawn."""
         seed_row(0)
         before = generator_states()
-        with no_exit(f"{type(self.dataset).__name__}.__iter__()"):
-            found = list(itertools.islice(rows, LOOKED_AT))
+        found = call_user_code(
+            lambda: list(itertools.islice(rows, LOOKED_AT)), what=self._what, doing="reading its first rows"
+        )
         return found, have_moved(before)
 
     def _compared(self, rows: Any) -> list[Any]:
@@ -194,7 +207,7 @@ class IterableSource(DatasetSource):
         return {**super().describe(), "kind": f"IterableDataset {type(self.dataset).__name__}"}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_place": None}
+        return {**super().__getstate__(), "_place": None}
 
 
 def promise(plan_shuffles: bool, window_rows: int, *, dealt_by: str = "") -> str:

@@ -16,7 +16,7 @@ from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.data import TRAIN, Split, load_sources
 from scaleray.data.source import Source
 from scaleray.errors import ScaleRayError
-from scaleray.launch.check.data_checks import InputLook, columns_of_splits, repeatable
+from scaleray.launch.check.data_checks import InputLook, columns_of_splits, repeatable, sendable
 from scaleray.launch.check.model_checks import ModelLook, built_alike
 from scaleray.launch.check.two_processes import two_processes
 from scaleray.launch.session.data import size_of
@@ -80,7 +80,7 @@ class _Check:
         if workload is None or (sources := self._step("data", lambda: load_sources(workload))) is None:
             return
         self.record.figures["rows"] = {name: source.num_rows for name, source in sources.items()}
-        self._add(*columns_of_splits(sources), *repeatable(workload, sources))
+        self._add(*sendable(sources), *columns_of_splits(sources), *repeatable(workload, sources))
         job = self._step("recipe", lambda: self._job(workload, sources))
         if job is None:
             return

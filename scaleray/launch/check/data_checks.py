@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.data import TRAIN, Input, Part, RankBatch
+from scaleray.data.as_given import problem_of
 from scaleray.data.ragged import Ragged, flat_values
 from scaleray.data.row_values import row_values_of
 from scaleray.data.source import Columns, Source
@@ -34,6 +35,13 @@ def columns_of_splits(sources: Mapping[str, Source]) -> Iterator[Finding]:
             yield Finding(f"split {name}", DOUBTFUL, text)
     if alike and len(sources) > 1:
         yield Finding("splits", GOOD, f"{', '.join(sources)} have the same columns")
+
+
+def sendable(sources: Mapping[str, Source]) -> Iterator[Finding]:
+    """A finding for each split whose Dataset cannot be sent to workers."""
+    for name, source in sources.items():
+        if (problem := problem_of(source)) is not None:
+            yield Finding(f"split {name}", WRONG, str(problem))
 
 
 def repeatable(workload: Any, sources: Mapping[str, Source]) -> Iterator[Finding]:

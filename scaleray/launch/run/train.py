@@ -18,6 +18,7 @@ from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
+from scaleray.data.as_given import refuse_unsendable
 from scaleray.data.described import described
 from scaleray.data.loading import preprocessor_of
 from scaleray.data.source import Source
@@ -122,6 +123,8 @@ def train(
             request = dataclasses.replace(request, config=config)
             start.end(RAY)
             sources = load_sources(workload, fitted=preprocessing.load(folder.path) if before else None)
+            if not local:
+                refuse_unsendable(sources)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start, port)
             traced = None if trace is None else trace.into(folder.path)
             run.job = dataclasses.replace(run.job, trace=traced, probes_links=probes_links)
