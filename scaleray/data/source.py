@@ -112,4 +112,7 @@ def array_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def hash_names(files: Sequence[tuple[str, int]]) -> str:
     """SHA-256 of names and sizes in bytes, for files that are too large to be read at every start."""
-    return hashlib.sha256("\n".join(f"{path} {size}" for path, size in files).encode()).hexdigest()
+    # names that are not UTF-8 come from the system as surrogates
+    return hashlib.sha256(
+        "\n".join(f"{path} {size}" for path, size in files).encode(errors="surrogateescape")
+    ).hexdigest()
