@@ -27,10 +27,11 @@ from scaleray.progress import stage
 from scaleray.workload import call_user_code, own_method
 
 
-def load_sources(workload: Any, *, fitted: Any = None) -> dict[str, Source]:
+def load_sources(workload: Any, *, fitted: Any = None, in_steps: bool = False) -> dict[str, Source]:
     """The workload's data by split, with its preprocessor and its transform. Raises DataError or WorkloadError.
 
     fitted: the preprocessor as the run has it already; else the workload's is fitted on the train split.
+    in_steps: whether no length of the training is in epochs, so that its data need no end.
     """
     with stage("reading the data"):
         given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
@@ -48,7 +49,7 @@ def load_sources(workload: Any, *, fitted: Any = None) -> dict[str, Source]:
         # all before the first row is read: splits may share a Dataset
         recorded = {name: AsGiven(value) for name, value in given.items() if _is_of_user(value)}
         sources = {
-            name: as_source(value, split=name, allows_text=text, as_given=recorded.get(name))
+            name: as_source(value, split=name, allows_text=text, as_given=recorded.get(name), in_steps=in_steps)
             for name, value in given.items()
         }
     method = own_method(workload, "preprocessor")
@@ -103,12 +104,21 @@ def _is_of_user(value: Any) -> bool:
     return not isinstance(value, Mapping | Source) and not type(value).__module__.startswith("ray.data")
 
 
-def as_source(value: Any, *, split: str, allows_text: bool = False, as_given: AsGiven | None = None) -> Source:
+def as_source(
+    value: Any, *, split: str, allows_text: bool = False, as_given: AsGiven | None = None, in_steps: bool = False
+) -> Source:
     """The source for what a workload's `datasets()` gave for one split. Raises DataError for anything else.
 
-    allows_text: columns may hold text, which will be made numbers of. as_given: of DatasetSource.
+    allows_text: columns may hold text, which will be made numbers of. as_given: of DatasetSource. in_steps:
+    of `load_sources`.
     """
     source: Source
+    one_by_one: dict[str, Any] = {
+        "allows_text": allows_text,
+        "reads_copy": split != TRAIN,
+        "as_given": as_given,
+        "may_be_endless": in_steps and split == TRAIN,
+    }
     if allows_text and isinstance(value, ParquetSource):
         value = copy.copy(value)
         value.allows_text = True
@@ -126,7 +136,7 @@ def as_source(value: Any, *, split: str, allows_text: bool = False, as_given: As
     elif type(value).__module__.startswith("ray.data"):
         source = StreamSource(value)
     elif isinstance(value, torch.utils.data.IterableDataset):
-        source = IterableSource(value, allows_text=allows_text, reads_copy=split != TRAIN, as_given=as_given)
+        source = IterableSource(value, **one_by_one)
     elif (
         hasattr(value, "__getitem__")
         and hasattr(value, "__len__")
@@ -134,7 +144,7 @@ def as_source(value: Any, *, split: str, allows_text: bool = False, as_given: As
     ):
         source = DatasetSource(value, allows_text=allows_text, as_given=as_given)
     elif hasattr(value, "__iter__") and not isinstance(value, (str, list, tuple, set, np.ndarray)):
-        source = IterableSource(value, allows_text=allows_text, reads_copy=split != TRAIN, as_given=as_given)
+        source = IterableSource(value, **one_by_one)
     else:
         raise DataError(
             f"the {split} data",
