@@ -17,7 +17,7 @@ from scaleray.data import TRAIN, Split, load_sources
 from scaleray.data.iterable import ENDLESS
 from scaleray.data.source import Source
 from scaleray.errors import ScaleRayError
-from scaleray.launch.check.data_checks import InputLook, columns_of_splits, repeatable, sendable
+from scaleray.launch.check.data_checks import InputLook, columns_of_splits, constant, repeatable, sendable
 from scaleray.launch.check.model_checks import ModelLook, built_alike
 from scaleray.launch.check.two_processes import two_processes
 from scaleray.launch.session.data import is_in_steps, size_of
@@ -93,6 +93,7 @@ class _Check:
         if batch is None:
             return
         self.record.columns.extend(look.columns(batch))
+        self._add(*constant(batch))
         self._add(look.speed(self.record.figures))
         self._step("build_model", lambda: self._add(built_alike(job)))
         model = ModelLook(job, sources, batch)
