@@ -33,7 +33,8 @@ class AsGiven:
 
     def __init__(self, dataset: Any) -> None:
         self.problem: DataError | None = None
-        self._state, self._shared = b"", []
+        self._state = b""
+        self._shared: list[Any] = []
         try:
             self._state, self._shared = _pickled(dataset)
         except Exception as exc:

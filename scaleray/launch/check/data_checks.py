@@ -67,13 +67,13 @@ def constant(batch: RankBatch) -> Iterator[Finding]:
         flat = flat_values(values)
         if len(values) < FEW or not flat.size or flat.dtype.kind not in "biufc":
             continue
-        is_mask = flat.dtype.kind in "biu" and set(np.unique(flat[:1]).tolist()) <= {0, 1}  # nothing to mask, as well
+        is_mask = flat.dtype.kind in "biu" and set(np.unique(flat).tolist()) <= {0, 1}
         if (flat == flat.flat[0]).all():
             if not is_mask or len(batch.columns) == 1:
                 text = f"column {name} is {flat.flat[0]} in all of {len(values)} rows: the model learns nothing of it"
                 yield Finding("first batch", DOUBTFUL, text)
             continue
-        if isinstance(values, Ragged) or values.ndim == 1:
+        if isinstance(values, Ragged) or values.ndim == 1 or is_mask:
             continue
         rows = values.reshape(len(values), -1)
         if values.ndim == 2 and values.dtype.kind == "f" and rows.shape[1] <= FEATURES:

@@ -34,5 +34,11 @@ def test_what_is_constant_is_named(values, words):
 
 
 def test_a_mask_of_ones_and_values_that_differ_are_not():
-    columns = {"table": TABLE, "images": IMAGES, "tokens": TOKENS, "mask": np.ones((8, 16), np.int64)}
+    columns = {
+        "table": TABLE,
+        "images": IMAGES,
+        "tokens": TOKENS,
+        "mask": np.ones((8, 16), np.int64),
+        "padded": np.tril(np.ones((8, 8), int)),
+    }
     assert list(constant(RankBatch(0, columns, 8))) == []
