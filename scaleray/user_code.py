@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -24,28 +26,44 @@ def call_user_code(call: Any, *, what: str, doing: str) -> Any:
         return call()
     except ScaleRayError:
         raise
-    except (Exception, SystemExit) as exc:  # a script without a main guard may end the process on import
+    except BaseException as exc:  # a script without a main guard may end the process on import
+        if is_from_outside(exc):
+            raise KeyboardInterrupt from exc
         raise WorkloadError(what, f"failing while {doing}", "it must run", user_traceback(exc)) from exc
 
 
 @contextlib.contextmanager
 def no_exit(what: str) -> Iterator[None]:
-    """Context for user code that must not end the process: its sys.exit() becomes a WorkloadError, every other
-    exception passes.
+    """Context for user code that must not end the process: its sys.exit() or asyncio.CancelledError, which is no
+    Exception, becomes a WorkloadError, every other exception passes.
 
     Otherwise a run in which nothing was trained would end with exit code 0, and a Ray task would take its process
     along.
     """
     try:
         yield
-    except SystemExit as exc:
+    except (SystemExit, asyncio.CancelledError) as exc:
+        if is_from_outside(exc):
+            raise KeyboardInterrupt from exc
         raise exit_error(exc, what=what) from exc
 
 
-def exit_error(exc: SystemExit, *, what: str) -> WorkloadError:
-    """Error that reports a sys.exit() in user code."""
+def exit_error(exc: BaseException, *, what: str) -> WorkloadError:
+    """Error that reports a sys.exit() in user code, or another exception that ends a process."""
     allowed = "only scaleray ends its processes: return, or raise an exception"
-    return WorkloadError(what, f"calling sys.exit({exc.code!r})", allowed, user_traceback(exc))
+    found = f"calling sys.exit({exc.code!r})" if isinstance(exc, SystemExit) else f"raising {type(exc).__name__}"
+    return WorkloadError(what, found, allowed, user_traceback(exc))
+
+
+def is_from_outside(exc: BaseException) -> bool:
+    """Whether an exception came into user code by a signal: Ctrl-C, or SIGTERM through a handler, such as Ray's."""
+    if isinstance(exc, KeyboardInterrupt):
+        return True
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    # a handler is called with the signal's number and the frame that it interrupts
+    handlers = (signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    codes = [getattr(inspect.unwrap(handler), "__code__", None) for handler in handlers if callable(handler)]
+    return isinstance(exc, SystemExit) and any(code in frames for code in codes if code is not None)
 
 
 def user_traceback(exc: BaseException) -> str:
@@ -57,8 +75,16 @@ def user_traceback(exc: BaseException) -> str:
     mine = user_frames(frames) or frames[-1:]
     if isinstance(exc, SyntaxError) and exc.filename:
         mine = []
-    lines = ["".join(traceback.format_list(mine)), "".join(traceback.format_exception_only(exc))]
+    lines = ["".join(traceback.format_list(mine)), "".join(_shown_alone(exc))]
     return "\n  ".join("".join(lines).rstrip().splitlines())
+
+
+def _shown_alone(exc: BaseException) -> list[str]:
+    """The exception without its traceback, also where its own text fails."""
+    try:
+        return traceback.format_exception_only(exc)
+    except Exception as failed:
+        return [f"{type(exc).__name__}, whose text cannot be made: {type(failed).__name__}\n"]
 
 
 def user_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:

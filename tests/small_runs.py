@@ -24,6 +24,7 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.config import RunConfig, load_config
 from scaleray.data import TRAIN, RankBatch, Split, load_sources
+from scaleray.launch.session.data import is_in_steps
 from scaleray.records.run import (
     CheckpointRecord,
     EvaluationRecord,
@@ -196,7 +197,7 @@ def make_job(workload: Any, flags: Mapping[str, Any] | None = None, *, world_siz
 
 def job_of(config: RunConfig, workload: Any) -> tuple[TrainJob, dict]:
     """The job of a workload under a config that is ready."""
-    sources = load_sources(workload)
+    sources = load_sources(workload, in_steps=is_in_steps(config))
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     recipe = derive(config, splits[TRAIN].size)
     return TrainJob(config, recipe, workload, splits, time.time()), sources

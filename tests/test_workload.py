@@ -1,6 +1,8 @@
 """Finding and building the user's workload, and showing the user's own lines when it fails."""
 
+import asyncio
 import importlib
+import signal
 import sys
 import types
 from pathlib import Path
@@ -239,3 +241,39 @@ def test_a_class_of_a_script_is_found_in_its_file_and_one_of_a_cell_nowhere(monk
     assert name_of(of_a_script) == "__main__:Net"
     cell.__file__ = "/somewhere/train_it.py"
     assert name_of(of_a_script) == "/somewhere/train_it.py:Net"
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+class Final(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [Final("x"), GeneratorExit(), asyncio.CancelledError(), Unspeakable(), SystemExit(3)])
+def test_everything_that_user_code_raises_is_an_error_of_it(error):
+    def fails():
+        raise error
+
+    with pytest.raises(WorkloadError, match=f"(?s)datasets\\(\\) is failing while reading.*{type(error).__name__}"):
+        call_user_code(fails, what="datasets()", doing="reading the data")
+
+
+def test_a_signal_that_ends_the_process_is_no_mistake_of_user_code():
+    def handler(number, frame):
+        sys.exit(15)  # as Ray answers SIGTERM
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        for run in (lambda call: call_user_code(call, what="datasets()", doing="reading"), within_no_exit):
+            with pytest.raises(KeyboardInterrupt):
+                run(lambda: signal.raise_signal(signal.SIGTERM))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def within_no_exit(call):
+    with no_exit("the workload's code"):
+        call()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from scaleray.data.as_given import TURNS
 from scaleray.data.iterable import IterableSource
 from scaleray.data.part import Part
 from scaleray.data.ragged import Ragged, concatenated
@@ -50,11 +52,13 @@ def read_chunk(source: Source, part: Part, steps: range, *, is_alone: bool = Fal
 def _rows(source: Source, positions: np.ndarray, plan: StepPlan, *, is_alone: bool) -> Columns:
     if isinstance(source, Transformed):
         return source.changed(_rows(source.source, positions, plan, is_alone=is_alone), plan.row_seeds(positions))
-    if is_alone and type(source) not in (*STORED, IterableSource):
-        return read_alone(source, plan.samples_at(positions), lambda: plan.row_seeds(positions))
-    with no_exit("the source of the data"):
-        if isinstance(source, IterableSource):
-            return source.read_on(positions, plan)
+    if isinstance(source, IterableSource):
+        return source.read_on(positions, plan)
+    # a Dataset takes its turn for each row
+    turn = contextlib.nullcontext() if type(source) in (*STORED, DatasetSource) else TURNS
+    with turn, no_exit("the source of the data"):
+        if is_alone and type(source) not in STORED:
+            return read_alone(source, plan.samples_at(positions), lambda: plan.row_seeds(positions))
         return source.read(plan.samples_at(positions))
 
 

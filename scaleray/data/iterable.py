@@ -19,28 +19,47 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.data.as_given import AsGiven
 from scaleray.data.dealing import deals_by, in_words, part_of
 from scaleray.data.part import Part
 from scaleray.data.row_values import RowValues, first_difference, generator_states, generators_kept, have_moved
 from scaleray.data.sample_order import StepPlan, stream_key
 from scaleray.data.source import Columns
-from scaleray.data.sources import DatasetSource
-from scaleray.errors import DataError
+from scaleray.data.sources import DatasetSource, length_of
+from scaleray.errors import DataError, WorkloadError
 from scaleray.progress import stage
 from scaleray.reproducibility.seeding import seed_row
-from scaleray.workload import no_exit
+from scaleray.workload import call_user_code
 
 LOOKED_AT = 8
 COUNT_S = 60.0  # so long the rows are counted of a dataset without a length
+SHORT_COUNT_S = 3.0  # and so long where nothing is counted in epochs
+ENDLESS = 2**48
+"""Number of rows of a dataset without a length whose end is not reached while they are counted."""
 
 
 class IterableSource(DatasetSource):
-    """The rows of an object with `__iter__`, in its order. Without a length its rows are counted once."""
+    """The rows of an object with `__iter__`, in its order. Without a length its rows are counted once.
 
-    def __init__(self, dataset: Any, *, allows_text: bool = False) -> None:
-        self.dataset, self.allows_text = dataset, allows_text
-        self.lengths = None
-        if iter(dataset) is dataset:
+    reads_copy: iterate a copy, as the training may iterate the same object meanwhile, and move its place.
+    may_be_endless: whether a dataset without a length need not be counted to its end; it then has ENDLESS rows.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        allows_text: bool = False,
+        reads_copy: bool = False,
+        as_given: AsGiven | None = None,
+        may_be_endless: bool = False,
+    ) -> None:
+        self.may_be_endless = may_be_endless
+        self.as_given = as_given or AsGiven(dataset)
+        reads_copy = reads_copy and self.as_given.problem is None
+        self.dataset = self.as_given.copy() if reads_copy else dataset
+        self.allows_text, self.lengths = allows_text, None
+        if call_user_code(lambda: iter(dataset), what=self._what, doing="reading the data") is dataset:
             raise DataError(
                 f"a {type(dataset).__name__}",
                 "an iterator",
@@ -66,6 +85,10 @@ class IterableSource(DatasetSource):
         self._rank, self._world_size = 0, 1
         self._place: tuple[StepPlan, int, Iterator[tuple[int, Any]]] | None = None
 
+    @property
+    def _what(self) -> str:
+        return f"{type(self.dataset).__name__}.__iter__()"
+
     def _first_rows(self) -> tuple[list[Any], list[Any], bool]:
         """The first rows, the same again, and whether they draw from the generators of the process."""
         with generators_kept():
@@ -76,8 +99,9 @@ class IterableSource(DatasetSource):
         """The first rows of the dataset or a part of it under one seed, and whether they have drawn."""
         seed_row(0)
         before = generator_states()
-        with no_exit(f"{type(self.dataset).__name__}.__iter__()"):
-            found = list(itertools.islice(rows, LOOKED_AT))
+        found = call_user_code(
+            lambda: list(itertools.islice(rows, LOOKED_AT)), what=self._what, doing="reading its first rows"
+        )
         return found, have_moved(before)
 
     def _compared(self, rows: Any) -> list[Any]:
@@ -87,20 +111,31 @@ class IterableSource(DatasetSource):
         return [sorted((name, value.tobytes()) for name, value in self._columns_of(row).items()) for row in found]
 
     def _count(self) -> int:
-        try:
-            return len(self.dataset)
-        except (TypeError, NotImplementedError):
-            pass
-        until, number = time.monotonic() + COUNT_S, 0
-        with stage("counting the rows"), generators_kept():
-            for number, _ in enumerate(self.dataset, start=1):
-                if time.monotonic() > until:
-                    raise DataError(
-                        f"the length of {type(self.dataset).__name__}",
-                        "not known",
-                        f"counting its rows takes more than {COUNT_S:.0f} s ({number} so far)",
-                        "give it __len__, the number of rows of an epoch",
-                    )
+        if hasattr(type(self.dataset), "__len__"):
+            try:
+                return length_of(self.dataset)
+            except WorkloadError as exc:
+                if not isinstance(exc.__cause__, TypeError | NotImplementedError):  # as torch has it in its own
+                    raise
+        limit_s = SHORT_COUNT_S if self.may_be_endless else COUNT_S
+        name = type(self.dataset).__name__
+        with stage(f"counting the rows of {name}, which has no __len__"), generators_kept():
+            return call_user_code(lambda: self._counted(limit_s), what=self._what, doing="counting its rows")
+
+    def _counted(self, limit_s: float) -> int:
+        until, number = time.monotonic() + limit_s, 0
+        for number, _ in enumerate(self.dataset, start=1):
+            if time.monotonic() <= until:
+                continue
+            if self.may_be_endless:
+                return ENDLESS
+            raise DataError(
+                f"the length of {type(self.dataset).__name__}",
+                "not known",
+                f"counting its rows takes more than {limit_s:.0f} s ({number} so far)",
+                "give it __len__, the number of rows of an epoch; to train on without one, give every length of the "
+                "config in steps, as stop.after: 10000 steps",
+            )
         return number
 
     def opened(self, part: Part | None = None) -> IterableSource:
@@ -140,6 +175,13 @@ class IterableSource(DatasetSource):
                 f"of {plan.num_samples} rows each of the {self._world_size} workers trains on {self._share(plan)}",
                 "deal the rows out one by one, itertools.islice(rows, rank, None, world_size), so that parts differ by "
                 "a row at most; leave the dealing out, and every worker reads all rows and keeps its own",
+            )
+        if self.num_rows == ENDLESS:
+            raise DataError(
+                f"the {plan.name} data",
+                f"{type(self.dataset).__name__} {found}",
+                f"its end was not reached in the {SHORT_COUNT_S:.0f} s in which its rows were counted",
+                "give it __len__, the number of rows of an epoch, to train on from its start",
             )
         raise DataError(
             f"the {plan.name} data",
@@ -191,10 +233,11 @@ class IterableSource(DatasetSource):
             yield row
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "kind": f"IterableDataset {type(self.dataset).__name__}"}
+        sizes = {"rows": None, "bytes": None} if self.num_rows == ENDLESS else {}
+        return {**super().describe(), **sizes, "kind": f"IterableDataset {type(self.dataset).__name__}"}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_place": None}
+        return {**super().__getstate__(), "_place": None}
 
 
 def promise(plan_shuffles: bool, window_rows: int, *, dealt_by: str = "") -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from scaleray.data import preprocessing
+from scaleray.data.as_given import AsGiven
 from scaleray.data.collation import refuse_ragged
 from scaleray.data.iterable import IterableSource
 from scaleray.data.parquet import ParquetSource
@@ -26,10 +27,11 @@ from scaleray.progress import stage
 from scaleray.workload import call_user_code, own_method
 
 
-def load_sources(workload: Any, *, fitted: Any = None) -> dict[str, Source]:
+def load_sources(workload: Any, *, fitted: Any = None, in_steps: bool = False) -> dict[str, Source]:
     """The workload's data by split, with its preprocessor and its transform. Raises DataError or WorkloadError.
 
     fitted: the preprocessor as the run has it already; else the workload's is fitted on the train split.
+    in_steps: whether no length of the training is in epochs, so that its data need no end.
     """
     with stage("reading the data"):
         given = call_user_code(workload.datasets, what="datasets()", doing="reading the data")
@@ -44,7 +46,12 @@ def load_sources(workload: Any, *, fitted: Any = None) -> dict[str, Source]:
         )
     with stage("looking at the rows"):
         text = reads_text(workload)
-        sources = {name: as_source(value, split=name, allows_text=text) for name, value in given.items()}
+        # all before the first row is read: splits may share a Dataset
+        recorded = {name: AsGiven(value) for name, value in given.items() if _is_of_user(value)}
+        sources = {
+            name: as_source(value, split=name, allows_text=text, as_given=recorded.get(name), in_steps=in_steps)
+            for name, value in given.items()
+        }
     method = own_method(workload, "preprocessor")
     if method is not None and fitted is None:
         with stage("fitting the preprocessor"):
@@ -92,12 +99,26 @@ def preprocessor_of(source: Source) -> Any:
     return getattr(source, "preprocessor", None)
 
 
-def as_source(value: Any, *, split: str, allows_text: bool = False) -> Source:
+def _is_of_user(value: Any) -> bool:
+    """Whether rows are read by the user's code, of a Dataset or another iterable."""
+    return not isinstance(value, Mapping | Source) and not type(value).__module__.startswith("ray.data")
+
+
+def as_source(
+    value: Any, *, split: str, allows_text: bool = False, as_given: AsGiven | None = None, in_steps: bool = False
+) -> Source:
     """The source for what a workload's `datasets()` gave for one split. Raises DataError for anything else.
 
-    allows_text: columns may hold text, which will be made numbers of.
+    allows_text: columns may hold text, which will be made numbers of. as_given: of DatasetSource. in_steps:
+    of `load_sources`.
     """
     source: Source
+    one_by_one: dict[str, Any] = {
+        "allows_text": allows_text,
+        "reads_copy": split != TRAIN,
+        "as_given": as_given,
+        "may_be_endless": in_steps and split == TRAIN,
+    }
     if allows_text and isinstance(value, ParquetSource):
         value = copy.copy(value)
         value.allows_text = True
@@ -115,15 +136,15 @@ def as_source(value: Any, *, split: str, allows_text: bool = False) -> Source:
     elif type(value).__module__.startswith("ray.data"):
         source = StreamSource(value)
     elif isinstance(value, torch.utils.data.IterableDataset):
-        source = IterableSource(value, allows_text=allows_text)
+        source = IterableSource(value, **one_by_one)
     elif (
         hasattr(value, "__getitem__")
         and hasattr(value, "__len__")
         and not isinstance(value, (str, list, tuple, np.ndarray))
     ):
-        source = DatasetSource(value, allows_text=allows_text)
+        source = DatasetSource(value, allows_text=allows_text, as_given=as_given)
     elif hasattr(value, "__iter__") and not isinstance(value, (str, list, tuple, set, np.ndarray)):
-        source = IterableSource(value, allows_text=allows_text)
+        source = IterableSource(value, **one_by_one)
     else:
         raise DataError(
             f"the {split} data",

@@ -52,6 +52,8 @@ def as_numbers(name: str, value: Any, *, allows_text: bool = False) -> np.ndarra
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))  # torch has no numbers of the other byte order
     if array.dtype.kind not in "biufc" or array.dtype in (np.longdouble, np.clongdouble):
+        if array.dtype == object:
+            raise _of_objects(name, array)
         raise DataError(
             f"column {name}",
             f"{array.dtype}",
@@ -59,6 +61,27 @@ def as_numbers(name: str, value: Any, *, allows_text: bool = False) -> np.ndarra
             "encode text or categories as integers first, in the workload's transform() or preprocessor()",
         )
     return array
+
+
+_ADVICE = {
+    "NoneType": "fill in what is missing, or leave the row out",
+    "Decimal": "convert the column by float() or int()",
+    "dict": "give each of its keys as a column of its own",
+    "list": "give rows of one length, or of one dimension that may differ",
+}
+"""What to do about values of a type, where it is not to make numbers of them in the workload."""
+
+
+def _of_objects(name: str, array: np.ndarray) -> DataError:
+    """Error that names the type of the first value that is no number, and its place."""
+    values = array.ravel().tolist()
+    is_number = lambda value: isinstance(value, int | float | complex | np.number | np.bool_)
+    place = next((n for n, value in enumerate(values) if not is_number(value)), 0)
+    kind = type(values[place]).__name__ if values else "object"
+    where = f"value {place} of column {name}" if array.ndim else f"column {name}"
+    advice = "make numbers of it, in datasets() or in the workload's transform() or preprocessor()"
+    found = "nothing (None)" if kind == "NoneType" else f"a {kind}, {str(values[place])[:40] if values else ''}"
+    return DataError(where, found, "columns hold numbers", _ADVICE.get(kind, advice))
 
 
 def _is_text(array: np.ndarray) -> bool:
@@ -70,7 +93,7 @@ def as_column(name: str, value: Any, *, allows_text: bool = False) -> Any:
     allows_text: of `as_numbers`."""
     if isinstance(value, Ragged):
         return value.with_values(as_numbers(name, value.values))
-    if isinstance(value, np.ndarray) and value.dtype == object and not (allows_text and _is_text(value)):
+    if isinstance(value, np.ndarray) and value.ndim and value.dtype == object and not (allows_text and _is_text(value)):
         value = list(value)
     if not is_list_of_unequal_rows(value):
         return as_numbers(name, value, allows_text=allows_text)
@@ -112,4 +135,7 @@ def array_blocks(array: np.ndarray) -> Iterator[np.ndarray]:
 
 def hash_names(files: Sequence[tuple[str, int]]) -> str:
     """SHA-256 of names and sizes in bytes, for files that are too large to be read at every start."""
-    return hashlib.sha256("\n".join(f"{path} {size}" for path, size in files).encode()).hexdigest()
+    # names that are not UTF-8 come from the system as surrogates
+    return hashlib.sha256(
+        "\n".join(f"{path} {size}" for path, size in files).encode(errors="surrogateescape")
+    ).hexdigest()

@@ -7,6 +7,7 @@ path inside it must be visible on every node.
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.data.as_given import TURNS, AsGiven
 from scaleray.data.parquet import ParquetSource
 from scaleray.data.ragged import Ragged, flat_values
 from scaleray.data.row_values import generators_kept, look_at_rows, spread_rows
@@ -27,9 +29,11 @@ from scaleray.data.source import (
     hash_blocks,
     hash_names,
 )
-from scaleray.errors import DataError
+from scaleray.errors import DataError, WorkloadError, first_line
 from scaleray.reproducibility.seeding import seed_row
-from scaleray.workload import no_exit
+from scaleray.workload import call_user_code, no_exit
+
+READ_ONLY = "read-only"  # in every error of numpy for an array that must not be written
 
 
 class ArraySource:
@@ -151,19 +155,24 @@ class DatasetSource:
     """A map-style torch Dataset whose items are tuples or dicts of numbers, arrays or tensors, of any size.
 
     Tuples arrive in the loss as tuples, dicts as dicts. Whether items draw random numbers is seen from a few of them.
+    as_given: recorded before any split was read; None records it now.
     """
 
     group_sizes: tuple[int, ...] | None = None
     tokens_per_row: int | None = None
     notes: tuple[str, ...] = ()
+    _has_own_arrays = False
 
-    def __init__(self, dataset: Any, *, allows_text: bool = False) -> None:
+    def __init__(self, dataset: Any, *, allows_text: bool = False, as_given: AsGiven | None = None) -> None:
+        self.as_given = as_given or AsGiven(dataset)
         self.dataset, self.allows_text = dataset, allows_text
-        self.num_rows = len(dataset)
+        self.num_rows = length_of(dataset)
         self.lengths = getattr(dataset, "lengths", None)
         """Length of each row, where the Dataset has them as an attribute `lengths`."""
         with generators_kept():
-            first = dataset[0] if self.num_rows else ()
+            first = self._item(0) if self.num_rows else ()
+        if self.num_rows and self.as_given.problem is not None:
+            self._check_other_threads()
         self.gives_tuples = self.num_rows > 0 and not isinstance(first, Mapping)
         self.row_bytes = sum(v.nbytes for v in self._columns_of(first).values()) or 1
         seconds: dict[int, float] = {}
@@ -175,7 +184,8 @@ class DatasetSource:
             seconds.setdefault(index, time.perf_counter() - started)  # later reads may find it in a cache
             for name, values in row.items():
                 shapes.setdefault(name, set()).add(values.shape)
-            return row
+            # a copy: a row may be memory of the Dataset, which the next read changes
+            return {name: values.copy() for name, values in row.items()}
 
         self.row_values = look_at_rows(timed_row, spread_rows(self.num_rows))
         self.ragged_columns = tuple(name for name, found in shapes.items() if len(found) > 1)
@@ -197,8 +207,7 @@ class DatasetSource:
 
     def _seeded_rows(self, indices: np.ndarray, seeds: np.ndarray) -> Iterator[Columns]:
         for index, seed in zip(indices, seeds, strict=True):
-            seed_row(int(seed))
-            yield self._row(int(index))
+            yield self._row(int(index), int(seed))
 
     def _filled(self, rows: Iterator[Columns], num_rows: int) -> Columns:
         """Columns of so many rows, each of which is written into its place as soon as it is read, as far as rows have
@@ -235,14 +244,72 @@ class DatasetSource:
             "hashed": "nothing: items are computed",
         }
 
-    def _row(self, index: int) -> Columns:
-        with no_exit(f"{type(self.dataset).__name__}.__getitem__({index})"):
-            return self._columns_of(self.dataset[index])
+    def _row(self, index: int, seed: int | None = None) -> Columns:
+        """A row, read under this seed. Threads take turns."""
+        with TURNS, no_exit(f"{type(self.dataset).__name__}.__getitem__({index})"):
+            if seed is not None:
+                seed_row(seed)
+            try:
+                return self._columns_of(self.dataset[index])
+            except ValueError as exc:
+                if READ_ONLY not in str(exc) or self._has_own_arrays or self.as_given.problem is not None:
+                    raise
+            # arrays of a Dataset that Ray has sent are shared memory; elsewhere it may write into them
+            self.dataset, self._has_own_arrays = self.as_given.copy(is_writable=True), True
+            return self._row(index, seed)
+
+    def _item(self, index: int) -> Any:
+        what = f"{type(self.dataset).__name__}.__getitem__({index})"
+        with TURNS:
+            return call_user_code(lambda: self.dataset[index], what=what, doing="reading the data")
+
+    def _check_other_threads(self) -> None:
+        """Raise DataError for a Dataset that cannot be read by another thread than the one that made it."""
+        errors: list[Exception] = []
+
+        def read() -> None:
+            try:
+                with generators_kept():
+                    self._item(0)
+            except Exception as exc:
+                errors.append(exc)
+
+        reader = threading.Thread(target=read, name="scaleray-first-row")
+        reader.start()
+        reader.join()
+        if errors and (problem := self.as_given.problem) is not None:
+            why = first_line(errors[0].__cause__ or errors[0])
+            allowed = f"it can be used neither in another process nor in the thread that reads the rows ({why})"
+            hint = problem.hint.partition("; --local")[0]
+            raise DataError(problem.what, problem.found, allowed, hint) from errors[0]
+
+    def __copy__(self) -> DatasetSource:
+        """Another source of the same object."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "dataset": None, "_has_own_arrays": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.dataset = self.as_given.copy()
 
     def _columns_of(self, item: Any) -> Columns:
         if not isinstance(item, Mapping):
             item = dict(enumerate(item if isinstance(item, tuple | list) else (item,)))
         return {str(name): as_numbers(str(name), value, allows_text=self.allows_text) for name, value in item.items()}
+
+
+def length_of(dataset: Any) -> int:
+    """Number of rows that a Dataset reports. Raises WorkloadError where its `__len__` gives none."""
+    what = f"{type(dataset).__name__}.__len__()"
+    try:
+        return int(call_user_code(lambda: len(dataset), what=what, doing="reading the data"))
+    except WorkloadError as exc:
+        allowed = "it must return the number of rows, an int from 0"
+        raise WorkloadError(what, exc.found, allowed, exc.hint) from exc.__cause__
 
 
 IN_MEMORY = (ArraySource, TokenSource)

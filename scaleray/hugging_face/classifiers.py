@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import torch
 from torch import nn
 
 from scaleray.data import TRAIN, ArraySource
-from scaleray.errors import DataError
+from scaleray.errors import DataError, WorkloadError
 from scaleray.hugging_face import models, text_files
-from scaleray.hugging_face.label_kinds import ONE_CLASS, LabelKind, check_name, label_kind, named_classes
+from scaleray.hugging_face.label_kinds import ONE_CLASS, LabelKind, check_name, in_order_of, label_kind, named_classes
 from scaleray.hugging_face.language_models import TextWorkload
 from scaleray.hugging_face.workload import LABELS, HuggingFaceWorkload
 from scaleray.images.data import PIXELS, ImageData
@@ -24,9 +25,9 @@ class SequenceClassification(TextWorkload):
     """Sort texts, or pairs of texts, into classes, or learn numbers of them.
 
     label: column of the label. pair: column of a second text. labels: names of the classes in the order of the model's
-    logits; None takes those of the training data, sorted. problem_type: as transformers names it:
-    `single_label_classification`, `multi_label_classification` (a label is a list of classes) or `regression` (a number
-    or a list of them); None is what the model's config says, or else a single label.
+    logits; None takes those of the training data, in the order of the model's id2label or else sorted. problem_type:
+    as transformers names it: `single_label_classification`, `multi_label_classification` (a label is a list of classes)
+    or `regression` (a number or a list of them); None is what the model's config says, or else a single label.
     """
 
     auto_class = "AutoModelForSequenceClassification"
@@ -52,12 +53,33 @@ class SequenceClassification(TextWorkload):
         """What the labels of the training data are."""
         if self._kind is None:
             found = text_files.column(self.records()[TRAIN], self.label, what=TRAIN)
-            name = self.problem_type or getattr(models.read_config(self.model, {}), "problem_type", None) or ONE_CLASS
-            self._kind = label_kind(name, found, self.stated_labels)
+            config = models.read_config(self.model, {})
+            name = self.problem_type or getattr(config, "problem_type", None) or ONE_CLASS
+            order = partial(in_order_of, config, is_trained=self.folder is not None, argument="labels")
+            self._kind = label_kind(name, found, self.stated_labels, order=order)
         return self._kind
 
+    @property
+    def pad(self) -> int:
+        """Token that fills rows, by which some models find the end of a text. Raises WorkloadError where there is
+        none."""
+        tokenizer = self.tokenizer
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if tokenizer.pad_token_id is None:
+            raise WorkloadError(
+                "the padding token of workload.args.tokenizer",
+                None,
+                "rows are filled up with it, and the tokenizer has no token for the end of a text in its place",
+                'write "pad_token": "<pad>" into its tokenizer_config.json, or name another tokenizer',
+            )
+        return int(tokenizer.pad_token_id)
+
     def config_changes(self) -> dict[str, Any]:
-        return {**super().config_changes(), **self.kind.config_changes()}
+        changes = {**super().config_changes(), **self.kind.config_changes()}
+        if getattr(models.read_config(self.model, {}), "pad_token_id", None) is None:
+            changes["pad_token_id"] = self.pad
+        return changes
 
     def datasets(self) -> dict[str, ArraySource]:
         self.check_length()
@@ -93,6 +115,7 @@ class SequenceClassification(TextWorkload):
 
     def _rows(self, what: str, records: list[text_files.Record]) -> ArraySource:
         texts = [text_files.texts(records, name, what=what) for name in (self.text, self.pair) if name is not None]
+        assert self.pad is not None  # which gives the tokenizer one
         found = self.tokenizer(
             *texts, truncation=True, padding="max_length", max_length=self.sequence_length, return_tensors="np"
         )
@@ -105,8 +128,9 @@ class SequenceClassification(TextWorkload):
 class ImageClassification(HuggingFaceWorkload):
     """Sort the images of folders into classes with a vision model, a folder for each class.
 
-    Size and channels are the config's; mean and deviation those of preprocessor_config.json, where the model's folder
-    has one. Every other argument is one of `scaleray.images.ImageData`.
+    Classes are in the order of the model's id2label, where it has them. Size and channels are the config's; mean and
+    deviation those of preprocessor_config.json, where the model's folder has one. Every other argument is one of
+    `scaleray.images.ImageData`.
     """
 
     auto_class = "AutoModelForImageClassification"
@@ -128,7 +152,8 @@ class ImageClassification(HuggingFaceWorkload):
             "channels": getattr(config, "num_channels", 3),
             **models.image_statistics(self.folder),
         }
-        self.images = ImageData(data, **{**own, **images})
+        order = partial(in_order_of, config, is_trained=self.folder is not None, argument="classes")
+        self.images = ImageData(data, **{**own, **images}, order=order)
 
     def config_changes(self) -> dict[str, Any]:
         return named_classes(self.images.classes)

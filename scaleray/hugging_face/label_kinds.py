@@ -7,7 +7,7 @@ metrics and answers from logits. Losses are sums over the rows; a row of several
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,8 @@ from scaleray.images.workload import class_answers
 
 ONE_CLASS, SEVERAL_CLASSES, NUMBERS = "single_label_classification", "multi_label_classification", "regression"
 KINDS = (ONE_CLASS, SEVERAL_CLASSES, NUMBERS)
+CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
+"""Endings of the names of transformers' classes whose heads sort into classes."""
 LIKELY = 0.5  # probability from which a class of several is said to be one of the row's
 
 Pair = tuple[torch.Tensor, Any]
@@ -44,9 +46,11 @@ class LabelKind(Protocol):
         """What is predicted of each row, by name."""
 
 
-def label_kind(name: str, found: Sequence[Any], classes: Sequence[Any] | None) -> LabelKind:
+def label_kind(
+    name: str, found: Sequence[Any], classes: Sequence[Any] | None, *, order: Callable[[list[str]], list[str]]
+) -> LabelKind:
     """The kind of that name. found: labels of the training data. classes: their names in order; None takes those that
-    occur, sorted. Raises ConfigError and DataError."""
+    occur, in this order. Raises ConfigError and DataError."""
     check_name(name)
     if name == NUMBERS:
         if classes is not None:
@@ -54,10 +58,10 @@ def label_kind(name: str, found: Sequence[Any], classes: Sequence[Any] | None) -
         return Numbers(len(_numbers(found[0], 0, TRAIN)))
     if name == SEVERAL_CLASSES:
         occurring = [value for row, values in enumerate(found) for value in _several(values, row, TRAIN)]
-        return SeveralClasses(class_names(occurring) if classes is None else classes)
+        return SeveralClasses(order(class_names(occurring)) if classes is None else classes)
     if classes is None:
         _refuse_other_kinds(found)
-    return OneClass(class_names(found) if classes is None else classes)
+    return OneClass(order(class_names(found)) if classes is None else classes)
 
 
 def check_name(name: str) -> None:
@@ -157,6 +161,30 @@ def class_names(found: Sequence[Any]) -> list[str]:
     """Names of the classes that occur, numbers in their order and other names in that of letters."""
     different = set(found)
     return [str(name) for name in sorted(different, key=lambda v: (isinstance(v, str), v))]
+
+
+def in_order_of(config: Any, names: list[str], *, is_trained: bool, argument: str) -> list[str]:
+    """Names of the classes in the order of the model's own `id2label`, where it has them; else as they are.
+
+    is_trained: whether the model has weights. argument: the workload's, that states the order. Raises DataError for a
+    trained classifier of as many classes by other names: which is which cannot be known.
+    """
+    own = [str(name) for _, name in sorted(config.id2label.items())]
+    if set(names) <= set(own):
+        return own
+    is_classifier = is_trained and any(name.endswith(CLASSIFIERS) for name in config.architectures or ())
+    if not is_classifier:
+        return names
+    if all(name.isdecimal() and int(name) < len(own) for name in names):
+        return [str(number) for number in range(len(own))]
+    if len(names) != len(own):
+        return names  # its head does not fit, and is no head of these classes
+    raise DataError(
+        f"the classes of the {TRAIN} data",
+        ", ".join(names[:12]),
+        f"the model was trained for {', '.join(own[:12])}",
+        f"workload.args.{argument} gives your names in the order of the model's",
+    )
 
 
 def named_classes(names: Sequence[str]) -> dict[str, Any]:

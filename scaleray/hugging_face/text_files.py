@@ -1,4 +1,4 @@
-"""Records from local files: text, JSON, JSON lines, CSV and Parquet, one record a document, line or row."""
+"""Records from local files: text, JSON, JSON lines, CSV, TSV and Parquet, one record a document, line or row."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from scaleray.parsing import load_json
 
 Record = dict[str, Any]
 VALIDATION = "val"
+UTF_8 = "utf-8-sig"  # Excel and others begin a file with a mark, which is no part of the text
+LONGEST_FIELD = 2**31 - 1  # characters; the largest number that csv takes on every system
 
 
 def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]]:
@@ -97,26 +99,54 @@ def _is_hidden(path: Path, folder: Path) -> bool:
 
 
 def _read_text(path: Path) -> Iterator[Record]:
-    yield {"text": path.read_text(encoding="utf-8")}
+    yield {"text": path.read_text(encoding=UTF_8)}
 
 
 def _read_json_lines(path: Path) -> Iterator[Record]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding=UTF_8) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _record(_parsed(line, f"{path}, line {number}"), f"{path}, line {number}")
 
 
 def _read_json(path: Path) -> Iterator[Record]:
-    content = _parsed(path.read_text(encoding="utf-8"), str(path))
+    content = _parsed(path.read_text(encoding=UTF_8), str(path))
     if not isinstance(content, list):
         raise DataError(str(path), type(content).__name__, "it must hold a list of records")
     yield from (_record(value, f"record {number} of {path}") for number, value in enumerate(content))
 
 
-def _read_csv(path: Path) -> Iterator[Record]:
-    with path.open(encoding="utf-8", newline="") as lines:
-        yield from (dict(row) for row in csv.DictReader(lines))
+def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
+    csv.field_size_limit(LONGEST_FIELD)  # of the process; 128 KiB by default
+    with path.open(encoding=UTF_8, newline="") as lines:
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)  # else a quote that is not closed takes in all after
+        start = 1
+        try:
+            header = next(rows, [])
+            if len(set(header)) < len(header):
+                raise DataError(f"{path}, line 1", "a header with a column twice", "each column needs its own name")
+            start = rows.line_num + 1
+            for row in rows:
+                where, start = f"{path}, line {start}", rows.line_num + 1
+                if row and len(row) != len(header):
+                    raise DataError(
+                        where,
+                        f"a row of {len(row)} fields",
+                        f"the header has {len(header)}: {', '.join(header)}",
+                        f"put a field that holds {delimiter!r} into quotes, or mend the row",
+                    )
+                if any("\0" in field for field in row):
+                    raise DataError(where, "a row with a NUL byte", "text has none", "write the file as UTF-8")
+                if row:
+                    yield dict(zip(header, row, strict=True))
+        except csv.Error as exc:
+            raise DataError(
+                f"{path}, line {start}", "not CSV", f"{exc}", 'a quote inside a field in quotes is written twice: ""'
+            ) from exc
+
+
+def _read_tsv(path: Path) -> Iterator[Record]:
+    return _read_csv(path, "\t")
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
@@ -149,6 +179,7 @@ _READERS = {
     ".ndjson": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
+    ".tsv": _read_tsv,
     ".parquet": _read_parquet,
     ".pq": _read_parquet,
 }

@@ -6,7 +6,7 @@ follows from the row's seed; in evaluations it is always the middle.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class ImageData:
     of an image that training cuts out at random; None takes the whole image, stretched. flip: whether training mirrors
     images at random. middle: share of the shorter edge that evaluation cuts out of the middle, where training crops.
     channels: 3, or 1 for grey. mean, std: of the channels, for the model's input. classes: their order; None sorts the
-    training folder's names.
+    training folder's names. order: order of the names, where none is stated.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class ImageData:
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         classes: Sequence[Any] | None = None,
+        order: Callable[[list[str]], list[str]] = list,
     ) -> None:
         if not isinstance(data, Mapping) or TRAIN not in data:
             raise DataError("workload.args.data", data, "it must give a folder by split, train among them")
@@ -65,13 +66,14 @@ class ImageData:
             raise ConfigError(
                 "workload.args.mean", [*self.mean, *self.std], f"mean and std need {channels} values each"
             )
+        self._order = order
         self._classes = None if classes is None else [str(name) for name in classes]
 
     @property
     def classes(self) -> list[str]:
         """Names of the classes in the order of their numbers."""
         if self._classes is None:
-            self._classes = class_names(self.folders[TRAIN])
+            self._classes = self._order(class_names(self.folders[TRAIN]))
         return self._classes
 
     def datasets(self) -> dict[str, ImageFolder]:

@@ -17,6 +17,7 @@ Box = tuple[float, float, float, float]
 RATIOS = (3 / 4, 4 / 3)
 """Least and largest ratio of width to height of a random piece, as in Szegedy et al. 2014, arXiv:1409.4842."""
 MODES = {1: "L", 3: "RGB"}
+ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,45 @@ def decode(path: Path, shape: Shape, box: Any) -> np.ndarray:
     pillow = library("PIL.Image", extra="images", wanted_by="a folder of images")
     try:
         with pillow.open(path) as image:
-            converted = image.convert(MODES[shape.channels])
+            converted = _converted(image, MODES[shape.channels])
             piece = converted.resize((shape.size, shape.size), pillow.Resampling.BILINEAR, box=box(*converted.size))
+    except DataError as exc:
+        raise DataError(f"the image {path}", exc.found, exc.allowed, exc.hint) from None
     except Exception as exc:  # each format of pillow raises errors of its own, SyntaxError among them
         raise DataError(
             "the image", str(path), f"it cannot be read: {first_line(exc)}", "replace it, or take it out of the folder"
         ) from exc
     pixels = np.asarray(piece, np.uint8)
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
+
+
+def _converted(image: Any, mode: str) -> Any:
+    """The image in one of MODES: 16 bits as value / 257, what is transparent over black, the first picture of an
+    animation. Raises DataError for a mode whose values have no known range, and for several pages."""
+    if image.format == "TIFF" and image.n_frames > 1:
+        raise DataError("", f"a TIFF of {image.n_frames} pages", "one page is read", "write a file for each page")
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        values = np.asarray(image).astype(np.uint32)
+        image = _from_array(((values + 128) // 257).astype(np.uint8))
+    elif image.mode.startswith("I") or image.mode == "F":
+        raise _no_range(image.mode, np.asarray(image))
+    elif image.mode in ALPHA or "transparency" in image.info:
+        pixels = np.asarray(image.convert("RGBA")).astype(np.uint16)
+        image = _from_array(((pixels[..., :3] * pixels[..., 3:] + 127) // 255).astype(np.uint8))
+    return image.convert(mode)
+
+
+def _from_array(values: np.ndarray) -> Any:
+    return library("PIL.Image", extra="images", wanted_by="a folder of images").fromarray(values)
+
+
+def _no_range(mode: str, values: np.ndarray) -> DataError:
+    return DataError(
+        "",
+        f"of mode {mode}, with values from {values.min():g} to {values.max():g}",
+        "values of 8 bits, or of 16 bits without a sign, are read",
+        "write it with 8 or 16 bits, scaled to their range, or read it in a Dataset of your own",
+    )
 
 
 def central_box(width: int, height: int, *, share: float) -> Box:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class ImageFiles(ArraySource):
         sizes = [(file, (folder / file).stat().st_size) for file in files]
         self.num_bytes, self.names_hash = sum(size for _, size in sizes), hash_names(sizes)
         self.beside = {FILE: [f"{named}{file}" for file in files]}
-        names = [name.encode() for name in self.beside[FILE]]
+        names = [os.fsencode(name) for name in self.beside[FILE]]
         width = max(map(len, names))
         padded = np.frombuffer(b"".join(name.ljust(width, b"\0") for name in names), np.uint8)
         columns = {FILE: padded.reshape(len(names), width)}
@@ -87,12 +88,20 @@ def class_names(folder: str) -> list[str]:
 
 def file_names(column: np.ndarray) -> list[str]:
     """Names of files out of the column `file`."""
-    return [bytes(row).rstrip(b"\0").decode() for row in column]
+    return [os.fsdecode(bytes(row).rstrip(b"\0")) for row in column]
 
 
 def _images(folder: Path, name: str) -> list[str]:
-    return sorted(
-        path.relative_to(folder).as_posix()
-        for path in (folder / name).rglob("*")
-        if path.suffix.lower() in ENDINGS and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
+    """Names of the images in and below a folder, those of linked folders among them."""
+    found, above = [], {str(folder / name): [os.path.realpath(folder / name)]}
+    for place, folders, files in os.walk(folder / name, followlinks=True):
+        within = above.pop(place)
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        for inner in list(folders):
+            real = os.path.realpath(os.path.join(place, inner))
+            if real in within:
+                folders.remove(inner)  # a link to a folder that it lies in
+            else:
+                above[os.path.join(place, inner)] = [*within, real]
+        found += [Path(place, f) for f in files if Path(f).suffix.lower() in ENDINGS and not f.startswith(".")]
+    return sorted(path.relative_to(folder).as_posix() for path in found)

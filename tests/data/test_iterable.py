@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from verified import judge
 
 from scaleray.data import IterableSource, Part, Split, StepPlan, as_source, iterable, load_sources
 from scaleray.data.blocks import LocalBlocks
-from scaleray.errors import ConfigError, DataError
+from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.launch.verify.plan import Question, make_plan
 
 NUM = 26
@@ -285,3 +286,55 @@ def test_rows_are_transformed_and_may_be_tuples_of_unequal_length():
     with pytest.raises(DataError, match="column 0 of the train data is ragged"):
         load_sources(Streamed(Pairs()))
     assert DEFAULTS["batch.global_size"] < 12
+
+
+class Corpus(torch.utils.data.IterableDataset):
+    """Rows without an end and without a length, as of a corpus for pre-training."""
+
+    def __init__(self, fails_at=None):
+        self.fails_at = fails_at
+
+    def __iter__(self):
+        for number in itertools.count():
+            if number == self.fails_at:
+                raise KeyError("shard-7")
+            yield {"x": np.float32([number % 5, 1.0]), "y": number % 3}
+
+
+@pytest.fixture
+def short_counts(monkeypatch):
+    monkeypatch.setattr(iterable, "SHORT_COUNT_S", 0.05)
+    monkeypatch.setattr(iterable, "COUNT_S", 0.05)
+
+
+def test_rows_without_an_end_are_trained_on_where_lengths_are_in_steps(short_counts):
+    source = as_source(Corpus(), split="train", in_steps=True)
+    assert source.num_rows == iterable.ENDLESS and source.describe()["rows"] is None
+    plan = StepPlan(source.num_rows, 4, seed=3, shuffle=True, window_rows=50)
+    rows = source.opened().read_on(plan.positions(9), plan)
+    whole = source.opened().read_on(np.concatenate([plan.positions(step) for step in range(10)]), plan)
+    assert np.array_equal(rows["x"], whole["x"][-4:])  # a resume reads what an uninterrupted run reads
+
+
+def test_rows_without_an_end_are_refused_where_lengths_are_in_epochs_and_in_evaluations(short_counts):
+    for split, in_steps in (("train", False), ("val", True)):
+        with pytest.raises(DataError, match=r"(?s)the length of Corpus is not known.*stop\.after: 10000 steps"):
+            as_source(Corpus(), split=split, in_steps=in_steps)
+
+
+def test_a_stream_that_fails_while_it_is_counted_is_an_error_of_the_users_code():
+    with pytest.raises(WorkloadError, match=r"(?s)Corpus\.__iter__\(\) is failing while counting its rows.*shard-7"):
+        as_source(Corpus(fails_at=20), split="train")
+
+
+def test_a_stream_that_ends_although_it_was_not_counted_is_refused(short_counts):
+    class Slow(Endless):
+        def __iter__(self):
+            for row in super().__iter__():
+                time.sleep(0.01)
+                yield row
+
+    source = as_source(Slow(), split="train", in_steps=True)
+    plan = StepPlan(source.num_rows, 13, shuffle=False)
+    with pytest.raises(DataError, match=r"with 26 rows in epoch 1, but its end was not reached"):
+        source.opened().read_on(plan.positions(2), plan)

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from scaleray.data import ArraySource, DatasetSource, ParquetSource, TokenSource, as_source, load_sources
 from scaleray.data.source import Source
-from scaleray.errors import DataError
+from scaleray.errors import DataError, WorkloadError
 
 INDICES = np.array([5, 0, 11, 0, 7, 6, 11])
 
@@ -440,3 +441,38 @@ def test_a_source_of_the_users_own_is_taken_as_it_is():
 
     source = Squares()
     assert as_source(source, split="train") is source
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (
+            [Decimal("1.5"), Decimal("2")],
+            "value 0 of column x is a Decimal, 1.5, but .*\n  convert the column by float",
+        ),
+        (
+            [1.0, None, 2.0],
+            "value 1 of column x is nothing .None., but columns hold numbers.\n  fill in what is missing",
+        ),
+        ([{"a": 1}, {"a": 2}], "value 0 of column x is a dict, .*\n  give each of its keys"),
+        (np.array(None), "column x is nothing .None., but"),
+    ],
+)
+def test_values_that_are_no_numbers_are_named_by_their_type(value, words):
+    with pytest.raises(DataError, match=words):
+        ArraySource({"x": value, "y": np.arange(len(value) if isinstance(value, list) else 1)})
+
+
+@pytest.mark.parametrize("length", [-1, 10**30, 2.5, "12", None])
+def test_a_length_that_is_none_is_an_error_of_the_dataset(length):
+    class Odd(torch.utils.data.Dataset):
+        def __len__(self):
+            return length
+
+        def __getitem__(self, index):
+            return {"x": 1.0}
+
+    with pytest.raises(
+        WorkloadError, match=r"(?s)Odd\.__len__\(\) is .*it must return the number of rows, an int from 0"
+    ):
+        as_source(Odd(), split="train")

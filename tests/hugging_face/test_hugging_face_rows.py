@@ -16,6 +16,7 @@ from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.hugging_face import HuggingFaceWorkload, summed_loss
 from scaleray.hugging_face.chat import conversations
 from scaleray.hugging_face.masking import Masking
+from scaleray.hugging_face.text_files import read_records
 from scaleray.hugging_face.token_rows import IGNORED, Tokens, concatenated, packed, padded
 from scaleray.hugging_face.tokenizers import byte_tokenizer
 from scaleray.model_blocks import find_blocks
@@ -190,3 +191,39 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch):
 def test_labels_of_another_shape_than_the_logits_are_refused():
     with pytest.raises(WorkloadError, match="one label for each place"):
         summed_loss(torch.zeros(2, 3, 5), torch.zeros(2, dtype=torch.long))
+
+
+QUOTED = 'text,label\n"good, so",pos\n"bad",neg\n'
+
+
+@pytest.mark.parametrize(
+    ("ending", "content", "words"),
+    [
+        ("csv", QUOTED + "slow, but good,pos\n", r"train\.csv, line 4 is a row of 3 fields, but the header has 2"),
+        ("csv", 'text,label\n"two\nlines",pos\nfew\n', r"train\.csv, line 4 is a row of 1 fields"),
+        ("csv", QUOTED + '"not closed,pos\n"a",neg\n', r"train\.csv, line 4 is not CSV"),
+        ("csv", QUOTED + '"not closed,pos\n', r"train\.csv, line 4 is not CSV"),
+        ("csv", QUOTED + "a\0b,neg\n", r"train\.csv, line 4 is a row with a NUL byte"),
+        ("csv", "text,text\na,b\n", r"train\.csv, line 1 is a header with a column twice"),
+        ("tsv", "text\tlabel\na\tb\tc\n", r"train\.tsv, line 2 is a row of 3 fields"),
+        ("jsonl", '{"text": "a"}\n{"text": \n', r"train\.jsonl, line 2 is no JSON"),
+        ("csv", QUOTED.encode("utf-16"), "it is no UTF-8"),
+    ],
+    ids=["comma", "few", "quote", "quote at the end", "NUL", "header", "tab", "JSON", "UTF-16"],
+)
+def test_a_broken_row_is_refused_with_its_file_and_line(ending, content, words, tmp_path):
+    path = tmp_path / f"train.{ending}"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=words):
+        list(read_records(path, what="train"))
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_rows_with_a_mark_of_utf_8_and_long_fields_are_read(encoding, tmp_path):
+    (tmp_path / "a.csv").write_text(QUOTED + '"' + "long " * 30_000 + '",neg\n\n', encoding=encoding)
+    (tmp_path / "b.tsv").write_text("text\tlabel\na, b\tpos\n", encoding=encoding)
+    (tmp_path / "c.jsonl").write_text('{"text": "c", "label": "neg"}\n', encoding=encoding)
+    (tmp_path / "d.txt").write_text("d", encoding=encoding)
+    found = list(read_records(tmp_path, what="train"))
+    assert [record["text"][:7] for record in found] == ["good, s", "bad", "long lo", "a, b", "c", "d"]
+    assert [record.get("label") for record in found] == ["pos", "neg", "neg", "pos", "neg", None]

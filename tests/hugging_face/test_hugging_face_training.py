@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from small_models import BERT, GPT2, LLAMA, VIT, Causal, batch_of, built, causal, masked
 from small_runs import largest_difference, make_job, train_alone, train_in_plain_torch
 from torch import nn
@@ -15,10 +16,12 @@ from verified import judge_all
 
 from scaleray.data import TRAIN
 from scaleray.data.transformed import under_transforms
-from scaleray.errors import ConfigError, DataError
+from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.hugging_face import ImageClassification, SequenceClassification
 from scaleray.hugging_face.label_kinds import Numbers, SeveralClasses
+from scaleray.hugging_face.models import read_config
 from scaleray.hugging_face.token_rows import IGNORED
+from scaleray.hugging_face.tokenizers import byte_tokenizer
 from scaleray.reproducibility.seeding import seed_everything, stream_seed
 
 
@@ -241,3 +244,57 @@ def test_labels_of_another_kind_are_refused_with_the_kind_that_they_look_like(te
 def test_sharded_and_checkpointed_models_train_as_one_process_does(gloo, texts):
     tied = Causal({**GPT2, "vocab_size": 50})  # its head is the embedding
     assert gloo.run(2, verdicts, tied, masked(texts))[0] == ["equal"] * 4
+
+
+def trained(auto_class, config, folder, names):
+    """A folder with a classifier of these classes, in this order."""
+    config = {"vocab_size": 261, **config, "id2label": dict(enumerate(names))}
+    model = getattr(transformers, auto_class).from_config(read_config(config, {}))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+NAMES = ["b", "a"]
+BY_NUMBER = {"tokenizer": "bytes", "sequence_length": 24}
+
+
+def test_classes_are_in_the_order_of_the_models_own_names(texts, pictures, tmp_path):
+    folder = trained("AutoModelForSequenceClassification", BERT, tmp_path / "text", NAMES)
+    workload = SequenceClassification(folder, data={"train": texts}, **BY_NUMBER)
+    assert workload.kind.names == NAMES and workload.config().id2label == {0: "b", 1: "a"}
+    assert workload.datasets()[TRAIN].arrays["labels"][:4].tolist() == [0, 1, 0, 1]
+    folder = trained("AutoModelForImageClassification", VIT, tmp_path / "image", ["light", "dark"])
+    workload = ImageClassification(folder, data={"train": pictures})
+    assert workload.images.classes == ["light", "dark"] and workload.config().id2label == {0: "light", 1: "dark"}
+    more = {"model": {**BERT, "id2label": {0: "c", 1: "b", 2: "a"}, "num_labels": 3}}
+    assert SequenceClassification(**more, data={"train": texts}, **BY_NUMBER).kind.names == ["c", "b", "a"]
+
+
+def test_a_trained_classifier_of_other_classes_is_refused_by_their_names(texts, pictures, tmp_path):
+    folder = trained("AutoModelForSequenceClassification", BERT, tmp_path / "text", ["B", "A"])
+    args = {"model": folder, "data": {"train": texts}, **BY_NUMBER}
+    words = r"the train data is a, b, but the model was trained for B, A.*\n.*workload\.args\.labels"
+    with pytest.raises(DataError, match=words):
+        SequenceClassification(**args).datasets()
+    several = trained("AutoModelForSequenceClassification", BERT, tmp_path / "several", ["x", "y", "z"])
+    more = {"model": several, "label": "labels", "problem_type": "multi_label_classification"}
+    with pytest.raises(DataError, match="odd, one, two, but the model was trained for x, y, z"):
+        SequenceClassification(**{**args, **more}).datasets()
+    assert SequenceClassification(**args, labels=["b", "a"]).kind.names == ["b", "a"]
+    folder = trained("AutoModelForImageClassification", VIT, tmp_path / "image", ["night", "day"])
+    with pytest.raises(DataError, match=r"trained for night, day.*\n.*workload\.args\.classes"):
+        ImageClassification(folder, data={"train": pictures}).datasets()
+
+
+def test_a_tokenizer_without_a_padding_token_fills_rows_with_the_end_of_a_text(texts, tmp_path, monkeypatch):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "tokens")
+    args = {"data": {"train": texts}, "sequence_length": 24, "tokenizer": str(tmp_path / "tokens")}
+    workload = SequenceClassification(GPT2, **args)
+    assert workload.config().pad_token_id == workload.tokenizer.eos_token_id
+    assert len(train_alone(workload, {"stop.after": "2 steps", "precision.dtype": "fp32"}).losses) == 2
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "tokens")
+    with pytest.raises(WorkloadError, match=r"padding token of workload\.args\.tokenizer is missing.*\n.*pad_token"):
+        SequenceClassification(GPT2, **args).datasets()

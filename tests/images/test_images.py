@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from small_images import Small, write_images
 from small_runs import make_job, train_alone
@@ -19,7 +21,7 @@ from scaleray.data.row_random import RowRandom
 from scaleray.errors import CheckpointError, ConfigError, DataError, WorkloadError
 from scaleray.images import ImageClassification, ImageData
 from scaleray.images.decoding import Shape, central_box, decode, random_box
-from scaleray.images.folder import class_names
+from scaleray.images.folder import ImageFolder, class_names
 from scaleray.images.models import load_weights
 
 
@@ -204,3 +206,98 @@ def test_weights_come_from_a_file_and_a_head_of_other_classes_is_drawn(folder, t
         load_weights(Named(2, width=3), str(path))
     with pytest.raises(CheckpointError, match="must be weights of this model"):
         load_weights(nn.Linear(2, 2), str(path))
+
+
+def one_image(folder, values, mode=None, *, name="1.png", **options):
+    """A folder with an image of these values, as the workload reads it: (channels, height, width)."""
+    path = folder / "a" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(values)
+    (image if mode is None else image.convert(mode)).save(path, **options)
+    return decode(path, Shape(len(values), 3), lambda width, height: (0, 0, width, height))
+
+
+RAMP = np.linspace(0, 255, 64).astype(np.uint8).reshape(8, 8)
+WIDE = RAMP.astype(np.uint16) * 257
+
+
+@pytest.mark.parametrize(
+    ("values", "mode", "name"),
+    [
+        (WIDE, None, "1.png"),
+        (WIDE, None, "1.tif"),
+        (WIDE.astype(">u2"), None, "1.tif"),
+        (WIDE, None, "1.pgm"),
+        (RAMP, "L", "1.png"),
+        (RAMP, "P", "1.png"),
+        (RAMP, "LA", "1.png"),
+        (RAMP, "RGBA", "1.webp"),
+    ],
+)
+def test_images_of_every_mode_keep_their_values(values, mode, name, tmp_path):
+    found = one_image(tmp_path, values, mode, name=name, **({"lossless": True} if name.endswith("webp") else {}))
+    assert np.array_equal(found, np.broadcast_to(RAMP, (3, 8, 8)))
+
+
+def test_16_bits_are_rounded_to_8(tmp_path):
+    values = np.array([[0, 128, 129, 386], [8000, 40000, 65406, 65407]] * 2, np.uint16)
+    found = one_image(tmp_path, values)
+    assert found[0, :2].tolist() == [[0, 0, 1, 2], [31, 156, 254, 255]]
+
+
+def test_what_is_transparent_lies_over_black(tmp_path):
+    rgba = np.full((8, 8, 4), 200, np.uint8)
+    rgba[:4, :, 3] = 0
+    rgba[4:, :, 3] = 255
+    expected = np.concatenate([np.zeros((3, 4, 8)), np.full((3, 4, 8), 200)], axis=1)
+    assert np.array_equal(one_image(tmp_path, rgba), expected)
+    palette = (RAMP >= 128).astype(np.uint8)  # two colours of a palette, of which one is transparent
+    path = tmp_path / "a" / "2.png"
+    image = Image.fromarray(palette, "P")
+    image.putpalette([90, 90, 90, 200, 200, 200])
+    image.save(path, transparency=0)
+    found = decode(path, Shape(8, 1), lambda width, height: (0, 0, width, height))
+    assert np.array_equal(found[0], palette * 200)
+
+
+def test_one_bit_and_colours_of_print_are_read(tmp_path):
+    assert np.array_equal(one_image(tmp_path, RAMP >= 128)[0], (RAMP >= 128) * 255)
+    found = one_image(tmp_path, np.stack([RAMP] * 3, axis=-1), "CMYK", name="1.tif")
+    assert np.abs(found.astype(int) - RAMP).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (np.linspace(0, 1, 64, dtype=np.float32).reshape(8, 8), "of mode F, with values from 0 to 1"),
+        (np.full((8, 8), -5, np.int32), "of mode I, with values from -5 to -5"),
+        (RAMP.astype(np.int32), "of mode I, with values from 0 to 255"),
+    ],
+)
+def test_values_without_a_known_range_are_refused(values, words, tmp_path):
+    with pytest.raises(DataError, match=f"the image .*1.tif is {words}.*\n.*8 or 16 bits"):
+        one_image(tmp_path, values, name="1.tif")
+
+
+def test_linked_folders_and_names_that_are_not_utf_8_are_read(tmp_path):
+    write_images(tmp_path / "store", 8)
+    write_images(tmp_path / "data", 4)
+    (tmp_path / "data" / "cat" / "more").symlink_to(tmp_path / "store")
+    (tmp_path / "data" / "cat" / "round").symlink_to(tmp_path / "data" / "cat")
+    os.rename(
+        os.fsencode(tmp_path / "data" / "dog" / "1.png"), os.fsencode(tmp_path / "data" / "dog") + b"/caf\xe9.png"
+    )
+    source = ImageFolder(str(tmp_path / "data"), ["cat", "dog"])
+    assert source.arrays["labels"].tolist() == [0] * 10 + [1] * 2
+    assert len(source.describe()["sha256"]) == 64
+    rows = Small(data={"train": str(tmp_path / "data")}, size=8).transform(
+        source.read(np.arange(12)), RowRandom(np.arange(12, dtype=np.uint64)), "train"
+    )
+    assert rows["pixel_values"].shape == (12, 3, 8, 8)
+
+
+def test_pages_are_refused_and_an_animation_gives_its_first_picture(tmp_path):
+    more = [Image.fromarray(255 - RAMP)]
+    assert np.array_equal(one_image(tmp_path, RAMP, name="1.gif", save_all=True, append_images=more)[0], RAMP)
+    with pytest.raises(DataError, match=r"1\.tif is a TIFF of 2 pages, but one page is read"):
+        one_image(tmp_path, RAMP, name="1.tif", save_all=True, append_images=more)

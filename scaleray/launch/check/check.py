@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 from scaleray.config import RunConfig, load_config
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.data import TRAIN, Split, load_sources
+from scaleray.data.iterable import ENDLESS
 from scaleray.data.source import Source
 from scaleray.errors import ScaleRayError
-from scaleray.launch.check.data_checks import InputLook, columns_of_splits, repeatable
+from scaleray.launch.check.data_checks import InputLook, columns_of_splits, constant, repeatable, sendable
 from scaleray.launch.check.model_checks import ModelLook, built_alike
 from scaleray.launch.check.two_processes import two_processes
-from scaleray.launch.session.data import size_of
+from scaleray.launch.session.data import is_in_steps, size_of
 from scaleray.launch.session.start import forbid_ray, with_absolute_paths
 from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
 from scaleray.launch.workers.gloo import UserCode
@@ -77,10 +78,13 @@ class _Check:
         workload = self._step(
             "workload", lambda: make_workload(self.given, settings.name, settings.args, base_dir=self.base_dir)
         )
-        if workload is None or (sources := self._step("data", lambda: load_sources(workload))) is None:
+        if workload is None:
+            return
+        sources = self._step("data", lambda: load_sources(workload, in_steps=is_in_steps(self.config)))
+        if sources is None:
             return
         self.record.figures["rows"] = {name: source.num_rows for name, source in sources.items()}
-        self._add(*columns_of_splits(sources), *repeatable(workload, sources))
+        self._add(*sendable(sources), *columns_of_splits(sources), *repeatable(workload, sources))
         job = self._step("recipe", lambda: self._job(workload, sources))
         if job is None:
             return
@@ -89,6 +93,7 @@ class _Check:
         if batch is None:
             return
         self.record.columns.extend(look.columns(batch))
+        self._add(*constant(batch))
         self._add(look.speed(self.record.figures))
         self._step("build_model", lambda: self._add(built_alike(job)))
         model = ModelLook(job, sources, batch)
@@ -122,7 +127,7 @@ class _Check:
         self.record.figures["global_batch_size"] = recipe.global_batch_size
         self.record.figures["micro_batch_size"] = recipe.micro_batch_size
         self._add(Finding("recipe", GOOD, f"{recipe.total_steps} steps of {recipe.global_batch_size} samples"))
-        self._add(Finding("data", GOOD, f"{sources[TRAIN].num_rows} rows to train on, {job.sample_order}"))
+        self._add(Finding("data", GOOD, f"{_rows(sources[TRAIN])} to train on, {job.sample_order}"))
         return job
 
     def _step(self, subject: str, look: Callable[[], Result]) -> Result | None:
@@ -139,3 +144,7 @@ class _Check:
         for finding in findings:
             self.record.findings.append(finding)
             self.say(f"  {finding.verdict:<8} {finding.subject}: {finding.text}")
+
+
+def _rows(source: Source) -> str:
+    return "rows without an end" if source.num_rows == ENDLESS else f"{source.num_rows} rows"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.data import TRAIN, Input, Part, RankBatch
+from scaleray.data.as_given import problem_of
 from scaleray.data.ragged import Ragged, flat_values
 from scaleray.data.row_values import row_values_of
 from scaleray.data.source import Columns, Source
@@ -20,6 +21,11 @@ from scaleray.workload import own_method
 
 READ_S = 1.0
 """Seconds for which rows are read to measure how fast that is."""
+
+FEW = 4
+"""Rows, and values of a row, of which fewer may be alike by chance."""
+FEATURES = 32
+"""Columns of a table, at most; of more, as of an image's pixels, some may always be the same."""
 
 
 def columns_of_splits(sources: Mapping[str, Source]) -> Iterator[Finding]:
@@ -36,6 +42,13 @@ def columns_of_splits(sources: Mapping[str, Source]) -> Iterator[Finding]:
         yield Finding("splits", GOOD, f"{', '.join(sources)} have the same columns")
 
 
+def sendable(sources: Mapping[str, Source]) -> Iterator[Finding]:
+    """A finding for each split whose Dataset cannot be sent to workers."""
+    for name, source in sources.items():
+        if (problem := problem_of(source)) is not None:
+            yield Finding(f"split {name}", WRONG, str(problem))
+
+
 def repeatable(workload: Any, sources: Mapping[str, Source]) -> Iterator[Finding]:
     """A finding for each split whose rows are not the same when they are read again."""
     for name, source in sources.items():
@@ -45,6 +58,32 @@ def repeatable(workload: Any, sources: Mapping[str, Source]) -> Iterator[Finding
             yield Finding(f"split {name}", WRONG, text)
     if (method := own_method(workload, "transform")) is not None:
         yield Finding("transform", GOOD, f"transform() at {place_of(method)} was looked at on a few rows, twice")
+
+
+def constant(batch: RankBatch) -> Iterator[Finding]:
+    """A finding for each column of a batch that holds one value alone, and for rows of several dimensions, as images
+    and sequences, that do."""
+    for name, values in batch.columns.items():
+        flat = flat_values(values)
+        if len(values) < FEW or not flat.size or flat.dtype.kind not in "biufc":
+            continue
+        is_mask = flat.dtype.kind in "biu" and set(np.unique(flat).tolist()) <= {0, 1}
+        if (flat == flat.flat[0]).all():
+            if not is_mask or len(batch.columns) == 1:
+                text = f"column {name} is {flat.flat[0]} in all of {len(values)} rows: the model learns nothing of it"
+                yield Finding("first batch", DOUBTFUL, text)
+            continue
+        if isinstance(values, Ragged) or values.ndim == 1 or is_mask:
+            continue
+        rows = values.reshape(len(values), -1)
+        if values.ndim == 2 and values.dtype.kind == "f" and rows.shape[1] <= FEATURES:
+            same = np.flatnonzero((rows == rows[0]).all(axis=0)).tolist()
+            if same:
+                text = f"column {name} has one value in all of {len(rows)} rows at place {', '.join(map(str, same))}"
+                yield Finding("first batch", DOUBTFUL, text)
+        elif rows.shape[1] >= FEW and (number := int((rows == rows[:, :1]).all(axis=1).sum())):
+            text = f"{number} of {len(rows)} rows of column {name} hold one value each, as an empty image does"
+            yield Finding("first batch", DOUBTFUL, text)
 
 
 class InputLook:

@@ -7,6 +7,7 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.data import TRAIN
+from scaleray.data.iterable import ENDLESS
 from scaleray.launch.run.resume import Request
 from scaleray.launch.session.folder import RunFolder
 from scaleray.tracking.metrics_endpoint import HOST
@@ -38,7 +39,7 @@ def announcement(
         f"{config.precision.dtype}, "
         f"global batch {r.global_batch_size} = {config.scale.max_workers} x {r.accumulation_steps} x "
         f"{r.micro_batch_size}, "
-        f"{r.total_steps} steps ({r.steps_per_epoch} an epoch), {_learning_rate(config, job)}",
+        f"{r.total_steps} steps ({_an_epoch(job)}), {_learning_rate(config, job)}",
         f"  sample order: {job.sample_order}",
         f"  rows are read by {READERS[data[TRAIN]['read_by']]}",
         *(f"  the {name} data: {note}" for name, facts in data.items() for note in facts.get("notes", ())),
@@ -46,6 +47,13 @@ def announcement(
         *([f"  metrics for Prometheus: http://{HOST}:{port}/metrics"] if port is not None else []),
         *(f"  changed: {change}" for change in request.changed),
     ]
+
+
+def _an_epoch(job: TrainJob) -> str:
+    """Steps of an epoch, in words."""
+    return (
+        "epochs without an end" if job.splits[TRAIN].num_rows == ENDLESS else f"{job.recipe.steps_per_epoch} an epoch"
+    )
 
 
 def _learning_rate(config: RunConfig, job: TrainJob) -> str:

@@ -18,6 +18,7 @@ from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
+from scaleray.data.as_given import refuse_unsendable
 from scaleray.data.described import described
 from scaleray.data.loading import preprocessor_of
 from scaleray.data.source import Source
@@ -35,7 +36,7 @@ from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record,
 from scaleray.launch.run.resume import Request, make_request
 from scaleray.launch.run.trainer import Interrupted, fit
 from scaleray.launch.session.alerts import alert_settings
-from scaleray.launch.session.data import check_same_data, size_of
+from scaleray.launch.session.data import check_same_data, is_in_steps, size_of
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
@@ -122,7 +123,11 @@ def train(
         with _environment(config, local=local, say=say) as (config, topology):
             request = dataclasses.replace(request, config=config)
             start.end(RAY)
-            sources = load_sources(workload, fitted=preprocessing.load(folder.path) if before else None)
+            sources = load_sources(
+                workload, fitted=preprocessing.load(folder.path) if before else None, in_steps=is_in_steps(config)
+            )
+            if not local:
+                refuse_unsendable(sources)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start, port)
             traced = None if trace is None else trace.into(folder.path)
             run.job = dataclasses.replace(run.job, trace=traced, probes_links=probes_links)

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from scaleray.config import RunConfig
 from scaleray.data.source import TRAIN, Source
 from scaleray.data.split import Split
 from scaleray.errors import DataError
 from scaleray.scaling.recipe.values import DataSize
+
+
+def is_in_steps(config: RunConfig) -> bool:
+    """Whether no length of a training is in epochs."""
+    lengths = (
+        config.stop.after,
+        config.schedule.warmup,
+        config.schedule.length,
+        config.evaluation.every,
+        config.checkpoint.every,
+        config.checkpoint.keep_every,
+    )
+    return all(length is None or length.unit != "epochs" or not length.value for length in lengths)
 
 
 def size_of(sources: Mapping[str, Source]) -> DataSize:

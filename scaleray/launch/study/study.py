@@ -17,6 +17,7 @@ from scaleray.data import load_sources
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.conditions import check_same, conditions_of
+from scaleray.launch.session.data import is_in_steps
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.measured import check_published
 from scaleray.launch.session.start import (
@@ -81,7 +82,7 @@ def study(
     with connected_unless(config, local=local):
         nodes = None if local else nodes_of(config, question.sizes, workload, oversubscribe=question.oversubscribe)
         config = with_gpus_decided(config, nodes if nodes is not None else [], say=say)
-        sources = load_sources(workload)
+        sources = load_sources(workload, in_steps=is_in_steps(config))
         room = find_room(config, question.sizes, workload, nodes, oversubscribe=question.oversubscribe)
         question = dataclasses.replace(question, world_sizes=room.sizes)
         rungs = make_rungs(config, question, workload, sources, cores=num_cores(nodes))

@@ -16,6 +16,7 @@ from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node
 from scaleray.launch.cluster.gpus import with_gpus_decided
+from scaleray.launch.session.data import is_in_steps
 from scaleray.launch.session.start import check_learning_rate, check_started_once, connected_unless, with_absolute_paths
 from scaleray.launch.verify.plan import Plan, Question, make_plan, on_workers
 from scaleray.launch.workers.gloo import UserCode
@@ -57,7 +58,7 @@ def prepared(
     with connected_unless(config, local=local):
         nodes = [] if local else nodes_for(_alone(on_workers(config, "auto", max(question.world_sizes))), option=OPTION)
         config = with_gpus_decided(config, nodes, say=say)
-        sources = load_sources(workload)
+        sources = load_sources(workload, in_steps=is_in_steps(config))
         plan = make_plan(config, question, workload, sources)
         if not local:
             _check_every_group_fits(plan, nodes)
