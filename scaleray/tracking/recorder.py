@@ -49,7 +49,7 @@ from scaleray.tracking.shown import ShownMessages
 from scaleray.tracking.signs_of_life import SignsOfLife
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import StepsFile
-from scaleray.tracking.store import RunStore, run_link
+from scaleray.tracking.store import RunStore, run_link, without_password
 from scaleray.tracking.writer import STALLED_S, Marker, Writer
 from scaleray.watchers import Guard, Watcher
 
@@ -256,7 +256,7 @@ class Recorder(SignsOfLife):
                 "the record of the run",
                 "not written",
                 f"{self.work_dir} does not take it: {problem.strerror or problem}; MLflow has the run as {status}",
-                "make room or mend the storage, and then: scaleray train --resume RUN_FOLDER",
+                f"make room or mend the storage, and then: scaleray train --resume {without_password(self.description.run_path)}",
             ) from problem
         return self.spool.unsent_file()
 
