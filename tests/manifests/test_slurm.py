@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cluster_files import CLUSTER, ROOT
+from optional_programs import needs, program
 
 from scaleray.config import load_config
 from scaleray.manifests.files import files, write
@@ -20,9 +21,8 @@ SCRIPTS = sorted(path for path in CLUSTER.rglob("*") if path.suffix in (".sh", "
 BATCH = sorted((CLUSTER / "slurm").glob("*.sbatch"))
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing_in_any_script():
-    found = subprocess.run(["shellcheck", *map(str, SCRIPTS)], capture_output=True, text=True, timeout=60)
+    found = subprocess.run([program("shellcheck"), *map(str, SCRIPTS)], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stdout
 
 
@@ -72,7 +72,7 @@ def sourced(tmp_path: Path, body: str, **environment: str) -> subprocess.Complet
         **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "OUT": str(tmp_path / "out"), "SLURM_JOB_ID": "41234", "SLURM_JOB_NUM_NODES": "2",
         "SCALERAY_CHECKPOINT__STORAGE_PATH": str(tmp_path), "INTERFACE": "", **environment,
     }  # fmt: skip
-    script = f"set -euo pipefail\nsource {CLUSTER / 'slurm' / 'ray_on_all_nodes.sh'}\naddress_of_this_node() {{ echo 10.0.0.9; }}\n{body}"
+    script = f"set -euo pipefail\nsource {shlex.quote(str(CLUSTER / 'slurm' / 'ray_on_all_nodes.sh'))}\naddress_of_this_node() {{ echo 10.0.0.9; }}\n{body}"
     return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=60)
 
 
@@ -203,9 +203,9 @@ def test_a_line_of_a_sweep_that_cannot_be_read_is_one_message(tmp_path, line, sa
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
+@needs("slurmctld", "slurmd", "munged")
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("slurmctld") is None, reason="needs root and Debian's slurm-wlm")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_the_scripts_run_on_a_slurm_of_two_nodes():
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     script = CLUSTER / "slurm" / "try_on_one_machine.sh"
