@@ -114,7 +114,7 @@ def test_asked_to_leave_the_command_alone_gets_sigterm(tmp_path):
     )
     done = sourced(
         tmp_path,
-        f'export SHELL_OF_THE_JOB=$$\nrun_on_all_nodes bash {command} || code=$?\necho "left $asked_to_leave code $code"',
+        f'export SHELL_OF_THE_JOB=$$\nrun_on_all_nodes bash {shlex.quote(str(command))} || code=$?\necho "left $asked_to_leave code $code"',
     )
     assert "asked" in done.stdout and "left 1 code 1" in done.stdout, done.stdout + done.stderr
 
@@ -130,7 +130,7 @@ def test_the_token_goes_with_the_job_however_it_ends(tmp_path, body):
 
 
 def test_what_a_job_writes_is_as_readable_as_its_users_other_files_and_the_token_is_not(tmp_path):
-    body = f"umask 022\nrun_on_all_nodes bash -c 'umask; stat -c %a {tmp_path}/.slurm/*'"
+    body = "umask 022\nrun_on_all_nodes bash -c 'umask; stat -c %a \"$SCALERAY_CHECKPOINT__STORAGE_PATH\"/.slurm/*'"
     assert sourced(tmp_path, body).stdout.split() == ["0022", "700"]
 
 
@@ -146,7 +146,7 @@ def test_a_job_that_is_asked_to_leave_before_its_command_has_begun_leaves(tmp_pa
 def test_saving_ends_before_slurm_ends_the_job(tmp_path):
     settings = CLUSTER / "slurm" / "settings.sh"
     told = subprocess.run(
-        ["bash", "-c", f"source {settings}; echo $SCALERAY_CHECKPOINT__GRACE_S"],
+        ["bash", "-c", f"source {shlex.quote(str(settings))}; echo $SCALERAY_CHECKPOINT__GRACE_S"],
         env={"PATH": os.environ["PATH"], "VIRTUAL_ENV": "x", "SLURM_SUBMIT_DIR": str(tmp_path)},
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
@@ -160,7 +160,7 @@ def test_saving_ends_before_slurm_ends_the_job(tmp_path):
 def swept(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
     """What the script of an array gives to the training of a line, a word on each line."""
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "settings.sh").write_text(f"export SCALERAY_CHECKPOINT__STORAGE_PATH={tmp_path}\n")
+    (tmp_path / "scripts" / "settings.sh").write_text(f"export SCALERAY_CHECKPOINT__STORAGE_PATH='{tmp_path}'\n")
     stand_in = 'run_on_all_nodes() { printf \'%s\\n\' "$@"; echo "${SLURM_EXPORT_ENV-unset}"; }\n'
     (tmp_path / "scripts" / "ray_on_all_nodes.sh").write_text(stand_in)
     (tmp_path / "sweep.txt").write_text(f"--seed 1\n{line}\n")

@@ -14,6 +14,14 @@ import yaml
 
 
 @pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A folder with a space in its name, as users have."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def project(tmp_path, monkeypatch):
     """A folder with a workload and its config, as the current one; no cluster and no token in the environment."""
     folder = tmp_path / "project"

@@ -142,7 +142,7 @@ def test_without_kubectl_the_job_is_written_with_the_command_that_applies_it(sta
     assert {document["kind"] for document in yaml.safe_load_all(path.read_text())} == {"RayJob", "ConfigMap"}
     job = json.loads(printed.out)
     assert job["status"] == "WRITTEN"
-    assert job["message"] == f"kubectl --context lab --namespace scaleray create -f {path}"
+    assert job["message"] == f"kubectl --context lab --namespace scaleray create -f {shlex.quote(str(path))}"
 
 
 def test_a_manifest_of_the_users_own_is_taken_and_must_keep_the_rules(kubectl, clusters, project, capsys):
