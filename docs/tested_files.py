@@ -86,7 +86,8 @@ def is_slow(test: str) -> bool:
     file, _, name = test.partition("::")
     for node in ast.parse((FOLDER / file).read_text()).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
-            return any(ast.unparse(one) == "pytest.mark.slow" for one in node.decorator_list)
+            marks = [ast.unparse(one) for one in node.decorator_list]
+            return any(one == "pytest.mark.slow" or one.startswith("needs(") for one in marks)
     raise LookupError(f"there is no test {test}")
 
 

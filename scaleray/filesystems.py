@@ -14,4 +14,4 @@ def open_filesystem(path: str) -> tuple[Any, str]:
 
     if "://" not in path:  # not from_uri, which would take a '?' or '%20' in a path for its own
         return pyarrow.fs.LocalFileSystem(), path.rstrip("/")
-    return pyarrow.fs.FileSystem.from_uri(path)
+    return pyarrow.fs.FileSystem.from_uri(path.replace(" ", "%20"))  # a folder's name may have one, a URI may not

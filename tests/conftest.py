@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the p
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 import cases_in_turn
+import optional_programs
 import pytest
 from gloo_pool import GlooPool
 from hypothesis import settings
@@ -35,10 +37,22 @@ def pytest_report_header() -> str:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the optional programs if no test that needs one is selected, as on a machine without them."""
+    if "not slow" in config.getoption("markexpr"):
+        folder = tempfile.TemporaryDirectory(prefix="without-optional-", ignore_cleanup_errors=True)
+        config.add_cleanup(folder.cleanup)
+        os.environ["PATH"] = optional_programs.path_without_optional(Path(folder.name), os.environ["PATH"])
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the combinations, and leave those of other parts out."""
+    """Mark the combinations and what needs optional programs, and leave combinations of other parts out."""
     for item in items:
+        if optional := item.get_closest_marker("optional"):
+            item.add_marker(pytest.mark.slow)
+            if reasons := optional_programs.missing(optional.args):
+                item.add_marker(pytest.mark.skip(reason="; ".join(reasons)))
         if item.path.relative_to(HERE).parts[0] in ON_FOUR_WORKERS and _parameters(item).get("world_size") == 4:
             item.add_marker(pytest.mark.combination)
     products = [item for item in items if item.get_closest_marker("each_value") and not _is_rare(item)]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from optional_programs import program
 
 ROOT = Path(__file__).parents[1]
 PLACES = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
@@ -84,7 +85,7 @@ class User:
 @contextlib.contextmanager
 def users(number: int) -> Iterator[list[User]]:
     """So many users; their processes and files are gone with the context. Skips the test where there can be none."""
-    if os.name != "posix" or os.geteuid() != 0 or not all(map(shutil.which, ("setpriv", "unshare", "bash"))):
+    if os.name != "posix" or os.geteuid() != 0 or not all(map(program, ("setpriv", "unshare", "bash"))):
         pytest.skip("needs root, setpriv and unshare, to be other users of this machine")
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("mount namespaces are not to be had here")

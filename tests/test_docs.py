@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from optional_programs import program
 
 from scaleray.cli.main import run_command
 from scaleray.config.loading import known_keys
@@ -145,15 +145,14 @@ def test_files_that_commands_of_other_programs_name_are_there(line):
         assert (ROOT / name).exists(), name
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 @pytest.mark.parametrize("line", sorted({line for line in FOREIGN if line.startswith("kubectl ")}))
 def test_kubectl_knows_the_commands_and_options_of_the_page(line):
     words = shlex.split(line.partition(" | ")[0])[1:]
     while words[:1] == ["-n"]:
         words = words[2:]
     verb = words[:2] if words[0] == "create" else words[:1]
-    told = subprocess.run(["kubectl", *verb, "--help"], capture_output=True, text=True, timeout=60)
-    told_of_all = subprocess.run(["kubectl", "options"], capture_output=True, text=True, timeout=60)
+    told = subprocess.run([program("kubectl"), *verb, "--help"], capture_output=True, text=True, timeout=60)
+    told_of_all = subprocess.run([program("kubectl"), "options"], capture_output=True, text=True, timeout=60)
     assert told.returncode == 0 and "Usage:" in told.stdout, line
     for option in (word.partition("=")[0] for word in words if word.startswith("-")):
         assert re.search(rf"(^|\s){option}(,|=|\s)", told.stdout + told_of_all.stdout), (line, option)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from optional_programs import needs
 
 from jobs import watch
 
@@ -76,11 +76,7 @@ def test_alerts_are_printed_as_they_come(capsys):
     assert capsys.readouterr().out == "ALERT firing: critical NoProgress: no step for 9 min. Look at its stacks.\n"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("prometheus") is None or shutil.which("prometheus-alertmanager") is None,
-    reason="Prometheus and Alertmanager are not installed (Debian has both)",
-)
+@needs("prometheus", "prometheus-alertmanager|alertmanager")
 def test_it_starts_says_where_everything_is_and_leaves_nothing_behind():
     import psutil
 

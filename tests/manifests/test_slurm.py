@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from cluster_files import CLUSTER, ROOT
+from optional_programs import needs, program
 
 from scaleray.config import load_config
 from scaleray.manifests.files import files, write
@@ -20,9 +21,8 @@ SCRIPTS = sorted(path for path in CLUSTER.rglob("*") if path.suffix in (".sh", "
 BATCH = sorted((CLUSTER / "slurm").glob("*.sbatch"))
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_finds_nothing_in_any_script():
-    found = subprocess.run(["shellcheck", *map(str, SCRIPTS)], capture_output=True, text=True, timeout=60)
+    found = subprocess.run([program("shellcheck"), *map(str, SCRIPTS)], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stdout
 
 
@@ -72,7 +72,7 @@ def sourced(tmp_path: Path, body: str, **environment: str) -> subprocess.Complet
         **os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "OUT": str(tmp_path / "out"), "SLURM_JOB_ID": "41234", "SLURM_JOB_NUM_NODES": "2",
         "SCALERAY_CHECKPOINT__STORAGE_PATH": str(tmp_path), "INTERFACE": "", **environment,
     }  # fmt: skip
-    script = f"set -euo pipefail\nsource {CLUSTER / 'slurm' / 'ray_on_all_nodes.sh'}\naddress_of_this_node() {{ echo 10.0.0.9; }}\n{body}"
+    script = f"set -euo pipefail\nsource {shlex.quote(str(CLUSTER / 'slurm' / 'ray_on_all_nodes.sh'))}\naddress_of_this_node() {{ echo 10.0.0.9; }}\n{body}"
     return subprocess.run(["bash", "-c", script], env=variables, capture_output=True, text=True, timeout=60)
 
 
@@ -114,7 +114,7 @@ def test_asked_to_leave_the_command_alone_gets_sigterm(tmp_path):
     )
     done = sourced(
         tmp_path,
-        f'export SHELL_OF_THE_JOB=$$\nrun_on_all_nodes bash {command} || code=$?\necho "left $asked_to_leave code $code"',
+        f'export SHELL_OF_THE_JOB=$$\nrun_on_all_nodes bash {shlex.quote(str(command))} || code=$?\necho "left $asked_to_leave code $code"',
     )
     assert "asked" in done.stdout and "left 1 code 1" in done.stdout, done.stdout + done.stderr
 
@@ -130,7 +130,7 @@ def test_the_token_goes_with_the_job_however_it_ends(tmp_path, body):
 
 
 def test_what_a_job_writes_is_as_readable_as_its_users_other_files_and_the_token_is_not(tmp_path):
-    body = f"umask 022\nrun_on_all_nodes bash -c 'umask; stat -c %a {tmp_path}/.slurm/*'"
+    body = "umask 022\nrun_on_all_nodes bash -c 'umask; stat -c %a \"$SCALERAY_CHECKPOINT__STORAGE_PATH\"/.slurm/*'"
     assert sourced(tmp_path, body).stdout.split() == ["0022", "700"]
 
 
@@ -146,7 +146,7 @@ def test_a_job_that_is_asked_to_leave_before_its_command_has_begun_leaves(tmp_pa
 def test_saving_ends_before_slurm_ends_the_job(tmp_path):
     settings = CLUSTER / "slurm" / "settings.sh"
     told = subprocess.run(
-        ["bash", "-c", f"source {settings}; echo $SCALERAY_CHECKPOINT__GRACE_S"],
+        ["bash", "-c", f"source {shlex.quote(str(settings))}; echo $SCALERAY_CHECKPOINT__GRACE_S"],
         env={"PATH": os.environ["PATH"], "VIRTUAL_ENV": "x", "SLURM_SUBMIT_DIR": str(tmp_path)},
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
@@ -160,7 +160,7 @@ def test_saving_ends_before_slurm_ends_the_job(tmp_path):
 def swept(tmp_path: Path, line: str) -> subprocess.CompletedProcess[str]:
     """What the script of an array gives to the training of a line, a word on each line."""
     (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "settings.sh").write_text(f"export SCALERAY_CHECKPOINT__STORAGE_PATH={tmp_path}\n")
+    (tmp_path / "scripts" / "settings.sh").write_text(f"export SCALERAY_CHECKPOINT__STORAGE_PATH='{tmp_path}'\n")
     stand_in = 'run_on_all_nodes() { printf \'%s\\n\' "$@"; echo "${SLURM_EXPORT_ENV-unset}"; }\n'
     (tmp_path / "scripts" / "ray_on_all_nodes.sh").write_text(stand_in)
     (tmp_path / "sweep.txt").write_text(f"--seed 1\n{line}\n")
@@ -203,9 +203,9 @@ def test_a_line_of_a_sweep_that_cannot_be_read_is_one_message(tmp_path, line, sa
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
+@needs("slurmctld", "slurmd", "munged")
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("slurmctld") is None, reason="needs root and Debian's slurm-wlm")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_the_scripts_run_on_a_slurm_of_two_nodes():
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     script = CLUSTER / "slurm" / "try_on_one_machine.sh"

@@ -33,4 +33,4 @@ def test_what_is_slow_is_said_by_the_marker_of_its_test_and_nowhere_else():
     for test in slow:
         file, _, name = test.partition("::")
         before = (ROOT / "tests" / "manifests" / file).read_text().partition(f"def {name}(")[0]
-        assert "@pytest.mark.slow" in before.rpartition("\n\n\n")[2]
+        assert re.search(r"@pytest\.mark\.slow|@needs\(", before.rpartition("\n\n\n")[2])

@@ -1,6 +1,5 @@
 """A run's metrics on 127.0.0.1: what a recorder serves, as Prometheus' own parser reads it."""
 
-import shutil
 import socket
 import subprocess
 import threading
@@ -10,6 +9,7 @@ import urllib.request
 
 import psutil
 import pytest
+from optional_programs import needs, program
 from prometheus_client.parser import text_string_to_metric_families
 from small_runs import Classify
 from test_recorder import describe, step
@@ -178,13 +178,12 @@ def test_a_loss_that_is_not_finite_is_served_as_such_and_counted(serving):
     assert values[prometheus_name(names.NONFINITE_STEPS)] == 1
 
 
+@needs("promtool")
 def test_promtool_has_no_complaint(serving):
-    if (promtool := shutil.which("promtool")) is None:
-        pytest.skip("promtool is not installed: apt-get install prometheus")
     ranks = [RankSample(rank, "n", 2, 3, 1.0, 0.1, {"forward": 0.1}, {"used": 5}, 9, (0.2, 0.1)) for rank in (0, 1)]
     url, _ = serving(*(step(n, loss_scale=2.0, sent_bytes=5.0, grad_norm=1.0) for n in (1, 2)), *ranks)
     done = subprocess.run(
-        [promtool, "check", "metrics"], input=scraped(url), capture_output=True, text=True, timeout=60
+        [program("promtool"), "check", "metrics"], input=scraped(url), capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -23,7 +23,7 @@ from scaleray.preflight.collectives import collectives_csv
 from scaleray.preflight.judge import judge
 from scaleray.progress import stage
 from scaleray.records.preflight import DoctorRecord
-from scaleray.tracking.store import resolve_uri
+from scaleray.tracking.store import resolve_uri, uri_of_environment
 
 HERE = "local"
 """Value of RAY_ADDRESS that names no cluster."""
@@ -62,7 +62,7 @@ def doctor(
     record = _examined(subject, address=address, local=local, say=say)
     if collectives is not None:
         _write_collectives(Path(collectives), record)
-    is_tracked = said is not None or "MLFLOW_TRACKING_URI" in os.environ
+    is_tracked = bool(said or uri_of_environment())
     if is_tracked and not record.measured.tracking_error:
         return _kept_in_mlflow(record, subject.tracking_uri, tracking.experiment)
     return record

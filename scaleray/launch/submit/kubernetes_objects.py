@@ -33,9 +33,9 @@ CODE_AT = "/mnt/scaleray/code"
 START = """\
 # unpacks the code where every pod sees it, and runs in it what it is given
 set -eu
-mkdir -p {code}
-python -m zipfile -e {package}/working_dir.zip {code}
-cd {code}
+mkdir -p "{code}"
+python -m zipfile -e "{package}/working_dir.zip" "{code}"
+cd "{code}"
 exec python -m "$@" {rest}
 """
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import stat
@@ -17,6 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 from listening import MARK, METHODS, REQUEST, Port, is_refused, ports, processes
+from optional_programs import needs, program
 from waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ FILES = {"root_certificates": "ca.crt", "private_key": "node.key", "certificate_
 OF_PEERS = ("root_certificates",)
 CALL_S = 3.0
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+pytestmark = needs("openssl")
 
 
 def made(folder: Path) -> dict[str, str]:
@@ -48,7 +48,7 @@ def test_the_commands_of_the_page_make_certificates_that_only_their_user_can_rea
     assert environment["RAY_USE_TLS"] == "1"
     files = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "tls").iterdir()}
     assert files.keys() >= {"ca.crt", "ca.key", "node.crt", "node.key"} and set(files.values()) == {0o600}
-    check = ["openssl", "verify", "-CAfile", "ca.crt", "node.crt"]
+    check = [program("openssl"), "verify", "-CAfile", "ca.crt", "node.crt"]
     assert subprocess.run(check, cwd=tmp_path / "tls", capture_output=True).returncode == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+import shlex
 from dataclasses import replace
 
 import scaleray
@@ -38,7 +39,7 @@ def test_commands_are_those_that_were_run(path, commands):
     assert "--checkpoint.every '10 steps'" in shown["faults-0"]
     for name in ("gate", "promote"):
         assert shown[name].endswith("--study /study --certificates /verify") or " --study /study " in shown[name]
-    assert shown["dashboards"].endswith(f"--alerts {path.folder}/pipeline/alerts.yaml")
+    assert shown["dashboards"].endswith(f"--alerts {shlex.quote(f'{path.folder}/pipeline/alerts.yaml')}")
 
 
 def test_every_figure_of_every_task_and_trial_is_shown(path, commands, tmp_path):
@@ -62,8 +63,8 @@ def test_every_figure_of_every_task_and_trial_is_shown(path, commands, tmp_path)
     others = {row for table in tables(after, "Other figures").values() for row in table.rows}
     assert {("study", "efficiency on 2", "0.8125"), ("promote", "version", "7")} <= others
     commands_of = [row for table in tables(after, "Commands").values() for row in table.rows]
-    tried = f"scaleray path try larger --batch.global-size 16 --name {path.folder}"
+    tried = f"scaleray path try larger --batch.global-size 16 --name {shlex.quote(path.folder)}"
     assert ("try larger", tried) in commands_of
     assert [name for name, words in commands_of if "larger-" in words] == ["larger-0", "larger-1"]
     write_path_page(after, tmp_path / "page.html")
-    assert re.search(r">\s*" + re.escape(html.escape(tried)), (tmp_path / "page.html").read_text())
+    assert re.search(r">\s*" + re.escape(tried), html.unescape((tmp_path / "page.html").read_text()))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from optional_programs import needs, program
 
 import scaleray
 from scaleray.config.alerts import AlertLimits
@@ -126,23 +127,25 @@ def test_the_check_for_drift_looks_back_as_far_as_its_schedule_and_policy_need(f
     assert "scaleray drift corners@champion --days 4 --uri" in (tmp_path / "daily/drift.sh").read_text()
 
 
-@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+@needs("promtool")
 def test_promtool_takes_the_alerts_with_the_limits_that_were_measured(four_runs, packed, tmp_path):
     written(four_runs, packed, tmp_path / "out")
     done = subprocess.run(
-        ["promtool", "check", "rules", tmp_path / "out/alerts.yaml"], capture_output=True, text=True, check=False
+        [program("promtool"), "check", "rules", tmp_path / "out/alerts.yaml"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_the_scripts_are_sound(four_runs, packed, tmp_path):
     for cluster in ("local", "slurm"):
         written(four_runs, packed, tmp_path / cluster, cluster=cluster)
         for name in ("retrain.sh", "drift.sh"):
             script = tmp_path / cluster / name
             assert script.stat().st_mode & 0o100
-            done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False)
+            done = subprocess.run([program("shellcheck"), script], capture_output=True, text=True, check=False)
             assert done.returncode == 0, done.stdout
 
 

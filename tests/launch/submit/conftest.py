@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A folder with a space in its name, as users have."""
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    return folder
 
 
 @pytest.fixture
@@ -61,7 +70,8 @@ class StandIns:
         """Put programs of these names on the path."""
         for name in names:
             path = self.bin / name
-            path.write_text(f"#!{sys.executable} -IS\n{STAND_IN}")
+            # not its first line: none can name a Python in a folder with a space
+            path.write_text(f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -IS \"$0\" \"$@\"\n' '''\n{STAND_IN}")
             path.chmod(0o755)
 
     def answer(self, pattern: str, out: Any = "", *, code: int = 0, err: str = "", times: int = 0) -> None:

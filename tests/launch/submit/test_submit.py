@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import re
 import sys
 import zipfile
 from types import SimpleNamespace
@@ -301,6 +302,19 @@ def test_ctrl_c_asks_and_leaves_the_job_alone_unless_it_shall_stop(cluster, monk
     assert cluster.stopped == stopped
     err = capsys.readouterr().err
     assert err.count("one") == 1 and ("two" in err) == bool(stopped)
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "120", "250"])
+def test_the_list_has_status_and_time_at_every_width(cluster, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    name, given = "digits-20261127-031540-2c15", cluster.get_job_info
+    long = "python -m scaleray train -c jobs/digits.yaml --checkpoint.storage_path=/shared/runs --stop.after '4 epochs' --seed 3"
+    cluster.get_job_info = lambda name: SimpleNamespace(**{**vars(given(name)), "entrypoint": long})
+    Jobs(URL).submit("x", name=name, runtime_env={})
+    assert run_command(["jobs", "list", "--to", URL]) == 0
+    head, _, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["job", "status", "began", "took", "command"]
+    assert re.match(rf"{name} +[A-Z]+ +\d\d-\d\d \d\d:\d\d +\S.* python ", row) and len(row) <= max(int(columns), 100)
 
 
 def test_jobs_are_listed_shown_and_stopped(cluster, capsys):

@@ -104,7 +104,8 @@ def test_secrets_are_exported_by_name_and_no_list_of_processes_shows_them(slurm,
 def test_over_ssh_scripts_and_values_go_through_pipes(slurm, clusters, shared, monkeypatch):
     ssh = slurm.bin / "ssh"
     ssh.write_text(
-        f'#!/bin/bash\necho "$@" >>{slurm.folder}/ssh\nfor last; do :; done\nexec bash -c "${{last/bash -lc/bash -c}}"\n'
+        f"#!/bin/bash\necho \"$@\" >>'{slurm.folder}/ssh'\n"
+        'for last; do :; done\nexec bash -c "${last/bash -lc/bash -c}"\n'
     )
     ssh.chmod(0o755)
     clusters(lab={"kind": "slurm", "folder": str(shared), "ssh": "me@login"})
@@ -220,7 +221,7 @@ def test_a_connection_that_is_lost_is_tried_again_and_nothing_is_written_twice(s
     (shared / "mine.out").write_text("one\n")
     ssh = slurm.bin / "ssh"
     ssh.write_text(
-        f"#!/bin/bash\ncount=$(cat {slurm.folder}/count 2>/dev/null || echo 0)\necho $((count + 1)) >{slurm.folder}/count\n"
+        f"#!/bin/bash\ncount=$(cat '{slurm.folder}/count' 2>/dev/null || echo 0)\necho $((count + 1)) >'{slurm.folder}/count'\n"
         '[ "$count" != 5 ] || { echo "Connection reset by peer" >&2; exit 255; }\nfor last; do :; done\nexec bash -c "${last/bash -lc/bash -c}"\n'
     )
     ssh.chmod(0o755)

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 from itertools import combinations
 from pathlib import Path
@@ -11,6 +10,7 @@ import jsonschema
 import promql_parser
 import pytest
 from dashboard_linter import expanded, walk
+from optional_programs import needs, program
 
 from scaleray import metric_names
 from scaleray.metric import prometheus_name
@@ -200,9 +200,9 @@ def test_the_address_of_a_panel_leads_to_it():
         assert [one["title"] for one in BOARDS[name]["panels"] if one["id"] == int(number)] == [panel.title]
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian's prometheus has it)")
+@needs("promtool")
 def test_promtool_takes_the_configuration_and_the_rules_beside_it():
-    command = ["promtool", "check", "config", str(ROOT / "dashboards" / "prometheus.yml")]
+    command = [program("promtool"), "check", "config", str(ROOT / "dashboards" / "prometheus.yml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{len(RULES)} rules found" in done.stdout

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
+from optional_programs import needs
 
 from jobs.benchmarks import alerts
 
@@ -47,12 +47,8 @@ def test_a_fault_that_there_is_not_is_refused():
         alerts.main(["--only", "nan,nonsense"])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(
-    not (shutil.which("prometheus") and shutil.which("prometheus-alertmanager")),
-    reason="Prometheus and Alertmanager are not installed (Debian has them)",
-)
+@needs("prometheus", "prometheus-alertmanager")
 def test_a_loss_that_is_not_finite_and_a_straggler_reach_the_receiver_by_both_ways(tmp_path):
     assert alerts.main(["--only", "nan,straggler", "--at-once", "2", "--results", str(tmp_path)]) == 0
     (written,) = tmp_path.glob("alerts-*.json")

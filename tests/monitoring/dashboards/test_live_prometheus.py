@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 
 import pytest
 from live_queries import OF_MEASURED, PANELS, PATIENCE_S, filled, labels_that_are_missing, values_of, without_values
 from live_states import describe, step
+from optional_programs import needs
 from waiting import wait_until
 
 from jobs import watch
@@ -24,11 +24,7 @@ from scaleray.monitoring.rules import files as rules
 from scaleray.records.published import LinksMeasured, PublishedFacts
 from scaleray.tracking.recorder import Recorder
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(1500),
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian has it)"),
-]
+pytestmark = [pytest.mark.timeout(1500), needs("prometheus")]
 WORKLOADS = "tests/monitoring/dashboards/watched_workloads.py"
 EXPECTED = (
     *("--monitoring.expected-samples-per-s", "5000", "--checkpoint.every-minutes", "0.2"),

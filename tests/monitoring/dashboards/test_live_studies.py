@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 
 import pytest
 from live_queries import OF_MEASURED, PANELS, labels_that_are_missing, values_of, without_values
+from optional_programs import needs
 
 from jobs import watch
 from scaleray.launch.cluster.own_ray import free_port
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian has it)"),
-]
+pytestmark = [pytest.mark.timeout(900), needs("prometheus")]
 THEIRS = [(name, panel) for name, panel in PANELS if panel.needs in OF_MEASURED]
 STUDY = (
     *("study", "-c", "jobs/emulated.yaml", "--local", "--world-sizes", "1,2", "--mode", "strong,weak"),

@@ -2,12 +2,11 @@
 
 import json
 import re
-import shutil
 import subprocess
 from urllib.parse import parse_qs, urlsplit
 
-import pytest
 import yaml
+from optional_programs import needs, program
 
 from scaleray import metric_names as names
 from scaleray.metric import prometheus_name
@@ -35,7 +34,7 @@ def test_what_is_told_by_run_is_told_by_its_id_too():
     ] == []
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed")
+@needs("promtool")
 def test_prometheus_keeps_two_runs_of_one_odd_name_apart(tmp_path):
     """A query of a panel gives a series for each with its short id, and an alert of one leads to its panel."""
     throughput = next(q.expr for title, q in QUERIES if title == "Throughput").replace("$run_id", ".*")
@@ -71,5 +70,7 @@ def test_prometheus_keeps_two_runs_of_one_odd_name_apart(tmp_path):
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "one", "rules": [written]}]}))
     tests = {"rule_files": ["rules.yaml"], "evaluation_interval": "5s", "tests": [test]}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests, width=10_000))
-    done = subprocess.run(["promtool", "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [program("promtool"), "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,8 +7,9 @@ import subprocess
 
 import pytest
 import yaml
+from optional_programs import needs, program
 from rule_cases import EVERY_S, GPU, RUN, TWO, noisy, steps_end, still
-from test_rules import in_promtool, needs_promtool
+from test_rules import in_promtool
 
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
@@ -89,7 +90,9 @@ def played(folder, changed=None):
     test = {"interval": f"{EVERY_S}s", "input_series": given, "alert_rule_test": looks}
     tests = {"rule_files": ["alerts.yaml"], "evaluation_interval": f"{EVERY_S}s", "tests": [test]}
     (folder / "tests.yaml").write_text(yaml.safe_dump(tests, width=10_000))
-    return subprocess.run(["promtool", "test", "rules", "tests.yaml"], cwd=folder, capture_output=True, text=True)
+    return subprocess.run(
+        [program("promtool"), "test", "rules", "tests.yaml"], cwd=folder, capture_output=True, text=True
+    )
 
 
 def test_what_rules_look_at_has_values_of_its_own():
@@ -97,13 +100,13 @@ def test_what_rules_look_at_has_values_of_its_own():
     assert asked <= HEALTHY.keys() <= names.IN_PROMETHEUS.keys()
 
 
-@needs_promtool
+@needs("promtool")
 def test_a_healthy_run_raises_nothing_in_five_minutes(tmp_path):
     done = played(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@needs_promtool
+@needs("promtool")
 @pytest.mark.parametrize("name", [live.DISK_FREE, names.INPUT_WAIT_SHARE], ids=lambda metric: metric.name)
 def test_one_figure_that_is_not_healthy_is_found_among_them(tmp_path, name):
     done = played(tmp_path, {prometheus_name(name): [*noisy(0.9, 30, spread=0.05), *still(0.02, 31)]})

@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 import yaml
+from optional_programs import needs, program
 from rule_cases import EVERY_S, RUN
-from test_rules import needs_promtool
 
 from scaleray.monitoring.dashboards.scraping import ITS_NODE, config
 from scaleray.monitoring.rules.files import as_yaml, labels
@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-@needs_promtool
+@needs("promtool")
 @pytest.mark.parametrize(("exporter", "run", "node"), CASES)
 def test_a_gpu_is_idle_where_a_run_trains_on_its_node(exporter, run, node, tmp_path):
     gpu = {"gpu": "0", "UUID": "GPU-0", **exporter}
@@ -51,7 +51,9 @@ def test_a_gpu_is_idle_where_a_run_trains_on_its_node(exporter, run, node, tmp_p
     test = {"interval": f"{EVERY_S}s", "input_series": given, "alert_rule_test": [look]}
     tests = {"rule_files": ["rule.yaml"], "evaluation_interval": f"{EVERY_S}s", "tests": [test]}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests))
-    done = subprocess.run(["promtool", "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [program("promtool"), "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -59,11 +61,11 @@ def _inside(labels):
     return "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
 
 
-@needs_promtool
+@needs("promtool")
 def test_prometheus_takes_the_configuration_that_gives_exporters_a_node(tmp_path):
     written = config(gpu_targets=["10.0.0.1:9400"])
     assert written["scrape_configs"][0]["relabel_configs"] == [ITS_NODE]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(written))
-    command = ["promtool", "check", "config", "prometheus.yml"]
+    command = [program("promtool"), "check", "config", "prometheus.yml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

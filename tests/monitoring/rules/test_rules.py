@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from optional_programs import needs, program
 from rule_cases import CASES, EVERY_S, GONE, GPU, RUN, Case, Points, noisy, still
 
 from scaleray.config.alerts import RULES as NAMES
@@ -19,9 +19,6 @@ from scaleray.monitoring.rules.rule import Found
 from scaleray.monitoring.rules.seen import MOST_POINTS, Seen
 from scaleray.monitoring.rules.table import BY_NAME, RULES
 
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool (Debian: prometheus) is not installed"
-)
 IDS = [f"{case.rule}: {case.what}" for case in CASES]
 
 
@@ -88,7 +85,7 @@ def as_promtool(case: Case) -> dict[str, Any]:
     return {"interval": f"{EVERY_S}s", "name": name, "input_series": series, "alert_rule_test": [looked_at]}
 
 
-@needs_promtool
+@needs("promtool")
 def test_prometheus_raises_each_alert_in_its_cases_alone(tmp_path):
     """A file for each rule: a rule is evaluated in its own cases only, which takes a twentieth of the time."""
     for rule in RULES:
@@ -98,17 +95,17 @@ def test_prometheus_raises_each_alert_in_its_cases_alone(tmp_path):
         cases = [as_promtool(case) for case in CASES if case.rule == rule.name]
         tests = {"rule_files": [f"{rule.name}.yaml"], "evaluation_interval": f"{EVERY_S}s", "tests": cases}
         (tmp_path / f"{rule.name}_test.yaml").write_text(yaml.safe_dump(tests, width=10_000))
-    command = ["promtool", "test", "rules", *(f"{rule.name}_test.yaml" for rule in RULES)]
+    command = [program("promtool"), "test", "rules", *(f"{rule.name}_test.yaml" for rule in RULES)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@needs_promtool
+@needs("promtool")
 def test_promtool_finds_nothing_in_the_file_and_its_words_are_filled_in(tmp_path):
     """An alert's words need their numbers and ranks: one whole alert, as Prometheus makes it of the file."""
     (tmp_path / "alerts.yaml").write_text(files()["alerts.yaml"])
     checked = subprocess.run(
-        ["promtool", "check", "rules", "alerts.yaml"], cwd=tmp_path, capture_output=True, text=True
+        [program("promtool"), "check", "rules", "alerts.yaml"], cwd=tmp_path, capture_output=True, text=True
     )
     assert checked.returncode == 0, checked.stdout + checked.stderr
     case, rule = next(case for case in CASES if case.rule == "straggler" and case.fires), BY_NAME["straggler"]
@@ -119,7 +116,9 @@ def test_promtool_finds_nothing_in_the_file_and_its_words_are_filled_in(tmp_path
     test["alert_rule_test"][0]["exp_alerts"][0]["exp_annotations"] = expected
     tests = {"rule_files": ["alerts.yaml"], "evaluation_interval": f"{EVERY_S}s", "tests": [test]}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests, width=10_000))
-    done = subprocess.run(["promtool", "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [program("promtool"), "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -202,7 +201,7 @@ def test_links_lead_to_a_grafana_and_name_only_what_is_known():
     assert link.startswith("https://grafana.test/sub/d/") and link.endswith("&var-run=a%26b&var-run_id=d1")
 
 
-@needs_promtool
+@needs("promtool")
 def test_alerts_of_gpus_lead_to_their_panel_without_a_run(tmp_path):
     (tmp_path / "alerts.yaml").write_text(files(grafana="http://grafana:3000")["alerts.yaml"])
     case, rule = next(case for case in CASES if case.rule == "gpu_xid" and case.fires), BY_NAME["gpu_xid"]
@@ -211,5 +210,7 @@ def test_alerts_of_gpus_lead_to_their_panel_without_a_run(tmp_path):
     test["alert_rule_test"][0]["exp_alerts"][0]["exp_annotations"] = expected
     tests = {"rule_files": ["alerts.yaml"], "evaluation_interval": f"{EVERY_S}s", "tests": [test]}
     (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests, width=10_000))
-    done = subprocess.run(["promtool", "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [program("promtool"), "test", "rules", "tests.yaml"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,11 +5,11 @@ from __future__ import annotations
 import html as html_library
 import json
 import re
-import shutil
 import subprocess
 
 import pytest
 import study_examples
+from optional_programs import needs, program
 
 from scaleray.planner.answers.advise import advise
 from scaleray.planner.answers.outlook import outlook
@@ -21,8 +21,8 @@ from scaleray.reports.records.plan import plan_page
 from scaleray.reports.records.study import study_page
 from scaleray.reports.records.sweep import sweep_page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [pytest.mark.combination, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
+CHROMIUM = "chromium|chromium-browser|google-chrome"
+pytestmark = needs(CHROMIUM)
 
 MEASURE = """
 <script>
@@ -39,7 +39,7 @@ document.body.innerHTML = "<pre id=found></pre>"; document.getElementById("found
 
 def chromium(*arguments, folder):
     command = [
-        CHROMIUM,
+        next(filter(None, map(program, CHROMIUM.split("|")))),
         "--headless",
         "--no-sandbox",
         "--disable-gpu",

@@ -6,12 +6,12 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from optional_programs import program
 
 from scaleray.profiling.links import slow_link
 from scaleray.records.profile import LinkRow
@@ -66,7 +66,7 @@ def slow_down(name, device):
 
 @pytest.mark.slow
 def test_the_ranks_at_a_slow_link_of_the_kernel_are_named(tmp_path):
-    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "tc"))):
+    if os.geteuid() != 0 or not all(map(program, ("ip", "tc"))):
         pytest.skip("needs root, and ip and tc of iproute2")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     with three_hosts(f"p{os.getpid() % 10000}") as names:

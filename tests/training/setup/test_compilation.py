@@ -1,12 +1,12 @@
 """torch.compile: the same training, every graph break named, and never eager without a word."""
 
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from block_runs import Blocks, BlocksThatPrint, BlocksWithBatchNorm, Prints, TinyTransformer
+from optional_programs import program
 from small_runs import Classify, largest_difference, make_job, relative_differences, train, train_alone
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -197,7 +197,7 @@ def test_must_succeed_ends_the_run_where_compiling_fails(a_compiler_that_fails):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on the CPU")
+@pytest.mark.skipif(program("g++") is None, reason="inductor needs a C++ compiler on the CPU")
 def test_inductor_compiles_keeps_its_code_and_keeps_to_a_memory_budget(tmp_path, monkeypatch):
     monkeypatch.delenv(COMPILED, raising=False)
     flags = {
