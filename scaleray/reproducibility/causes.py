@@ -274,7 +274,7 @@ def _uniform_ratio(ours: StepTrace, theirs: StepTrace, divergence: Divergence, l
     if not np.isfinite(b).all() or not a.any():
         return None
     ratio = float(a @ b / (a @ a))
-    if np.linalg.norm(b - ratio * a) > SAME_RATIO * np.linalg.norm(b) or ratio <= 0:
+    if np.linalg.norm(b - ratio * a) > SAME_RATIO * np.linalg.norm(b) or ratio <= 0 or is_near(ratio, 1.0):
         return None
     return ratio_finding(ratio, layout)
 

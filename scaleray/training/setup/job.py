@@ -130,10 +130,11 @@ class TrainJob:
         return dataclasses.replace(self, config=config.model_copy(update=updates))
 
     def first_steps(self, num_steps: int) -> TrainJob:
-        """The first steps of this training, over its end if need be: no target, no evaluations, no files."""
+        """The first steps of this training, over its end if need be: no target, no patience, no evaluations, no
+        files."""
         job = self.without_files()
         updates = {
-            "stop": job.config.stop.model_copy(update={"at": None}),
+            "stop": job.config.stop.model_copy(update={"at": None, "patience": None, "watch": None}),
             "evaluation": job.config.evaluation.model_copy(update={"every": None}),
         }
         recipe = dataclasses.replace(

@@ -38,7 +38,7 @@ from scaleray.training.verify.compared_runs import (
 )
 from scaleray.training.verify.decided import Failures, on_first
 from scaleray.training.verify.explanation import Explanation
-from scaleray.training.verify.grown_rounding import GrownRounding, in_words
+from scaleray.training.verify.grown_rounding import GrownRounding
 from scaleray.training.verify.promises import PROMISES, Promise
 from scaleray.training.verify.quieted import Quieted
 from scaleray.training.verify.step_trace import TraceProbe
@@ -210,31 +210,40 @@ class _Group:
 
     def _judge_exact(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
         key, trace = self._key(variant), watched.trace
-        comparison, bound = on_first(self.place, lambda: self._compared(key, trace))
-        words = "; ".join(filter(None, (judged(trace, key), in_words(bound) if bound > self.bound else "")))
+        comparison, bound, grown = on_first(self.place, lambda: self._compared(key, trace))
+        words = "; ".join(filter(None, (judged(trace, key), grown)))
         outcome = dataclasses.replace(outcome, comparison=comparison, words=words, bound=bound)
         if comparison.divergence is not None:
             finding = self.explanation.of(variant, key, trace, comparison.divergence, self._layout(variant))
             return self._with(outcome, (comparison.divergence, finding))
         return self._with(outcome, on_first(self.place, lambda: self._masks_broken(variant, trace)))
 
-    def _compared(self, key: Key, trace: Trace) -> tuple[Comparison, float]:
-        """The comparison of a run that promises equality, and the bound by which it was judged. On rank 0."""
+    def _compared(self, key: Key, trace: Trace) -> tuple[Comparison, float, str]:
+        """The comparison of a run that promises equality, the bound by which it was judged, and what a wider bound
+        comes from. On rank 0."""
         reference = self.runs.reference(key)
         comparison = compare(reference, trace, bound=self.bound)
         if comparison.divergence is None:
-            return comparison, self.bound
+            return comparison, self.bound, ""
         bound = self.rounding.bound_for(comparison.divergence, key)
-        return (comparison if bound == self.bound else compare(reference, trace, bound=bound)), bound
+        if bound > self.bound:
+            comparison = compare(reference, trace, bound=bound)
+        return comparison, bound, self.rounding.in_words(bound)
 
     def _judge_promise(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
         promise, config, key, trace = promised(variant), variant.job.config, self._key(variant), watched.trace
 
         def first_broken() -> tuple[Comparison, Found | None]:
             reference = self.runs.reference(key)
-            found = divergences(reference, trace, self.bound)
             resumed = variant.resumes_after
-            broken = next((d for d in found if not promise.is_kept_by(d, config, resumed)), None)
+
+            def unkept_by(bound: float) -> Divergence | None:
+                found = divergences(reference, trace, bound)
+                return next((d for d in found if not promise.is_kept_by(d, config, resumed)), None)
+
+            broken = unkept_by(self.bound)
+            if broken is not None and (bound := self.rounding.bound_for(broken, key)) > self.bound:
+                broken = unkept_by(bound)
             broken = broken or promise.disagreement(trace, config, self.bound)
             comparison = compare(reference, trace, bound=self.bound)
             if broken is not None:

@@ -89,6 +89,14 @@ def test_two_processes_that_train_something_else_are_found():
     assert (last.subject, last.verdict) == ("two processes", WRONG) and "step 1" in last.text
 
 
+PATIENCE = {"evaluation.every": "1 epoch", "stop.patience": 2, "stop.watch": "val/accuracy max"}
+
+
+def test_a_training_that_ends_on_patience_is_compared_as_one_without():
+    record = check({**CONFIG, **PATIENCE, "stop.at": "val/accuracy >= 0.99"}, wrong_workloads.Right)
+    assert record.passed and "equal one process" in record.findings[-1].text, record.findings[-1]
+
+
 def test_the_command_prints_findings_and_verdict_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.yaml").write_text(

@@ -49,6 +49,17 @@ def plan(tmp_path, question, **more):
 # the plan
 
 
+def test_patience_and_a_target_are_no_part_of_the_compared_steps(tmp_path):
+    ends = {"evaluation.every": "1 epoch", "stop.patience": 1, "stop.watch": "val/loss min", "stop.at": "val/loss <= 9"}
+    workload = WithDropout(num_rows=32)
+    sources = load_sources(workload)
+    made = make_plan(config(tmp_path, **ends), Question(steps=3, world_sizes=[1]), workload, sources)
+    for job in (made.reference.job, made.reference.own, made.reference.later):
+        assert (job.config.stop.patience, job.config.stop.watch, job.config.stop.at) == (None, None, None)
+    outcomes, _ = verify_group(Place(), Assignment(made.reference, tuple(made.groups[1]), 1e-9), {}, sources=sources)
+    assert {outcome.verdict for outcome in outcomes} == {"equal"}, outcomes
+
+
 def test_a_model_with_dropout_is_equal_on_one_worker_that_goes_on_from_the_references_checkpoint(tmp_path):
     workload = WithDropout(num_rows=32)
     sources = load_sources(workload)

@@ -357,16 +357,3 @@ def test_gradients_that_went_through_bf16_are_found(gloo):
     outcome = gloo.run(2, judge_with, gradients_reduced_in_bf16, Classify())[0]
     assert found(outcome) == ("dtype", 1, "0.weight")
     assert "fits into bf16" in outcome.mismatch.why
-
-
-class LossInFloat32(Classify):
-    """Casts its outputs, as many models do before the softmax."""
-
-    def loss(self, model, batch):
-        return F.cross_entropy(model(batch["x"]).float(), batch["y"], reduction="sum"), len(batch["y"])
-
-
-def test_a_loss_in_float32_explains_why_the_bound_is_missed(gloo):
-    outcome = gloo.run(2, judge, LossInFloat32(), {})[0]
-    assert found(outcome)[0] == "dtype"
-    assert "computes its loss in float32" in outcome.mismatch.why

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, WithBatchNorm
 from torch import nn
+from torch.nn import functional as F
 from verified import broken_strategy, found, judge, judge_with
 
 from scaleray.strategies import ddp
@@ -39,6 +40,19 @@ def test_what_rounding_does_to_one_process_is_no_mistake_of_several(gloo):
     assert 1e-9 < outcome.comparison.largest < outcome.bound < 1e-6
 
 
+class LossInFloat32(Classify):
+    """Casts its outputs, as many models do before the softmax."""
+
+    def loss(self, model, batch):
+        return F.cross_entropy(model(batch["x"]).float(), batch["y"], reduction="sum"), len(batch["y"])
+
+
+def test_what_float32_inside_of_a_training_rounds_is_no_mistake_and_names_the_line(gloo):
+    outcome = gloo.run(2, judge, LossInFloat32(), {})[0]
+    assert outcome.verdict == "equal" and "fewer digits than float64" in outcome.words, outcome
+    assert f"{__file__}:" in outcome.words and 1e-9 < outcome.comparison.largest < outcome.bound <= 1e-5
+
+
 @contextlib.contextmanager
 def a_little_too_small():
     def apply(*args):
@@ -49,9 +63,12 @@ def a_little_too_small():
         yield
 
 
-def test_a_mistake_is_found_in_such_a_training_as_well(gloo):
-    outcome = gloo.run(2, judge_with, a_little_too_small, Chaotic())[0]
-    assert found(outcome)[:2] == ("loss normalisation", 1)
+@pytest.mark.parametrize(
+    ("workload", "cause"), [(Chaotic(), "loss normalisation"), (LossInFloat32(), "dtype")], ids=["chaotic", "float32"]
+)
+def test_a_mistake_is_found_in_such_a_training_as_well(gloo, workload, cause):
+    outcome = gloo.run(2, judge_with, a_little_too_small, workload)[0]
+    assert found(outcome)[:2] == (cause, 1)
 
 
 def test_a_training_in_which_rounding_stays_small_keeps_its_bound(gloo):
