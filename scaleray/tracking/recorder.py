@@ -256,7 +256,8 @@ class Recorder(SignsOfLife):
                 "the record of the run",
                 "not written",
                 f"{self.work_dir} does not take it: {problem.strerror or problem}; MLflow has the run as {status}",
-                f"make room or mend the storage, and then: scaleray train --resume {without_password(self.description.run_path)}",
+                "make room or mend the storage, and then: scaleray train --resume "
+                f"{without_password(self.description.run_path)}",
             ) from problem
         return self.spool.unsent_file()
 

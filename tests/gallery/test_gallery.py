@@ -1,7 +1,7 @@
 """Recipes as people write them: each trains on one and on two workers to the same losses, or is refused by one sentence.
 
 To add one, put a file into `recipes/`: a class `Workload` (see `recipe.py`), and where needed FLAGS (config keys) and
-REFUSED (a regular expression for the refusal). It runs in a folder of its own, into which `prepare()` may write.
+REFUSED (a regular expression for the refusal; REFUSED_ON_TWO for one on two workers only). It runs in a folder of its own, into which `prepare()` may write.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ def test_a_recipe_trains_alike_on_one_and_two_workers_or_is_refused(name, gloo, 
         with pytest.raises(ScaleRayError, match=f"(?s){words}") as refusal:
             train_alone(*recipe_of(name))
         assert "Traceback" not in str(refusal.value)
+        return
+    if (words := getattr(module, "REFUSED_ON_TWO", None)) is not None:
+        assert losses(train_alone(*recipe_of(name)))
+        with pytest.raises(ScaleRayError, match=f"(?s){words}"):
+            gloo.run(2, on_a_worker, name, str(tmp_path))
         return
     alone = losses(train_alone(*recipe_of(name)))
     assert len(alone) >= 6

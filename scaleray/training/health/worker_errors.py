@@ -118,6 +118,13 @@ def explained(exc: Exception) -> DataError | WorkloadError | None:
             "sharded weights are whole, or meet only their like, within the forward() of their own layers",
             "call the layers that have them, in a method or a part of the model; or use --strategy.name ddp or zero1",
         )
+    if isinstance(exc, RuntimeError) and "Expected to have finished reduction in the prior iteration" in text:
+        return WorkloadError(
+            "a trained parameter",
+            "without a gradient, as the loss of a step does not depend on it",
+            "ddp waits for the gradient of every trained parameter in every step",
+            "freeze them (requires_grad_(False) in build_model()), or use --strategy.find-unused-parameters",
+        )
     if isinstance(exc, ValueError) and "more than 1 value per channel" in text:
         return DataError(
             "a micro-batch of one worker",

@@ -34,6 +34,7 @@ from scaleray.training.setup import activation_checkpointing, fine_tuning, float
 from scaleray.training.setup.averaging import Averaging, averaging_of
 from scaleray.training.setup.compilation import Compilation, compiled
 from scaleray.training.setup.own_optimizer import InUse
+from scaleray.training.setup.own_schedule import take_step
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.several_optimizers import config_for
 from scaleray.workload import call_user_code
@@ -62,15 +63,7 @@ class Setup:
 
     def after_step(self, number: int) -> None:
         """Make ready for the step after `number`: the learning rate, and the average of the weights."""
-        try:
-            self.schedule.step()
-        except (ValueError, IndexError) as exc:  # OneCycleLR after its last step
-            raise WorkloadError(
-                "schedule()",
-                f"failing after step {number}: {exc}",
-                "it must give a learning rate for every step of the training",
-                "take recipe.total_steps for its length",
-            ) from exc
+        take_step(self.schedule, number)
         self.averaging.after_step(number)
 
     def close(self) -> None:
@@ -170,6 +163,8 @@ def _spread_model(
         fine_tuning.adapt(model, config.fine_tuning)
         # device before optimizer, which holds references to the parameters
         model.to(place.device)
+        if place.group is not None:
+            _refuse_renormalised(model)
         # dtype before the strategy: DDP sizes its buckets by the parameters it is given
         keeps_casts = config.activations.checkpointing == "none"
         arithmetic = precision.prepare(model, place.device, config.precision, keeps_casts=keeps_casts)
@@ -196,6 +191,19 @@ def _spread_model(
             "use --memory.find-micro-size, or a smaller batch.micro_size",
         )
     return _SpreadModel(parallel, arithmetic, compilation, num_parameters, digests)
+
+
+def _refuse_renormalised(model: nn.Module) -> None:
+    """Raise WorkloadError for an embedding that its forward pass changes: each worker would change the rows that it
+    looks up, and they would drift apart."""
+    for name, part in model.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            raise WorkloadError(
+                f"{name or 'the model'}.max_norm",
+                part.max_norm,
+                "its forward pass changes the rows that a worker looks up, on that worker alone",
+                "bound the norm of what is looked up, in forward(); or train on one worker",
+            )
 
 
 def _built(workload: Any, device: torch.device) -> Any:

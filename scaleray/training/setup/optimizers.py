@@ -75,6 +75,9 @@ def _build(
 def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
     settings = config.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
+    # torch's fused and foreach kernels take no sparse gradients
+    has_sparse = any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse for part in model.modules())
+    kernels = {"foreach": False, "fused": False} if has_sparse else _kernels(trained, config)
     if settings.name in ("lars", "lamb"):
         return _layer_wise(trained, values, config)
     if settings.name == "sgd":
@@ -84,7 +87,7 @@ def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) ->
             momentum=values.momentum,
             nesterov=values.nesterov,
             weight_decay=values.weight_decay,
-            **_kernels(trained, config),
+            **kernels,
         )
     return torch.optim.AdamW(
         trained,
@@ -92,7 +95,7 @@ def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) ->
         betas=values.betas,
         eps=values.epsilon,
         weight_decay=values.weight_decay,
-        **_kernels(trained, config),
+        **kernels,
     )
 
 

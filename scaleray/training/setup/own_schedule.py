@@ -154,10 +154,24 @@ def _stand_in(optimizer: torch.optim.Optimizer, *, factor: float = 1.0) -> torch
 def _rates(schedule: LRScheduler, optimizer: torch.optim.Optimizer, num_steps: int) -> Rates:
     _no_warning(optimizer)  # that nothing was trained
     found = []
-    for _ in range(num_steps):
+    for number in range(1, num_steps + 1):
         found.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
-        schedule.step()
+        take_step(schedule, number)
     return found
+
+
+def take_step(schedule: LRScheduler, number: int) -> None:
+    """Move a schedule on after step `number`. Raises WorkloadError for one that has come to its end, as OneCycleLR
+    does."""
+    try:
+        schedule.step()
+    except (ValueError, IndexError) as exc:
+        raise WorkloadError(
+            "schedule()",
+            f"failing after step {number}: {exc}",
+            "it must give a learning rate for every step of the training",
+            "take recipe.total_steps for its length",
+        ) from exc
 
 
 def _try(make: Callable[..., Any], optimizer: torch.optim.Optimizer, recipe: Recipe, num_steps: int) -> Rates | None:
