@@ -35,6 +35,7 @@ class Points:
         self.known: dict[str, int] = {}
         self._names: dict[str, str] = {}
         self._window = _Window()
+        self._last: tuple[StepRecord, int] | None = None
         self._new: list[Point] = []
 
     def take(self) -> list[Point]:
@@ -74,8 +75,16 @@ class Points:
         window.samples += record.num_samples
         window.time_s += record.step_time_s
         window.wait_s += record.input_wait_s
-        if record.step % self.every_steps and record.step != 1:
+        self._last = record, num_nonfinite
+        if record.step % self.every_steps == 0 or record.step == 1:
+            self.add_last_step()
+
+    def add_last_step(self) -> None:
+        """Add the last step, if it has no point yet."""
+        if self._last is None:
             return
+        (record, num_nonfinite), self._last = self._last, None
+        window = self._window
         rate = window.samples / window.time_s
         points = {
             names.LOSS.name: record.loss,

@@ -223,7 +223,8 @@ class Recorder(SignsOfLife):
             self._writer.put(LogMetrics(points))
         if tags:
             self._writer.put(SetTags(dict(tags)))
-        self._writer.wait_until_written()  # steps.csv is complete
+        # steps.csv is complete, and the last step has a point
+        self._writer.wait_until_written(Marker(then=partial(self._look, self.points.add_last_step, None)))
         if self._published:
             with contextlib.suppress(OSError):  # the parts say the same, and the whole file is uploaded once more
                 self._published.join()
@@ -257,7 +258,7 @@ class Recorder(SignsOfLife):
                 "not written",
                 f"{self.work_dir} does not take it: {problem.strerror or problem}; MLflow has the run as {status}",
                 "make room or mend the storage, and then: scaleray train --resume "
-                f"{without_password(self.description.run_path)}",
+                f"{without_password(self.description.run_path or self.description.work_dir)}",
             ) from problem
         return self.spool.unsent_file()
 

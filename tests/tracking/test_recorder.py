@@ -77,9 +77,9 @@ def test_steps_arrive_with_derived_rates(uri, tmp_path):
     run_id = recorder.start().run_id
     recorder.log([step(n, loss=1 / n) for n in range(1, 6)])
     recorder.finish("FINISHED", metrics={}, tags={}, files={})
-    assert history(uri, run_id, "train/loss") == [(1, 1.0), (2, 0.5), (4, 0.25)]
-    assert history(uri, run_id, "perf/samples_per_s") == [(1, 16.0), (2, 16.0), (4, 16.0)]
-    assert history(uri, run_id, "perf/input_wait_share")[-1] == (4, pytest.approx(0.2))
+    assert history(uri, run_id, "train/loss") == [(1, 1.0), (2, 0.5), (4, 0.25), (5, 0.2)]  # the last one has a point
+    assert history(uri, run_id, "perf/samples_per_s") == [(1, 16.0), (2, 16.0), (4, 16.0), (5, 16.0)]
+    assert history(uri, run_id, "perf/input_wait_share")[-1] == (5, pytest.approx(0.2))
     assert (tmp_path / "run" / "steps.csv").read_text().count("\n") == 6  # every step, and the header
 
 
