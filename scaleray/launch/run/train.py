@@ -120,7 +120,8 @@ def train(
     try:
         with _environment(config, local=local, say=say) as (config, topology):
             request = dataclasses.replace(request, config=config)
-            start.end(RAY)
+            if not local:
+                start.end(RAY)
             sources = load_sources(workload, fitted=preprocessing.load(folder.path) if before else None)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start, port)
             traced = None if trace is None else trace.into(folder.path)
