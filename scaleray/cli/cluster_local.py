@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import signal
 from typing import TYPE_CHECKING
 
@@ -115,4 +116,4 @@ def _show(clusters: list[LocalCluster], *, json: bool) -> None:
 
 
 def _export(cluster: LocalCluster) -> str:
-    return "export " + " ".join(f"{name}={value}" for name, value in cluster.environment().items())
+    return "export " + " ".join(f"{name}={shlex.quote(value)}" for name, value in cluster.environment().items())

@@ -50,7 +50,7 @@ def list_(*, to: To = None, json: Json = False) -> int:
     widths = [max(len(row[number]) for row in (names, *rows)) for number in range(len(names))]
     for name, width in zip(names, widths, strict=True):
         table.add_column(name, no_wrap=True, width=width)
-    others = sum(width + 3 for width in widths)  # rich would shorten them for the command
+    others = sum(width + 3 for width in widths)  # with what is between columns; rich would shorten them
     left = max(Console().width - others, 20)
     table.add_column("command", no_wrap=True, overflow="ellipsis", max_width=left)
     for row in rows:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import select
 import sys
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from scaleray import __version__
 from scaleray.cli.check import check
@@ -144,7 +145,7 @@ def run_command(arguments: list[str]) -> int:
         result: Any = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
     except CycloptsError as exc:
-        return _fail(f"{type(exc).__name__.removesuffix('Error')}: {exc}\n  see scaleray --help", 2)
+        return _fail(_usage(exc), 2)
     except ScaleRayError as exc:
         return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
     except ModuleNotFoundError as exc:
@@ -158,6 +159,18 @@ def run_command(arguments: list[str]) -> int:
         return _fail(f"RunFailedError: the command was ended by a call of sys.exit({exc.code!r}) before it was done", 1)
     except KeyboardInterrupt:
         return _fail("stopped; the MLflow run is marked KILLED", 1)
+
+
+def _usage(exc: CycloptsError) -> str:
+    """What is wrong with the words of a command line, and how its command is called."""
+    command = " ".join(["scaleray", *(exc.command_chain or ())])
+    if isinstance(exc, UnusedCliTokensError) and exc.unused_tokens:
+        words = " ".join(exc.unused_tokens)
+        name = inspect.signature(exc.target).parameters.get("name") if exc.target else None
+        named = name is not None and name.kind is name.KEYWORD_ONLY
+        hint = f"give it as --name {words}" if named else "leave it out"
+        return f"UsageError: {command} does not take {words!r:.200}.\n  {hint}; see {command} --help"
+    return f"{type(exc).__name__.removesuffix('Error')}: {exc}\n  see {command} --help"
 
 
 def _fail(message: str, code: int) -> int:

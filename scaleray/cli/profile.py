@@ -15,6 +15,7 @@ from scaleray.errors import UsageError
 if TYPE_CHECKING:
     from scaleray.launch.profile.profile import Profiled
     from scaleray.launch.profile.traces import Traced
+    from scaleray.profiling.verdict.findings import Verdict
     from scaleray.records.trace_request import TraceRequest
 
 STEPS = 50
@@ -63,13 +64,24 @@ def profile(
         if run and not run[0].startswith("-"):
             raise UsageError("RUN", run[0], "with -c a training is profiled, and no run", "leave out one of them")
         profiled = _of_training(run, config, steps or STEPS, wanted, local=local, json=json)
-    for line in profiled.verdict.lines():
-        print(line, file=sys.stderr if json else sys.stdout)
+    print_verdict(profiled.verdict, is_error=json)
     if profiled.traced is not None:
         print_traced(profiled.traced, is_error=json)
     if json:
         print_json(profiled.to_dict(), written=written_in(profiled.record.run_dir))
     return 0
+
+
+def print_verdict(verdict: Verdict, *, is_error: bool) -> None:
+    """Print the lines of a verdict, broken between words where the terminal ends."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from scaleray.reports.terminal.record import print_whole
+
+    console = Console(stderr=is_error, highlight=False)
+    for line in verdict.lines():
+        print_whole(console, Text(line))
 
 
 def _wanted(trace: bool, ranks: str | None, memory: bool) -> TraceRequest | None:

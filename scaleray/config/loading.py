@@ -7,6 +7,7 @@ Flags win over the environment, the environment over the file. Environment varia
 from __future__ import annotations
 
 import os
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,10 +250,12 @@ def validate(entries: Mapping[str, Entry]) -> RunConfig:
         if key not in known:
             raise _unknown(key, entry.where, list(known))
         section, _, name = key.partition(".")
+        # every page writes None, YAML's word for it is null
+        value = None if entry.value == "None" and _may_be_none(known[key]) else entry.value
         if name:
-            nested.setdefault(section, {})[name] = entry.value
+            nested.setdefault(section, {})[name] = value
         else:
-            nested[section] = entry.value
+            nested[section] = value
     for section, info in RunConfig.model_fields.items():  # so that a missing key is named, not only its section
         if info.is_required():
             nested.setdefault(section, {})
@@ -262,6 +265,10 @@ def validate(entries: Mapping[str, Entry]) -> RunConfig:
         raise _as_config_error(exc, entries) from exc
     except RecursionError as exc:
         raise ConfigError("config", "too deeply nested", "values are plain words, numbers and lists") from exc
+
+
+def _may_be_none(field: Any) -> bool:
+    return type(None) in typing.get_args(field.annotation)
 
 
 def _unknown(key: str, where: str, known: list[str]) -> ConfigError:
@@ -277,13 +284,14 @@ def hint_for(key: str, known: list[str]) -> str:
     if key in sections:
         return f"it is a section with keys such as {_first_key(key)}; see scaleray config keys {key}"
     same_name = [k for k in known if k.rpartition(".")[2] == last]
-    meant = meant_by(last) or (same_name[0] if len(same_name) == 1 else None)
+    # `batch.size` is batch_size, and no other key whose name ends so
+    meant = meant_by(key.replace(".", "_")) or meant_by(last) or (same_name[0] if len(same_name) == 1 else None)
     near = [meant] if meant else near_words(key, known if "." in key else [*known, *sections])
     if not near:
         near = [k for k in known if near_words(last, [k.rpartition(".")[2]], likeness=0.75)][:1]
     if not near:
         return f"sections are {', '.join(sections)}; see scaleray config keys"
-    note = NOTES.get(near[0]) if near[0] == meant_by(last) else None
+    note = NOTES.get(near[0]) if near[0] == meant else None
     return f"did you mean {near[0]}{f' ({note})' if note else ''}?"
 
 

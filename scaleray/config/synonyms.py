@@ -27,7 +27,7 @@ WORDS: dict[str, str] = {
     "accumulate_grad_batches accumulation_steps accum_steps",
     "evaluation.every": "eval_every eval_interval eval_steps eval_strategy evaluation_strategy val_check_interval "
     "check_val_every_n_epoch validate_every val_every",
-    "evaluation.micro_size": "eval_batch_size per_device_eval_batch_size val_batch_size",
+    "evaluation.micro_size": "evaluation_batch_size eval_batch_size per_device_eval_batch_size val_batch_size",
     "scale.workers": "num_workers world_size nproc nproc_per_node num_processes n_workers ranks num_gpus gpus ngpus "
     "n_gpus devices num_devices num_nodes nodes nnodes",
     "scale.gpus_per_worker": "gpu use_gpu cuda device accelerator use_cuda",
@@ -44,7 +44,8 @@ WORDS: dict[str, str] = {
     "data.readers": "dataloader_num_workers loader_workers data_workers reader",
     "data.prefetch_mib": "prefetch prefetch_factor",
     "batch.drop_last": "dataloader_drop_last drop_remainder",
-    "checkpoint.storage_path": "output_dir out_dir save_dir log_dir logdir default_root_dir checkpoint_dir",
+    "checkpoint.storage_path": "output_dir out_dir save_dir log_dir logdir default_root_dir checkpoint_dir "
+    "checkpoint_path checkpoint_folder",
     "checkpoint.every": "save_steps save_every save_interval checkpoint_interval checkpoint_every save_strategy",
     "checkpoint.keep_last": "save_total_limit save_top_k num_to_keep",
     "tracking.uri": "mlflow mlflow_uri mlflow_tracking_uri tracking_uri",

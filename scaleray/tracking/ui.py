@@ -53,6 +53,8 @@ def serve(uri: str | None, *, port: int) -> int:
         str(port),
         "--workers",
         "1",
+        "--uvicorn-opts",
+        "--no-access-log --log-level warning",  # else a line for every request of a page
     ]
     with ending_like_ctrl_c():
         process = subprocess.Popen(guarded(command), env=environment)  # it starts a server, which starts workers

@@ -345,3 +345,18 @@ def test_a_broken_pipe_to_another_process_is_not_taken_for_a_reader_that_left(mo
         monkeypatch.setattr(sys, "stdout", output)
         with pytest.raises(BrokenPipeError, match="a worker is gone"):
             command_line.main([])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["path", "next", "digits"], "scaleray path next does not take 'digits'.\n  give it as --name digits; see scaleray path next --help"),
+        (["report", "a", "b"], "scaleray report does not take 'b'.\n  leave it out; see scaleray report --help"),
+        (["cluster", "status", "a", "b"], "does not take 'b'.\n  leave it out; see scaleray cluster status --help"),
+        (["compare", "--fail-if-slower", "x"], "see scaleray compare --help"),
+    ],
+)  # fmt: skip
+def test_words_that_a_command_does_not_take_are_refused_with_its_own_help(capsys, words, said):
+    assert run_command(words) == 2
+    err = capsys.readouterr().err
+    assert said in err and "Tokens" not in err and "scaleray --help" not in err

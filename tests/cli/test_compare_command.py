@@ -6,16 +6,19 @@ import csv
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import study_examples
 from made_up_steps import measured
+from rich.console import Console
 
 from scaleray.cli.main import run_command
 from scaleray.profiling.run_profile import run_profile
 from scaleray.records.run import RunRecord
+from scaleray.reports.terminal.comparison import show_comparison
 from scaleray.tracking.steps_file import STEP_COLUMNS
 
 ENVIRONMENT = {
@@ -347,3 +350,13 @@ def test_slips_have_one_clear_message(tmp_path, capsys):
         assert message in err, err
         assert len(err.splitlines()) <= 3
     assert not (tmp_path / "none.db").exists()
+
+
+def test_verdicts_are_broken_between_words_on_a_terminal(monkeypatch, capsys):
+    words = "B takes 12.3 % longer for a step than A (95 % interval 8.1 to 16.6 %), as its workers wait for their input"
+    comparison = SimpleNamespace(runs=[], differences=[], figures=[], notes=[words], verdicts=[words])
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("scaleray.reports.terminal.comparison.tables", lambda comparison: [])
+    show_comparison(Console(force_terminal=True), comparison)
+    shown = capsys.readouterr().out.splitlines()
+    assert max(map(len, shown)) <= 60 and " ".join(" ".join(shown).split()).endswith(f"{words} {words}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import study_examples
@@ -11,6 +12,7 @@ from made_up_steps import measured
 
 import scaleray
 from scaleray.cli.main import run_command
+from scaleray.cli.profile import print_verdict
 from scaleray.profiling.run_profile import run_profile
 from scaleray.profiling.verdict.findings import Limit
 from scaleray.records.phases import Phase
@@ -107,3 +109,16 @@ def test_a_short_training_is_profiled_and_its_length_and_schedule_are_its_own(tm
     assert not list((tmp_path / "runs").glob("*/*.safetensors"))
     again = scaleray.profile(found.record.run_dir)
     assert dataclasses.asdict(again.verdict) == dataclasses.asdict(found.verdict)
+
+
+def test_a_verdict_is_broken_between_words_on_a_terminal_and_nowhere_in_a_pipe(monkeypatch, capsys):
+    line = "the step waits for its input: " + "12 % of the step is spent in preprocessing of rows " * 4
+    verdict = SimpleNamespace(lines=lambda: [line.strip()])
+    print_verdict(verdict, is_error=False)
+    assert capsys.readouterr().out == f"{line.strip()}\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes the output for a terminal
+    print_verdict(verdict, is_error=False)
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 3 and max(map(len, shown)) <= 80
+    assert " ".join(" ".join(shown).split()) == line.strip()

@@ -158,6 +158,26 @@ def test_an_unknown_key_is_named_with_file_and_line_and_the_nearest_known_one(lo
 
 
 @pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"flags": ["--optimizer.clip-norm", "None"]},
+        {"flags": ["--optimizer.clip-norm=None"]},
+        {"flags": ["--optimizer.clip-norm", "null"]},
+        {"flags": {"optimizer.clip_norm": "None"}},
+        {"environ": {"SCALERAY_OPTIMIZER__CLIP_NORM": "None"}},
+    ],
+)
+def test_none_is_taken_in_the_words_of_the_pages(load, kwargs):
+    assert load(TEXT, **kwargs).optimizer.clip_norm is None
+
+
+def test_none_is_a_word_like_others_for_a_key_that_always_has_a_value(load):
+    assert load(TEXT, flags=["--tracking.experiment", "None"]).tracking.experiment == "None"
+    with pytest.raises(ConfigError, match=r"batch\.global_size is 'None'"):
+        load(TEXT, flags=["--batch.global-size", "None"])
+
+
+@pytest.mark.parametrize(
     ("kwargs", "words"),
     [
         ({"flags": ["--scale.worker", "2"]}, ("flag scale.worker", "did you mean scale.workers?")),
@@ -165,6 +185,10 @@ def test_an_unknown_key_is_named_with_file_and_line_and_the_nearest_known_one(lo
         ({"flags": ["--optimizer.LR", "2"]}, ("flag optimizer.LR", "did you mean optimizer.learning_rate?")),
         ({"flags": ["--epochs", "2"]}, ("flag epochs", "did you mean stop.after (with its unit")),
         ({"flags": ["--data.num-workers", "2"]}, ("data.num_workers", "scale.workers", "data.readers")),
+        ({"flags": ["--batch.size", "2"]}, ("flag batch.size", "did you mean batch.global_size (the samples")),
+        ({"flags": ["--checkpoint.dir", "x"]}, ("flag checkpoint.dir", "did you mean checkpoint.storage_path?")),
+        ({"flags": ["--checkpoint.path", "x"]}, ("checkpoint.path", "did you mean checkpoint.storage_path?")),
+        ({"flags": ["--evaluation.batch-size", "2"]}, ("batch_size", "did you mean evaluation.micro_size?")),
         ({"flags": ["--learning-rate", "2"]}, ("flag learning_rate", "did you mean optimizer.learning_rate?")),
         ({"flags": ["--qqq", "2"]}, ("flag qqq", "sections are activations, alerts, averaging, batch")),
         ({"flags": ["--batch", "2"]}, ("flag batch", "a section with keys such as batch.global_size")),

@@ -69,8 +69,12 @@ class LocalCluster:
         return all(node.state == "up" for node in self.nodes)
 
     def environment(self) -> dict[str, str]:
-        """The variables by which `scaleray train`, and any program with Ray, finds it."""
-        variables = {MODE: os.environ.get(MODE, "token"), "RAY_ADDRESS": self.address}
+        """The variables by which `scaleray train`, `ray job` and any program with Ray find it."""
+        variables = {
+            MODE: os.environ.get(MODE, "token"),
+            "RAY_ADDRESS": self.address,
+            "RAY_API_SERVER_ADDRESS": self.dashboard,
+        }
         return {**variables, loopback.VARIABLE: "0"} if loopback.is_wanted() else variables
 
     def __enter__(self) -> LocalCluster:

@@ -122,7 +122,8 @@ def train(
     try:
         with _environment(config, local=local, say=say) as (config, topology):
             request = dataclasses.replace(request, config=config)
-            start.end(RAY)
+            if not local:
+                start.end(RAY)
             sources = load_sources(
                 workload, fitted=preprocessing.load(folder.path) if before else None, in_steps=is_in_steps(config)
             )

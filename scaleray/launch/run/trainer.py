@@ -33,7 +33,7 @@ from scaleray.launch.workers.lost_workers import (
     was_preempted,
     what_failed,
 )
-from scaleray.launch.workers.ray_train import torch_trainer
+from scaleray.launch.workers.ray_train import torch_trainer, without_watcher_notice
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.signals import on_sigterm
 from scaleray.progress import stage
@@ -84,10 +84,14 @@ def fit(
             published_as=recorder.published_as,
             can_be_preempted=can_be_preempted,
         )
-    # the watcher costs a process and prints an error at every start, so only where a node can be taken away
+    # the watcher costs a process, so only where a node can be taken away
     os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "1" if can_be_preempted else "0"
     first_stage = f"starting the {quantity(job.config.scale.max_workers, 'worker')}"
-    with _showing(recorder, show, first_stage) as watcher, _stop_on_sigterm(recorder, config.checkpoint.grace_s):
+    with (
+        without_watcher_notice(),
+        _showing(recorder, show, first_stage) as watcher,
+        _stop_on_sigterm(recorder, config.checkpoint.grace_s),
+    ):
         others = own_placement_groups()
         for attempt in itertools.count(1):
             lost = _fit_once(assignment, streamed, attempt, recorder, watcher)

@@ -136,6 +136,31 @@ def run_function(config: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
+def without_watcher_notice() -> Iterator[None]:
+    """Context in which one line of Ray's own is not shown: its preemption watcher's arguments lie in the object store.
+
+    It is logged as an error at every start, and nothing is wrong. All other lines of all processes are shown.
+    """
+    from ray._private import ray_logging
+
+    dispatcher = getattr(ray_logging, "global_worker_stdstream_dispatcher", None)
+    if not hasattr(dispatcher, "handlers"):  # another Ray: the line is shown
+        yield
+        return
+
+    def drop(batch: dict[str, Any]) -> None:
+        lines = batch["lines"]
+        lines[:] = [line for line in lines if not ("PreemptionWatcher" in line and "constructor arguments" in line)]
+
+    entry = ("scaleray", drop)
+    dispatcher.handlers = [entry, *dispatcher.handlers]  # before the one that prints; a thread may read the old list
+    try:
+        yield
+    finally:
+        dispatcher.handlers = [one for one in dispatcher.handlers if one is not entry]
+
+
+@contextlib.contextmanager
 def _without_preemption_watcher() -> Iterator[None]:
     """Do without Ray Train's preemption watcher: nothing here could act on its notices, and it costs a process and
     prints an error at every start."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from scaleray.reports.compare.comparison import Comparison
 from scaleray.reports.terminal.record import print_whole, width_of
@@ -21,7 +22,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
     """Print a comparison."""
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_whole(console, Text(text))
 
     for run in comparison.runs:
         repeats = f", a repeat of {run.group}" if run.group != run.label else ""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from waiting import wait_until
 
 import scaleray
+from scaleray.cli import cluster_local
 from scaleray.cli.main import run_command
 from scaleray.config import load_config
 from scaleray.errors import ClusterError, UsageError
@@ -175,3 +177,9 @@ def test_gpus_are_given_out_once(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(local_clusters, "GPUS_OF_LINUX", tmp_path / "none")
     assert local_clusters._gpus(2) == [{}, {}]
+
+
+def test_the_exported_line_is_enough_for_ray_and_for_jobs():
+    cluster = local_clusters.LocalCluster("local", "127.0.0.1:1", "http://127.0.0.1:2", ())
+    words = shlex.split(cluster_local._export(cluster))
+    assert {"RAY_ADDRESS=127.0.0.1:1", "RAY_API_SERVER_ADDRESS=http://127.0.0.1:2"} <= set(words)

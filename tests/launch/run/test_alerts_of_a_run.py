@@ -65,6 +65,7 @@ def test_an_alert_of_a_training_reaches_terminal_mlflow_record_and_webhook_and_i
         monkeypatch.setenv("MY_HOOK", receiver.url(f"/{SECRET}"))
         config = load_config(flags=flags_of(tmp_path, uri, **{"alerts.webhook_env": "MY_HOOK"}), environ={})
         record = train(config, workload, local=True, show=shown.extend)
+    assert {"imports", "first step"} <= record.start.keys() and "Ray" not in record.start
     assert receiver.names() == ["nonfinite firing", "run_finished firing"] and receiver.paths == [f"/{SECRET}"] * 2
     events = [message.text for message in shown if isinstance(message, EventRecord)]
     assert (

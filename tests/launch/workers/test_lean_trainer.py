@@ -11,6 +11,7 @@ from ray.train.v2._internal.execution.scaling_policy import create_scaling_polic
 
 from scaleray.launch.cluster import connection
 from scaleray.launch.workers import lean_trainer
+from scaleray.launch.workers.ray_train import without_watcher_notice
 
 
 @pytest.fixture
@@ -52,3 +53,22 @@ def test_on_a_cluster_of_others_ray_train_starts_as_it_does(launched):
     made = launched(is_own=False)
     assert made["options"]["runtime_env"]["env_vars"]
     assert made["class"] is lean_trainer.controller.TrainController
+
+
+def test_of_what_ray_logs_the_notice_of_its_watcher_alone_is_not_shown():
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+    notice = (
+        "[2026-11-27 06:16:35,764 E 14023 14050] core_worker.cc:2465: Actor with class name: 'PreemptionWatcher' and "
+        "ID: 'dfc0' has constructor arguments in the object store and max_restarts > 0."
+    )
+    others = ["PreemptionWatcher: node a is drained", "E: Actor 'Mine' has constructor arguments in the object store"]
+    shown = []
+    dispatcher.add_handler("test", lambda batch: shown.append(list(batch["lines"])))
+    try:
+        with without_watcher_notice():
+            dispatcher.emit({"lines": [others[0], notice, others[1]]})
+        dispatcher.emit({"lines": [notice]})
+    finally:
+        dispatcher.remove_handler("test")
+    assert shown == [others, [notice]]
