@@ -143,7 +143,7 @@ def without_watcher_notice() -> Iterator[None]:
     """
     from ray._private import ray_logging
 
-    dispatcher = getattr(ray_logging, "global_worker_stdstream_dispatcher", None)
+    dispatcher: Any = getattr(ray_logging, "global_worker_stdstream_dispatcher", None)
     if not hasattr(dispatcher, "handlers"):  # another Ray: the line is shown
         yield
         return
