@@ -75,6 +75,7 @@ def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
     saved = {
         name: Tensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
         for name, tensor in weights.tensors.items()
+        if tensor.layout == torch.strided
     }
     wanted = with_a_source(own, saved)
     check_fit(wanted, saved, where)
