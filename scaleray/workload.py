@@ -275,6 +275,22 @@ def _listed(methods: Iterable[Iterable[str]]) -> str:
     return ", ".join(" or ".join(names) for names in methods)
 
 
+def built_model(workload: Any, *, doing: str = "building the model") -> Any:
+    """The model of `build_model()`, without a wrapper of torch.compile or DataParallel: its parameters have their own
+    names then. What was compiled stays so, as after `model.compile()`; workers are scaleray's to spread over."""
+    model = call_user_code(workload.build_model, what="build_model()", doing=doing)
+    while True:
+        eval_frame, torch = sys.modules.get("torch._dynamo.eval_frame"), sys.modules.get("torch")
+        if eval_frame is not None and isinstance(model, eval_frame.OptimizedModule):
+            inner = model._orig_mod
+            inner._compiled_call_impl = model.dynamo_ctx(inner._call_impl)
+            model = inner
+        elif torch is not None and isinstance(model, torch.nn.DataParallel):
+            model = model.module
+        else:
+            return model
+
+
 def own_method(workload: Any, name: str) -> Any:
     """The workload's method of that name; None where it has none, or the one of the base class alone."""
     method, base = getattr(workload, name, None), getattr(Workload, name, None)

@@ -209,7 +209,9 @@ def _chosen(catalog: Catalog, step: int | None, where: str, group: dist.ProcessG
 
 
 def with_a_source(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without tied ones that are saved under another name only, as safetensors' own `save_model` does."""
+    """The tensors without tied ones that are saved under another name only, as safetensors' own `save_model` does, and
+    without sparse buffers, which are no weights: build_model() makes them."""
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
     places = {_place(tensor) for name, tensor in tensors.items() if name in saved}
     return {name: tensor for name, tensor in tensors.items() if name in saved or _place(tensor) not in places}
 

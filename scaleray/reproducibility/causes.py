@@ -43,6 +43,7 @@ class Cause(StrEnum):
     COMPRESSION = "gradient compression"
     EVALUATION = "evaluation"
     RESUME = "state after a resume"
+    CUT = "loss that depends on how a batch is cut"
     FAILED = "the run failed"
     UNKNOWN = "not recognised"
 

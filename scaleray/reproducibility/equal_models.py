@@ -93,5 +93,23 @@ def _gather(values: list[int], module: nn.Module, group: dist.ProcessGroup) -> l
 
 def _digest(tensor: torch.Tensor) -> int:
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    flat = whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64_intdigest(flat.numpy().data) - 2**63
+    digest = xxhash.xxh3_64()
+    for part in dense_parts(whole.detach()).values():
+        digest.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.intdigest() - 2**63
+
+
+def dense_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Dense tensors that share the memory of a tensor, by name: itself under "", or the parts of a sparse one."""
+    if tensor.layout == torch.strided:
+        return {"": tensor}
+    if tensor.layout == torch.sparse_coo:
+        return {"indices": tensor._indices(), "values": tensor._values()}
+    rows = "row" if tensor.layout in (torch.sparse_csc, torch.sparse_bsc) else "col"
+    names = (f"c{'col' if rows == 'row' else 'row'}_indices", f"{rows}_indices", "values")
+    return {name: getattr(tensor, name)() for name in names}
+
+
+def dense_buffers(module: nn.Module) -> list[torch.Tensor]:
+    """Buffers of a model as tensors that can be sent and copied: of a sparse one its parts, which share its memory."""
+    return [part for buffer in module.buffers() for part in dense_parts(buffer.detach()).values()]

@@ -8,11 +8,17 @@ import numpy as np
 
 from scaleray.reproducibility.causes import SAME_RATIO, Cause, Finding, Layout, is_near, ratio_finding
 
+LEAST_OF_A_CUT = 1e-6
+"""Relative difference of a gradient above which rounding does not explain it."""
 
-def from_shares(shares: np.ndarray, counts: np.ndarray, layout: Layout, *, stale: float = 0.0) -> Finding | None:
+
+def from_shares(
+    shares: np.ndarray, counts: np.ndarray, layout: Layout, *, stale: float = 0.0, difference: float = 0.0
+) -> Finding | None:
     """Class of the cause, from the weights of every worker's micro-batches in the synchronised gradient;
-    None if all are 1.
+    None if all are 1, unless the gradient is not that of the whole batch.
 
+    difference: relative distance from the gradient of the whole batch.
     shares: (ranks that look, ranks, micro-batches), 1 where a micro-batch weighs what it counts. counts: (ranks,
     micro-batches), 0 where there was none. stale: weight of the gradient of the step before.
     """
@@ -33,7 +39,16 @@ def from_shares(shares: np.ndarray, counts: np.ndarray, layout: Layout, *, stale
         return Finding(Cause.MISSING_SYNCHRONISATION, what)
     values = seen[there]
     if np.ptp(values) <= SAME_RATIO * abs(values).max():
-        return None if is_near(values[0], 1.0) else ratio_finding(float(values[0]), layout)
+        if not is_near(values[0], 1.0):
+            return ratio_finding(float(values[0]), layout)
+        if len(values) == 1 or difference <= LEAST_OF_A_CUT:
+            return None
+        why = (
+            f"the gradient is the sum of those of its {len(values)} micro-batches, each computed alone, and not that "
+            "of the whole batch: micro-batches and workers change this training. Compute the loss of a row from that "
+            "row alone, or keep one worker and one micro-batch"
+        )
+        return Finding(Cause.CUT, why)
     written = "; ".join(f"rank {r}: " + ", ".join(f"{v:.4g}" for v in row[there[r]]) for r, row in enumerate(seen))
     # in a mean of means each micro-batch, or each rank, weighs the same whatever it counted
     for totals in (counts, np.broadcast_to(counts.sum(axis=1, keepdims=True), counts.shape)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from scaleray.config import RunConfig
 from scaleray.config.strategy import StrategySettings
 from scaleray.records.profile import CollectiveRow
+from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.strategies.compression.hook import Compression
 from scaleray.strategies.contract.parallel import OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole
@@ -47,7 +49,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
     def share_buffers() -> None:
         # DDP does so at the start of a forward pass; after the last one the ranks' buffers differ
-        for buffer in model.buffers():
+        for buffer in dense_buffers(model):
             dist.broadcast(buffer, group=group, group_src=0)
 
     def weights() -> WeightShare:
@@ -86,9 +88,10 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 def _wrapped(model: nn.Module, group: dist.ProcessGroup, settings: StrategySettings) -> DistributedDataParallel:
     device = next(model.parameters()).device
     on_model = OnModel(model)
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", None)
-    if ignored is not None:  # torch's way to leave parameters to the user, by name
-        names = [f"module.{name}" for name in ignored]
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # torch's way to leave parameters to the user
+    sparse = [name for name, buffer in model.named_buffers() if buffer.layout != torch.strided]  # DDP sends none
+    if ignored or sparse:
+        names = [f"module.{name}" for name in (*ignored, *sparse)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(on_model, names)
     return DistributedDataParallel(
         on_model,

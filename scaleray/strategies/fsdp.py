@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.profiling.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
+from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter, Window
@@ -104,7 +105,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         raise ValueError("fsdp needs a device mesh with the axis 'dp', or 'replicate' and 'shard'")
     settings = config.fsdp
     sharded = shard(model, mesh, config, workload)
-    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
+    buffers = [buffer for buffer in dense_buffers(model) if buffer.numel()]
     group = dist.group.WORLD
     assert group is not None
 
@@ -112,7 +113,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     entry = shared.entry("all", dist.get_world_size(), BROADCAST)
 
     def share_buffers() -> None:
-        broadcast(model.buffers(), group, entry=entry)
+        broadcast(dense_buffers(model), group, entry=entry)
 
     def after_update(step: int) -> None:
         if buffers:

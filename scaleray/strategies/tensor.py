@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
+from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.strategies.contract.parallel import OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
 from scaleray.strategies.fsdp import Root, check_one_dtype, mixed_precision, shard_statistics, with_output
@@ -59,7 +60,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     is_compiled = config.compilation.what != "nothing"
 
     def share_buffers() -> None:
-        for buffer in model.buffers():
+        for buffer in dense_buffers(model):
             local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
             dist.broadcast(local, src=0)
 

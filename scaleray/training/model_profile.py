@@ -26,7 +26,7 @@ from scaleray.several_losses import summed_loss
 from scaleray.training.setup import precision
 from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.sum_and_count import check_sum_and_count
-from scaleray.workload import call_user_code
+from scaleray.workload import built_model, call_user_code
 
 CPU = torch.device("cpu")
 SIZES = (2, 4)  # numbers of samples of the two passes; batch normalisation cannot train on a single one
@@ -52,7 +52,7 @@ def _profile(
     workload: Any, rows: Mapping[str, Any], settings: PrecisionSettings, *, gives_tuples: bool, is_computed: bool
 ) -> WorkloadProfile:
     with torch.device(CPU if is_computed else "meta"):
-        model = call_user_code(workload.build_model, what="build_model()", doing="building the model")
+        model = built_model(workload)
     arithmetic = precision.prepare(model, CPU, settings)
     with contextlib.nullcontext() if is_computed else FakeTensorMode(allow_non_fake_inputs=True):
         if not is_computed:

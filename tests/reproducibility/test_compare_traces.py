@@ -327,6 +327,16 @@ def test_a_gradient_of_the_step_before_is_named():
 # evaluations
 
 
+def test_a_gradient_that_is_the_sum_of_its_parts_and_not_that_of_the_batch_is_the_losss_own_doing():
+    finding = from_shares(shares([[1, 1], [1, 1]]), COUNTS, Layout(2, 2), difference=0.1)
+    assert finding.cause == "loss that depends on how a batch is cut"
+    assert from_shares(shares([[1, 1], [1, 1]]), COUNTS, Layout(2, 2), difference=1e-8) is None
+
+
+def test_a_ratio_of_one_is_no_wrong_normalisation():
+    assert from_shares(shares([[1 + 1e-8, 1], [1, 1 + 1e-8]]), COUNTS, Layout(2, 1), difference=1e-8) is None
+
+
 def test_an_evaluation_that_differs_is_found_after_its_step():
     ours, theirs = (trace(evaluations={2: {"val/loss": loss, "val/accuracy": 0.5}}) for loss in (0.3, 0.3 + 1e-6))
     divergence = compare(ours, theirs).divergence

@@ -104,6 +104,7 @@ class _Check:
                 return
             self._step("gradients", lambda: self._add(*model.gradients(self.record.figures)))
             self._step("metrics", lambda: self._add(*model.metrics()))
+            self._step("evaluation", model.evaluated)
             self._step("extreme rows", lambda: self._add(*model.extremes()))
         if processes and self.record.passed:
             name = settings.name if self.given is None else None

@@ -29,15 +29,23 @@ FEATURES = 32
 
 
 def columns_of_splits(sources: Mapping[str, Source]) -> Iterator[Finding]:
-    """A finding for each split whose columns are not those of training, and one where all are alike."""
-    first = _types(sources[TRAIN])
-    alike = True
-    for name, source in sources.items():
-        if (found := _types(source)) != first and found is not None and first is not None:
+    """A finding for each split with a column of another type than in training, and one where all are alike.
+
+    A split may lack columns, as a transform may give some to training alone: its loss and metrics show whether they are
+    needed.
+    """
+    types = {name: found for name, source in sources.items() if (found := _types(name, source)) is not None}
+    first, alike = types.get(TRAIN, {}), True
+    for name, found in types.items():
+        if (column := next((c for c in first if c in found and first[c] != found[c]), None)) is not None:
             alike = False
-            column = next(c for c in (*first, *found) if first.get(c) != found.get(c))
-            text = f"column {column} is {found.get(column, 'missing')}, and {first.get(column, 'missing')} in train"
+            text = f"column {column} is {found[column]}, and {first[column]} in train"
             yield Finding(f"split {name}", DOUBTFUL, text)
+        elif first and found.keys() != first.keys():
+            alike = False
+            only = {name: [c for c in found if c not in first], TRAIN: [c for c in first if c not in found]}
+            text = " and ".join(f"{', '.join(columns)} only in {split}" for split, columns in only.items() if columns)
+            yield Finding(f"split {name}", GOOD, f"{text}, the other columns are alike")
     if alike and len(sources) > 1:
         yield Finding("splits", GOOD, f"{', '.join(sources)} have the same columns")
 
@@ -133,12 +141,18 @@ class InputLook:
             yield ColumnFacts(name, _shape(values), str(values.dtype), low, high)
 
 
-def _types(source: Source) -> dict[str, str] | None:
+def _types(split: str, source: Source) -> dict[str, str] | None:
+    """Type and shape of each column; those of a Dataset of tuples have the name of their split, which is left out."""
     try:
         rows: Columns = source.read(np.arange(1))
     except (DataError, TypeError):
         return None
-    return {name: f"{values.dtype}[{_shape(values, rows=False)}]" for name, values in rows.items()}
+    return {
+        name.removeprefix(split) if name.startswith(f"{split}[") else name: (
+            f"{values.dtype}[{_shape(values, rows=False)}]"
+        )
+        for name, values in rows.items()
+    }
 
 
 def _shape(values: Any, *, rows: bool = True) -> str:

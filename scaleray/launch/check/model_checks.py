@@ -11,27 +11,35 @@ import numpy as np
 import torch
 from torch import nn
 
-from scaleray.data import TRAIN, RankBatch
+from scaleray.data import TRAIN, RankBatch, Split
 from scaleray.data.ragged import Ragged
 from scaleray.data.source import Source, rows_in
 from scaleray.data.transformed import place_of
 from scaleray.errors import DataError, WorkloadError, first_line
 from scaleray.records.check import DOUBTFUL, GOOD, WRONG, Finding
 from scaleray.reproducibility.seeding import same_random_numbers, seed_everything, stream_seed
+from scaleray.several_losses import has_loss, losses_of
 from scaleray.text.units import memory
 from scaleray.training.health.live_memory import LiveTensors, storage_bytes
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.step.evaluation import evaluation_mode
-from scaleray.training.step.first_batch import check_first_batch
+from scaleray.training.step.first_batch import ROUNDING, check_first_batch
+from scaleray.training.step.metric_objects import MetricObjects
 from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.training.step.unchanged import unchanged_model
-from scaleray.workload import call_user_code
+from scaleray.workload import built_model, call_user_code
 
 CPU = torch.device("cpu")
 MOST_NAMED = 4
+METRIC_ROUNDING = 1e-2
+"""How far the sum of a metric may be from that of its halves, relatively: a threshold may lie between two roundings."""
+CUT_ADVICE = (
+    "other micro-batches and other numbers of workers train something else: keep one worker (scale.workers 1) and "
+    "whole batches (batch.micro_size equal to batch.global_size), or compute the loss of a row from that row alone"
+)
 MOST_ROWS = 100_000
 """Rows of a split that are searched for extreme values."""
 DTYPE_WORDS = ("dtype", "expected scalar type", "same type")
@@ -44,7 +52,7 @@ def built_alike(job: TrainJob) -> Finding:
     for _ in range(2):
         with same_random_numbers(CPU):
             seed_everything(stream_seed(job.config.seed, "model"))
-            made.append(call_user_code(job.workload.build_model, what="build_model()", doing="building the model"))
+            made.append(built_model(job.workload))
     first, second = (dict(model.named_parameters()) if isinstance(model, nn.Module) else {} for model in made)
     where = f"build_model() at {place_of(job.workload.build_model)}"
     for name, parameter in first.items():
@@ -81,9 +89,17 @@ class ModelLook:
         """The user's model."""
         return self.setup.parallel.module
 
+    @property
+    def losses(self) -> dict[str, Callable[[Any, Any], Any]]:
+        """The losses of the workload by the subject of their finding."""
+        workload = self.job.workload
+        several = losses_of(workload)
+        return {"loss": workload.loss} if several is None else {f"loss {n}": loss for n, loss in several.items()}
+
     def loss(self, figures: dict[str, Any]) -> Iterator[Finding]:
-        """The loss of the batch as training will have it. Raises DataError or WorkloadError."""
-        method = self.job.workload.loss
+        """The loss of the batch as training will have it, or each of several. Raises DataError or WorkloadError."""
+        losses = self.losses
+        method = losses.get("loss") or self.job.workload.losses
         try:
             check_first_batch(
                 self.job.workload,
@@ -97,21 +113,51 @@ class ModelLook:
             )
         except WorkloadError as exc:
             raise self._dtype_error(exc) or _placed(exc, method) from exc
-        total, count = self._loss_of(self.rows)
-        figures |= {"loss_sum": total, "loss_count": count, "loss": total / count if count else math.nan}
-        yield Finding(
-            "loss",
-            GOOD if count else WRONG,
-            f"sum {total:.6g}, count {count:g}, {figures['loss']:.6g} each, over {self.num_rows} rows; halves add up",
-        )
+        for subject, loss in losses.items():
+            total, count = self._loss_of(self.rows, loss)
+            each = total / count if count else math.nan
+            if "loss" not in figures:  # the record has room for one
+                figures |= {"loss_sum": total, "loss_count": count, "loss": each}
+            adds_up, words = self._halves(loss)
+            text = f"sum {total:.6g}, count {count:g}, {each:.6g} each, over {self.num_rows} rows; {words}"
+            yield Finding(subject, WRONG if not count else GOOD if adds_up else DOUBTFUL, text)
+
+    def _halves(self, loss: Callable[[Any, Any], Any]) -> tuple[bool, str]:
+        """Whether the loss of the rows may be cut into micro-batches, with the words for it: that of the rows beside
+        those of their halves, in evaluation mode, where dropout and the statistics of a batch are out of the way."""
+        rows = {name: values[: max(2, self.num_rows)] for name, values in self.batch.columns.items()}
+        size = rows_in(rows)
+        if (half := size // 2) == 0:
+            return True, "one row has no halves to compare"
+        cuts = slice(None), slice(half), slice(half, None), slice(None)
+        try:
+            with (
+                unchanged_model(self.job.workload, self.module),
+                same_random_numbers(CPU),
+                evaluation_mode(self.module, with_gradients=True),
+            ):
+                found = [self._raw_loss({n: v[cut] for n, v in rows.items()}, loss) for cut in cuts]
+                whole, first, second, again = [(float(total.detach()), float(count)) for total, count in found]
+        except Exception:  # whatever the user's code raises in a mode that it may not know
+            return True, "halves not compared, as the loss fails in evaluation mode"
+        if again != whole:
+            return True, "halves not compared, as the loss draws random numbers"
+        config = self.job.config.precision
+        if not _apart(whole, first, second, ROUNDING.get("tf32" if config.tf32 else config.dtype, 1e-2)):
+            return True, "halves add up"
+        words = _in_words(whole, first, second, (size, half, size - half))
+        if hasattr(self.job.workload, "explain_weight"):  # else the first batch was refused
+            return True, f"{words}, which count='rows' takes as it is"
+        return False, f"{words}.\n  {CUT_ADVICE}"
 
     def gradients(self, figures: dict[str, Any]) -> Iterator[Finding]:
         """The gradients of one micro-batch, which parameters get none, and the memory of it."""
         live = LiveTensors()
         with unchanged_model(self.job.workload, self.module), same_random_numbers(CPU):
             with live:
-                total, _ = self._raw_loss(self.rows)
-                total.backward()
+                for loss in self.losses.values():
+                    total, _ = self._raw_loss(self.rows, loss)
+                    total.backward()
             trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
             without = [name for name, p in trained.items() if p.grad is None]
             broken = [n for n, p in trained.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
@@ -142,9 +188,12 @@ class ModelLook:
         """The metrics of a few rows of each evaluated split, and whether they are sums."""
         method = getattr(self.job.workload, "metrics", None)
         names: set[str] = set()
+        objects: set[str] = set()
+        cut: str | None = None
         for split in self.job.evaluation_splits():
             rows = self.sources[split.name].read(np.arange(min(8, split.num_rows)))
             whole = self._metrics_of(rows, split.gives_tuples, split.name)
+            again = self._metrics_of(rows, split.gives_tuples, split.name)
             half = split.num_rows and rows_in(rows) // 2
             if half:
                 parts = [
@@ -156,9 +205,36 @@ class ModelLook:
                     text = f"{bad} of {where} is a mean: return the sum, and the number that it was summed over"
                     yield Finding("metrics", WRONG, text)
                     return
+                for name, pair in whole.items():
+                    if again.get(name) != pair or any(name not in part for part in parts):
+                        continue  # it draws random numbers, or knows rows of which it has nothing to say
+                    if cut is None and _apart(pair, parts[0][name], parts[1][name], METRIC_ROUNDING):
+                        counts = (rows_in(rows), half, rows_in(rows) - half)
+                        cut = f"{split.name}/{name}: {_in_words(pair, parts[0][name], parts[1][name], counts)}"
             names |= {f"{split.name}/{name}" for name in whole}
-        if names:
-            yield Finding("metrics", GOOD, f"{', '.join(sorted(names))}: finite, and halves add up")
+            objects |= {f"{split.name}/{name}" for name in self._objects(split.name).names}
+        if cut is not None:
+            advice = "return sums over rows, or give it as an object of torchmetrics in metric_objects()"
+            yield Finding("metrics", DOUBTFUL, f"{cut}, so that micro-batches and workers change it\n  {advice}")
+        elif names or objects:
+            texts = [f"{', '.join(sorted(names))}: finite, and halves add up"] if names else []
+            texts += [f"{', '.join(sorted(objects))}: takes what metrics() gives"] if objects else []
+            yield Finding("metrics", GOOD, "; ".join(texts))
+
+    def evaluated(self) -> None:
+        """The loss of a few rows of each evaluated split, where an evaluation asks for it. Raises WorkloadError."""
+        for split in self.job.evaluation_splits():
+            rows = self.sources[split.name].read(np.arange(min(8, split.num_rows)))
+            if self._asks_for_loss(split.name, rows, gives_tuples=split.gives_tuples):
+                call_user_code(
+                    lambda: self._loss_of(rows, gives_tuples=split.gives_tuples, evaluates=True),  # noqa: B023
+                    what="loss()",
+                    doing=f"evaluating {split.name}",
+                )
+
+    def _asks_for_loss(self, split: str, rows: Mapping[str, Any], *, gives_tuples: bool) -> bool:
+        """Whether an evaluation of a split computes the loss: metrics may have it themselves."""
+        return has_loss(self.job.workload) and "loss" not in self._metrics_of(rows, gives_tuples, split)
 
     def extremes(self) -> Iterator[Finding]:
         """The loss of the rows with the smallest and the largest value of each column, where a label or token that is
@@ -168,7 +244,7 @@ class ModelLook:
             chosen = _extreme_rows(source)
             for column, rows in chosen.items():
                 try:
-                    self._loss_of(source.read(np.array(rows)), gives_tuples=split.gives_tuples, evaluates=True)
+                    self._pass_over(split, source.read(np.array(rows)))
                 except Exception as exc:
                     values = [np.asarray(source.read(np.array([row]))[column]).ravel() for row in rows]
                     shown = " and ".join(f"{v.min():g} (row {row})" for v, row in zip(values, rows, strict=True))
@@ -181,8 +257,21 @@ class ModelLook:
                     ) from exc
         yield Finding("extreme rows", GOOD, f"smallest and largest values of {', '.join(chosen) or 'no column'} pass")
 
+    def _pass_over(self, split: Split, rows: Mapping[str, Any]) -> None:
+        """Compute what training or an evaluation computes of these rows."""
+        if split.name == TRAIN:
+            for loss in self.losses.values():
+                self._loss_of(rows, loss, evaluates=True)
+        elif self._asks_for_loss(split.name, rows, gives_tuples=split.gives_tuples):
+            self._loss_of(rows, gives_tuples=split.gives_tuples, evaluates=True)
+
     def _loss_of(
-        self, rows: Mapping[str, Any], *, gives_tuples: bool | None = None, evaluates: bool = False
+        self,
+        rows: Mapping[str, Any],
+        loss: Callable[[Any, Any], Any] | None = None,
+        *,
+        gives_tuples: bool | None = None,
+        evaluates: bool = False,
     ) -> tuple[float, float]:
         """Sum and count of some rows, without a trace."""
         with contextlib.ExitStack() as stack:
@@ -190,14 +279,21 @@ class ModelLook:
             stack.enter_context(same_random_numbers(CPU))
             if evaluates:
                 stack.enter_context(evaluation_mode(self.module, with_gradients=True))
-            total, count = self._raw_loss(rows, gives_tuples=gives_tuples)
+            total, count = self._raw_loss(rows, loss, gives_tuples=gives_tuples)
             return float(total.detach()), float(count)
 
-    def _raw_loss(self, rows: Mapping[str, Any], *, gives_tuples: bool | None = None) -> tuple[torch.Tensor, Any]:
+    def _raw_loss(
+        self,
+        rows: Mapping[str, Any],
+        loss: Callable[[Any, Any], Any] | None = None,
+        *,
+        gives_tuples: bool | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        compute = self.job.workload.loss if loss is None else loss
         tuples = self.job.splits[TRAIN].gives_tuples if gives_tuples is None else gives_tuples
         batch = self._batch(rows, tuples)
         with self.setup.precision.autocast():
-            found = self.setup.parallel.run_alone(lambda model: self.job.workload.loss(model, batch))
+            found = self.setup.parallel.run_alone(lambda model: compute(model, batch))
         return check_sum_and_count(found, what="loss()")
 
     def _batch(self, rows: Mapping[str, Any], gives_tuples: bool) -> Any:
@@ -215,15 +311,20 @@ class ModelLook:
                 what="metrics()",
                 doing=f"evaluating {split}",
             )
-        found = {}
+        found, objects = {}, self._objects(split)
         for name, pair in dict(given).items():
-            if not isinstance(pair, tuple):
-                continue  # an object that keeps a state of its own
+            if name in objects.names:  # of these the arguments are given
+                objects.update(name, pair, counts=True)
+                continue
             total, count = check_sum_and_count(pair, what=f"metrics()[{name!r}]")
             found[name] = float(total), float(count)
             if not math.isfinite(float(total)):
                 raise WorkloadError(f"metrics()[{name!r}]", float(total), "it must be finite")
         return found
+
+    def _objects(self, split: str) -> MetricObjects:
+        """The metrics that keep a state of their own."""
+        return MetricObjects(self.job.workload, self.place, split)
 
     def _bytes(self, live: LiveTensors) -> dict[str, int]:
         parameters = list(self.module.parameters())
@@ -258,6 +359,33 @@ def _placed(exc: WorkloadError, method: Any) -> WorkloadError:
     if exc.__cause__ is not None or 'File "' in exc.hint:
         return exc
     return WorkloadError(f"{exc.what} at {place_of(method)}", exc.found, exc.allowed, exc.hint)
+
+
+def _apart(
+    whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rounding: float
+) -> bool:
+    """Whether sum or count of some rows are further from those of their halves than rounding explains."""
+    if not all(map(math.isfinite, (*whole, *first, *second))):
+        return False
+    least = 1e-2 * rounding * max(1.0, whole[1])  # of a loss near zero
+    return any(
+        abs(all_ - (a + b)) > max(rounding * max(abs(all_), abs(a) + abs(b)), least)
+        for all_, a, b in zip(whole, first, second, strict=True)
+    )
+
+
+def _in_words(
+    whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rows: tuple[int, int, int]
+) -> str:
+    """By how much the value of some rows differs from that of their halves."""
+    halves = first[0] + second[0], first[1] + second[1]
+    one, other = (total / count if count else math.nan for total, count in (whole, halves))
+    by = f"{abs(other - one) / abs(one):.2g} of it apart" if one else f"{abs(other - one):.2g} apart"
+    words = f"it depends on how a batch is cut: {rows[0]} rows give {one:.6g} each, {rows[1]} and {rows[2]} of them "
+    words += f"{other:.6g} ({by})"
+    if whole[1] != halves[1]:
+        words += f"; the count is {whole[1]:g}, and {first[1]:g} and {second[1]:g} of the halves"
+    return words
 
 
 def _averaged(

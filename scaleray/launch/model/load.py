@@ -27,7 +27,7 @@ from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.training.setup import fine_tuning, precision
 from scaleray.training.setup.model_setup import check_model
 from scaleray.training.step.micro_batches import user_batch
-from scaleray.workload import call_user_code
+from scaleray.workload import built_model, call_user_code
 
 PREDICT = "predict"
 """Split that a transform is told of for rows of which nothing is measured."""
@@ -100,9 +100,7 @@ class ModelParts:
         WorkloadError."""
         device = torch.device(device)
         with same_random_numbers(device):  # what a model draws is replaced by the weights
-            module = call_user_code(
-                self.workload.build_model, what="build_model()", doing="building the model to be loaded"
-            )
+            module = built_model(self.workload, doing="building the model to be loaded")
         check_model(module)
         if self.keeps_adapters:
             fine_tuning.adapt(module, self.config.fine_tuning)

@@ -74,6 +74,7 @@ def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
     saved = {
         name: Tensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
         for name, tensor in weights.tensors.items()
+        if tensor.layout == torch.strided
     }
     reshape_buffers(module, saved)
     own = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}

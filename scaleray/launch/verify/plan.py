@@ -105,6 +105,7 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
             for world_size in sorted(set(question.world_sizes))
             for pieces in question.accumulation
         ],
+        drop_last=config.batch.drop_last,
     )
     trainings = _Trainings(config, later_config, question, workload, splits, size, rows, batch_size)
     groups, refused = _groups(question, trainings)

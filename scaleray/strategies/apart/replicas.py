@@ -19,6 +19,7 @@ from torch import nn
 
 from scaleray.metric_names import CONSENSUS_DISTANCE
 from scaleray.profiling.collectives import ALL_REDUCE, BROADCAST
+from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.strategies.contract.later import Later
 from scaleray.strategies.contract.parallel import Metrics, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole
@@ -47,7 +48,7 @@ class Replicas:
     def moving(self) -> list[torch.Tensor]:
         """Tensors that training changes and that have a mean: trained parameters and floating-point buffers.
         Not collective."""
-        return [*self.trained, *(b for b in self.model.buffers() if _has_mean(b))]
+        return [*self.trained, *(b for b in dense_buffers(self.model) if _has_mean(b))]
 
     def metrics(self) -> Metrics:
         """The consensus distance as last measured. Not collective."""
@@ -78,13 +79,13 @@ class Replicas:
         state = (
             [tensor for _, tensor in self._optimizer_tensors()] if with_optimizer else []
         )  # a copy doubles its memory
-        tensors = [*self.trained, *self.model.buffers(), *state]
+        tensors = [*self.trained, *dense_buffers(self.model), *state]
         kept = [tensor.detach().clone() for tensor in tensors]
         try:
             self._average(self.moving(), self.group, weight=self.settle())
             if with_optimizer:
                 self._average_optimizer(self.group)
-            for buffer in self.model.buffers():
+            for buffer in dense_buffers(self.model):
                 if not _has_mean(buffer):
                     start = partial(dist.broadcast, buffer, group=self.group, group_src=0)
                     self.sent.entry("dp", self.size, BROADCAST).run(start, buffer)

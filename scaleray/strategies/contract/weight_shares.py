@@ -28,7 +28,7 @@ class WeightShare:
     for an unsharded model, extra state as well.
 
     layout: every tensor of the model in its order, the same on all ranks; empty where rank 0 has them all. left_out:
-    names of entries that are no tensors, which files of shares have no place for.
+    names of entries that are no dense tensors, which files of shares have no place for.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,11 @@ def whole(module: nn.Module, *, keeps: bool) -> WeightShare:
 def sizes(module: nn.Module) -> dict[str, int]:
     """Bytes of each tensor of a module's state, as if it were whole."""
     state = module.state_dict()
-    return {n: v.numel() * v.element_size() for n, v in state.items() if isinstance(v, torch.Tensor)}
+    return {n: v.numel() * v.element_size() for n, v in state.items() if _is_dense(v)}
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
 
 
 def shared_out(sizes: Mapping[str, int], num: int) -> dict[str, int]:
@@ -88,7 +92,7 @@ def share_of(module: nn.Module, layout: Mapping[str, Placed], *, rank: int) -> W
     values: dict[int, Any] = {}
     left_out = []
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
+        if _is_dense(value):
             names.setdefault(id(value), []).append(name)  # tied ones are gathered once
             values[id(value)] = value
         else:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from scaleray.config import RunConfig
 from scaleray.metric_names import BUBBLE_SHARE
 from scaleray.records.phases import Enter, Phase
+from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.reproducibility.seeding import stream_seed
 from scaleray.scaling.recipe.pipeline_bubble import runs
 from scaleray.strategies.contract.later import Later, on_device
@@ -220,7 +221,7 @@ class Pipeline:
             return self._boundaries[signature]
         parts = self.parts
         own = {stage.index: stage for stage in parts.stages}
-        buffers = [(buffer, buffer.clone()) for buffer in parts.module.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in dense_buffers(parts.module)]
         found: list[torch.Tensor] = []
         for index in range(parts.num_stages - 1):
             told: list[Any] = [None]

@@ -146,7 +146,7 @@ class Parts:
             return
         saved = self.module.state_dict(keep_vars=True)
         for name, buffer in self.module.named_buffers():
-            if name in saved:
+            if name in saved and buffer.layout == torch.strided:
                 dist.broadcast(buffer, group=self.replicas, group_src=0)
 
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from scaleray.reproducibility.equal_models import dense_parts
+
 
 class LiveTensors(TorchDispatchMode):
     """Counts the storages that operations inside the context make, as long as they live. Compiled code is not seen.
@@ -77,7 +79,8 @@ def _has_storage(value: Any) -> bool:
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory behind some tensors on this rank, shared memory counted once."""
-    storages = {id(s): s for s in (local_part(t).untyped_storage() for t in tensors if not t.is_meta)}
+    parts = (part for t in tensors if not t.is_meta for part in dense_parts(local_part(t).detach()).values())
+    storages = {id(s): s for s in (part.untyped_storage() for part in parts)}
     return sum(storage.nbytes() for storage in storages.values())
 
 

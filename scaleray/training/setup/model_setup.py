@@ -37,7 +37,7 @@ from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.own_schedule import take_step
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.several_optimizers import config_for
-from scaleray.workload import call_user_code
+from scaleray.workload import built_model
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _built(workload: Any, device: torch.device) -> Any:
     Code that draws from a generator of the CPU, or loads weights to it, fails there, and builds on the CPU as it would
     by itself.
     """
-    build = partial(call_user_code, workload.build_model, what="build_model()", doing="building the model")
+    build = partial(built_model, workload)
     if device.type == "cpu":
         return build()
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()

@@ -23,6 +23,7 @@ from scaleray.checkpoints.consolidated import reshape_buffers
 from scaleray.checkpoints.manifest import Manifest
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError
+from scaleray.reproducibility.equal_models import dense_parts
 from scaleray.reproducibility.seeding import random_state, seed_everything, set_random_state, stream_seed
 from scaleray.training.callbacks import Callbacks
 from scaleray.training.setup.model_setup import Setup
@@ -262,10 +263,22 @@ def renormalised(module: nn.Module) -> set[str]:
 
 
 def model_state(module: nn.Module) -> tuple[Tensors, Values]:
-    """A model's tensors by name, buffers that its state dict leaves out included, and its state that is no tensor."""
+    """A model's tensors by name, buffers that its state dict leaves out included, and its state that is no tensor.
+
+    A sparse buffer is there as its parts, and as none of the model's weights: those are dense.
+    """
     state = module.state_dict()
-    tensors: Tensors = {f"{MODEL}.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    tensors.update({f"{BUFFERS}.{name}": value for name, value in module.named_buffers() if name not in state})
+    sparse = {n: b for n, b in module.named_buffers() if b.layout != torch.strided}
+    tensors: Tensors = {
+        f"{MODEL}.{name}": value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name not in sparse
+    }
+    for name, value in module.named_buffers():
+        if name in sparse:
+            tensors.update({f"{BUFFERS}.{name}.{part}": t for part, t in dense_parts(value.detach()).items()})
+        elif name not in state:
+            tensors[f"{BUFFERS}.{name}"] = value
     return tensors, {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
 
 

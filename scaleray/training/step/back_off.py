@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from scaleray.config import RunConfig
 from scaleray.errors import first_line
+from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.scaling.recipe.values import Recipe, largest_divisor, with_micro_size
 from scaleray.training.health.live_memory import free_unused, is_out_of_memory
 from scaleray.training.setup.model_setup import Setup
@@ -36,7 +37,7 @@ class BackOff:
 
     def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The model's buffers and what is in them now, before a step that may be repeated."""
-        return [(b, b.clone()) for b in self.setup.parallel.module.buffers()] if self.is_on else []
+        return [(b, b.clone()) for b in dense_buffers(self.setup.parallel.module)] if self.is_on else []
 
     def caught(self, *, here: bool = True) -> contextlib.AbstractContextManager[list[str]]:
         """Catches a memory error where the step can be repeated; the list then has its text."""

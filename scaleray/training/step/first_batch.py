@@ -187,7 +187,7 @@ class _Look:
         """Whether the loss, computed once more, asks the batch itself for a column of that name."""
         batch = _Noting(self.batch_of(np.arange(self.rows_with_gradients)))
         with contextlib.suppress(Exception):
-            self.setup.parallel.run_alone(lambda model: self.workload.loss(self.model or model, batch))
+            self.setup.parallel.run_alone(lambda model: self.workload.loss(self._model_or(model), batch))
         return name in batch.missed
 
     def whether_it_is_a_sum(self, config: RunConfig) -> None:
@@ -264,7 +264,11 @@ class _Look:
     def _run(self, user_code: Callable[[Any, Any], Any], index: np.ndarray) -> Any:
         batch = self.batch_of(index)
         with self.setup.precision.autocast():
-            return self.setup.parallel.run_alone(lambda model: user_code(self.model or model, batch))
+            return self.setup.parallel.run_alone(lambda model: user_code(self._model_or(model), batch))
+
+    def _model_or(self, model: Any) -> Any:
+        """The model for the user's code; a module may have a length, and no truth."""
+        return model if self.model is None else self.model
 
     def batch_of(self, index: np.ndarray) -> Any:
         """These of the rows as a micro-batch."""

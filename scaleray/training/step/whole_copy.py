@@ -24,7 +24,7 @@ from scaleray.training.setup import fine_tuning, float8, precision
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.workload import call_user_code
+from scaleray.workload import built_model
 
 
 class WholeCopy:
@@ -74,9 +74,7 @@ class WholeCopy:
         device, config = self.place.device, self.job.config
         workload = _twin(self.job.workload)
         with same_random_numbers(device):
-            model: nn.Module = call_user_code(
-                workload.build_model, what="build_model()", doing="building the model for evaluate()"
-            )
+            model: nn.Module = built_model(workload, doing="building the model for evaluate()")
         fine_tuning.adapt(model, config.fine_tuning)
         model.to(device)
         precision.prepare(model, device, config.precision)

@@ -37,6 +37,7 @@ from scaleray.training.profile.used_memory import peak_since_reset, reset_peak
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.workload import built_model
 
 STATE_BYTES = 16  # bytes of a parameter with its gradient and two moments, in fp32
 MOST_MEMORY = 0.8  # share of the free memory
@@ -200,7 +201,7 @@ def _fits_whole(job: TrainJob, place: Place) -> bool:
         return True
     with torch.device("meta"):
         try:
-            parameters = sum(p.numel() for p in job.workload.build_model().parameters())
+            parameters = sum(p.numel() for p in built_model(job.workload).parameters())
         except (Exception, SystemExit):  # a workload's code need not know that device: then nobody can tell
             parameters = 0
     free = float(psutil.virtual_memory().available) / place.local_world_size

@@ -53,23 +53,34 @@ class Rows:
 
 
 def rows_of_epoch(
-    available: int, *, batch_size: int, later_batch_size: int, steps: int, partitions: Sequence[Partition]
+    available: int,
+    *,
+    batch_size: int,
+    later_batch_size: int,
+    steps: int,
+    partitions: Sequence[Partition],
+    drop_last: bool = False,
 ) -> Rows:
     """Rows of an epoch, so few that epochs end within the compared steps, with a last batch that workers cannot divide.
 
     With batches of `batch_size` the last one is about half full; with the later batches it is so small that a worker
-    has no row. Data with too few rows stay as they are. partitions: how workers will cut batches.
+    has no row. Data with too few rows stay as they are. partitions: how workers will cut batches. drop_last: partial
+    batches are left out, so that an epoch has the larger of the two batches at least.
     """
     full = max(1, (steps_before_resume(steps) - 1) // 3)
     rest = later_batch_size if later_batch_size < batch_size else 0
     if later_batch_size > batch_size:
         full += 1 - full % 2  # so that the last of the later batches is about half full
+    least = batch_size
+    if drop_last and later_batch_size > batch_size:
+        least = later_batch_size
+        full = max(full, -(-later_batch_size // batch_size))
     smallest = min(batch_size, later_batch_size)
     few = max(1, max(p.num_shares for p in partitions) - 1)
 
     def fitting(more: int) -> int:
         wanted = full * batch_size + more
-        while wanted > available and wanted - batch_size >= batch_size:
+        while wanted > available and wanted - batch_size >= least:
             wanted -= batch_size
         return min(wanted, available)
 

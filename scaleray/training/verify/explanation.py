@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-from scaleray.reproducibility.causes import Finding, Layout, from_repetition, from_traces
+from scaleray.reproducibility.causes import Cause, Finding, Layout, from_repetition, from_traces
 from scaleray.reproducibility.compare_traces import Divergence, compare
 from scaleray.reproducibility.experiments import (
     EVALUATION_MODE,
@@ -17,6 +17,8 @@ from scaleray.reproducibility.experiments import (
 )
 from scaleray.reproducibility.gradient_shares import from_shares
 from scaleray.reproducibility.traces import Trace
+from scaleray.scaling.recipe.values import with_micro_size
+from scaleray.training.setup.place import Place
 from scaleray.training.verify.compared_runs import Key, Runs, Variant
 from scaleray.training.verify.decided import on_first
 from scaleray.training.verify.quieted import Quieted
@@ -45,7 +47,10 @@ class Explanation:
             probes = runs.compared(variant, key, take_apart_at=divergence.step, only_its_part=True).probes
             parts = probes[-1].parts
             if parts is not None and parts.shares is not None:
-                finding = from_shares(*parts.shares, layout, stale=parts.stale)
+                finding = from_shares(*parts.shares, layout, stale=parts.stale, difference=divergence.difference)
+                if finding is not None and finding.cause == Cause.CUT:
+                    is_so = on_first(place, lambda: self._one_process_differs_as_well(variant, key, divergence))
+                    finding = finding if is_so else None
         return finding or on_first(place, lambda: without_experiment(runs.reference(key), trace, divergence, layout))
 
     def unrepeatable(self, key: Key, divergence: Divergence) -> Finding | None:
@@ -53,6 +58,19 @@ class Explanation:
         if divergence.quantity != "rows":
             return None
         return from_repetition(self.runs.reference(key), self.runs.again(key))
+
+    def _one_process_differs_as_well(self, variant: Variant, key: Key, divergence: Divergence) -> bool:
+        """Whether one process that cuts its batches into the variant's micro-batches leaves the reference, too. On rank
+        0."""
+        if divergence.quantity not in ("loss", "gradient") or key.partition is not None:
+            return False
+        size = variant.job.recipe.micro_batch_size
+        cut = self.runs.variant.mapped(
+            lambda job: dataclasses.replace(job, recipe=with_micro_size(job.recipe, size, why="as the variant's"))
+        )
+        trace = self.runs.compared(cut, key, place=Place(device=self.runs.place.device)).trace
+        found = compare(self.runs.reference(key), trace, bound=self.bound).divergence
+        return found is not None and found.step <= divergence.step and found.quantity in ("loss", "gradient")
 
     def _agrees_without(self, experiment: str, variant: Variant, key: Key) -> bool:
         """Whether variant and reference agree once `experiment` is taken out of both. Collective."""

@@ -26,6 +26,7 @@ from scaleray.training.setup.place import Place
 from scaleray.training.setup.precision import in_float64
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
 from scaleray.training.step.micro_batches import micro_batches, user_batch
+from scaleray.workload import built_model
 
 PROJECTIONS = 16
 SAME = 1e-6
@@ -133,7 +134,7 @@ class GradientParts:
     def _plain_model(self) -> nn.Module:
         """A new model with the present values, which no strategy has touched. Collective for sharded parameters."""
         with self.place.device:
-            model: nn.Module = self.job.workload.build_model()
+            model: nn.Module = built_model(self.job.workload)
         adapt(model, self.job.config.fine_tuning)
         if self.job.config.precision.dtype == "fp64":
             in_float64(model)

@@ -16,7 +16,7 @@ from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.several_losses import summed_loss
 from scaleray.training.setup import precision
 from scaleray.training.step.micro_batches import user_batch
-from scaleray.workload import user_frames
+from scaleray.workload import built_model, user_frames
 
 CPU = torch.device("cpu")
 INSTEAD = (
@@ -50,7 +50,7 @@ def narrow_casts(workload: Any, rows: Mapping[str, Any], *, gives_tuples: bool) 
     casts = _Casts()
     with contextlib.suppress(Exception, SystemExit), same_random_numbers(CPU):
         with torch.device(CPU):
-            model = workload.build_model()
+            model = built_model(workload)
         arithmetic = precision.prepare(model, CPU, PrecisionSettings(dtype="fp64"))
         columns = {name: values[np.arange(len(values))] for name, values in rows.items()}
         batch = user_batch(workload, columns, CPU, arithmetic.input_dtype, gives_tuples=gives_tuples)

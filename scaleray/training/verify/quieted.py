@@ -18,7 +18,7 @@ from scaleray.reproducibility.masks import WHOLE_STEP
 from scaleray.scaling.recipe.shares import share_of
 from scaleray.several_losses import has_loss, losses_of
 from scaleray.training.step.micro_batches import cuts
-from scaleray.workload import own_method
+from scaleray.workload import built_model, own_method
 
 Draw = tuple[str, bytes]
 """A layer that drew a mask, and the state of the generator from which it drew it."""
@@ -134,7 +134,7 @@ class Quieted:
         return quieted
 
     def build_model(self) -> Any:
-        model = self._workload.build_model()
+        model = built_model(self._workload)
         if isinstance(model, nn.Module) and self._what != self.NOTHING:
             self._quieten(model)
         self._norms = _norms(model) if isinstance(model, nn.Module) else []

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from scaleray.data import RankBatch
 from scaleray.records.run import EvaluationRecord, WorkerMessage
+from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.reproducibility.signatures import Signer, number_format
 from scaleray.reproducibility.traces import Restored, StepTrace, Trace
 from scaleray.strategies.contract.parallel import full
@@ -263,7 +264,7 @@ class TraceProbe:
             > LARGEST_KEPT_BYTES
         ):
             return
-        whole = self._whole({name: full(t.detach()).cpu() for name, t in tensors.items()})
+        whole = self._whole({name: full(t.detach()).cpu().to_dense() for name, t in tensors.items()})
         formats = self._whole({n: number_format(full(p.detach())) for n, p in self._parameters.items()})
         self._parameter_formats = tuple(formats[name] for name in self._names)
         if self.place.rank == 0:
@@ -272,9 +273,9 @@ class TraceProbe:
 
     def _buffer_digest(self) -> bytes:
         digest = hashlib.sha256()
-        for buffer in self._setup.parallel.module.buffers():
+        for buffer in dense_buffers(self._setup.parallel.module):
             local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
-            digest.update(local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()
 
 

@@ -47,6 +47,9 @@ def test_a_workload_without_a_mistake_is_ready_to_train():
         ("InfiniteGradient", "gradients", ["NaN or infinite in", "square root at zero"]),
         ("RaisesInTheLoss", "loss", ["wrong_workloads.py", "KeyError: 'labels'"]),
         ("Gaps", "loss", ["column x of the first batch", "NaN or infinite in 8 of 8 rows"]),
+        ("OneIsAMean", "loss", ["other", "a mean", "reduction='sum'"]),
+        ("WrongArguments", "metrics", ["metrics()['auroc'] is failing while being given to MulticlassAUROC"]),
+        ("NeedsAMissingColumn", "evaluation", ["loss() is failing while evaluating val", "KeyError: 'noise'"]),
     ],
 )
 def test_a_mistake_is_named_with_its_place(name, subject, says):
@@ -61,6 +64,9 @@ def test_a_mistake_is_named_with_its_place(name, subject, says):
     ("name", "subject", "says"),
     [
         ("Unused", "unused parameters", "head.weight, head.bias get none"),
+        ("BatchNegatives", "loss", "it depends on how a batch is cut: 8 rows give "),
+        ("Dice", "loss", "of it apart).\n  other micro-batches and other numbers of workers train something else"),
+        ("BatchMetric", "metrics", "val/squared: it depends on how a batch is cut: 8 rows give "),
         ("OtherColumns", "split val", "column x is float64[4], and float32[4] in train"),
     ],
 )
@@ -87,6 +93,42 @@ def test_two_processes_that_train_something_else_are_found():
     record = check(CONFIG, wrong_workloads.KnowsItsRank)
     last = record.findings[-1]
     assert (last.subject, last.verdict) == ("two processes", WRONG) and "step 1" in last.text
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Objects", "val/auroc: takes what metrics() gives"),
+        ("LossesAlone", "loss other: sum "),
+        ("LossesAlone", "noise only in train"),
+        ("DrawsInItsLoss", "halves not compared, as the loss draws random numbers"),
+        ("SparseBuffer", "halves add up"),
+        ("Compiled", "draws the same 2 parameters"),
+    ],
+)
+def test_what_the_documentation_allows_is_ready_to_train(name, says):
+    record, findings = checked(name)
+    assert record.passed and not findings, findings
+    assert any(says in f"{finding.subject}: {finding.text}" for finding in record.findings), record.findings
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("LossesAlone", "equal one process within"),
+        ("SparseBuffer", "in float32; the workload does not run in float64"),
+        ("BatchNegatives", "the gradient is the sum of those of its 2 micro-batches, each computed alone"),
+    ],
+)
+def test_two_processes_judge_a_workload_as_training_takes_it(name, says):
+    record = check({**CONFIG, "batch.drop_last": True}, getattr(wrong_workloads, name))
+    assert record.passed and record.findings[-1].subject == "two processes", record.findings
+    assert says in record.findings[-1].text
+
+
+def test_a_recipe_of_several_losses_passes():
+    record = check("jobs/recipes/gan.yaml")
+    assert record.passed and {"loss discriminator", "loss generator"} <= {f.subject for f in record.findings}
 
 
 PATIENCE = {"evaluation.every": "1 epoch", "stop.patience": 2, "stop.watch": "val/accuracy max"}

@@ -115,3 +115,123 @@ class KnowsItsRank(Right):
         total, count = super().loss(model, batch)
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
         return total * (1 + rank), count
+
+
+class BatchNegatives(Right):
+    """The negatives of a row are the other rows of its batch."""
+
+    def loss(self, model, batch):
+        scores = model(batch["x"]) @ model(batch["x"]).T
+        return nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores)
+
+
+class Dice(Right):
+    """One number for a batch, which is neither a sum nor a mean over its rows."""
+
+    def loss(self, model, batch):
+        found, true = model(batch["x"]).softmax(1)[:, 0], (batch["y"] == 0).to(batch["x"].dtype)
+        return (1 - 2 * (found * true).sum() / (found.sum() + true.sum() + 1)) * len(true), len(true)
+
+
+class DrawsInItsLoss(Right):
+    def loss(self, model, batch):
+        x = batch["x"] + torch.randn_like(batch["x"])
+        return nn.functional.cross_entropy(model(x), batch["y"], reduction="sum"), len(batch["y"])
+
+
+class BatchMetric(Right):
+    """A value of a batch that is no sum of values of rows."""
+
+    def metrics(self, model, batch):
+        return {"squared": (model(batch["x"]).sum() ** 2, len(batch["y"]))}
+
+
+class Objects(Right):
+    """The form of docs/workloads.md for torchmetrics: metrics() gives the arguments of update."""
+
+    def metric_objects(self):
+        from torchmetrics.classification import MulticlassAUROC
+
+        return {"auroc": MulticlassAUROC(3)}
+
+    def metrics(self, model, batch):
+        return {"auroc": (model(batch["x"]).softmax(1), batch["y"])}
+
+
+class WrongArguments(Objects):
+    def metrics(self, model, batch):
+        return {"auroc": (batch["y"],)}
+
+
+class LossesAlone(Workload):
+    """Two optimizers and losses, without `loss`; training alone has noise."""
+
+    def build_model(self):
+        return nn.ModuleDict({"one": nn.Linear(4, 3), "other": nn.Linear(4, 3)})
+
+    datasets = Right.datasets
+
+    def transform(self, rows, rng, split):
+        if split == "train":
+            rows["noise"] = rng.normal((4,)).astype("float32")
+        return rows
+
+    def optimizer(self, model, settings):
+        return {name: torch.optim.SGD(model[name].parameters(), 0.1) for name in ("one", "other")}
+
+    def losses(self):
+        return {name: lambda model, batch, name=name: self._loss(model[name], batch) for name in ("one", "other")}
+
+    def _loss(self, model, batch):
+        x = batch["x"] + 0.1 * batch["noise"]
+        return nn.functional.cross_entropy(model(x), batch["y"], reduction="sum"), len(batch["y"])
+
+    def metrics(self, model, batch):
+        return {"accuracy": ((model["one"](batch["x"]).argmax(1) == batch["y"]).sum(), len(batch["y"]))}
+
+
+class OneIsAMean(LossesAlone):
+    def losses(self):
+        return {**super().losses(), "other": self._mean}
+
+    def _mean(self, model, batch):
+        total, count = self._loss(model["other"], batch)
+        return total / count, count
+
+
+class NeedsAMissingColumn(Right):
+    """The loss of val needs what the transform gives to training alone."""
+
+    transform = LossesAlone.transform
+
+    def metrics(self, model, batch):
+        return {}
+
+    def loss(self, model, batch):
+        return super().loss(model, {**batch, "x": batch["x"] + 0.1 * batch["noise"]})
+
+
+class SparseBuffer(Right):
+    """A graph network's adjacency matrix; a part is made in float32, so that the model knows no float64."""
+
+    layout = staticmethod(torch.Tensor.to_sparse)
+
+    def build_model(self):
+        class Net(nn.Module):
+            def __init__(self, layout):
+                super().__init__()
+                self.layer = nn.Linear(4, 3)
+                self.register_buffer("adjacency", layout(torch.eye(4)))
+
+            def forward(self, x):
+                return self.layer((self.adjacency @ x.float().T).T)
+
+        return Net(self.layout)
+
+
+class Compiled(Right):
+    def build_model(self):
+        class Net(nn.Sequential):
+            __len__ = None  # a module without a length has no truth either
+
+        return torch.compile(Net(nn.Linear(4, 3)), backend="eager")

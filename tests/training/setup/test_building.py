@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from small_runs import Classify, train_alone
 from torch import nn
 
 from scaleray.errors import WorkloadError
@@ -55,3 +56,59 @@ def test_code_that_needs_the_cpu_builds_there_and_draws_what_it_would():
 def test_an_error_of_the_user_stays_one():
     with pytest.raises(WorkloadError, match="layers"):
         _built(Fails(), ELSEWHERE)
+
+
+class Wrapped(Classify):
+    def __init__(self, wrap):
+        super().__init__()
+        self.wrap = wrap
+
+    def build_model(self):
+        return self.wrap(super().build_model())
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: torch.compile(model, backend="eager"),
+        nn.DataParallel,
+        lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
+    ],
+    ids=["compiled", "DataParallel", "both"],
+)
+def test_a_model_that_a_script_has_wrapped_trains_under_the_names_of_what_was_wrapped(wrap):
+    plain, wrapped = train_alone(Classify()), train_alone(Wrapped(wrap))
+    assert wrapped.weights.keys() == plain.weights.keys() and wrapped.losses == pytest.approx(plain.losses)
+
+
+class Modest(nn.Module):
+    """A module that has neither truth nor length, as a compiled one of another kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Classify().build_model()
+
+    def __bool__(self):
+        raise TypeError("no truth")
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_nothing_asks_a_model_for_its_truth():
+    assert len(train_alone(Wrapped(lambda model: Modest())).losses) > 1
+
+
+class OwnForward(Modest):
+    def __bool__(self):
+        return True
+
+
+def test_what_was_compiled_stays_compiled():
+    calls = []
+
+    def backend(graph, inputs):
+        return lambda *args: calls.append(1) or graph.forward(*args)
+
+    train_alone(Wrapped(lambda model: torch.compile(OwnForward(), backend=backend)))
+    assert calls

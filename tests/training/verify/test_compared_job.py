@@ -65,6 +65,20 @@ def test_few_rows_stay_as_they_are_and_a_batch_that_cannot_be_halved_is_doubled(
     assert rows_of_epoch(100, batch_size=6, later_batch_size=12, **few).epoch == 7
 
 
+@given(st.integers(4, 40), st.integers(2, 20), st.integers(0, 90))
+def test_where_partial_batches_are_left_out_an_epoch_has_a_batch_before_and_after_the_resume(size, steps, more):
+    available = size + more
+    later = later_batch_size(size, available, world_sizes=[1, 2], accumulation=3)
+    cuts = workers(2, size, later)
+    rows = rows_of_epoch(
+        available, batch_size=size, later_batch_size=later, steps=steps, partitions=cuts, drop_last=True
+    )
+    for epoch in (rows.epoch, rows.with_statistics):
+        assert all(StepPlan(epoch, batch, drop_last=True).steps_per_epoch for batch in (size, later)) and (
+            epoch <= available
+        )
+
+
 @pytest.mark.parametrize("size", [4, 16])
 def test_the_rest_of_a_training_ends_where_it_should_and_knows_its_position(size):
     job, _ = make_job(Classify(num_rows=60), {"schedule.name": "cosine"})
