@@ -24,6 +24,7 @@ from scaleray.data.loading import preprocessor_of
 from scaleray.data.source import Source
 from scaleray.errors import ClusterError, ConfigError, LeftEarly, ScaleRayError, StorageError, TrackingError, first_line
 from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_capacity
 from scaleray.launch.cluster.gpus import with_gpus_decided
@@ -120,7 +121,8 @@ def train(
     check_learning_rate(config, workload)
     folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
     try:
-        with _environment(config, local=local, say=say) as (config, topology):
+        with _guarded(config, request, folder, tracking_uri), _environment(config, local=local, say=say) as found:
+            config, topology = found
             request = dataclasses.replace(request, config=config)
             start.end(RAY)
             sources = load_sources(
@@ -151,6 +153,20 @@ def _check_number_of_workers(config: RunConfig, *, local: bool) -> None:
             "--local runs one worker in this process",
             "leave --local out, or use --scale.workers 1: the global batch, and so the training, is the same",
         )
+
+
+def _guarded(
+    config: RunConfig, request: Request, folder: RunFolder, tracking_uri: str
+) -> contextlib.AbstractContextManager[None]:
+    """Context in which another process marks the run when this one is killed."""
+    return driver_guard.guarding(
+        command="scaleray train",
+        folder=folder.path,
+        hint=f"scaleray train --resume {folder.path}, or the same command with --resume auto",
+        uri=tracking_uri,
+        experiment=config.tracking.experiment,
+        experiment_id=request.before.about.get("experiment_id") if request.before else None,
+    )
 
 
 @contextlib.contextmanager
@@ -240,6 +256,7 @@ class _Run:
             port=self.port,
             expected_samples_per_s=self.prediction.samples_per_s,
         )
+        driver_guard.note(key=description.run_id)
         recorder, work = self._prepared(description, local=local)
         if (fitted := preprocessor_of(self.sources[TRAIN])) is not None:
             preprocessing.save(fitted, self.folder.path)
@@ -322,6 +339,9 @@ class _Run:
             self.show([EventRecord(first_line(exc), kind="warning")])
         except Exception as exc:  # the recorder may be what is lost; what ended the run must still be what is raised
             text = f"the run could not be marked {status} in MLflow: {type(exc).__name__}"
+            with contextlib.suppress(Exception):  # MLflow does not answer either
+                self._mark(recorder, status, reason)
+                text = f"the recorder was lost: MLflow has the run as {status}, without its last points and files"
             self.show([EventRecord(text, kind="warning")])
         with contextlib.suppress(Exception):  # what ended the run matters more
             newest = Catalog.of_run(self.folder.path, self.config.checkpoint.copy_path).newest()
@@ -329,6 +349,18 @@ class _Run:
                 command = f"scaleray train --resume {without_password(self.folder.path)}"
                 self.show([EventRecord(f"to continue after step {newest.step}: {command}", kind="hint")])
         recorder.close()
+
+    def _mark(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> None:
+        """Mark the run without its recorder. Raises MLflow's errors."""
+        recorder.close()  # it may hang, and write later
+        store.mark_left_running(
+            self.tracking_uri,
+            recorder.description.run_id,
+            status=status,
+            reason=reason,
+            experiment=self.config.tracking.experiment,
+            experiment_id=self.before.about.get("experiment_id") if self.before else None,
+        )
 
     def _finish(
         self,
