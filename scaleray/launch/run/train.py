@@ -22,7 +22,16 @@ from scaleray.data.as_given import refuse_unsendable
 from scaleray.data.described import described
 from scaleray.data.loading import preprocessor_of
 from scaleray.data.source import Source
-from scaleray.errors import ClusterError, ConfigError, LeftEarly, ScaleRayError, StorageError, TrackingError, first_line
+from scaleray.errors import (
+    MARKED_KILLED,
+    ClusterError,
+    ConfigError,
+    LeftEarly,
+    ScaleRayError,
+    StorageError,
+    TrackingError,
+    first_line,
+)
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.awaited_nodes import nodes_for
@@ -42,6 +51,7 @@ from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
+from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.own_folder import keep_compiled_code_here
 from scaleray.progress import stage
@@ -121,8 +131,12 @@ def train(
     check_learning_rate(config, workload)
     folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
     try:
-        with _guarded(config, request, folder, tracking_uri), _environment(config, local=local, say=say) as found:
-            config, topology = found
+        with (
+            sigterm_like_ctrl_c(),
+            _guarded(config, request, folder, tracking_uri),
+            _environment(config, local=local, say=say) as (config, topology),
+            sigterm_like_ctrl_c(),  # Ray has put its own handler in place, which ends the process with a stack of C++
+        ):
             request = dataclasses.replace(request, config=config)
             start.end(RAY)
             sources = load_sources(
@@ -271,8 +285,8 @@ class _Run:
                 weights = self._complete_weights()  # every worker has ended, and nobody waits for this
         except (Interrupted, KeyboardInterrupt, LeftEarly) as exc:
             alert = why_stopped(recorder)
-            self._end(recorder, "KILLED", alert or "stopped by the user")
-            raise (LeftEarly(alert) if alert else KeyboardInterrupt()) from exc
+            is_marked = self._end(recorder, "KILLED", alert or "stopped by the user")
+            raise (LeftEarly(alert) if alert else KeyboardInterrupt(*[MARKED_KILLED] * is_marked)) from exc
         except BaseException as exc:
             self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
             raise
@@ -327,20 +341,23 @@ class _Run:
         step = self.before.newest.step if self.before and self.before.newest else 0
         return [f"after step {step}: {change}" for change in self.changed]
 
-    def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> None:
+    def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> bool:
         """End a run that did not finish, if MLflow knows of it at all, and say how to continue it; the error that ended
-        it is what the user reads."""
+        it is what the user reads. Returns whether MLflow has its end."""
+        is_marked = False
         try:
             if recorder.wait_started(60.0):
-                self._finish(recorder, status, reason)
+                is_marked = not self._finish(recorder, status, reason).unsent_file
         except TrackingError:
             pass  # this is what ended the run, or as good as that
         except StorageError as exc:  # MLflow has the end
+            is_marked = True
             self.show([EventRecord(first_line(exc), kind="warning")])
         except Exception as exc:  # the recorder may be what is lost; what ended the run must still be what is raised
             text = f"the run could not be marked {status} in MLflow: {type(exc).__name__}"
             with contextlib.suppress(Exception):  # MLflow does not answer either
                 self._mark(recorder, status, reason)
+                is_marked = True
                 text = f"the recorder was lost: MLflow has the run as {status}, without its last points and files"
             self.show([EventRecord(text, kind="warning")])
         with contextlib.suppress(Exception):  # what ended the run matters more
@@ -349,6 +366,7 @@ class _Run:
                 command = f"scaleray train --resume {without_password(self.folder.path)}"
                 self.show([EventRecord(f"to continue after step {newest.step}: {command}", kind="hint")])
         recorder.close()
+        return is_marked
 
     def _mark(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> None:
         """Mark the run without its recorder. Raises MLflow's errors."""

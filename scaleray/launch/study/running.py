@@ -22,7 +22,7 @@ from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.data.source import Source
-from scaleray.errors import UsageError, first_line
+from scaleray.errors import MARKED_KILLED, UsageError, first_line
 from scaleray.launch.session.experiment import experiment_tags
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.measured import published_while
@@ -126,8 +126,10 @@ class RunningStudy:
         all the same. An outer context only closes what an inner one did not."""
         try:
             yield
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as exc:
             self._leave("KILLED")
+            if hasattr(self, "mlflow"):
+                exc.args = (MARKED_KILLED,)
             raise
         except BaseException:
             self._leave("FAILED")

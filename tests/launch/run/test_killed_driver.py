@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -23,9 +24,9 @@ def statuses(tmp_path):
         return [status for (status,) in database.execute("select status from runs")]
 
 
-def start(tmp_path, command, *words):
+def start(tmp_path, command, *words, workload=f"{WORKLOADS}:Endless"):
     options = {
-        "workload.name": f"{WORKLOADS}:Endless",
+        "workload.name": workload,
         "workload.args.marker": tmp_path / "marker",
         "batch.global-size": 16,
         "optimizer.learning-rate": 0.01,
@@ -117,3 +118,38 @@ def test_only_a_run_that_is_left_running_is_marked(tmp_path, mlflow_database):
     run.client.set_terminated(run.run_id, "KILLED")
     assert not mark_left_running(uri, "k", **ask)
     assert run.client.get_run(run.run_id).info.status == "KILLED"
+
+
+SLOW_DATA = """
+import pathlib, time
+from scaleray import Workload
+
+class Slow(Workload):
+    def __init__(self, marker): self.marker = marker
+    def build_model(self): ...
+    def loss(self, model, batch): ...
+    def datasets(self):
+        pathlib.Path(self.marker).touch()
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGTERM, ["--local"]),
+        (signal.SIGINT, ["--local"]),
+        pytest.param(signal.SIGTERM, [], marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.usefixtures("mlflow_database")
+def test_a_signal_before_there_is_a_run_neither_blames_the_users_code_nor_claims_a_run(tmp_path, number, words):
+    """ "datasets() is failing: SystemExit: 15" with a stack of C++, and "the MLflow run is marked KILLED"."""
+    (tmp_path / "slow.py").write_text(SLOW_DATA)
+    command = start(tmp_path, "train", *words, workload=f"{tmp_path / 'slow.py'}:Slow")
+    wait_until(lambda: (tmp_path / "marker").exists() or command.poll() is not None, seconds=120)
+    command.send_signal(number)
+    assert command.wait(timeout=60) == 1
+    lines = said(tmp_path).splitlines()
+    assert lines[-1] == "stopped", lines
+    assert "datasets()" not in said(tmp_path) and "SIGTERM received" not in said(tmp_path)
