@@ -25,6 +25,10 @@ positional `args` of the exception, so that each one survives the pickling that 
 from __future__ import annotations
 
 
+MARKED_KILLED = "the MLflow run is marked KILLED"
+"""Argument of a KeyboardInterrupt that ended a run which MLflow knows."""
+
+
 class ScaleRayError(Exception):
     """Base of all errors raised on purpose; `exit_code` is what the command line returns."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -13,25 +16,37 @@ COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 """torch's variable: the folder in which it keeps the code that it has compiled, and from which it loads such."""
 
 
+NAMES = 8
+"""Names tried for the folder."""
+
+
 def short_place() -> Path:
     """Where temporary files get short names: the paths of sockets hold 107 characters."""
     return Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
 
 
 def own_folder() -> Path:
-    """The folder, with mode 0700: the same one for all processes of this user, or a new one where somebody else has
-    taken its name."""
+    """The folder, with mode 0700: the same one for all processes of this user. If somebody else has taken its name, it
+    has the next name, and without a free one it is a folder of this process."""
     place = short_place()
     if sys.platform == "win32":
         return Path(tempfile.gettempdir())  # of this user there
-    folder = place / f"scaleray-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700)
-    about = folder.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
-        return Path(tempfile.mkdtemp(prefix="scaleray-", dir=place))
-    if stat.S_IMODE(about.st_mode) != 0o700:
-        folder.chmod(0o700)
+    for suffix in ("", *(f"-{number}" for number in range(1, NAMES))):
+        folder = place / f"scaleray-{os.getuid()}{suffix}"
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        about = folder.lstat()
+        if stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid():
+            if stat.S_IMODE(about.st_mode) != 0o700:
+                folder.chmod(0o700)
+            return folder
+    return _folder_of_this_process(place)
+
+
+@functools.cache
+def _folder_of_this_process(place: Path) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="scaleray-", dir=place))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -201,6 +202,14 @@ class Store:
                 temporary.unlink(missing_ok=True)
             raise
         _sync_folder(path.parent)  # nor a name that it can take back
+
+
+def remove_parts(folder: str | Path) -> None:
+    """Remove files in a local folder that `Store.writing` was killed over. Only while no process writes there."""
+    for path in Path(folder).rglob("*.part"):
+        if re.search(r"\.[0-9a-f]{8}\.part$", path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _make_folder(path: Path) -> None:

@@ -39,7 +39,7 @@ from scaleray.cli.tracking import tracking_app
 from scaleray.cli.train import train
 from scaleray.cli.verify import verify
 from scaleray.cli.watch import watch
-from scaleray.errors import ScaleRayError
+from scaleray.errors import MARKED_KILLED, ScaleRayError
 from scaleray.installed import missing_library
 
 Shell = Literal["bash", "zsh", "fish"]
@@ -157,8 +157,8 @@ def run_command(arguments: list[str]) -> int:
         if isinstance(exc.__context__, BrokenPipeError):  # but rich does, where the reader has gone, as `| head` does
             return 1
         return _fail(f"RunFailedError: the command was ended by a call of sys.exit({exc.code!r}) before it was done", 1)
-    except KeyboardInterrupt:
-        return _fail("stopped; the MLflow run is marked KILLED", 1)
+    except KeyboardInterrupt as exc:
+        return _fail(f"stopped; {MARKED_KILLED}" if MARKED_KILLED in exc.args else "stopped", 1)
 
 
 def _usage(exc: CycloptsError) -> str:

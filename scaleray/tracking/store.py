@@ -333,6 +333,25 @@ def _with_key(client: Any, experiment_id: str, key: str) -> list[Any]:
     return list(client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'"))
 
 
+def mark_left_running(
+    uri: str, key: str, *, status: str, reason: str, experiment: str, experiment_id: str | None = None
+) -> bool:
+    """Mark the run with this key as ended if MLflow has it as RUNNING. Returns whether it did. Raises MLflow's errors.
+
+    experiment: its name, where experiment_id is not known.
+    """
+    client = open_client(uri)
+    if experiment_id is None:
+        found = client.get_experiment_by_name(experiment)
+        experiment_id = found.experiment_id if found is not None else None
+    runs = _with_key(client, experiment_id, key) if experiment_id is not None else []
+    left = [run.info.run_id for run in runs if run.info.status == "RUNNING"]
+    for run_id in left:
+        client.set_tag(run_id, "scaleray.verdict", acceptable_text(reason))
+        client.set_terminated(run_id, status)
+    return bool(left)
+
+
 def open_client(uri: str) -> Any:
     """MLflow's client, for a database that exists or a server."""
     # a server that is away must cost seconds, not the minutes of MLflow's default retries

@@ -67,6 +67,12 @@ LONGEST_WAIT_S = 300.0
 Record = TypeVar("Record", StudyRecord, SweepRecord)
 
 
+def key_of(name: str, started_at: float) -> str:
+    """The key of a run in MLflow: one that was killed before it could write down the run's id is continued under the
+    same name and start."""
+    return hashlib.sha256(f"{name} {started_at}".encode()).hexdigest()[:16]
+
+
 class ParentRun:
     """The MLflow run of a study or sweep: open it, log points or trials as they are done, then `identify` and `finish`
     the record."""
@@ -106,8 +112,7 @@ class ParentRun:
             store = StudyStore.reopen(uri, continue_run_id, "")
             store.experiment_id = store.client.get_run(continue_run_id).info.experiment_id
         else:
-            # one that was killed before it could write down the run's id is continued under the same name and beginning
-            key = hashlib.sha256(f"{name} {started_at}".encode()).hexdigest()[:16] if started_at is not None else None
+            key = key_of(name, started_at) if started_at is not None else None
             store = StudyStore.create(
                 uri, experiment=experiment, run_name=name, tags=own, started_at=started_at, key=key
             )

@@ -58,6 +58,23 @@ def nodes(*, template: WorkerTemplate | None, has_dashboard: bool, has_autoscale
         node.Node, utils.get_dashboard_dependency_error = before
 
 
+def processes() -> dict[str, int]:
+    """Ids of the raylet and the GCS of the node that this process has started, by name."""
+    import ray._private.worker as worker
+
+    known = getattr(getattr(worker, "_global_node", None), "all_processes", {})
+    names = {"raylet": "the raylet", "gcs_server": "the GCS"}
+    return {words: known[name][0].process.pid for name, words in names.items() if known.get(name)}
+
+
+def session_folder() -> str | None:
+    """The folder of logs and sockets of the node that this process has started."""
+    import ray._private.worker as worker
+
+    node = getattr(worker, "_global_node", None)
+    return node.get_session_dir_path() if hasattr(node, "get_session_dir_path") else None
+
+
 @contextlib.contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
     """Environment variables for as long as the context lasts."""

@@ -156,7 +156,8 @@ def _place() -> Path:
     taken its name."""
     found = own_folder()
     if hasattr(os, "getuid") and found != short_place() / f"scaleray-{os.getuid()}":
-        found.rmdir()
+        with contextlib.suppress(OSError):  # something else of this user is in it
+            found.rmdir()
         raise ClusterError(
             str(short_place() / f"scaleray-{os.getuid()}"),
             "somebody else's",

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import psutil
 
 from scaleray.config import RunConfig
-from scaleray.launch.cluster import lean_node, loopback, worker_template
+from scaleray.launch.cluster import driver_guard, lean_node, loopback, worker_template
 from scaleray.launch.cluster.token import ensure_token
 from scaleray.own_folder import own_folder
 
@@ -26,10 +26,14 @@ def start(config: RunConfig, environment: Mapping[str, str]) -> None:
     """Start Ray on this machine and connect to it. environment: variables of all its processes."""
     global _template
     ensure_token()
+    known = {}
     if worker_template.is_possible():
+        folder = worker_template.short_folder()
+        known["folder"] = str(folder)
+        driver_guard.note_ray(**known)
         with lean_node.variables(environment):  # before Ray is imported here, as it takes longest
             _template = worker_template.WorkerTemplate(
-                folder=worker_template.short_folder(),
+                folder=folder,
                 threads=int(config.scale.cpus_per_worker),
                 # workers end with this process; their raylet, which does not run yet, ends with it too
                 variables={worker_template.JOB: worker_template.FIRST_JOB, worker_template.RAYLET: str(os.getpid())},
@@ -59,6 +63,9 @@ def start(config: RunConfig, environment: Mapping[str, str]) -> None:
             logging_level=logging.ERROR,
             _temp_dir=ray_folder(),
         )
+    driver_guard.note_ray(
+        **known, logs=f"{lean_node.session_folder() or ray_folder()}/logs", processes=lean_node.processes()
+    )
 
 
 def stop() -> None:
@@ -70,6 +77,7 @@ def stop() -> None:
     if _template is not None:
         _template.close()
         _template = None
+    driver_guard.note_ray()
 
 
 def ray_folder() -> str:

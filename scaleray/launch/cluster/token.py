@@ -8,18 +8,33 @@ import secrets
 import stat
 from pathlib import Path
 
+from scaleray.own_folder import own_folder
+
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 """Ray's variables: `token` or `disabled`; the token itself; a file that holds it."""
 
 
 def token_file() -> Path:
-    """Where Ray keeps the token of this user."""
-    return Path.home() / ".ray" / "auth_token"
+    """Where Ray keeps the token of this user; in `own_folder` if the user has no home."""
+    try:
+        return Path.home() / ".ray" / "auth_token"
+    except RuntimeError:
+        return _without_home()
+
+
+def _without_home() -> Path:
+    """The file in place of `token_file` if that cannot be written. Ray finds it by RAY_AUTH_TOKEN_PATH."""
+    return own_folder() / "auth_token"
 
 
 def has_token() -> bool:
-    """Whether a client here would find a token."""
-    return any(name in os.environ for name in (TOKEN, TOKEN_PATH)) or token_file().exists()
+    """Whether a client here would find a token; one that is not in the home is named in the environment."""
+    if any(name in os.environ for name in (TOKEN, TOKEN_PATH)) or token_file().exists():
+        return True
+    if not (file := _without_home()).exists():
+        return False
+    os.environ[TOKEN_PATH] = str(file)
+    return True
 
 
 def ensure_token() -> None:
@@ -27,15 +42,25 @@ def ensure_token() -> None:
     if os.environ.get(MODE) != "token" or any(name in os.environ for name in (TOKEN, TOKEN_PATH)):
         return
     file = token_file()
-    file.parent.mkdir(mode=0o700, exist_ok=True)
+    try:
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        _make(file)
+    except OSError:  # containers run as users without a home, or with one that is read-only
+        file = _without_home()
+        _make(file)
+    if file == _without_home():
+        os.environ[TOKEN_PATH] = str(file)
+    with contextlib.suppress(OSError):  # somebody else's, whom this user trusts
+        if stat.S_IMODE(file.stat().st_mode) & 0o077:
+            file.chmod(0o600)
+
+
+def _make(file: Path) -> None:
     with contextlib.suppress(FileExistsError):
         # exclusive: of two commands that start at once, one makes it; a link keeps nobody's file open
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as output:
             output.write(secrets.token_hex(32))  # as long as Ray's own
-    with contextlib.suppress(OSError):  # somebody else's, whom this user trusts
-        if stat.S_IMODE(file.stat().st_mode) & 0o077:
-            file.chmod(0o600)
 
 
 def headers() -> dict[str, str]:

@@ -63,6 +63,7 @@ class WorkerTemplate:
         environment = {
             "OMP_NUM_THREADS": str(max(1, threads)),
             **os.environ,
+            SOCKET: str(self.socket),  # a mark of all processes of one Ray, these included
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
         with socket.socket(socket.AF_UNIX) as listener:

@@ -22,8 +22,18 @@ from scaleray.data.as_given import refuse_unsendable
 from scaleray.data.described import described
 from scaleray.data.loading import preprocessor_of
 from scaleray.data.source import Source
-from scaleray.errors import ClusterError, ConfigError, LeftEarly, ScaleRayError, StorageError, TrackingError, first_line
+from scaleray.errors import (
+    MARKED_KILLED,
+    ClusterError,
+    ConfigError,
+    LeftEarly,
+    ScaleRayError,
+    StorageError,
+    TrackingError,
+    first_line,
+)
 from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_capacity
 from scaleray.launch.cluster.gpus import with_gpus_decided
@@ -41,6 +51,7 @@ from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
+from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.own_folder import keep_compiled_code_here
 from scaleray.progress import stage
@@ -120,7 +131,12 @@ def train(
     check_learning_rate(config, workload)
     folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
     try:
-        with _environment(config, local=local, say=say) as (config, topology):
+        with (
+            sigterm_like_ctrl_c(),
+            _guarded(config, request, folder, tracking_uri),
+            _environment(config, local=local, say=say) as (config, topology),
+            sigterm_like_ctrl_c(),  # Ray has put its own handler in place, which ends the process with a stack of C++
+        ):
             request = dataclasses.replace(request, config=config)
             if not local:
                 start.end(RAY)
@@ -152,6 +168,20 @@ def _check_number_of_workers(config: RunConfig, *, local: bool) -> None:
             "--local runs one worker in this process",
             "leave --local out, or use --scale.workers 1: the global batch, and so the training, is the same",
         )
+
+
+def _guarded(
+    config: RunConfig, request: Request, folder: RunFolder, tracking_uri: str
+) -> contextlib.AbstractContextManager[None]:
+    """Context in which another process marks the run when this one is killed."""
+    return driver_guard.guarding(
+        command="scaleray train",
+        folder=folder.path,
+        hint=f"scaleray train --resume {folder.path}, or the same command with --resume auto",
+        uri=tracking_uri,
+        experiment=config.tracking.experiment,
+        experiment_id=request.before.about.get("experiment_id") if request.before else None,
+    )
 
 
 @contextlib.contextmanager
@@ -241,6 +271,7 @@ class _Run:
             port=self.port,
             expected_samples_per_s=self.prediction.samples_per_s,
         )
+        driver_guard.note(key=description.run_id)
         recorder, work = self._prepared(description, local=local)
         if (fitted := preprocessor_of(self.sources[TRAIN])) is not None:
             preprocessing.save(fitted, self.folder.path)
@@ -255,8 +286,8 @@ class _Run:
                 weights = self._complete_weights()  # every worker has ended, and nobody waits for this
         except (Interrupted, KeyboardInterrupt, LeftEarly) as exc:
             alert = why_stopped(recorder)
-            self._end(recorder, "KILLED", alert or "stopped by the user")
-            raise (LeftEarly(alert) if alert else KeyboardInterrupt()) from exc
+            is_marked = self._end(recorder, "KILLED", alert or "stopped by the user")
+            raise (LeftEarly(alert) if alert else KeyboardInterrupt(*[MARKED_KILLED] * is_marked)) from exc
         except BaseException as exc:
             self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
             raise
@@ -311,18 +342,24 @@ class _Run:
         step = self.before.newest.step if self.before and self.before.newest else 0
         return [f"after step {step}: {change}" for change in self.changed]
 
-    def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> None:
+    def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> bool:
         """End a run that did not finish, if MLflow knows of it at all, and say how to continue it; the error that ended
-        it is what the user reads."""
+        it is what the user reads. Returns whether MLflow has its end."""
+        is_marked = False
         try:
             if recorder.wait_started(60.0):
-                self._finish(recorder, status, reason)
+                is_marked = not self._finish(recorder, status, reason).unsent_file
         except TrackingError:
             pass  # this is what ended the run, or as good as that
         except StorageError as exc:  # MLflow has the end
+            is_marked = True
             self.show([EventRecord(first_line(exc), kind="warning")])
         except Exception as exc:  # the recorder may be what is lost; what ended the run must still be what is raised
             text = f"the run could not be marked {status} in MLflow: {type(exc).__name__}"
+            with contextlib.suppress(Exception):  # MLflow does not answer either
+                self._mark(recorder, status, reason)
+                is_marked = True
+                text = f"the recorder was lost: MLflow has the run as {status}, without its last points and files"
             self.show([EventRecord(text, kind="warning")])
         with contextlib.suppress(Exception):  # what ended the run matters more
             newest = Catalog.of_run(self.folder.path, self.config.checkpoint.copy_path).newest()
@@ -330,6 +367,19 @@ class _Run:
                 command = f"scaleray train --resume {without_password(self.folder.path)}"
                 self.show([EventRecord(f"to continue after step {newest.step}: {command}", kind="hint")])
         recorder.close()
+        return is_marked
+
+    def _mark(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> None:
+        """Mark the run without its recorder. Raises MLflow's errors."""
+        recorder.close()  # it may hang, and write later
+        store.mark_left_running(
+            self.tracking_uri,
+            recorder.description.run_id,
+            status=status,
+            reason=reason,
+            experiment=self.config.tracking.experiment,
+            experiment_id=self.before.about.get("experiment_id") if self.before else None,
+        )
 
     def _finish(
         self,

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.data.source import Source
-from scaleray.errors import ScaleRayError, UsageError, first_line
+from scaleray.errors import MARKED_KILLED, UsageError, first_line
 from scaleray.launch.session.experiment import experiment_tags
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.measured import published_while
@@ -43,7 +44,7 @@ from scaleray.tracking import store
 from scaleray.tracking.live_stage import written_while
 from scaleray.tracking.measured_metrics import MeasuredMetrics
 from scaleray.tracking.provenance import dataset, source_tags
-from scaleray.tracking.study_runs import ParentRun
+from scaleray.tracking.study_runs import ParentRun, key_of
 from scaleray.training.model_profile import profile_workload
 from scaleray.training.study.ladder import Result, Rung
 
@@ -84,8 +85,13 @@ class RunningStudy:
     """Those of which everything is known, by curve and rung."""
     metrics: MeasuredMetrics | None = None
     """What it publishes while it measures."""
+    mlflow: ParentRun = field(init=False)
+    """Its run in MLflow, from `open` on."""
+    has_left: bool = False
 
-    def __post_init__(self) -> None:
+    def open(self) -> None:
+        """Make its run in MLflow, and count what MFU needs. Inside `kept_to_its_end`."""
+        self.known = KnownTurns(self.config.checkpoint.storage_path, self.conditions)
         self.mlflow = ParentRun.open(
             store.resolve_uri(self.config.tracking.uri),
             self.config.tracking.experiment,
@@ -109,7 +115,6 @@ class RunningStudy:
             ],
             started_at=self.started_at,
         )
-        self.known = KnownTurns(self.config.checkpoint.storage_path, self.conditions)
         if self.config.study.peak_tflops or self.config.scale.gpus:
             self._count_operations()
             if isinstance(self.profile, str):
@@ -117,11 +122,14 @@ class RunningStudy:
 
     @contextlib.contextmanager
     def kept_to_its_end(self) -> Iterator[None]:
-        """Context of the measuring. What is known when it is left early is kept all the same."""
+        """Context of the measuring, and of all that has a run in MLflow. What is known when it is left early is kept
+        all the same. An outer context only closes what an inner one did not."""
         try:
             yield
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as exc:
             self._leave("KILLED")
+            if hasattr(self, "mlflow"):
+                exc.args = (MARKED_KILLED,)
             raise
         except BaseException:
             self._leave("FAILED")
@@ -314,13 +322,19 @@ class RunningStudy:
 
     def _leave(self, status: str) -> None:
         """Keep what was measured until the end came, and say how to go on; what ended the study matters more."""
+        if self.has_left:
+            return
+        self.has_left = True
+        if not hasattr(self, "mlflow"):  # the answer may be lost of a run that was made
+            with contextlib.suppress(Exception):  # MLflow does not answer, which may be what ended the study
+                uri, experiment = store.resolve_uri(self.config.tracking.uri), self.config.tracking.experiment
+                key = key_of(self.folder.name, self.started_at)
+                store.mark_left_running(uri, key, status=status, reason="left at its start", experiment=experiment)
+            return
         count = len(self.turns)
-        record = None
-        with contextlib.suppress(ScaleRayError):
-            record = self.record() if count else None
-        if record is not None:
-            self.write(record, status)
-        else:
+        try:
+            self.write(self.record(), status) if count else self.mlflow.finish(None, status=status)
+        except Exception:  # no record can be made yet, or no file written
             self.mlflow.finish(None, status=status)
         if count:
             same = "the same command without --force" if self.question.force else "the same command"
@@ -330,7 +344,7 @@ class RunningStudy:
         """Write the record and the report, here and in MLflow."""
         record = self.mlflow.identify(record)
         folder = Path(self.folder.work_dir)
-        (folder / "record.json").write_text(record.to_json())
+        Store(str(folder)).write_text("record.json", record.to_json())
         files = [folder / "record.json"]
         if self.write_report is not None:
             files += self.write_report(record, folder)

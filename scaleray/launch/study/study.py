@@ -15,6 +15,7 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.data import load_sources
 from scaleray.errors import ConfigError
+from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.conditions import check_same, conditions_of
 from scaleray.launch.session.data import is_in_steps
@@ -47,6 +48,7 @@ from scaleray.progress import stage
 from scaleray.records.run import Say
 from scaleray.records.study import StudyRecord
 from scaleray.tracking import store
+from scaleray.tracking.study_runs import key_of
 
 
 def study(
@@ -90,7 +92,18 @@ def study(
         conditions = conditions_of(config, workload, topology_of(config, nodes))
         for other in more:
             check_same(conditions, other.conditions, whose=other.name, configs=(config.to_dict(), other.config))
-        with own_folder(config, "study", started_at) as folder, sigterm_like_ctrl_c():
+        with (
+            own_folder(config, "study", started_at) as folder,
+            sigterm_like_ctrl_c(),
+            driver_guard.guarding(
+                command="scaleray study",
+                folder=folder.path,
+                hint="the same command; turns that were measured are kept",
+                uri=store.resolve_uri(config.tracking.uri),
+                experiment=config.tracking.experiment,
+                key=key_of(folder.name, started_at),
+            ),
+        ):
             running = RunningStudy(
                 config=config,
                 question=question,
@@ -107,10 +120,12 @@ def study(
                 write_report=write_report,
             )
             climb = partial(climb_in_processes, code, folder.path) if local else partial(climb_under_ray, folder.path)
-            with running.published() as running.metrics:
-                record = _measured(running, climb, spread)
-                with stage("writing the report"):
-                    return running.write(record)
+            with running.kept_to_its_end():
+                running.open()
+                with running.published() as running.metrics:
+                    record = _measured(running, climb, spread)
+                    with stage("writing the report"):
+                        return running.write(record)
 
 
 def _measured(running: RunningStudy, climb: Callable[..., None], spread: RunConfig) -> StudyRecord:

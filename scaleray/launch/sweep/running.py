@@ -13,7 +13,7 @@ from typing import Any
 from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
-from scaleray.errors import RunFailedError
+from scaleray.errors import MARKED_KILLED, RunFailedError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import num_concurrent
 from scaleray.launch.session.conditions import conditions_of
@@ -122,6 +122,7 @@ class RunningSweep:
             if isinstance(error, KeyboardInterrupt):
                 path = without_password(self.files.folder.path)
                 self.say(f"to continue: scaleray sweep --continue {path}")
+                error.args = (MARKED_KILLED,)
         remove_scraps(self.files.folder.path)
         self.files.folder.complete()
 

@@ -18,6 +18,7 @@ from scaleray.config.base import absolute_path
 from scaleray.data import TRAIN, load_sources
 from scaleray.errors import ConfigError
 from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
@@ -45,6 +46,7 @@ from scaleray.records.sweep import SweepRecord
 from scaleray.scaling.sweeps.question import SweepQuestion
 from scaleray.scaling.sweeps.search_space import Settings
 from scaleray.tracking import store
+from scaleray.tracking.study_runs import key_of
 from scaleray.workload import make_workload
 
 
@@ -103,6 +105,14 @@ def sweep(
             asked = before or _asked(plan, candidates.refused, command, base_dir, started_at)
             files = SweepFolder(folder)
             with (
+                driver_guard.guarding(
+                    command="scaleray sweep",
+                    folder=folder.path,
+                    hint=f"scaleray sweep --continue {folder.path}",
+                    uri=tracking_uri,
+                    experiment=config.tracking.experiment,
+                    key=key_of(folder.name, asked.started_at),
+                ),
                 RunningSweep(plan, asked, files, nodes, tracking_uri, say, started_at, against=against) as running,
                 running.published(),
             ):

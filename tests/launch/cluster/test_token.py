@@ -13,7 +13,8 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     for name in (token.TOKEN, token.TOKEN_PATH):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "is set again afterwards, or taken away")
+        monkeypatch.delenv(name)
     return tmp_path
 
 
@@ -32,6 +33,25 @@ def test_a_new_token_is_readable_by_its_user_alone_whatever_the_umask(home):
     text = file.read_text()
     token.ensure_token()
     assert file.read_text() == text and token.has_token()
+
+
+@pytest.mark.parametrize("kind", ["missing", "a file"])
+def test_a_home_that_cannot_hold_the_token(home, monkeypatch, kind):
+    """ "did not start: No such file or directory", and the hint was of a loaded machine."""
+    monkeypatch.setenv("HOME", str(home / "other"))
+    if kind == "a file":
+        (home / "other").touch()
+    monkeypatch.setattr(token, "own_folder", lambda: home)
+    token.ensure_token()
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(home / "auth_token")
+    assert mode_of(home / "auth_token") == 0o600
+    written = (home / "auth_token").read_text()
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")  # as the next command begins
+    assert token.has_token() and os.environ["RAY_AUTH_TOKEN_PATH"] == str(home / "auth_token")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    token.ensure_token()
+    assert (home / "auth_token").read_text() == written
+    assert token.headers() == {"Authorization": f"Bearer {written}"}
 
 
 def test_a_token_that_ray_left_readable_for_all_is_closed(home):

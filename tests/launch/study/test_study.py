@@ -189,6 +189,41 @@ def test_other_conditions_are_measured_anew(study, flags, is_reused):
     assert (workers.groups == []) == is_reused
 
 
+@pytest.mark.parametrize("moment", ["KnownTurns.turns", "RunningStudy.published", "ParentRun.log_point"])
+def test_a_study_that_is_interrupted_just_after_its_run_was_made_is_marked(study, tmp_path, monkeypatch, moment):
+    """The run was RUNNING for ever, and "marked KILLED"."""
+    from mlflow import MlflowClient
+
+    from scaleray.launch.study import running
+
+    def interrupted(*arguments, **named):
+        raise KeyboardInterrupt
+
+    owner, _, method = moment.partition(".")
+    monkeypatch.setattr(getattr(running, owner), method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        study(Question(world_sizes=[1], repeats=2))
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    [run] = client.search_runs([client.get_experiment_by_name("scaleray").experiment_id])
+    assert run.info.status == "KILLED"
+
+
+def test_a_study_whose_record_cannot_be_written_is_marked(study, tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    from scaleray.launch.study import running
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(running.Store, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        study(Question(world_sizes=[1], repeats=2))
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    [run] = [r for r in client.search_runs(["1"]) if r.data.tags["scaleray.kind"] == "scaling-study"]
+    assert run.info.status == "FAILED"
+
+
 @pytest.mark.parametrize(
     ("error", "status"), [(KeyboardInterrupt, "KILLED"), (lambda: RunFailedError("rank 1 died"), "FAILED")]
 )

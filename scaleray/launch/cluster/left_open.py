@@ -1,0 +1,117 @@
+"""Things that a driver leaves open when it dies: its MLflow run, and processes and folders of its own Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from scaleray.checkpoints.storage import remove_parts
+from scaleray.config.base import without_password
+from scaleray.errors import first_line
+from scaleray.launch.cluster.worker_template import SOCKET
+from scaleray.tracking.store import mark_left_running
+
+LOCK_S = 10.0
+"""Seconds in which processes that the driver forked let go of the lock of the run's folder."""
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class LeftOpen:
+    """A driver's run, as its guard knows it.
+
+    command: the user's command. folder: of the run, path or URI. hint: how to continue it. uri: of MLflow, with its
+    password. experiment: its name, or experiment_id. key: of the run in MLflow; None before it can exist. ray: see
+    `driver_guard.note_ray`.
+    """
+
+    command: str
+    folder: str
+    hint: str
+    uri: str
+    experiment: str
+    experiment_id: str | None = None
+    key: str | None = None
+    ray: Mapping[str, Any] = field(default_factory=dict)
+
+    def close(self, ended: str) -> None:
+        """End what is left, mark the run FAILED, and print one message. ended: process of Ray that ended first."""
+        end_processes(self.ray.get("folder"))
+        reason = (
+            f"{ended} of its own Ray ended, and Ray ends the driver with it"
+            if ended
+            else "its process ended without a message (SIGKILL, memory used up, or its Ray was ended)"
+        )
+        is_continued = not self._is_free()
+        marked = ""
+        if is_continued:
+            marked = "; another process continues the run"
+        elif self.key is not None:
+            try:
+                is_marked = mark_left_running(
+                    self.uri,
+                    self.key,
+                    status="FAILED",
+                    reason=reason,
+                    experiment=self.experiment,
+                    experiment_id=self.experiment_id,
+                )
+                marked = "; its MLflow run is marked FAILED" if is_marked else ""
+            except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+                marked = f"; its MLflow run could not be marked FAILED: {first_line(exc)}"
+        if not is_continued and "://" not in self.folder:
+            remove_parts(self.folder)
+        lines = [f"RunFailedError: {self.command} ended before it was done: {reason}{marked}"]
+        if self.ray.get("logs"):
+            lines.append(f"  Ray's logs: {self.ray['logs']}")
+        if self.key is not None and not is_continued:
+            lines.append(f"  to continue: {without_password(self.hint)}")
+        with contextlib.suppress(OSError):
+            print("\n".join(lines), file=sys.stderr, flush=True)
+
+    def _is_free(self) -> bool:
+        """Whether no other process writes the run's folder."""
+        if not os.path.exists(lock := f"{self.folder}/.lock"):
+            return True
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                with open(lock) as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return True
+            except OSError:
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.1)
+
+
+def end_processes(folder: str | None) -> None:
+    """End all processes of a Ray whose template listens in this folder, and remove the folder."""
+    if folder is None:
+        return
+    mark = str(Path(folder, "template"))
+    deadline = time.monotonic() + GRACE_S
+    while left := [process for process in psutil.process_iter() if _has_mark(process, mark)]:
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                (process.terminate if time.monotonic() < deadline else process.kill)()
+        psutil.wait_procs(left, timeout=GRACE_S)
+        if time.monotonic() > deadline + GRACE_S:
+            break
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(SOCKET) == mark
+    return False
