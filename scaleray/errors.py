@@ -24,7 +24,6 @@ positional `args` of the exception, so that each one survives the pickling that 
 
 from __future__ import annotations
 
-
 MARKED_KILLED = "the MLflow run is marked KILLED"
 """Argument of a KeyboardInterrupt that ended a run which MLflow knows."""
 

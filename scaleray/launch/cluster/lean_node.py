@@ -72,7 +72,7 @@ def session_folder() -> str | None:
     import ray._private.worker as worker
 
     node = getattr(worker, "_global_node", None)
-    return node.get_session_dir_path() if hasattr(node, "get_session_dir_path") else None
+    return str(node.get_session_dir_path()) if node is not None and hasattr(node, "get_session_dir_path") else None
 
 
 @contextlib.contextmanager
