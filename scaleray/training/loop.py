@@ -219,6 +219,7 @@ class _Run:
                 if verdict := self.evaluations.target_reached(state.step) or state.verdict:
                     return verdict
             self.progress.enter(Phase.CHECKPOINT)
+            self._check_after_callbacks()
             if saves is not None and signals and saves.after_step(state.step, signals):
                 return None
             self.progress.enter(Phase.INPUT)
@@ -287,6 +288,11 @@ class _Run:
             self.checkpointing.evaluated(self.state.step, self.evaluations.metrics, is_last=at_end or is_last)
         return True
 
+    def _check_after_callbacks(self) -> None:
+        """Refuse a change that a callback has made before a checkpoint is taken, which would not have it."""
+        if self.callbacks.callbacks:
+            self.fixed.check(self.state.step + 1)
+
     def _train_state(self, setup: Setup, step: OptimizerStep) -> TrainState:
         """Everything that the training is made of, for its checkpoints."""
         kept = LoopCheckpoint(self.state, step, self.evaluations, self.clock, self.noise, self.shares, self.micro_sizes)
@@ -350,6 +356,7 @@ class _Run:
         is_new = self._evaluate_if_due(setup, at_end=True)
         if not is_new and self.evaluations.step == self.state.step == self.first_step and self.place.rank == 0:
             self.reporter.emit(EvaluationRecord(self.state.step, dict(self.evaluations.metrics), 0.0))  # after its end
+        self._check_after_callbacks()
         if self.checkpointing is not None:
             self.checkpointing.finish(self.state.step)
         self.callbacks.ended(self.evaluations.metrics)

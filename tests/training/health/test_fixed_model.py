@@ -10,6 +10,7 @@ from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, train, train_alone
 from torch import nn
 
 from scaleray.callbacks import Callback
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import WorkloadError
 from scaleray.training.setup.place import Place
 
@@ -120,6 +121,14 @@ class WithSetRate(Classify):
 def test_a_learning_rate_that_a_callback_sets_is_refused():
     with pytest.raises(WorkloadError, match=r"learning rate after on_step\(\) of callback SetsRate is 0\.05"):
         train_alone(WithSetRate())
+
+
+def test_a_change_right_before_a_checkpoint_is_refused_and_not_lost_in_it(tmp_path):
+    with pytest.raises(WorkloadError, match=SENTENCES["thaw"]):
+        train_alone(Frozen("thaw"), {"checkpoint.every": "2 steps"}, folder=tmp_path)
+    assert Catalog.of_run(str(tmp_path)).newest() is None
+    with pytest.raises(WorkloadError, match=SENTENCES["thaw"]):
+        train_alone(Frozen("thaw"), {"stop.after": "2 steps", "checkpoint.every": "2 steps"}, folder=tmp_path)
 
 
 def test_a_layer_that_the_loss_thaws_is_refused_at_that_step():
