@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
+from scaleray.checkpoints.model_layout import ADAPTERS, FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
 from scaleray.data.described import described
 from scaleray.data.loading import preprocessor_of
 from scaleray.data.source import Source
-from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError
+from scaleray.errors import ClusterError, ConfigError, LeftEarly, TrackingError, UsageError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_capacity
@@ -251,7 +251,9 @@ class _Run:
             self._end(recorder, "KILLED", alert or "stopped by the user")
             raise (LeftEarly(alert) if alert else KeyboardInterrupt()) from exc
         except BaseException as exc:
-            self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
+            record = self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
+            if isinstance(exc, UsageError) and self.before is None and record is not None and not record.steps:
+                self._withdraw(record)
             raise
         with stage("writing the record"):
             record = self._finish(recorder, "FINISHED", "", weights)
@@ -283,18 +285,28 @@ class _Run:
     def _complete_weights(self) -> dict[str, list[str]]:
         """Names of the final weights' files in the run folder; of the trained ones too, where they are an average's."""
         names = [FINAL_WEIGHTS, *([TRAINED_WEIGHTS] if self.config.averaging.decay is not None else [])]
+        if self.config.fine_tuning.lora_rank and self.config.fine_tuning.merge:
+            final_weights.complete(self.folder.path, ADAPTERS)  # a checkpoint has them, too, and MLflow the sum
         return {name: final_weights.complete(self.folder.path, name) for name in names}
 
     def _changes(self) -> list[str]:
         step = self.before.newest.step if self.before and self.before.newest else 0
         return [f"after step {step}: {change}" for change in self.changed]
 
-    def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> None:
+    def _withdraw(self, record: RunRecord) -> None:
+        """Take back a run that was refused before its first step: it is no training that failed, and its name is free
+        for the next try."""
+        with contextlib.suppress(Exception):  # the refusal is what the user reads
+            if self.folder.remove_without_checkpoints():
+                store.delete_run(self.tracking_uri, record.run_id)
+
+    def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> RunRecord | None:
         """End a run that did not finish, if MLflow knows of it at all, and say how to continue it; the error that ended
-        it is what the user reads."""
+        it is what the user reads. Gives its record, if there is one."""
+        record = None
         try:
             if recorder.wait_started(60.0):
-                self._finish(recorder, status, reason)
+                record = self._finish(recorder, status, reason)
         except TrackingError:
             pass  # this is what ended the run, or as good as that
         except Exception as exc:  # the recorder may be what is lost; what ended the run must still be what is raised
@@ -306,6 +318,7 @@ class _Run:
                 command = f"scaleray train --resume {without_password(self.folder.path)}"
                 self.show([EventRecord(f"to continue after step {newest.step}: {command}", kind="hint")])
         recorder.close()
+        return record
 
     def _finish(
         self,
