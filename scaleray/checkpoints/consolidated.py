@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Set
@@ -12,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from scaleray.checkpoints import sharded
 from scaleray.checkpoints.catalog import Catalog, require
+from scaleray.checkpoints.final_file import final_file
 from scaleray.checkpoints.manifest import Incomplete, Manifest, Tensor, folder_name
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.tensor_files import dtype_of, new_file, read_tensor, write_tensors
@@ -184,6 +187,46 @@ def load_weights(
     except Incomplete as exc:
         raise _damaged(manifest, exc) from exc
     return manifest
+
+
+def load_file(
+    tensors: Mapping[str, torch.Tensor], where: str, *, optional: Set[str] = frozenset(), is_part: bool = False
+) -> bool:
+    """Fill a model's tensors from one file: `where` itself, `.pt` or `.safetensors`, or the final weights of a run that
+    left no checkpoint. False where there is no such file. Arguments as in `load_weights`; without communication."""
+    if Path(where).is_file():
+        ending = _ending(where, "the weights")
+        opened = opened_safetensors(where) if ending == ".safetensors" else opened_torch(where)
+    elif (final := final_file(where)) is not None:
+        opened, where = contextlib.nullcontext((list(final.tensors), final.tensor)), final.path
+    else:
+        return False
+    with opened as (names, get), torch.no_grad():
+        wrapper = next((w for w in WRAPPERS if names and all(name.startswith(w) for name in names)), "")
+        given = {name.removeprefix(wrapper): get(name) for name in names}
+        given = {name: value for name, value in given.items() if value.layout == torch.strided}
+        saved = {
+            name: Tensor(str(value.dtype).removeprefix("torch."), tuple(value.shape), ())
+            for name, value in given.items()
+            if not is_part or name in tensors
+        }
+        wanted = with_a_source({n: t for n, t in tensors.items() if n in saved or n not in optional}, saved)
+        check_fit(wanted, saved, where)
+        for name, tensor in wanted.items():
+            fill_part(tensor, given[name])
+    return True
+
+
+def fill_part(tensor: torch.Tensor, whole: Any) -> None:
+    """Copy this rank's part of a whole tensor into one that may be sharded. whole: for a sharded one, a slice of
+    safetensors does as well."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(whole)
+        return
+    own = tensor.to_local()
+    _, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if own.numel():
+        own.copy_(whole[tuple(slice(b, b + n) for b, n in zip(begin, own.shape, strict=True))])
 
 
 def _saved_name(name: str, manifest: Manifest) -> str:

@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.checkpoints.consolidated import check_fit, with_a_source
+from scaleray.checkpoints.consolidated import check_fit, fill_part, with_a_source
 from scaleray.checkpoints.manifest import Tensor
 from scaleray.checkpoints.model_layout import CONFIG, FINAL_WEIGHTS, INDEX, WEIGHTS, WRITTEN_BY, is_model_folder
 from scaleray.errors import CheckpointError
@@ -158,10 +157,7 @@ def _fill(tensor: torch.Tensor, file: Any, name: str) -> None:
     if not isinstance(tensor, DTensor):
         tensor.copy_(file.get_tensor(name))
         return
-    own = tensor.to_local()
-    _, begin = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if own.numel():
-        own.copy_(file.get_slice(name)[tuple(slice(b, b + n) for b, n in zip(begin, own.shape, strict=True))])
+    fill_part(tensor, file.get_slice(name))
 
 
 def _json(path: Path, why: str) -> dict[str, Any]:

@@ -15,6 +15,9 @@ the run keeps an average of its weights, they are the average."""
 TRAINED_WEIGHTS = "trained_weights"
 """Name of the weights that were trained, beside an average of them."""
 
+ADAPTERS = "adapters"
+"""Name of the low-rank adapters of a run whose final weights have them added."""
+
 
 def plain_file(name: str) -> str:
     """File of a run that holds weights of this name, of a model that is whole on one worker."""

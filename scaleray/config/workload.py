@@ -21,9 +21,10 @@ class WorkloadSettings(Settings):
     """Keyword arguments of the class: numbers, text, true/false, none, and lists and mappings of them."""
 
     weights: str | None = None
-    """Weights to start from, for fine-tuning: a run folder (its newest checkpoint), its folder `weights`, a
-    folder of `scaleray checkpoint import`, one checkpoint, a folder in Hugging Face's layout (config.json
-    and model.safetensors), or an adapter of peft (adapter_config.json), which fills the adapters alone."""
+    """Weights to start from, for fine-tuning: a run's folder or name in the storage path (its newest checkpoint, or
+    its final weights where it left none), a file `.pt` or `.safetensors`, a folder of `scaleray checkpoint import`,
+    one checkpoint, a folder in Hugging Face's layout (config.json and model.safetensors), or an adapter of peft
+    (adapter_config.json), which fills the adapters alone."""
 
     @property
     def stem(self) -> str:

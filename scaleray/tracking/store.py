@@ -134,6 +134,11 @@ def sqlite_path(uri: str) -> Path:
     return Path(uri.removeprefix("sqlite:///"))
 
 
+def delete_run(uri: str, run_id: str) -> None:
+    """Delete a run, as MLflow's own page does: it can be restored there."""
+    open_client(uri).delete_run(run_id)
+
+
 def run_link(uri: str, experiment_id: str, run_id: str) -> str:
     """Where a browser shows the run. For a database, the address of `scaleray tracking ui`."""
     return f"{_ui(uri)}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -10,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.model_layout import TRAINED
 from scaleray.checkpoints.peft_adapter import write_adapter
 from scaleray.errors import CheckpointError, StorageError, WorkloadError
 from scaleray.launch.model.trained_run import TrainedRun, find_trained, workload_of
-from scaleray.launch.model.weights import Weights, read_run_weights
+from scaleray.launch.model.weights import Weights, read_adapters, read_run_weights
 from scaleray.progress import stage
 from scaleray.training.setup import fine_tuning
 from scaleray.workload import call_user_code, own_method
@@ -90,6 +92,8 @@ def _with_adapters(trained: TrainedRun, step: int | None, which: str | None) -> 
     if fine_tuning.has_adapters(weights.tensors):
         return weights
     newest = Catalog.of_run(trained.folder.root, trained.config.checkpoint.copy_path).newest()
+    if newest is None and which != TRAINED and (adapters := read_adapters(trained)) is not None:
+        return dataclasses.replace(weights, tensors=adapters)
     if newest is None:
         raise CheckpointError(
             f"the adapters of {trained.name}",

@@ -17,6 +17,7 @@ from scaleray.checkpoints.catalog import Catalog, require
 from scaleray.checkpoints.consolidated import check_fit, model_tensors, reshape_buffers, with_a_source
 from scaleray.checkpoints.manifest import Incomplete, Manifest, Tensor
 from scaleray.checkpoints.model_layout import (
+    ADAPTERS,
     AVERAGED,
     FINAL_WEIGHTS,
     INDEX,
@@ -87,15 +88,8 @@ def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
 
 def _final(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
     """The weights of this name in the run's folder, or else in MLflow; None where there are none."""
-    folder = run.folder
-    files = _final_files(folder, name)
-    if files and folder.is_local:
-        return read_weights(folder.root, name)
-    if files:
-        with tempfile.TemporaryDirectory() as copy:
-            for file in files:
-                Store(copy).copy_from(folder, file)
-            return read_weights(copy, name)
+    if (found := _in_folder(run, name)) is not None:
+        return found
     if _has_checkpoints(run):
         return None
     with tempfile.TemporaryDirectory() as copy:
@@ -106,6 +100,22 @@ def _final(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
             inside.rename(Path(copy) / name)
             inside = Path(copy)
         return read_weights(inside, name)
+
+
+def read_adapters(run: TrainedRun) -> dict[str, torch.Tensor] | None:
+    """The low-rank adapters of a run whose final weights have them added; None where its folder has none."""
+    return _in_folder(run, ADAPTERS)
+
+
+def _in_folder(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
+    folder = run.folder
+    files = _final_files(folder, name)
+    if not files or folder.is_local:
+        return read_weights(folder.root, name) if files else None
+    with tempfile.TemporaryDirectory() as copy:
+        for file in files:
+            Store(copy).copy_from(folder, file)
+        return read_weights(copy, name)
 
 
 def _final_files(folder: Store, name: str) -> list[str]:

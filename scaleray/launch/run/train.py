@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
+from scaleray.checkpoints.model_layout import ADAPTERS, FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
@@ -30,6 +30,7 @@ from scaleray.errors import (
     ScaleRayError,
     StorageError,
     TrackingError,
+    UsageError,
     first_line,
 )
 from scaleray.launch.cluster import connection as cluster
@@ -286,10 +287,12 @@ class _Run:
                 weights = self._complete_weights()  # every worker has ended, and nobody waits for this
         except (Interrupted, KeyboardInterrupt, LeftEarly) as exc:
             alert = why_stopped(recorder)
-            is_marked = self._end(recorder, "KILLED", alert or "stopped by the user")
+            _, is_marked = self._end(recorder, "KILLED", alert or "stopped by the user")
             raise (LeftEarly(alert) if alert else KeyboardInterrupt(*[MARKED_KILLED] * is_marked)) from exc
         except BaseException as exc:
-            self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
+            record, _ = self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
+            if isinstance(exc, UsageError) and self.before is None and record is not None and not record.steps:
+                self._withdraw(record)
             raise
         try:
             with stage("writing the record"):
@@ -336,19 +339,29 @@ class _Run:
     def _complete_weights(self) -> dict[str, list[str]]:
         """Names of the final weights' files in the run folder; of the trained ones too, where they are an average's."""
         names = [FINAL_WEIGHTS, *([TRAINED_WEIGHTS] if self.config.averaging.decay is not None else [])]
+        if self.config.fine_tuning.lora_rank and self.config.fine_tuning.merge:
+            final_weights.complete(self.folder.path, ADAPTERS)  # a checkpoint has them, too, and MLflow the sum
         return {name: final_weights.complete(self.folder.path, name) for name in names}
 
     def _changes(self) -> list[str]:
         step = self.before.newest.step if self.before and self.before.newest else 0
         return [f"after step {step}: {change}" for change in self.changed]
 
-    def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> bool:
+    def _withdraw(self, record: RunRecord) -> None:
+        """Take back a run that was refused before its first step: it is no training that failed, and its name is free
+        for the next try."""
+        with contextlib.suppress(Exception):  # the refusal is what the user reads
+            if self.folder.remove_without_checkpoints():
+                store.delete_run(self.tracking_uri, record.run_id)
+
+    def _end(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> tuple[RunRecord | None, bool]:
         """End a run that did not finish, if MLflow knows of it at all, and say how to continue it; the error that ended
-        it is what the user reads. Returns whether MLflow has its end."""
-        is_marked = False
+        it is what the user reads. Returns its record, if there is one, and whether MLflow has its end."""
+        record, is_marked = None, False
         try:
             if recorder.wait_started(60.0):
-                is_marked = not self._finish(recorder, status, reason).unsent_file
+                record = self._finish(recorder, status, reason)
+                is_marked = not record.unsent_file
         except TrackingError:
             pass  # this is what ended the run, or as good as that
         except StorageError as exc:  # MLflow has the end
@@ -367,7 +380,7 @@ class _Run:
                 command = f"scaleray train --resume {without_password(self.folder.path)}"
                 self.show([EventRecord(f"to continue after step {newest.step}: {command}", kind="hint")])
         recorder.close()
-        return is_marked
+        return record, is_marked
 
     def _mark(self, recorder: Recorder | RemoteRecorder, status: str, reason: str) -> None:
         """Mark the run without its recorder. Raises MLflow's errors."""

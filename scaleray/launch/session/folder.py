@@ -146,6 +146,14 @@ class RunFolder:
                 if {entry.name for entry in Path(self.path).iterdir()} <= {".lock"}:
                     shutil.rmtree(self.path)
 
+    def remove_without_checkpoints(self) -> bool:
+        """Take away a folder in which nothing was trained; False where it holds a checkpoint, which stays."""
+        if Catalog.of_run(self.path).newest() is not None:
+            return False
+        parent, _, name = self.path.rstrip("/").rpartition("/")
+        Store(parent).delete_folder(name)
+        return True
+
 
 def unique_name(start: str) -> str:
     """Name that begins so and goes on with the time and some random digits."""

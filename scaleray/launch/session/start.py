@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from scaleray.config import RunConfig
@@ -57,7 +58,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     paths = {"storage_path": absolute_path(checkpoint.storage_path)}
     if checkpoint.copy_path is not None:
         paths["copy_path"] = absolute_path(checkpoint.copy_path)
-    weights = absolute_path(workload.weights) if workload.weights is not None else None
+    weights = _path_of_weights(workload.weights, paths["storage_path"]) if workload.weights is not None else None
     policy = absolute_path(config.tracking.policy) if config.tracking.policy is not None else None
     return config.model_copy(
         update={
@@ -66,6 +67,14 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
             "tracking": config.tracking.model_copy(update={"policy": policy}),
         }
     )
+
+
+def _path_of_weights(weights: str, storage_path: str) -> str:
+    """The path of `workload.weights`: as it is, or of the run of this name in the storage path, as other commands take
+    a run."""
+    path, in_storage = absolute_path(weights), f"{storage_path.rstrip('/')}/{weights}"
+    is_name = "/" not in weights and not Path(path).exists()
+    return in_storage if is_name and Path(in_storage).is_dir() else path
 
 
 def check_local(config: RunConfig) -> None:

@@ -34,6 +34,8 @@ class WeightShare:
     tensors: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Placed] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    adapters: WeightShare | None = None
+    """Low-rank adapters that `tensors` has added to their layers."""
 
 
 def whole(module: nn.Module, *, keeps: bool) -> WeightShare:

@@ -94,6 +94,8 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
         _load_adapter(module, {name: tensors[name] for name in adapters}, where, is_part=is_part)
         return
     if not is_model_folder(where):
+        if consolidated.load_file(tensors, where, optional=adapters, is_part=is_part):
+            return
         consolidated.load_weights(tensors, where, optional=adapters, is_part=is_part)
         return
     folder = ModelFolder.open(where)
@@ -121,11 +123,15 @@ def _load_adapter(module: nn.Module, adapters: Mapping[str, torch.Tensor], where
 
 def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShare:
     """Final weights with each adapter added to its layer's weight, which lies beside it in one share, under the names
-    of a model without adapters."""
+    of a model without adapters; beside them the adapters, apart."""
     if not settings.lora_rank or not settings.merge:
         return share
     layout = {name: placed for name, placed in share.layout.items() if not _is_of_adapter(name)}
-    return replace(share, tensors=merged(share.tensors, settings), layout=layout)
+    apart = WeightShare(
+        {name: value for name, value in share.tensors.items() if _is_of_adapter(name)},
+        {name: placed for name, placed in share.layout.items() if _is_of_adapter(name)},
+    )
+    return replace(share, tensors=merged(share.tensors, settings), layout=layout, adapters=apart)
 
 
 def has_adapters(weights: Mapping[str, Any]) -> bool:

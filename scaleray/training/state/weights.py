@@ -22,6 +22,7 @@ import torch
 
 from scaleray.checkpoints.manifest import Tensor
 from scaleray.checkpoints.model_layout import (
+    ADAPTERS,
     FINAL_WEIGHTS,
     INDEX,
     TRAINED_WEIGHTS,
@@ -62,10 +63,12 @@ def save_weights(
 ) -> None:
     """Write what this rank has, to a local run folder or an s3:// URI. Not collective: no rank waits for another.
 
-    name: `FINAL_WEIGHTS` or `TRAINED_WEIGHTS`. Raises StorageError where it cannot be written, and CheckpointError for
-    a dtype that safetensors does not know.
+    name: `FINAL_WEIGHTS`, `TRAINED_WEIGHTS` or `ADAPTERS`. Raises StorageError where it cannot be written, and
+    CheckpointError for a dtype that safetensors does not know.
     """
     store = Store(run_path)
+    if share.adapters is not None and name == FINAL_WEIGHTS:
+        save_weights(share.adapters, run_path, ADAPTERS, rank=rank, max_bytes=max_bytes)
     try:
         if share.layout:
             _write_files(share, store.child(name), is_first=rank == 0, max_bytes=max_bytes)
@@ -82,7 +85,7 @@ def save_weights(
 
 def forget(run_path: str) -> None:
     """Remove the indexes of a run that goes on: what is in its folders is not the whole of its weights any more."""
-    for name in (FINAL_WEIGHTS, TRAINED_WEIGHTS):
+    for name in (FINAL_WEIGHTS, TRAINED_WEIGHTS, ADAPTERS):
         folder = Store(run_path).child(name)
         for file in (INDEX, PENDING):
             folder.delete(file)
