@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.checkpoints.damage import Damage, damage_of, mended, problem_of
-from scaleray.checkpoints.manifest import FILE_NAME, Chunk, Incomplete, Manifest, Tensor, folder_name, step_of
+from scaleray.checkpoints.manifest import FILE_NAME, Chunk, Damaged, Incomplete, Manifest, Tensor, folder_name, step_of
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError
@@ -75,23 +75,24 @@ class Catalog:
     def read(self, step: int) -> Manifest:
         """The manifest of a checkpoint from the first store that has a whole one.
 
-        Raises Incomplete where there is none, CheckpointError for a newer format, and OSError where a store that may
-        have one cannot be read: that is no reason to take an older checkpoint.
+        Raises Incomplete where there is none, Damaged where one is left that cannot be used, CheckpointError for a
+        newer format, and OSError where a store that may have one cannot be read: that is no reason to take an older
+        checkpoint.
         """
-        problems: list[str] = []
+        problems: list[Incomplete] = []
         unread: OSError | None = None
         for store in self.stores:
             try:
                 manifest = _read(store, step)
             except Incomplete as exc:
-                problems.append(str(exc))
+                problems.append(exc)
             except OSError as exc:
                 unread = exc
             else:
                 return manifest
         if unread is not None:
             raise unread
-        raise Incomplete(problems[0])
+        raise next((problem for problem in problems if isinstance(problem, Damaged)), problems[0])
 
     def complete(self) -> Iterator[Manifest]:
         """Manifests of all complete checkpoints, newest first; their files are not looked at."""
@@ -246,7 +247,7 @@ def _read(store: Store, step: int) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise Incomplete(f"{store.path(name)} does not exist: the checkpoint was not finished") from None
     if manifest.step != step:
-        raise Incomplete(f"{store.path(name)} is that of step {manifest.step}")
+        raise Damaged(f"{store.path(name)} is that of step {manifest.step}")
     return manifest
 
 

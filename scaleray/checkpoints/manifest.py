@@ -110,11 +110,11 @@ class Manifest:
     @classmethod
     def from_json(cls, text: bytes, *, where: str) -> Manifest:
         """Read and check a manifest.
-        Raises Incomplete where it is cut or changed, CheckpointError for a newer format."""
+        Raises Damaged where it is cut or changed, CheckpointError for a newer format."""
         head = len(HASH % ("0" * 64))
         rest = bytes(text[head:])
         if bytes(text[:head]) != (HASH % _digest(rest)).encode():
-            raise Incomplete(f"{where} is cut short or changed: it does not have the hash that it states")
+            raise Damaged(f"{where} is cut short or changed: it does not have the hash that it states")
         try:
             body = load_json(b"{" + rest)
             number = body["format"]
@@ -139,15 +139,19 @@ class Manifest:
             files = {name: StoredFile(**stored) for name, stored in body.pop("files").items()}
             manifest = cls(tensors=tensors, files=files, **body)
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise Incomplete(f"{where} is no manifest of this format: {exc!r}") from None
+            raise Damaged(f"{where} is no manifest of this format: {exc!r}") from None
         strange = [name for name in manifest.files if not IN_FOLDER.fullmatch(name)]
         if strange:
-            raise Incomplete(f"{where} names a file outside of the checkpoints folder: {strange[0]}")
+            raise Damaged(f"{where} names a file outside of the checkpoints folder: {strange[0]}")
         return manifest
 
 
 class Incomplete(Exception):
     """Error for a checkpoint that is none: half written, cut or damaged."""
+
+
+class Damaged(Incomplete):
+    """Error for a checkpoint that was complete and whose manifest is cut or changed."""
 
 
 def folder_name(step: int) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from scaleray.records.printed import Printed
 
@@ -43,6 +44,23 @@ class JsonRecord(Printed):
     def read(cls, path: str | Path) -> Self:
         """Read a record.json written by `to_json`. Raises what `from_json` raises."""
         return cls.from_json(Path(path).read_text())
+
+
+_adapter = functools.cache(TypeAdapter)
+
+
+def check_types(kind: type, values: Mapping[str, Any]) -> None:
+    """Raise TypeError, which names the key, for a value of another type than the record's class states. null may be in
+    place of any number, as one that was not finite is written so."""
+    try:
+        _adapter(kind).validate_python(values)
+    except ValidationError as exc:
+        for error in exc.errors():
+            if error["type"] == "float_type" and error["input"] is None:
+                continue
+            key = ".".join(str(part) for part in error["loc"])
+            what = "is missing" if error["type"] == "missing" else f"is {error['input']!r:.80}: {error['msg']}"
+            raise TypeError(f"{key} {what}") from exc
 
 
 def jsonable(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Self
 from scaleray import metric_names as names
 from scaleray.parsing import load_json
 from scaleray.records.alerts import counted
-from scaleray.records.json_record import JsonRecord
+from scaleray.records.json_record import JsonRecord, check_types
 from scaleray.records.live import RecentSteps
 from scaleray.records.printed import figures, quantity
 from scaleray.records.profile import RankMeasurements, RunProfile
@@ -319,5 +319,7 @@ class RunRecord(JsonRecord):
         known, values = {one.name for one in dataclasses.fields(cls)}, load_json(text)
         if not isinstance(values, dict):
             raise TypeError(f"it holds no record but a {type(values).__name__}")
-        values["profile"] = RunProfile.of(values.get("profile"))
-        return cls(**{key: value for key, value in values.items() if key in known})
+        profile = RunProfile.of(values.pop("profile", None))
+        values = {key: value for key, value in values.items() if key in known}
+        check_types(cls, values)
+        return cls(**values, profile=profile)

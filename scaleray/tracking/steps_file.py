@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.storage import Store
+from scaleray.errors import TrackingError
 from scaleray.records.run import StepRecord
 from scaleray.tracking.published_steps import read
 
@@ -182,9 +183,17 @@ def parse(content: bytes) -> tuple[dict[int, str], str]:
 
 def step_rows(text: str | None) -> list[dict[str, float]]:
     """The rows of steps.csv as numbers; what is empty is NaN, and each of several losses is under `loss_` and its name.
-    A line that was cut is left out."""
+    A line that was cut is left out. Raises TrackingError for a file that has lost a column."""
     rows = []
-    for row in csv.DictReader(io.StringIO(text or "")):
+    reader = csv.DictReader(io.StringIO(text or ""))
+    if text and (missing := [name for name in OLD_COLUMNS[-1] if name not in (reader.fieldnames or ())]):
+        raise TrackingError(
+            "steps.csv of the run",
+            f"without a column {missing[0]}",
+            "each step has one",
+            "take the copy in MLflow or the run's bucket, or move the file away: all but its curves works without it",
+        )
+    for row in reader:
         several = [each.rpartition("=") for each in (row.pop("losses", None) or "").split(";") if each]
         row.update({f"loss_{name}": value for name, _, value in several})
         try:

@@ -250,6 +250,17 @@ def test_an_unfinished_folder_is_named(run, tmp_path, capsys):
     assert code == 0 and "not a checkpoint" in out and "step-000000040" in out
 
 
+def test_a_damaged_manifest_is_damage(run, tmp_path, capsys):
+    """It was named as not a checkpoint, with exit code 0: a script never heard of a lost checkpoint."""
+    for place in (run, tmp_path / "copies" / "mine"):
+        flip(place / "checkpoints" / "step-000000040" / "manifest.json", 200)
+    code, out, _ = command(capsys, "verify", run)
+    assert code == 1 and "step 40: DAMAGED" in out and "manifest.json" in out and "not a checkpoint" not in out
+    code, out, _ = command(capsys, "verify", run, "--json")
+    found = json.loads(out)
+    assert code == 1 and not found["good"] and [one["step"] for one in found["checkpoints"] if not one["good"]] == [40]
+
+
 def test_a_place_that_may_not_be_read_is_named(run, capsys, monkeypatch):
     def refuse(self, name):
         raise PermissionError(13, "Permission denied", self.path(name))

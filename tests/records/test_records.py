@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+import study_examples
 
 from scaleray import metric_names
 from scaleray.records.profile import (
@@ -48,6 +49,29 @@ VALUES = {
     "environment": {}, "environment_hash": "cd", "tracking_uri": "sqlite:///x", "experiment_id": "1", "run_id": "2", "mlflow_link": "",
     "run_dir": "/x", "events": ["a restart"], "resumed_after": [20], "compilation": {}, "noise": {"scale": 12.0}, "memory": [{}], "marks": ["emulated"], "start": {"Ray": 3.0}, "best": {"step": 3}, "profile": PROFILE, "alerts": [{"name": "hang"}], "unsent_file": None, "schema_version": 1,
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("steps", "x"),
+        ("metrics", {"a": "b"}),
+        ("metrics", [1]),
+        ("memory", {}),
+        ("peak_memory_bytes", ["a"]),
+        ("events", [1]),
+        ("derived", 5),
+        ("workers", None),
+        ("samples_per_s", {}),
+    ],
+)
+def test_a_record_with_another_type_is_refused_by_its_key(key, value):
+    """Reports and comparisons ended in a traceback."""
+    values = json.loads(study_examples.run_record().to_json())
+    with pytest.raises(TypeError, match=rf"^{key}"):
+        RunRecord.from_json(json.dumps({**values, key: value}))
+    values["metrics"] = {"validation/loss": None}  # it was not finite
+    assert RunRecord.from_json(json.dumps(values)).metrics == {"validation/loss": None}
 
 
 def test_a_record_reads_what_it_wrote(tmp_path):

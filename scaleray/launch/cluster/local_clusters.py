@@ -8,6 +8,7 @@ goes by its address: Ray Train's local ranks, memory, the network.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import itertools
 import json
 import math
@@ -265,5 +266,5 @@ def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:
                 "use the same RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or home as then",
             ) from exc
         return []
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return []

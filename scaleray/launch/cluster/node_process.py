@@ -6,6 +6,7 @@ never touches another Ray on the machine, as `ray stop` would.
 
 from __future__ import annotations
 
+import http.client
 import os
 import subprocess
 import sys
@@ -155,7 +156,7 @@ def wait_for_head(node: NodeProcess, url: str) -> None:
             return
         except urllib.error.HTTPError:  # it answers, and wants its token
             return
-        except OSError:
+        except (OSError, http.client.HTTPException):
             time.sleep(0.3)
     raise node.failed(what, wanted)
 

@@ -44,7 +44,8 @@ def verify_checkpoints(
     second copy.
     """
     from scaleray.checkpoints.catalog import require
-    from scaleray.checkpoints.manifest import Incomplete
+    from scaleray.checkpoints.damage import Damage
+    from scaleray.checkpoints.manifest import FILE_NAME, Damaged, Incomplete, folder_name
 
     checked: list[dict[str, Any]] = []
     unfinished: list[str] = []
@@ -57,9 +58,12 @@ def verify_checkpoints(
             for number in catalog.steps():
                 try:
                     manifests.append(catalog.read(number))
+                except Damaged as exc:
+                    damage = Damage(catalog.stores[0].path(f"{folder_name(number)}/{FILE_NAME}"), str(exc))
+                    checked.append({"step": number, "files": 0, "good": False, "damages": [_told(damage)]})
                 except Incomplete as exc:
                     unfinished.append(str(exc))
-            if not manifests:
+            if not manifests and not checked:
                 require(catalog, None, where=str(run))
         for manifest in manifests:
             damages = catalog.check(manifest, heal=heal)

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -24,6 +25,18 @@ from scaleray.records.run import RunRecord
 Say = Callable[[str], None]
 AUTO = "auto"
 FILE = "run.json"
+KINDS: dict[str, tuple[type, ...]] = {
+    "config": (dict,),
+    "config.checkpoint": (dict,),
+    "name": (str, NoneType),
+    "key": (str, NoneType),
+    "run_id": (str, NoneType),
+    "experiment_id": (str, NoneType),
+    "tracking_uri": (str, NoneType),
+    "base_dir": (str, NoneType),
+    "started_at": (float, int, NoneType),
+}
+"""Types of what `RunNote` writes; a key that an older version did not write is as good as null."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +146,7 @@ def find(
         folder = root.child(name)
         try:
             about = load_json(folder.read(FILE))
+            _check(about)
             same_place = about.get("base_dir") == (str(base_dir) if base_dir else None)
             if training_values(about["config"]) == wanted and same_place and not is_finished(folder):
                 found.append((about.get("started_at") or 0.0, folder.root))
@@ -202,12 +216,25 @@ def _exists(path: str) -> bool:
     return Store(path).size(FILE) is not None
 
 
+def _check(about: Any) -> None:
+    """Raise TypeError, which names the key, where run.json has something of another type than it is written with."""
+    if not isinstance(about, dict):
+        raise TypeError(f"it holds a {type(about).__name__}")
+    known = {**about, "config.checkpoint": None}
+    if isinstance(about.get("config"), dict):
+        known["config.checkpoint"] = about["config"].get("checkpoint")
+    for key, kinds in KINDS.items():
+        if not isinstance(known.get(key), kinds):
+            raise TypeError(f"{key} is {known[key]!r:.80}" if known.get(key) is not None else f"it has no {key}")
+    if about.get("run_id") is not None and about.get("experiment_id") is None:
+        raise TypeError("it has no experiment_id")
+
+
 def _open(path: str, config: RunConfig | None) -> Interrupted:
     folder = Store(path)
     try:
         about = load_json(folder.read(FILE))
-        if not isinstance(about["config"], dict):
-            raise TypeError("it has no config")
+        _check(about)
     except OSError as exc:
         raise CheckpointError(
             "--resume",

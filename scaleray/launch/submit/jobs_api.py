@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import http.client
 import json
 import logging
 import time
@@ -216,13 +217,13 @@ def _get(url: str, path: str) -> dict[str, Any]:
         raise ClusterError("--to", url, f"it answers with {exc.code} {exc.reason}", "look at the head's logs") from exc
     except json.JSONDecodeError:
         return {}
-    except (OSError, ValueError) as exc:
+    except (OSError, http.client.HTTPException, ValueError) as exc:
         reason = getattr(exc, "reason", exc)
-        what = (
-            "nothing answers there"
-            if not isinstance(reason, TimeoutError)
-            else f"it does not answer within {ANSWER_S:g} s"
-        )
+        what = "nothing answers there"
+        if isinstance(reason, http.client.HTTPException):
+            what = "what answers there does not speak HTTP"
+        elif isinstance(reason, TimeoutError):
+            what = f"it does not answer within {ANSWER_S:g} s"
         raise ClusterError(
             "--to", url, f"{what}: {reason}", "check the address, and that the head is up and can be reached from here"
         ) from exc

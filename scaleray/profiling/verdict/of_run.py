@@ -52,14 +52,19 @@ def with_links(verdict: Verdict, profile: RunProfile, facts: Facts) -> Verdict:
     return dataclasses.replace(verdict, sentence=sentence_of(verdict, facts))
 
 
+def _count(record: RunRecord, name: str) -> int:
+    """A count that was derived from the config; 0 for one that is not there, or is no number in a damaged record."""
+    value = record.derived.get(name)
+    return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
+
+
 def facts_of(record: RunRecord, *, device: str = "cpu") -> Facts:
     """What is known of a run beside its times."""
-    derived = record.derived
     return Facts(
         record.workers,
         record.strategy,
-        int(derived.get("accumulation_steps") or 1),
-        int(derived.get("global_batch_size") or 0),
+        _count(record, "accumulation_steps") or 1,
+        _count(record, "global_batch_size"),
         device,
         settings=dict(leaves(record.config, of_lists=False)),
     )

@@ -33,6 +33,8 @@ FACTS = (
     ("Peak memory", names.PEAK_MEMORY_BYTES, "of the largest worker"),
 )
 """What stands above the page of a training, with a note on what it is."""
+MOST_EVALUATIONS = 40
+"""Figures of evaluations on a page; each takes a quarter of a second to draw."""
 LONGEST_HEADLINE = 80
 """Characters of a verdict that stands in the headline, such as `target reached`; an error has a paragraph."""
 
@@ -60,9 +62,13 @@ def run_page(
 ) -> Page:
     """The page of a training. closing: the last line of the page, on what lies beside it."""
     learning = [_line("loss", "Loss", rows, "loss", "loss", evaluations=_of(evaluations, "loss"))] if rows else []
-    learning += [
-        _evaluations(name, at) for name, at in sorted(evaluations.items()) if len(at) > 1 and not name.endswith("loss")
-    ]
+    others = [(name, at) for name, at in sorted(evaluations.items()) if len(at) > 1 and not name.endswith("loss")]
+    learning += [_evaluations(name, at) for name, at in others[:MOST_EVALUATIONS]]
+    left_out = (
+        [f"{len(others) - MOST_EVALUATIONS} metrics of {len(others)} have no figure here: see evaluations.csv"]
+        if len(others) > MOST_EVALUATIONS
+        else []
+    )
     if any(math.isfinite(row["grad_norm"]) for row in rows):
         learning.append(_line("grad-norm", "Gradient norm", rows, "grad_norm", "gradient norm before clipping"))
     if rows:
@@ -70,7 +76,7 @@ def run_page(
     speed = [_step_times(rows), _throughput(rows)] if rows else []
     held = [_memory(record)] if any(record.memory) or any(record.peak_memory_bytes) else []
     sections = [
-        Section("Learning", drawings=learning),
+        Section("Learning", words=left_out, drawings=learning),
         Section("Speed", drawings=speed),
         Section("Memory", drawings=held),
     ]
@@ -79,7 +85,7 @@ def run_page(
         if record.events
         else []
     )
-    values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(record.metrics.items()))
+    values = ", ".join(f"{name} {figure(value)}" for name, value in sorted(record.metrics.items()))
     verdict, _, reason = record.verdict.partition("\n")
     if len(verdict) > LONGEST_HEADLINE:
         verdict, reason = record.status.lower(), record.verdict

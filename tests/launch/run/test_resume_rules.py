@@ -51,6 +51,31 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_training(tmp_path):
     assert find("auto", config(tmp_path)).path == str(newest)
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"base_dir": 5}, "base_dir is 5"),
+        ({"config": {"batch": {}}}, "it has no config.checkpoint"),
+        ({"config": {"checkpoint": [1]}}, r"config.checkpoint is \[1\]"),
+        ({"run_id": "a", "experiment_id": None}, "it has no experiment_id"),
+        ({"run_id": 7}, "run_id is 7"),
+        ({"tracking_uri": ["a"]}, "tracking_uri is"),
+        ({"started_at": "x"}, "started_at is 'x'"),
+    ],
+)
+def test_a_run_json_with_another_type_is_one_error_that_names_file_and_key(tmp_path, change, named):
+    """A traceback: KeyError, TypeError or AttributeError."""
+    folder = leave_run(tmp_path, "run")
+    about = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**about, **change}))
+    with pytest.raises(CheckpointError, match=named) as caught:
+        find(str(folder), None)
+    assert "run.json" in str(caught.value)
+    said = []
+    assert find("auto", config(tmp_path), say=said.append) is None
+    assert "run.json is damaged" in said[0]
+
+
 def test_auto_without_such_a_run_is_a_fresh_start(tmp_path):
     assert find("auto", config(tmp_path)) is None
     leave_run(tmp_path, "finished", status="FINISHED")

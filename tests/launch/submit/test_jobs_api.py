@@ -1,6 +1,8 @@
 """A dashboard as it is asked for its versions and for a log: one that lets nobody in, hangs, goes silent, or is none."""
 
 import asyncio
+import contextlib
+import socketserver
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ import pytest
 from aiohttp import web
 
 from scaleray.errors import ClusterError
+from scaleray.launch.cluster import local_clusters
 from scaleray.launch.submit import jobs_api
 from scaleray.launch.submit.jobs_api import Jobs
 
@@ -167,6 +170,27 @@ def test_a_cluster_that_does_not_let_in_or_is_none_is_one_message(project, serve
     assert "wrong" not in str(raised.value)
 
 
+@contextlib.contextmanager
+def answering_with(content):
+    """The URL of a server that is none of HTTP: it sends this to each client."""
+
+    class Greets(socketserver.BaseRequestHandler):
+        def handle(self):
+            self.request.sendall(content)
+            self.request.recv(4096)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Greets) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+def test_what_answers_in_another_protocol_is_no_traceback():
+    """http.client's errors are no OSErrors."""
+    with answering_with(b"SSH-2.0-OpenSSH_9.2\r\n") as url:
+        assert local_clusters._nodes_of_ray(url) == []
+
+
 def test_an_address_at_which_nothing_answers_or_never_is_one_message(project, monkeypatch):
     import socket
 
@@ -174,6 +198,8 @@ def test_an_address_at_which_nothing_answers_or_never_is_one_message(project, mo
         Jobs("http://127.0.0.1:1")
     with pytest.raises(ClusterError, match="nothing answers there"):
         Jobs("http://no-such-host.invalid:8265")
+    with answering_with(b"SSH-2.0-OpenSSH_9.2\r\n") as url, pytest.raises(ClusterError, match="does not speak HTTP"):
+        Jobs(url)
     monkeypatch.setattr(jobs_api, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ClusterError, match="does not answer within"):
         Jobs(f"http://127.0.0.1:{silent.getsockname()[1]}")

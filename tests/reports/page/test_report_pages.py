@@ -21,7 +21,7 @@ from scaleray.reports.figures.sweep import MOST_LINES, noise
 from scaleray.reports.figures.sweep_maps import maps
 from scaleray.reports.page.drawing import PALETTE, readable, shades
 from scaleray.reports.page.page import Page, as_csv, render
-from scaleray.reports.records.run import run_page, step_rows, write_run_report
+from scaleray.reports.records.run import MOST_EVALUATIONS, run_page, step_rows, write_run_report
 from scaleray.reports.records.study import study_page, write_study_report
 from scaleray.reports.records.sweep import sweep_page, trial_rows, write_sweep_report
 from scaleray.scaling.sweeps.result import rule_sentences
@@ -39,6 +39,14 @@ def a_run_page(count=300):
     return run_page(
         study_examples.run_record(), rows=step_rows(study_examples.steps_csv(count)), evaluations=evaluations
     )
+
+
+def test_many_metrics_have_figures_up_to_a_number_and_the_page_says_how_many_have_none():
+    """A report of 5,000 metrics took minutes after the training was done."""
+    evaluations = {f"validation/m{number:04}": [(1, 0.5), (2, 0.4)] for number in range(100)}
+    page = run_page(study_examples.run_record(), rows=[], evaluations=evaluations)
+    assert sum(one.name.startswith("evaluation-") for one in page.drawings) == MOST_EVALUATIONS
+    assert "60 metrics of 100 have no figure here: see evaluations.csv" in render(page)
 
 
 @pytest.fixture(scope="module")
