@@ -194,6 +194,7 @@ def load_file(
 ) -> bool:
     """Fill a model's tensors from one file: `where` itself, `.pt` or `.safetensors`, or the final weights of a run that
     left no checkpoint. False where there is no such file. Arguments as in `load_weights`; without communication."""
+    opened: contextlib.AbstractContextManager[tuple[list[str], Callable[[str], torch.Tensor]]]
     if Path(where).is_file():
         ending = _ending(where, "the weights")
         opened = opened_safetensors(where) if ending == ".safetensors" else opened_torch(where)
