@@ -10,10 +10,15 @@ from scaleray.errors import TrackingError, UsageError
 from scaleray.launch.gate.evidence import Evidence
 from scaleray.launch.gate.mlperf_log import POINTS, TOKEN, mlperf_lines, write_mlperf_log
 from scaleray.tracking.find_record import FoundRun
+from scaleray.tracking.steps_file import STEP_COLUMNS
 from tests import study_examples
 
 TARGET = Target.parse("test/accuracy >= 0.9")
-STEPS = "step,step_time_s,recorded_at,losses\n" + "".join(f"{n},0.5,{1000 + n / 2},\n" for n in range(1, 41))
+STEPS = f"{','.join(STEP_COLUMNS)}\n" + "".join(
+    ",".join({"step": f"{n}", "step_time_s": "0.5", "recorded_at": f"{1000 + n / 2}"}.get(c, "") for c in STEP_COLUMNS)
+    + "\n"
+    for n in range(1, 41)
+)
 CONFIG = {
     "seed": 3, "optimizer": {"name": "adamw"}, "tracking": {"experiment": "digits"}, "stop": {}, "scale": {"workers": 2},
 }  # fmt: skip
