@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -56,7 +55,7 @@ from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.own_folder import keep_compiled_code_here
 from scaleray.progress import stage
 from scaleray.records.run import EventRecord, RunRecord, Say, Show
-from scaleray.records.start import DATA, IMPORTS, RAY, StartClock
+from scaleray.records.start import DATA, IMPORTS, RAY, StartClock, steady_time
 from scaleray.records.trace_request import TraceRequest
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.recipe.derive import derive, resolve_strategy
@@ -70,7 +69,7 @@ from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
 from scaleray.workload import make_workload, name_of
 
-IMPORTED_AT = time.time()
+IMPORTED_AT = steady_time()
 
 
 def train(
@@ -104,7 +103,7 @@ def train(
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
     """
-    start = StartClock(started_at or time.time(), {IMPORTS: IMPORTED_AT})
+    start = StartClock(started_at or steady_time(), {IMPORTS: IMPORTED_AT})
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     check_started_once(say)

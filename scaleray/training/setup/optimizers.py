@@ -84,7 +84,7 @@ def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) ->
             momentum=values.momentum,
             nesterov=values.nesterov,
             weight_decay=values.weight_decay,
-            **_kernels(trained, config),
+            **_kernels(trained, config, is_sparse=has_sparse_gradients(model)),
         )
     return torch.optim.AdamW(
         trained,
@@ -96,10 +96,15 @@ def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) ->
     )
 
 
-def _kernels(trained: list[nn.Parameter], config: RunConfig) -> dict[str, bool]:
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Whether a layer, such as nn.Embedding(sparse=True), gives its weights sparse gradients."""
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+def _kernels(trained: list[nn.Parameter], config: RunConfig, *, is_sparse: bool = False) -> dict[str, bool]:
     """Switches for torch's optimizer implementation: fused (one kernel for all parameters, on the CPU too) where it
     works."""
-    if not all(p.is_floating_point() for p in trained):
+    if is_sparse or not all(p.is_floating_point() for p in trained):
         return {}
     layouts = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
     if len(layouts) > 1:
