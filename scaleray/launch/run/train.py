@@ -14,6 +14,7 @@ from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
+from scaleray.checkpoints.storage import remove_parts
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
@@ -155,6 +156,8 @@ def train(
         folder.remove_if_empty()
         raise
     finally:
+        if folder.is_local:
+            remove_parts(folder.path)  # those of workers that were killed
         folder.unlock()
 
 
