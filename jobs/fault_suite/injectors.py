@@ -10,16 +10,18 @@ import os
 import random
 import resource
 import signal
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from fault_suite.cluster import Nodes, raylet_of
 from fault_suite.run import Failed, Run
-from fault_suite.services import Bucket, TrackingServer
+from fault_suite.services import TROUBLES, Bucket, Proxy, TrackingServer
 
 HANG_SLACK_S = 5.0  # the watchdog looks every half second, the message travels to the terminal once a second
 DRAIN_S = 8
@@ -38,6 +40,7 @@ class Scene:
     random: random.Random
     bucket: Bucket | None = None
     tracking: TrackingServer | None = None
+    proxy: Proxy | None = None
 
     def victim(self) -> tuple[int, int]:
         """(rank, process) of a worker that trains now."""
@@ -286,6 +289,67 @@ def kill_tracking(scene: Scene) -> float:
     return killed
 
 
+def lose_storage(scene: Scene) -> float:
+    """The run's folder is gone for a while, with a file in its place; then a worker dies."""
+    run = scene.run
+    wait_until_under_way(run)
+    at, folder = time.time(), run.path
+    away = run.folder / "away"
+    folder.rename(away)
+    folder.touch()
+    try:
+        run.wait_for(lambda: run.said("could not be written", since=at), "a checkpoint that cannot be written")
+    finally:
+        folder.unlink()
+        away.rename(folder)
+    return kill(scene.victim()[1])
+
+
+def trouble_tracking(scene: Scene, trouble: str) -> float:
+    """MLflow's server answers in a wrong way, or late; a worker dies meanwhile."""
+    proxy, run = scene.proxy, scene.run
+    assert proxy is not None
+    wait_until_under_way(run)
+    proxy.begin(trouble)
+    try:
+        killed = kill(scene.victim()[1])
+        run.wait_for(lambda: proxy.num_troubled >= 3, f"three answers of the kind `{trouble}`", may_end=True)
+    finally:
+        proxy.begin("")
+    return killed
+
+
+def kill_of_own_ray(scene: Scene, name: str) -> float:
+    """SIGKILL to a process of the command's own Ray, with which the command dies: there must be a message, a run that is
+    marked, and nothing left. Then the same command again."""
+    run = scene.run
+    assert run.driver is not None
+    family = psutil.Process(run.driver.pid).children(recursive=True)
+    found = [process for process in family if process.name() == name]
+    if len(found) != 1:
+        raise NotInjected(f"{len(found)} processes called {name}")
+    folder = Path(found[0].environ()["WORKER_TEMPLATE_SOCKET"]).parent
+    at = kill(found[0].pid)
+    if run.driver.wait(timeout=150) == 0:
+        raise NotInjected("the run was done before its Ray was missed")
+    run.wait_for(lambda: run.said("ended before it was done", since=at), "a message", seconds=60, may_end=True)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    if alive or folder.exists():
+        raise Failed(f"{name} left {alive} and {folder if folder.exists() else 'no folder'}")
+    with contextlib.closing(sqlite3.connect(run.tracking_uri.removeprefix("sqlite:///"))) as database:
+        status = [row[0] for row in database.execute("select status from runs")]
+    if status != ["FAILED"]:
+        raise Failed(f"MLflow has {status} after the end of {name}")
+    run.start()
+    return at
+
+
+def step_clock(scene: Scene) -> float:
+    """The wall clock of all Python code of the run steps forward by an hour; then a worker dies."""
+    (scene.run.folder / "clock" / "stepped").touch()
+    return kill(scene.victim()[1])
+
+
 def wait_until_under_way(run: Run) -> None:
     """The run is known to MLflow and has a checkpoint; before that, it cannot do without servers."""
     run.wait_for(lambda: run.said("| checkpoint |"), "the first checkpoint", seconds=60)
@@ -336,10 +400,20 @@ LOCAL: dict[str, Callable[[Scene], float]] = {
     "writes refused": refuse_writes,
     "SIGTERM with grace": terminate_driver,
     "node drained": drain_node,
+    "storage gone": lose_storage,
 }
 S3: dict[str, Callable[[Scene], float]] = {
     "S3 answers 500": fail_bucket,
     "killed while uploading": kill_while_uploading,
 }
 SERVER: dict[str, Callable[[Scene], float]] = {"MLflow server killed": kill_tracking}
-KINDS = {**LOCAL, **S3, **SERVER}
+PROXY: dict[str, Callable[[Scene], float]] = {
+    f"MLflow answers: {trouble}": partial(trouble_tracking, trouble=trouble) for trouble in TROUBLES
+}
+OWN_RAY: dict[str, Callable[[Scene], float]] = {
+    "raylet killed": partial(kill_of_own_ray, name="raylet"),
+    "GCS killed": partial(kill_of_own_ray, name="gcs_server"),
+    "clock steps": step_clock,
+}
+"""Faults of runs with a Ray of their own."""
+KINDS = {**LOCAL, **S3, **SERVER, **PROXY, **OWN_RAY}

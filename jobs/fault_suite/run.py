@@ -203,7 +203,7 @@ class Run:
         time.sleep(0.2)  # the last lines are on their way
         if code:
             raise Failed(f"the run ended with exit code {code}:\n{self.tail()}")
-        return RunRecord(**json.loads("".join(self._output)))
+        return RunRecord.from_json("".join(self._output))  # which leaves out what the command alone says
 
     def stop(self) -> None:
         """End what still runs, if anything."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import logging
 import os
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import requests
 
 from scaleray.guarded import guarded
 from scaleray.launch.cluster.own_ray import free_port
@@ -127,6 +129,60 @@ class TrackingServer:
         _, alive = psutil.wait_procs(family, timeout=20)
         self.process = None
         return not alive
+
+
+TROUBLES = ("refusal", "nothing", "late", "401", "redirect")
+"""Kinds of wrong answers of a `Proxy`: 500; 200 with an empty body; right, after three seconds; 401; 302 to a port at
+which nothing listens."""
+
+
+class Proxy:
+    """An HTTP proxy before an MLflow server, which can be made to answer in a wrong way."""
+
+    def __init__(self, target: str) -> None:
+        self.trouble, self.num_troubled = "", 0
+        proxy = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                trouble = proxy.trouble
+                proxy.num_troubled += bool(trouble)
+                if trouble == "late":
+                    time.sleep(3.0)
+                if trouble in ("", "late"):
+                    headers = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "connection")}
+                    found = requests.request(
+                        self.command, target + self.path, data=body, headers=headers, allow_redirects=False, timeout=60
+                    )
+                    code, content, extra = found.status_code, found.content, {}
+                else:
+                    code = {"refusal": 500, "nothing": 200, "401": 401, "redirect": 302}[trouble]
+                    content, extra = b"", {"Location": "http://127.0.0.1:1/"} if code == 302 else {}
+                self.send_response(code)
+                for name, value in {"Content-Length": str(len(content)), **extra}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer
+
+            def log_message(self, *arguments: Any) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.server.serve_forever, name="proxy", daemon=True).start()
+
+    @property
+    def uri(self) -> str:
+        """For tracking.uri."""
+        return f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def begin(self, trouble: str) -> None:
+        """Answer so from now on; "" is right."""
+        self.trouble, self.num_troubled = trouble, 0
 
 
 @contextlib.contextmanager

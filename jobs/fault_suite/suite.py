@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import statistics
 import time
@@ -14,11 +15,16 @@ from typing import Any
 from fault_suite import services
 from fault_suite.checks import Outcome, outcome, same_records, same_weights, used_samples
 from fault_suite.cluster import Nodes, local_nodes
-from fault_suite.injectors import KINDS, LOCAL, S3, SERVER, NotInjected, Scene
+from fault_suite.injectors import KINDS, LOCAL, OWN_RAY, PROXY, S3, SERVER, NotInjected, Scene
 from fault_suite.run import FULL, Failed, Run, Size
 
 FAULTS_PER_RUN = 7
-STEPS_TAKEN = {"node drained": 140, "S3 answers 500": 120, "writes refused": 40, "MLflow server killed": 100}
+STEPS_TAKEN = {
+    "node drained": 140,
+    "S3 answers 500": 120,
+    "writes refused": 40,
+    "MLflow server killed": 100,
+} | dict.fromkeys(PROXY, 60)
 """Steps that pass while some kinds do their harm; they must fit into the run."""
 AFTER_LAST = 50  # steps after the last fault of a run
 
@@ -99,7 +105,7 @@ def _deal(num_faults: int, kinds: Sequence[str], dealt: list[str], chosen: rando
         names.append(chosen.choice([kind for kind in kinds if dealt.count(kind) == fewest]))
         dealt.append(names[-1])
     runs: list[list[str]] = []
-    for place in (LOCAL, S3, SERVER):
+    for place in (LOCAL, S3, SERVER, PROXY, OWN_RAY):
         own = [name for name in names if name in place]
         chosen.shuffle(own)
         # as many runs as needed, and no two kinds that take long in one where that can be helped
@@ -130,6 +136,22 @@ def _undisturbed(nodes: Nodes, folder: Path, size: Size, say: Callable[[str], No
 def _environment(nodes: Nodes) -> dict[str, str]:
     # a drain is noticed within a second, as the suite has no minutes to give
     return {**nodes.environment(), "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1"}
+
+
+CLOCK = """
+import os, time
+_real = time.time
+time.time = lambda: _real() + 3600.0 * os.path.exists(FLAG)
+"""
+
+
+def _own_ray(folder: Path, environment: dict[str, str]) -> dict[str, str]:
+    """The environment of a command that starts its own Ray, with a clock that steps when there is a file."""
+    clock = folder / "clock"
+    clock.mkdir()
+    (clock / "sitecustomize.py").write_text(CLOCK.replace("FLAG", repr(str(clock / "stepped"))))
+    own = {name: value for name, value in environment.items() if not name.startswith("RAY_")}
+    return {**own, "PYTHONPATH": os.pathsep.join(filter(None, [str(clock), own.get("PYTHONPATH")]))}
 
 
 class _Disturbed:
@@ -230,8 +252,16 @@ class _Disturbed:
             if any(name in SERVER for name in names):
                 tracking = stack.enter_context(services.tracking_server(self.folder))
                 options["tracking.uri"] = tracking.uri
+            proxy = None
+            if any(name in PROXY for name in names):
+                proxy = services.Proxy(stack.enter_context(services.tracking_server(self.folder)).uri)
+                stack.callback(proxy.server.shutdown)
+                options["tracking.uri"] = proxy.uri
+            if any(name in OWN_RAY for name in names):
+                environment = _own_ray(self.folder, environment)
+                options["scale.label_selector"] = {}
             run = Run(self.folder, environment, self.size, options)
-            yield Scene(run, self.nodes, self.random, self.bucket, tracking)
+            yield Scene(run, self.nodes, self.random, self.bucket, tracking, proxy)
 
 
 def median(values: Sequence[float]) -> float | None:

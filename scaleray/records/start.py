@@ -16,6 +16,15 @@ LONG_S = 8.0
 """Seconds from which on a start is long enough to say where they went."""
 
 
+_OFFSET_S = time.time() - time.monotonic()
+
+
+def steady_time() -> float:
+    """Seconds since 1970 by a clock that never steps: the wall clock of when this process began, and the seconds since
+    then. For both ends of a duration; what is a fact, such as when a run started, may be read from it too."""
+    return _OFFSET_S + time.monotonic()
+
+
 def in_words(parts: Mapping[str, float]) -> str:
     """The parts of a start in one line, with their seconds."""
     known = " | ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= 0.05)
@@ -30,8 +39,8 @@ class StartClock:
         self.ends = dict(ends or {})
 
     def end(self, part: str, at: float | None = None) -> None:
-        """A part has ended. at: wall clock; None is now. Only the first end counts."""
-        self.ends.setdefault(part, time.time() if at is None else at)
+        """A part has ended. at: by `steady_time`; None is now. Only the first end counts."""
+        self.ends.setdefault(part, steady_time() if at is None else at)
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each part whose end is known; clocks of two nodes may differ, but no part takes less than none."""

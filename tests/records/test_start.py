@@ -1,11 +1,24 @@
 """Where the seconds between a command and its first step went."""
 
 import dataclasses
+import time
+from types import SimpleNamespace
 
 from study_examples import run_record
 
-from scaleray.records.start import DATA, FIRST_STEP, IMPORTS, MODEL, RAY, WORKER_IMPORTS, StartClock, in_words
+from scaleray.records.start import (
+    DATA,
+    FIRST_STEP,
+    IMPORTS,
+    MODEL,
+    RAY,
+    WORKER_IMPORTS,
+    StartClock,
+    in_words,
+    steady_time,
+)
 from scaleray.reports.terminal.live import final_lines
+from scaleray.training.health.clock import Clock
 
 
 def test_the_parts_of_a_start_add_up_to_the_time_to_its_first_step():
@@ -27,3 +40,16 @@ def test_a_long_start_is_told_in_one_line_and_a_short_one_is_not():
     record = dataclasses.replace(run_record(), start=parts)
     assert in_words(parts) in final_lines(record)
     assert not any("first step" in line for line in final_lines(dataclasses.replace(record, start={RAY: 1.0})))
+
+
+def test_a_step_of_the_wall_clock_is_in_no_duration(monkeypatch):
+    """An hour forward made a time to the first step of 3,641 s, and a total time of 3,645 s."""
+    clock = StartClock(steady_time())
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600)
+    clock.end(IMPORTS)
+    assert clock.seconds()[IMPORTS] < 3000
+    steps = Clock(clock.started_at, clock.ends, SimpleNamespace(start=lambda now: None, cut=lambda took, now: None))
+    steps.start(0.0)
+    steps.tick(0.0)
+    assert steps.first_step_s < 3000

@@ -102,6 +102,7 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
         yield _address()
         return
     address = os.environ.get("RAY_ADDRESS") or "local"
+    is_good = False
     try:
         with _importing([*meanwhile, "ray.train.torch"]):
             if address != "local":
@@ -116,9 +117,10 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
                         raise _own_ray_failed(exc) from exc
                 _own_cluster = True
         yield _address()
+        is_good = True
     finally:
         _own_cluster = False
-        own_ray.stop()
+        own_ray.stop(keeps_logs=not is_good)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,14 @@ its workers inherit it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
 import socket
+import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 
@@ -20,11 +24,15 @@ from scaleray.own_folder import own_folder
 
 _template: worker_template.WorkerTemplate | None = None
 """What the workers of this process's own Ray are forked from."""
+_session: str | None = None
+"""Ray's folder of the session that this process has started."""
+KEPT_S = 7 * 86400.0
+"""Seconds for which the logs of a session that failed are kept at least."""
 
 
 def start(config: RunConfig, environment: Mapping[str, str]) -> None:
     """Start Ray on this machine and connect to it. environment: variables of all its processes."""
-    global _template
+    global _template, _session
     ensure_token()
     known = {}
     if worker_template.is_possible():
@@ -63,21 +71,37 @@ def start(config: RunConfig, environment: Mapping[str, str]) -> None:
             logging_level=logging.ERROR,
             _temp_dir=ray_folder(),
         )
-    driver_guard.note_ray(
-        **known, logs=f"{lean_node.session_folder() or ray_folder()}/logs", processes=lean_node.processes()
-    )
+    _session = lean_node.session_folder()
+    driver_guard.note_ray(**known, logs=f"{_session or ray_folder()}/logs", processes=lean_node.processes())
 
 
-def stop() -> None:
-    """End what `start` started."""
+def stop(*, keeps_logs: bool = False) -> None:
+    """End what `start` started. keeps_logs: Ray's folder of this session stays, for a look at what failed."""
     import ray
 
-    global _template
+    global _template, _session
     ray.shutdown()
+    if _session is not None and "RAY_TMPDIR" not in os.environ:
+        if not keeps_logs:
+            shutil.rmtree(_session, ignore_errors=True)
+        _remove_old_sessions(Path(_session).parent)
+    _session = None
     if _template is not None:
         _template.close()
         _template = None
     driver_guard.note_ray()
+
+
+def _remove_old_sessions(place: Path) -> None:
+    """Remove folders of sessions that ended long ago, and a link to a session whose folder is gone."""
+    for folder in place.glob("session_2*"):
+        with contextlib.suppress(OSError, ValueError):
+            is_old = time.time() - folder.stat().st_mtime > KEPT_S
+            if is_old and not psutil.pid_exists(int(folder.name.rpartition("_")[2])):
+                shutil.rmtree(folder, ignore_errors=True)
+    latest = place / "session_latest"
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)
 
 
 def ray_folder() -> str:

@@ -31,8 +31,9 @@ def has_token() -> bool:
     """Whether a client here would find a token; one that is not in the home is named in the environment."""
     if any(name in os.environ for name in (TOKEN, TOKEN_PATH)) or token_file().exists():
         return True
-    if os.access(token_file().parent.parent, os.W_OK) or not (file := _without_home()).exists():
-        return False  # the file of a command without a home is not that of a user with one
+    home = token_file().parent.parent
+    if (home.is_dir() and os.access(home, os.W_OK)) or not (file := _without_home()).exists():
+        return False
     os.environ[TOKEN_PATH] = str(file)
     return True
 

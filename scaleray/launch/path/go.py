@@ -14,6 +14,7 @@ from scaleray.launch.path.state import find_path, locked, write
 from scaleray.launch.path.tasks import DECIDE, STUDY, SWEEP, again, filled
 from scaleray.records.path import OVER, STEPS, PathDecision, PathRecord, PathTask
 from scaleray.records.run import Say
+from scaleray.records.start import steady_time
 from scaleray.user_name import user_or_somebody
 
 ANEW = "--force"
@@ -98,7 +99,7 @@ def _opened(task: PathTask, fresh: PathTask) -> PathTask:
 
 
 def _run(path: PathRecord, task: PathTask, *, say: Say) -> PathRecord:
-    started, by = time.time(), user_or_somebody()
+    started, by = steady_time(), user_or_somebody()
     refused = None
     try:
         task = replace(task, ran=filled(path, task.command))
@@ -111,7 +112,7 @@ def _run(path: PathRecord, task: PathTask, *, say: Say) -> PathRecord:
         status="done" if outcome.code == 0 else "failed",
         exit_code=outcome.code,
         started_at=started,
-        duration_s=time.time() - started,
+        duration_s=steady_time() - started,
         by=by,
         folder=outcome.folder,
         figures=outcome.figures,

@@ -25,6 +25,7 @@ from scaleray.parsing import load_json
 from scaleray.records.path import PathDecision, PathRecord, PathTask, Trial
 from scaleray.records.read import FILE
 from scaleray.records.run import Say
+from scaleray.records.start import steady_time
 from scaleray.user_name import user_or_somebody
 
 TO_TARGET = "seconds to target"
@@ -88,11 +89,11 @@ def _trained(path: PathRecord, sides: Mapping[str, Mapping[str, Any]], *, by: st
             assert folder is not None
             if not is_finished(folder):
                 say(f"{name}: {task.shell}")
-                started = time.time()
+                started = steady_time()
                 code, printed, said = run_command(going_on(task.command), log=log_of(path, task.key))
                 if code:
                     raise UsageError("the trial", name, f"its training ended with exit code {code}: {said}")
-                took, figures = time.time() - started, figures_of(printed)
+                took, figures = steady_time() - started, figures_of(printed)
                 task = replace(task, started_at=started, duration_s=took, by=by, figures=figures)
             figures = {**of_training(folder, path.target), **task.figures}
             found.append(replace(task, status="done", folder=str(folder), figures=figures))

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from scaleray.records.json_record import leaves
 from scaleray.records.published import RAYS_JOB, PublishedFacts
 from scaleray.records.rows import Row
 from scaleray.records.run import EMULATED, RunRecord
+from scaleray.records.start import steady_time
 from scaleray.reproducibility.fingerprint import environment_hash
 from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.tracking.provenance import cost_of, dataset, source_tags
@@ -171,7 +171,7 @@ def make_record(
         input_wait_share=summary.input_wait_share if summary else None,
         time_to_first_step_s=None if math.isnan(first_step_s) else first_step_s,
         training_time_s=summary.training_time_s if summary else None,
-        total_time_s=time.time() - job.started_at,
+        total_time_s=steady_time() - job.started_at,
         peak_memory_bytes=[s.peak_memory_bytes for s in summaries],
         nonfinite_steps=summary.nonfinite_steps if summary else 0,
         sample_order=job.sample_order,

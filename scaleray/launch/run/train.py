@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.model_layout import ADAPTERS, FINAL_WEIGHTS, TRAINED_WEIGHTS
+from scaleray.checkpoints.storage import remove_parts
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
@@ -57,7 +57,7 @@ from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.own_folder import keep_compiled_code_here
 from scaleray.progress import stage
 from scaleray.records.run import EventRecord, RunRecord, Say, Show
-from scaleray.records.start import DATA, IMPORTS, RAY, StartClock
+from scaleray.records.start import DATA, IMPORTS, RAY, StartClock, steady_time
 from scaleray.records.trace_request import TraceRequest
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.recipe.derive import derive, resolve_strategy
@@ -71,7 +71,7 @@ from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
 from scaleray.workload import make_workload, name_of
 
-IMPORTED_AT = time.time()
+IMPORTED_AT = steady_time()
 
 
 def train(
@@ -105,7 +105,7 @@ def train(
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
     """
-    start = StartClock(started_at or time.time(), {IMPORTS: IMPORTED_AT})
+    start = StartClock(started_at or steady_time(), {IMPORTS: IMPORTED_AT})
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     check_started_once(say)
@@ -158,6 +158,8 @@ def train(
         folder.remove_if_empty()
         raise
     finally:
+        if folder.is_local:
+            remove_parts(folder.path)  # those of workers that were killed
         folder.unlock()
 
 

@@ -37,6 +37,7 @@ from scaleray.progress import Stage
 from scaleray.records.printed import quantity
 from scaleray.records.published import RankSample
 from scaleray.records.run import EMULATED, Say
+from scaleray.records.start import steady_time
 from scaleray.records.study import Conditions, Curve, Mode, NoiseCourse, Point, StudyRecord, ToTarget, Turn
 from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.scaling.curves.curves import as_curve
@@ -315,7 +316,7 @@ class RunningStudy:
             model_profile=None if isinstance(self.profile, str) else self.profile.to_dict(),
             noise=study_noise.resolved(study_noise.surest(points)),
             started_at=self.started_at,
-            duration_s=time.time() - self.started_at,
+            duration_s=steady_time() - self.started_at,
             tracking_uri=self.mlflow.tracking_uri,
             folder=without_password(self.folder.path),
         )

@@ -6,7 +6,6 @@ Turns are kept as soon as they are measured, so that the same command goes on wh
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -46,6 +45,7 @@ from scaleray.launch.workers.gloo import UserCode
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.progress import stage
 from scaleray.records.run import Say
+from scaleray.records.start import steady_time
 from scaleray.records.study import StudyRecord
 from scaleray.tracking import store
 from scaleray.tracking.study_runs import key_of
@@ -69,7 +69,7 @@ def study(
     curves; refused where they were measured under other conditions. command: how to repeat the study.
     Raises UsageError for what the user can mend, RunFailedError where a worker failed, KeyboardInterrupt when stopped.
     """
-    started_at = time.time()
+    started_at = steady_time()
     check_started_once(say)
     config = with_absolute_paths(study_noise.with_noise(config) if question.noise else config)
     store.check_reachable(store.resolve_uri(config.tracking.uri))

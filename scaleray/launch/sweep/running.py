@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from scaleray.monitoring.live.measured_series import Measured
 from scaleray.progress import Stage, stage
 from scaleray.records.printed import quantity
 from scaleray.records.run import Say
+from scaleray.records.start import steady_time
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.sweeps.result import DIVERGED, FAILED, NOT_STARTED, common_causes, sentences, with_common_target
@@ -321,7 +321,7 @@ class RunningSweep:
             search=plan.question.search,
             trials=self.trials,
             started_at=self.asked.started_at,
-            duration_s=time.time() - self.started_at,
+            duration_s=steady_time() - self.started_at,
             folder=without_password(self.files.folder.path),
         )
         compared = with_common_target(record)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from scaleray.launch.sweep.running import RunningSweep, WriteReport
 from scaleray.launch.sweep.tune import quiet_tune
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.records.run import Say
+from scaleray.records.start import steady_time
 from scaleray.records.sweep import SweepRecord
 from scaleray.scaling.sweeps.question import SweepQuestion
 from scaleray.scaling.sweeps.search_space import Settings
@@ -76,7 +76,7 @@ def sweep(
     if continue_folder is not None and (finished := finished_record(absolute_path(continue_folder))) is not None:
         say(f"sweep {finished.name} is finished already; nothing is left to do")
         return finished
-    started_at = time.time()
+    started_at = steady_time()
     folder: RunFolder | None = None
     before = read_asked(absolute_path(continue_folder)) if continue_folder is not None else None
     if before is not None:

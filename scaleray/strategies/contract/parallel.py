@@ -89,7 +89,9 @@ class Parallel:
     """Part of `close` that the next run in this process needs, where nobody keeps the model: sharded parameters stay
     shards. Not collective. None: `close` serves instead, as it waits for nobody."""
 
-    total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda gradients: norm_of(gradients)
+    total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda gradients: (
+        torch.linalg.vector_norm(gradients[0]) if len(gradients) == 1 else torch.nn.utils.get_total_norm(gradients)
+    )
     """Norm of the whole model's gradient, given this rank's gradients. Collective where gradients are sharded."""
     share_of_square: Callable[[Sequence[torch.Tensor]], float] | None = None
     """This rank's share of the squared norm of the whole model's gradient, in float64: the shares of all ranks add up
@@ -168,12 +170,6 @@ class Parallel:
         """Result of user code on the model where no backward pass follows, as in evaluations.
         Collective where `forward_is_collective`."""
         return computation(self.module) if self.alone is None else self.alone(computation)
-
-
-def norm_of(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Norm of all gradients together, () on their device; those of sparse embeddings count with their values."""
-    dense = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
-    return torch.linalg.vector_norm(dense[0]) if len(dense) == 1 else torch.nn.utils.get_total_norm(dense)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scaleray.records.start import FIRST_STEP, StartClock
+from scaleray.records.start import FIRST_STEP, StartClock, steady_time
 from scaleray.training.profile.profile import Profile
 
 
@@ -49,7 +49,7 @@ class Clock:
         step_s, wait_s = now - self._started, waited_s - self._waited
         self._started, self._waited = now, waited_s
         if not self.times:
-            now_s = time.time()
+            now_s = steady_time()
             self.begin.end(FIRST_STEP, now_s)
             self.first_step_s = now_s - self.begin.started_at
         self.times.append(step_s)

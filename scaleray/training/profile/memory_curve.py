@@ -14,6 +14,7 @@ import torch
 from scaleray.profiling.memory import Sample, memory_over_time, numbers_of, thinned
 from scaleray.records.phases import Phase
 from scaleray.records.profile import MemoryNumbers, MemoryPeak
+from scaleray.records.start import steady_time
 from scaleray.training.profile import used_memory
 
 LOOK_EVERY_S = 1.0
@@ -74,7 +75,7 @@ class MemoryCurve:
         num_bytes = used_memory.counted_peak_bytes(self.device)
         if self.peak is not None and num_bytes <= self.peak.num_bytes:
             return False
-        self.peak = MemoryPeak(num_bytes, self._step + 1, phase or "", time.time() - self.started_at)
+        self.peak = MemoryPeak(num_bytes, self._step + 1, phase or "", steady_time() - self.started_at)
         return True
 
     def _sample(self, now: float) -> None:

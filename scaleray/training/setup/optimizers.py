@@ -75,9 +75,6 @@ def _build(
 def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
     settings = config.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
-    # torch's fused and foreach kernels take no sparse gradients
-    has_sparse = any(isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse for part in model.modules())
-    kernels = {"foreach": False, "fused": False} if has_sparse else _kernels(trained, config)
     if settings.name in ("lars", "lamb"):
         return _layer_wise(trained, values, config)
     if settings.name == "sgd":
@@ -87,7 +84,7 @@ def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) ->
             momentum=values.momentum,
             nesterov=values.nesterov,
             weight_decay=values.weight_decay,
-            **kernels,
+            **_kernels(trained, config, is_sparse=has_sparse_gradients(model)),
         )
     return torch.optim.AdamW(
         trained,
@@ -95,14 +92,19 @@ def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) ->
         betas=values.betas,
         eps=values.epsilon,
         weight_decay=values.weight_decay,
-        **kernels,
+        **_kernels(trained, config, is_sparse=has_sparse_gradients(model)),
     )
 
 
-def _kernels(trained: list[nn.Parameter], config: RunConfig) -> dict[str, bool]:
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Whether a layer, such as nn.Embedding(sparse=True), gives its weights sparse gradients."""
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+def _kernels(trained: list[nn.Parameter], config: RunConfig, *, is_sparse: bool = False) -> dict[str, bool]:
     """Switches for torch's optimizer implementation: fused (one kernel for all parameters, on the CPU too) where it
     works."""
-    if not all(p.is_floating_point() for p in trained):
+    if is_sparse or not all(p.is_floating_point() for p in trained):
         return {}
     layouts = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
     if len(layouts) > 1:

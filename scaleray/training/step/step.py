@@ -288,7 +288,7 @@ class TrainStep:
             setup.pruning.mask_gradients()  # before anybody looks at them
         if self.probe is not None:
             self.probe.on_gradients(float(correction))
-        gradients = [p.grad for p in setup.parameters if p.grad is not None]
+        gradients = [dense_part(p) for p in setup.parameters if p.grad is not None]
         norm: Number | None = None
         factor, scale = correction, self._loss_scale()
         looked_at = loss_sum + correction
@@ -347,3 +347,14 @@ class TrainStep:
             pruning.prune(self.num_updates)
         else:
             pruning.apply()
+
+
+def dense_part(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Gradient of a parameter, or the values of a sparse one, whose entries of one row are then added up: torch has no
+    norm of a list of sparse tensors, and values are changed in place."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not gradient.is_sparse:
+        return gradient
+    parameter.grad = gradient = gradient.coalesce()
+    return gradient._values()

@@ -100,7 +100,7 @@ def test_a_ray_that_does_not_come_up_here_is_one_message_with_its_logs(monkeypat
         raise Exception("The current node timed out during startup.\nmore\nand more")  # as Ray's own node does
 
     monkeypatch.setattr(own_ray, "start", start)
-    monkeypatch.setattr(own_ray, "stop", lambda: None)
+    monkeypatch.setattr(own_ray, "stop", lambda **named: None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ClusterError, match="timed out during startup") as caught, connection.connected(CONFIG):
         pass

@@ -51,6 +51,11 @@ def test_a_home_that_cannot_hold_the_token(home, monkeypatch, kind):
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
     token.ensure_token()
     assert (home / "auth_token").read_text() == written
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+    monkeypatch.setenv("HOME", str(home))
+    assert not token.has_token()  # a home that can hold one has its own
+    monkeypatch.setenv("HOME", str(home / "other"))
+    assert token.has_token()
     assert token.headers() == {"Authorization": f"Bearer {written}"}
 
 

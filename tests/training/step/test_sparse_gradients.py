@@ -1,0 +1,35 @@
+"""Sparse gradients, as of nn.Embedding(sparse=True): their norm is that of dense ones, so that clipping is too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from small_runs import largest_difference, train_alone
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from scaleray import Workload
+
+
+class Words(Workload):
+    def __init__(self, *, sparse: bool) -> None:
+        self.sparse = sparse
+
+    def build_model(self):
+        return nn.Sequential(nn.EmbeddingBag(30, 8, sparse=self.sparse), nn.Linear(8, 2)).double()
+
+    def datasets(self):
+        words = np.random.default_rng(0).integers(0, 10, size=(32, 6))  # a row has a word twice: parts to be added up
+        return {"train": {"words": words, "label": (words[:, 0] > 5).astype("int64")}}
+
+    def loss(self, model, batch):
+        return cross_entropy(model(batch["words"]), batch["label"], reduction="sum"), len(batch["label"])
+
+
+@pytest.mark.parametrize(
+    "flags", [{}, {"optimizer.clip_norm": 0.01}, {"batch.micro_size": 4, "optimizer.clip_norm": 0.01}]
+)
+def test_clipped_sparse_gradients_train_as_dense_ones(flags):
+    """90 lines of the registrations of torch, as it has no norm of a list of sparse tensors."""
+    sparse, dense = (train_alone(Words(sparse=kind), flags) for kind in (True, False))
+    assert largest_difference(sparse.weights, dense.weights) < 1e-12
