@@ -81,8 +81,8 @@ def verify(
     config: Config,
     workload: Any = None,
     *,
-    strategies: Sequence[str] = ("all",),
-    world_sizes: Sequence[int] = (1, 2),
+    strategies: Sequence[str] = ("own",),
+    world_sizes: Sequence[int] | None = None,
     accumulation: Sequence[int] = (1, 3),
     steps: int = 20,
     bound: float | None = None,
@@ -95,17 +95,19 @@ def verify(
     """Check that strategies and numbers of workers repeat the training of one process, step by step; `.passed` of the
     certificate says it.
 
-    strategies: names, or all. world_sizes: numbers of workers. accumulation: micro-batches in each worker's step.
+    strategies: names; own: the config's own; all: every one. world_sizes: numbers of workers; None: 1 and 2, or 1 and
+    the workers of one model where it is split. accumulation: micro-batches in each worker's step.
     bound: largest relative difference; None is what fits the precision. precision: arithmetic of the check. resume:
     interrupt each at a random step (drawn with `seed`) and resume it instead. local: in gloo processes on this machine,
     without Ray.
     """
-    from scaleray.launch.verify.plan import Question
+    from scaleray.launch.verify.plan import Question, default_world_sizes
     from scaleray.launch.verify.resume import verify_resumes
     from scaleray.launch.verify.verify import verify as run
 
     whole, base_dir, workload = resolved(config, workload)
-    question = Question(list(strategies), list(world_sizes), list(accumulation), steps, bound, precision)
+    sizes = default_world_sizes(whole) if world_sizes is None else world_sizes
+    question = Question(list(strategies), list(sizes), list(accumulation), steps, bound, precision)
     if resume:
         return verify_resumes(whole, question, workload, seed=seed, local=local, say=say, base_dir=base_dir)
     return run(whole, question, workload, local=local, say=say, base_dir=base_dir)

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 class VerifyOptions:
     """What is compared, and how."""
 
-    strategies: str = "all"
-    """Names with commas, or all: every one that there is; those that do not take this workload are listed."""
-    world_sizes: str = "1,2"
-    """Numbers of workers, with commas."""
+    strategies: str = "own"
+    """Names with commas; own: the config's own; all: every one that there is, of which those that do not take this
+    workload are listed."""
+    world_sizes: str | None = None
+    """Numbers of workers, with commas. By default 1 and 2, or 1 and the workers of one model where it is split."""
     accumulation: str = "1,3"
     """Micro-batches in each worker's step, with commas."""
     steps: int = 20
@@ -49,7 +50,9 @@ class VerifyOptions:
 def verify(
     *overrides: Overrides, config: ConfigFile = None, options: VerifyOptions = VerifyOptions(), json: Json = False
 ) -> int:
-    """Check that every strategy and number of workers repeats the training of one process, step by step.
+    """Check that the config's strategy, or others, repeats the training of one process, step by step.
+
+    Compared are one process, and the strategy on several workers, with and without accumulation.
 
     A mismatch names the first step and parameter that differ, and of which class that is. Exit code 0 when everything
     that promises equality is equal, 1 when not, 2 for bad usage. Keys of the config can be given as options, as for
@@ -59,13 +62,14 @@ def verify(
     from scaleray.reports.terminal.verification import WIDTH
 
     resolved = load_config(config, flags=overrides)
-    sizes = whole_numbers("--world-sizes", options.world_sizes)
     pieces = whole_numbers("--accumulation", options.accumulation)
     output = Output(json=json, width=WIDTH)
     with output.running():
         with stage("importing"):
-            from scaleray.launch.verify.plan import Question
+            from scaleray.launch.verify.plan import Question, default_world_sizes
 
+        given = options.world_sizes
+        sizes = default_world_sizes(resolved) if given is None else whole_numbers("--world-sizes", given)
         names = [s.strip() for s in options.strategies.split(",")]
         question = Question(names, sizes, pieces, options.steps, options.bound, options.precision)
         check = _resumes if options.resume else _equality

@@ -141,7 +141,7 @@ def make_certificate(
         precision=question.precision,
         own_precision=verification.config.precision.dtype,
         steps=reference.recipe.total_steps,
-        strategies=list(question.strategies),
+        strategies=[verification.config.strategy.name if s == "own" else s for s in question.strategies],
         world_sizes=sorted(set(question.world_sizes)),
         accumulation=sorted(set(question.accumulation)),
         global_batch_size=reference.recipe.global_batch_size,

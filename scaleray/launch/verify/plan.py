@@ -41,7 +41,8 @@ check: a small mistake may hide in it."""
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be verified. strategies: names, or `all`. accumulation: micro-batches in a worker's step."""
+    """What is to be verified. strategies: names, `own` for the config's own, or `all`. accumulation: micro-batches in a
+    worker's step."""
 
     strategies: Sequence[str] = ("all",)
     world_sizes: Sequence[int] = (1, 2)
@@ -60,8 +61,8 @@ class Question:
         if self.bound is not None and not 0 <= self.bound < 1:
             raise ConfigError("--bound", self.bound, "it must be at least 0 and below 1", "1e-9 fits float64")
         for name in self.strategies:
-            if name not in (*STRATEGIES, "all"):
-                raise ConfigError("--strategies", name, f"there are: all, {', '.join(STRATEGIES)}")
+            if name not in (*STRATEGIES, "all", "own"):
+                raise ConfigError("--strategies", name, f"there are: all, {', '.join(STRATEGIES)}, own")
 
     @property
     def allowed(self) -> float:
@@ -208,7 +209,9 @@ def _groups(question: Question, trainings: _Trainings) -> tuple[dict[int, list[V
     groups: dict[int, list[Variant]] = {1: []}  # the reference runs there, even if nothing else does
     refused: dict[tuple[str, int, str], Outcome] = {}
     first_error: ConfigError | None = None
-    asked = list(STRATEGIES) if "all" in question.strategies else list(dict.fromkeys(question.strategies))
+    own = trainings.config.strategy.name
+    named = dict.fromkeys(own if name == "own" else name for name in question.strategies)
+    asked = list(STRATEGIES) if "all" in named else list(named)
     for world_size in sorted(set(question.world_sizes)):
         if trainings.size.packed_steps(trainings.config) is None:
             _check_world_size(world_size, trainings.batch_size)
@@ -230,6 +233,11 @@ def _groups(question: Question, trainings: _Trainings) -> tuple[dict[int, list[V
     if first_error is not None and not any(groups.values()):
         raise first_error
     return groups, list(refused.values())
+
+
+def default_world_sizes(config: RunConfig) -> tuple[int, ...]:
+    """Numbers of workers that are compared where none are named: one, and the fewest above that the config can have."""
+    return 1, max(2, config.model_parallel_size)
 
 
 def course(plan: Plan) -> dict[str, int]:

@@ -14,7 +14,7 @@ from small_runs import WithBatchNorm, WithDropout
 from scaleray.config import load_config
 from scaleray.data import load_sources
 from scaleray.errors import ConfigError, PeerLostError, RunFailedError
-from scaleray.launch.verify.plan import Question, course, make_plan
+from scaleray.launch.verify.plan import Question, course, default_world_sizes, make_plan
 from scaleray.launch.verify.verify import verify
 from scaleray.launch.workers.gloo import OnFirst, UserCode, gloo_processes
 from scaleray.training.setup.place import Place
@@ -85,6 +85,28 @@ def test_all_strategies_are_planned_where_they_exist(tmp_path):
     assert [v.label for v in made.groups[1]] == ["single x 1", "single x 1, 2 micro-batches"]
     assert "ddp x 4, 2 micro-batches" in [v.label for v in made.groups[4]]
     assert not made.refused
+
+
+@pytest.mark.parametrize(
+    ("strategy", "labels"),
+    [
+        ("auto", ["single x 1", "ddp x 2", "ddp x 2, 2 micro-batches"]),
+        ("fsdp", ["single x 1", "fsdp x 2", "fsdp x 2, 2 micro-batches"]),
+    ],
+)
+def test_by_default_the_configs_own_strategy_is_planned(tmp_path, strategy, labels):
+    question = Question(["own"], world_sizes=[1, 2], accumulation=[1, 2])
+    made = plan(tmp_path, question, **{"strategy.name": strategy})
+    planned = [variant.label for group in made.groups.values() for variant in group]
+    assert [label for label in planned if label != "single x 1, 2 micro-batches"] == labels and not made.refused
+
+
+@pytest.mark.parametrize(
+    ("strategy", "sizes"),
+    [({}, (1, 2)), ({"strategy.name": "tensor", "tensor.size": 4, "scale.workers": 4}, (1, 4))],
+)
+def test_by_default_as_many_workers_are_compared_as_hold_one_model(tmp_path, strategy, sizes):
+    assert default_world_sizes(config(tmp_path, **strategy)) == sizes
 
 
 @pytest.mark.parametrize(("accumulation", "batch"), [([1, 2], 8), ([1, 4], 32), ([4, 1], 32)])
