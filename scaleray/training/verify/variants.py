@@ -64,7 +64,8 @@ __all__ = [
 UNSAVED = "the state of the"
 """Beginning of an error that says which part of a training's state cannot be saved."""
 
-Tell = Callable[[str], None]
+Tell = Callable[["Outcome | None"], None]
+"""Function that gets each outcome as soon as it is there; before the first one None, once the reference has run."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,11 @@ class Assignment:
 
 
 def verify_group(
-    place: Place, assignment: Assignment, references: References, *, sources: Sources, tell: Tell = lambda label: None
+    place: Place, assignment: Assignment, references: References, *, sources: Sources, tell: Tell = lambda outcome: None
 ) -> tuple[list[Outcome], References]:
     """Judge every variant. Collective over the place's group. The references found are added to those given (rank 0).
 
-    tell: called on rank 0 with the label of each variant that has been judged. Raises UsageError when the reference
-    itself cannot run.
+    tell: called on rank 0, see `Tell`. Raises UsageError when the reference itself cannot run.
     """
     return _Group(place, assignment, references, sources, tell).run()
 
@@ -131,11 +131,13 @@ class _Group:
                 self.runs.resumes, self.unsaved = False, f"without a resume: {exc.what} cannot be saved ({exc.found})"
                 self.quiet, self.has_statistics = on_first(self.place, self._choose_quiet)
             self.outcomes: list[Outcome] = []
+            if self.place.rank == 0:
+                self.tell(None)
             for variant in self.assignment.variants:
                 self.outcomes.append(self._outcome(variant))
                 if self.place.rank == 0:
                     self.runs.forget(variant)
-                    self.tell(variant.label)
+                    self.tell(self.outcomes[-1])
         return self.outcomes, self.runs.references
 
     def _choose_quiet(self) -> tuple[str, bool]:

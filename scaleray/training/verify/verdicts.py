@@ -131,6 +131,11 @@ def failure(exc: Exception, variant: Variant, probes: list[TraceProbe]) -> Misma
     return Mismatch(step, "run", None, math.inf, cause, " ".join(str(exc).split()))
 
 
+def lost(exc: Exception) -> Mismatch:
+    """The mismatch of a variant whose group is lost with it: it hung, or a process died."""
+    return Mismatch(0, "run", None, math.inf, Cause.FAILED, " ".join(str(exc).split()))
+
+
 def unkept(broken: Divergence) -> Finding:
     return Finding(Cause.UNKNOWN, f"the {broken.quantity} should be equal even so")
 
