@@ -19,6 +19,8 @@ from scaleray.reproducibility.traces import StepTrace, Trace
 SAME_RATIO = 1e-6
 """Relative difference below which two ratios are the same, in float64."""
 
+AVERAGE_OF = "average of "
+"""Beginning of the name of a parameter's average among the buffers of a saved state."""
 RESUMED = ("restored parameters", "restored state", "restored buffers", "resume")
 
 
@@ -38,6 +40,7 @@ class Cause(StrEnum):
     BATCH_NORM = "BatchNorm statistics"
     SCHEDULE = "schedule or learning-rate step count"
     CLIPPING = "clipping on a local norm"
+    UPDATE = "optimizer's update"
     PARAMETERS = "missing parameter synchronisation"
     AVERAGING = "averaging of replicas"
     COMPRESSION = "gradient compression"
@@ -138,6 +141,7 @@ def _restored(divergence: Divergence) -> Finding:
     what = "the state" if name is None else f"the optimizer's {name.rpartition(': ')[2]} of {name.rpartition(': ')[0]}"
     kinds = {"restored parameters": "parameter", "restored buffers": "buffer"}
     what = f"the {kinds[divergence.quantity]} {name}" if divergence.quantity in kinds else what
+    what = f"the {name}" if str(name).startswith(AVERAGE_OF) else what
     missing = "is missing" if math.isinf(divergence.difference) else "is not what was saved"
     return Finding(Cause.RESUME, f"after a resume on another number of workers {what} {missing}")
 
@@ -163,7 +167,8 @@ def _between_steps(other: Trace, divergence: Divergence, theirs: StepTrace) -> F
     how = "the ranks do not hold the same values of" if apart else "there are other values than in one process of"
     if before in other.evaluations:
         return Finding(Cause.EVALUATION, f"after the evaluation at step {before} {how} {name}", name)
-    return Finding(Cause.PARAMETERS, f"between step {before} and the next, as by a callback, {how} {name}", name)
+    why = f"between step {before} and the next, as by a callback, {how} {name}"
+    return Finding(Cause.PARAMETERS if apart else Cause.UPDATE, why, name)
 
 
 def _rows(ours: StepTrace, theirs: StepTrace) -> Finding:

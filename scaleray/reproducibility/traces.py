@@ -87,8 +87,8 @@ class Replicas:
 @dataclass(frozen=True)
 class Restored:
     """State of a training right after it was loaded from a checkpoint of `step`, or when that was saved. parameters:
-    signatures (parameters, 4); state: signatures of the optimizer's tensors, by name, and buffers: of the model's. Of
-    replicas that train apart, their means, of which the norms are not known."""
+    signatures (parameters, 4); state: signatures of the optimizer's tensors, by name, and buffers: of the model's and
+    of its parameters' averages. Of replicas that train apart, their means, of which the norms are not known."""
 
     step: int
     parameters: np.ndarray

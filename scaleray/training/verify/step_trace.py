@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from scaleray.data import RankBatch
 from scaleray.records.run import EvaluationRecord, WorkerMessage
+from scaleray.reproducibility.causes import AVERAGE_OF
 from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.reproducibility.signatures import Signer, number_format
 from scaleray.reproducibility.traces import Restored, StepTrace, Trace
@@ -276,8 +277,9 @@ class TraceProbe:
         return Restored(step, parameters, state, buffers)
 
     def _buffer_signatures(self) -> dict[str, np.ndarray]:
-        buffers = self._setup.parallel.module.named_buffers()
-        return self._whole({name: self._sign(name, full(b.detach()).to_dense().double()) for name, b in buffers})
+        averages = {f"{AVERAGE_OF}{name}": value for name, value in self._setup.averaging.averages.items()}
+        tensors = {**dict(self._setup.parallel.module.named_buffers()), **averages}
+        return self._whole({n: self._sign(n, full(t.detach()).to_dense().double()) for n, t in tensors.items()})
 
     def _keep_values(self) -> None:
         tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}

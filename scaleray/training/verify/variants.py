@@ -303,6 +303,9 @@ class _Group:
             assert finding is not None
             why = finding.why.replace("on another number of workers", "on one worker")
             return broken, dataclasses.replace(finding, why=why)
+        if not continued.steps:
+            why = "one process that goes on from this checkpoint takes it for the end of the training"
+            return Divergence(restored.step + 1, "rows", math.inf), Finding(Cause.DATA_ORDER, why)
         return self._goes_on_wrongly(reference, continued, promise, bound)
 
     def _goes_on_wrongly(self, reference: Trace, continued: Trace, promise: Promise, bound: float) -> Found | None:
