@@ -266,9 +266,8 @@ class _Run:
             self.observers.after_step(taken)
             if self.state.ends_with(taken, partial(self.input.look_at_step, self.job.splits[TRAIN], self.plan)):
                 self.under_way.forget()
-            told = taken.result.signals
+            told = self.fixed.check_shapes(taken.result.signals)
             signals = tuple(map(sum, zip(signals, told, strict=True))) if signals else told
-            self.fixed.check_shapes(told, num_after=len(self.callbacks.signals()))
             # whoever leaves, or saves by the clock, does so with what is known of every step
             knows_all = knows_all or any(signals)
         return signals
@@ -309,7 +308,8 @@ class _Run:
             self.place,
             gives_tuples=self.job.splits[TRAIN].gives_tuples,
             probe=self.probe,
-            signals=lambda: (*(saves.signals() if saves else ()), *self.fixed.signals(), *self.callbacks.signals()),
+            signals=lambda: (*(saves.signals() if saves else ()), *self.callbacks.signals()),
+            shapes=self.fixed.signals,
             before_update=saves.before_update if saves else lambda: None,
             enter=self.progress.enter,
             on_halved=lambda recipe: self._use(recipe, setup, was_halved=True),

@@ -17,7 +17,7 @@ NUMBERS = (torch.float64, torch.int64)
 
 
 class Payloads(Traffic):
-    """Counts collectives but for those of a step's own numbers, which no ledger has: sums of a few, and of which
+    """Counts collectives but for those of a step's own numbers, which no ledger has: of one, two or four, and of which
     parameters were used, where the strategy's own code asks for that."""
 
     def __init__(self, *, with_maps):
@@ -27,7 +27,7 @@ class Payloads(Traffic):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "c10d" in func.namespace and "reduce" in func._schema.name:
             tensors = [t for t in tree_leaves(args) if isinstance(t, torch.Tensor)]
-            if all((t.dtype in NUMBERS and t.numel() <= 2) or t.dtype in self.dtypes for t in tensors):
+            if all((t.dtype in NUMBERS and t.numel() in (1, 2, 4)) or t.dtype in self.dtypes for t in tensors):
                 return func(*args, **(kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from scaleray.data import RankBatch
-from scaleray.errors import RunFailedError
+from scaleray.errors import WorkloadError
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.step.step import TrainStep
 
@@ -74,7 +74,7 @@ class SkipsParameters(Classify):
 
 
 def test_unused_parameters_fail_with_torchs_advice_and_train_with_the_option(gloo):
-    with pytest.raises(RunFailedError, match="find_unused_parameters"):
+    with pytest.raises(WorkloadError, match="find-unused-parameters"):
         gloo.run(2, train, SkipsParameters())
     flags = {"strategy.find_unused_parameters": True, "batch.micro_size": 2}
     finished = gloo.run(2, train, SkipsParameters(), flags)[0]

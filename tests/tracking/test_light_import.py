@@ -52,10 +52,13 @@ def test_an_mlflow_that_needs_one_of_them_is_imported_whole(tmp_path):
 
 
 def test_a_look_at_a_run_leaves_mlflow_whole(mlflow_database):
-    look = (
-        "import contextlib\nfrom scaleray.errors import ScaleRayError\nfrom scaleray.tracking.find_record import find_run\n"
-        "with contextlib.suppress(ScaleRayError):\n    find_run('none', uri='sqlite:///mlflow.db')\n"
-        "import mlflow\nfrom mlflow.models import infer_signature\nimport pandas\n"
-        "print(mlflow.pyfunc.__name__, infer_signature(pandas.DataFrame({'a': [1.0]})) is not None)\n"
-    )
-    assert run(look, mlflow_database.parent) == ["mlflow.pyfunc True"]
+    lines = [
+        "import contextlib",
+        "from scaleray.errors import ScaleRayError",
+        "from scaleray.tracking.find_record import find_run",
+        "with contextlib.suppress(ScaleRayError): find_run('none', uri='sqlite:///mlflow.db')",
+        "import mlflow, pandas",
+        "from mlflow.models import infer_signature",
+        "print(mlflow.pyfunc.__name__, infer_signature(pandas.DataFrame({'a': [1.0]})) is not None)",
+    ]
+    assert run("\n".join(lines), mlflow_database.parent) == ["mlflow.pyfunc True"]

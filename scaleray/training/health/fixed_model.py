@@ -39,6 +39,7 @@ class FixedModel:
 
     def __init__(self, setup: Setup, place: Place) -> None:
         self.module, self.place = setup.parallel.module, place
+        self._is_part = bool(setup.parallel.parameter_names)  # each pipeline stage has buffers of its own
         self.averages_buffers = setup.parallel.replicas_differ
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         # FSDP puts another object in the place of a parameter while its unit is whole
@@ -62,7 +63,7 @@ class FixedModel:
     def signals(self) -> tuple[float, ...]:
         """Numbers whose sums over the workers show whether buffers have one shape: zeros while shapes are those of the
         start."""
-        if self.place.world_size == 1 or not self._shapes:
+        if self.place.world_size == 1 or not self._shapes or self._is_part:
             return ()
         shapes = self._shapes_now()
         if shapes == self._shapes:
@@ -72,16 +73,15 @@ class FixedModel:
         code = float(zlib.crc32(repr(shapes).encode()) % 2**20 + 1)
         return code, code * code
 
-    def check_shapes(self, sums: tuple[float, ...], *, num_after: int) -> None:
-        """Raise WorkloadError on every worker if the buffers of some have another shape.
-
-        sums: of all signals of a step; num_after: how many follow those of `signals`.
-        """
+    def check_shapes(self, sums: tuple[float, ...]) -> tuple[float, ...]:
+        """The sums of a step's signals without those of `signals`, which come last. Raises WorkloadError on every
+        worker if the buffers of some have another shape."""
         if not sums or not self.signals():
-            return
-        code, square = sums[len(sums) - num_after - 2 :][:2]
+            return sums
+        *others, code, square = sums
         if code * code != self.place.world_size * square:
             self._refuse_shapes(self._changed(self._shapes_now()), "different between workers")
+        return tuple(others)
 
     def _look(self) -> None:
         """Take note of the modules that there are, and of what a step must not change in them."""

@@ -40,6 +40,7 @@ class SeveralLosses:
         *args: Any,
         probe: Probe | None = None,
         signals: Callable[[], tuple[float, ...]] = tuple,
+        shapes: Callable[[], tuple[float, ...]] = tuple,
         **options: Any,
     ) -> None:
         optimizer = setup.optimizer
@@ -58,6 +59,7 @@ class SeveralLosses:
                 *args,
                 probe=None if probe is None else _Part(probe, setup, ids, is_first=not self.steps),
                 signals=tuple if self.steps else signals,
+                shapes=tuple if self.steps else shapes,
                 **options,
             )
 

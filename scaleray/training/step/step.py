@@ -55,7 +55,8 @@ class Probe(Protocol):
 class TrainStep:
     """Runs optimizer steps for one worker. `gives_tuples`: the loss receives the columns as a tuple.
 
-    signals: numbers of this rank that are summed over all ranks with each step. before_update: called when the
+    signals: numbers of this rank that are summed over all ranks with each step; shapes: more of them, which are read
+    after the forward passes. before_update: called when the
     optimizer is about to change parameters. on_halved: called with the recipe of smaller micro-batches after memory ran
     out. ahead: steps that may be launched before the result of the first of them is read; with 0, the host may look at
     numbers of the device in between.
@@ -72,6 +73,7 @@ class TrainStep:
         gives_tuples: bool,
         probe: Probe | None = None,
         signals: Callable[[], tuple[float, ...]] = tuple,
+        shapes: Callable[[], tuple[float, ...]] = tuple,
         before_update: Callable[[], None] = lambda: None,
         enter: Callable[[Phase], object] = lambda phase: None,
         on_halved: Callable[[Recipe], None] = lambda recipe: None,
@@ -81,7 +83,7 @@ class TrainStep:
         self.on_halved = on_halved
         self.back_off = BackOff(config, setup, place)
         self.gives_tuples, self.probe = gives_tuples, probe
-        self.signals, self.before_update, self.enter = signals, before_update, enter
+        self.signals, self.shapes, self.before_update, self.enter = signals, shapes, before_update, enter
         self.num_updates = 0  # steps taken; the loop says how many came before
         # learned from each step, a guess that saves a pass over the gradients
         self._count_per_row: Number = 1.0
@@ -141,9 +143,10 @@ class TrainStep:
         # corrected by the true count after it. With a constant count per row there is nothing to correct.
         expected = self._count_per_row * (max(1, batch.num_rows) if is_local else num_rows)
         self._scale = ratio(1 if is_local else parallel.gradient_divisor, expected)
+        signals = self.signals()
         buffers = self.back_off.buffers()
         while True:
-            self._totals: list[Number] = [0.0, 0.0]
+            self._totals: list[Number] = [0.0, 0.0, *signals]
             if self.noise is not None:
                 self.noise.begin(number, is_local=is_local)
             try:
@@ -219,8 +222,8 @@ class TrainStep:
         def sum_up() -> None:
             nonlocal pending, own
             own = self._totals
-            # after the forward passes, which may change what the signals tell
-            self._totals = [*(own if parallel.counts_loss else [0.0, 0.0]), *self.signals()]
+            # shapes after the forward passes, which may change them
+            self._totals = [*(own[:2] if parallel.counts_loss else [0.0, 0.0]), *own[2:], *self.shapes()]
             if meets and self.place.world_size > 1:
                 sums = together(self._totals, self.place.device)
                 pending = dist.all_reduce(sums, async_op=True), sums

@@ -35,6 +35,7 @@ DATA_POSITION = "data position"
 WORDS = {
     "model": "model parameters or buffers",
     "buffers": "buffers that the state dict leaves out",
+    "attributes": "attributes of modules that have changed",
     "optimizer": "optimizer state",
     "schedule": "learning-rate schedule",
     "scaler": "loss scaler",

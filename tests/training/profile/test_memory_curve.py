@@ -25,9 +25,8 @@ def process(monkeypatch):
     monkeypatch.setattr(
         used_memory, "resource", SimpleNamespace(RUSAGE_SELF=0, getrusage=getrusage, getpagesize=lambda: 1)
     )
-    monkeypatch.setattr(
-        memory_curve, "time", SimpleNamespace(monotonic=lambda: state.now, time=lambda: 1000 + state.now)
-    )
+    monkeypatch.setattr(memory_curve, "time", SimpleNamespace(monotonic=lambda: state.now))
+    monkeypatch.setattr(memory_curve, "steady_time", lambda: 1000 + state.now)
 
     def resident_bytes():
         state.read += 1
