@@ -35,8 +35,6 @@ CLASSES = {
     "compression": "gradient compression",
     "evaluation": "evaluation",
     "resume": "state after a resume",
-    "weights": "final weights",
-    "update": "optimizer's update",
 }
 """What verify calls each class."""
 
