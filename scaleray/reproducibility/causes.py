@@ -19,7 +19,9 @@ from scaleray.reproducibility.traces import StepTrace, Trace
 SAME_RATIO = 1e-6
 """Relative difference below which two ratios are the same, in float64."""
 
-RESUMED = ("restored parameters", "restored state", "resume")
+AVERAGE_OF = "average of "
+"""Beginning of the name of a parameter's average among the buffers of a saved state."""
+RESUMED = ("restored parameters", "restored state", "restored buffers", "resume")
 
 
 class Cause(StrEnum):
@@ -38,11 +40,13 @@ class Cause(StrEnum):
     BATCH_NORM = "BatchNorm statistics"
     SCHEDULE = "schedule or learning-rate step count"
     CLIPPING = "clipping on a local norm"
+    UPDATE = "optimizer's update"
     PARAMETERS = "missing parameter synchronisation"
     AVERAGING = "averaging of replicas"
     COMPRESSION = "gradient compression"
     EVALUATION = "evaluation"
     RESUME = "state after a resume"
+    WEIGHTS = "final weights"
     CUT = "loss that depends on how a batch is cut"
     FAILED = "the run failed"
     UNKNOWN = "not recognised"
@@ -78,9 +82,13 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
         return _restored(divergence)
     if divergence.quantity == "averaging":
         return _averaging(divergence)
+    if divergence.quantity == "final weights":
+        return _final_weights(divergence)
     if divergence.quantity == "final values" and divergence.parameter not in reference.names:
         return Finding(Cause.BATCH_NORM, "all parameters agree, but not the buffers that the forward pass changes")
     ours, theirs = (trace.step(divergence.step) for trace in (reference, other))
+    if divergence.quantity == "parameters before":
+        return _between_steps(other, divergence, theirs)
     if not theirs.rows_agree:
         return Finding(Cause.DATA_ORDER, "workers of one replica read other rows than each other")
     if not same_rows(ours.rows, theirs.rows, in_order=divergence.quantity == "rows"):
@@ -131,7 +139,9 @@ def _before_training(reference: Trace, other: Trace, divergence: Divergence) -> 
 def _restored(divergence: Divergence) -> Finding:
     name = divergence.parameter
     what = "the state" if name is None else f"the optimizer's {name.rpartition(': ')[2]} of {name.rpartition(': ')[0]}"
-    what = f"the parameter {name}" if divergence.quantity == "restored parameters" else what
+    kinds = {"restored parameters": "parameter", "restored buffers": "buffer"}
+    what = f"the {kinds[divergence.quantity]} {name}" if divergence.quantity in kinds else what
+    what = f"the {name}" if str(name).startswith(AVERAGE_OF) else what
     missing = "is missing" if math.isinf(divergence.difference) else "is not what was saved"
     return Finding(Cause.RESUME, f"after a resume on another number of workers {what} {missing}")
 
@@ -141,6 +151,24 @@ def _averaging(divergence: Divergence) -> Finding:
         return Finding(Cause.AVERAGING, "after an averaging the replicas hold other states of the optimizer")
     why = f"after the step, {divergence.parameter} is not what the strategy makes of the replicas' values before it"
     return Finding(Cause.AVERAGING, why)
+
+
+def _final_weights(divergence: Divergence) -> Finding:
+    name, _, tensor = str(divergence.parameter).partition(": ")
+    missing = "are without" if math.isinf(divergence.difference) else "have another"
+    return Finding(Cause.WEIGHTS, f"the {name} that the run hands on at its end {missing} {tensor}", tensor)
+
+
+def _between_steps(other: Trace, divergence: Divergence, theirs: StepTrace) -> Finding:
+    """Finding for parameters that agree after a step, and not when the next one begins."""
+    name, before = divergence.parameter, divergence.step - 1
+    assert theirs.begins_spread is not None
+    apart = bool((theirs.begins_spread > SAME_RATIO).any())
+    how = "the ranks do not hold the same values of" if apart else "there are other values than in one process of"
+    if before in other.evaluations:
+        return Finding(Cause.EVALUATION, f"after the evaluation at step {before} {how} {name}", name)
+    why = f"between step {before} and the next, as by a callback, {how} {name}"
+    return Finding(Cause.PARAMETERS if apart else Cause.UPDATE, why, name)
 
 
 def _rows(ours: StepTrace, theirs: StepTrace) -> Finding:

@@ -7,7 +7,7 @@ they must agree to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,9 +32,10 @@ class Divergence:
 
     step: int
     quantity: str
-    """Quantity that differs: `model`, `dtype`, `initial parameters`, `rows`, `count`, `loss`, `gradient`, `learning
-    rate`, `parameters`, `final values`, `steps`, `restored parameters`, `restored state`, `evaluation`, `masks`,
-    `averaging`, `own gradient`, `sent gradient` or `resume`."""
+    """Quantity that differs: `model`, `dtype`, `initial parameters`, `parameters before`, `rows`, `count`, `loss`,
+    `gradient`, `learning rate`, `parameters`, `final values`, `final weights`, `steps`, `restored parameters`,
+    `restored state`, `restored buffers`, `evaluation`, `masks`, `averaging`, `own gradient`, `sent gradient` or
+    `resume`."""
     difference: float
     parameter: str | None = None
 
@@ -107,6 +108,7 @@ def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Diverg
     for number, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=False)):
         if other.restored is not None and other.restored.step == ours.step - 1:
             yield from restored_differences(reference.saved, other.restored, reference.names, bound)
+        yield from _begin_apart(reference, ours, theirs, bound)
         if not theirs.rows_agree or not same_rows(ours.rows, theirs.rows, in_order=bound == 0):
             yield Divergence(ours.step, "rows", math.inf)
         if ours.count != theirs.count:
@@ -129,6 +131,7 @@ def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Diverg
         yield Divergence(1 + min(last, len(other.steps)), "steps", math.inf)
     final = final_differences(reference, other)
     yield from _first_above(tuple(final), np.array(list(final.values())), bound, last, "final values")
+    yield from _by_name(reference.exported, other.exported, bound, last, "final weights")
 
 
 def restored_differences(
@@ -143,18 +146,39 @@ def restored_differences(
     scale = np.maximum(norms, SMALL_GRADIENT * float(np.linalg.norm(norms)))
     apart = signature_differences(saved.parameters, restored.parameters, scale)
     yield from _first_above(names, apart, bound, saved.step + 1, "restored parameters")
+    yield from _by_name(saved.state, restored.state, bound, saved.step + 1, "restored state")
+    yield from _by_name(saved.buffers, restored.buffers, bound, saved.step + 1, "restored buffers")
+
+
+def _by_name(
+    ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], bound: float, step: int, quantity: str
+) -> Iterator[Divergence]:
+    """Yield the first tensor that differs, of those that one run noted. Small ones are measured by the largest of their
+    kind, which is the last part of a name such as `0.weight: exp_avg`."""
     largest: dict[str, float] = {}
-    for name, value in saved.state.items():
-        kind = name.rpartition(": ")[2]
+    for name, value in ours.items():
+        kind = name.rpartition(": ")[2] if quantity == "restored state" else ""
         largest[kind] = max(largest.get(kind, 0.0), float(value[0]))
-    for name, value in saved.state.items():
-        theirs = restored.state.get(name)
-        least = SMALL_GRADIENT**2 * largest[name.rpartition(": ")[2]]
+    for name, value in ours.items():
+        found = theirs.get(name)
+        least = SMALL_GRADIENT**2 * largest[name.rpartition(": ")[2] if quantity == "restored state" else ""]
         scale = np.array([max(float(value[0]), least)])
-        difference = math.inf if theirs is None else float(signature_differences(value[None], theirs[None], scale)[0])
+        difference = math.inf if found is None else float(signature_differences(value[None], found[None], scale)[0])
         if not difference <= bound:
-            yield Divergence(saved.step + 1, "restored state", difference, name)
+            yield Divergence(step, quantity, difference, name)
             return
+
+
+def _begin_apart(reference: Trace, ours: StepTrace, theirs: StepTrace, bound: float) -> Iterator[Divergence]:
+    """Yield where parameters differ when a step begins: what callbacks and evaluations have made of them."""
+    if ours.begins is None or theirs.begins is None or ours.begins_spread is None or theirs.begins_spread is None:
+        return
+    scale = np.where(_is_idle(reference), np.linalg.norm(ours.begins[:, 0]), ours.begins[:, 0])
+    apart = np.maximum(
+        signature_differences(ours.begins, theirs.begins, scale),
+        _otherwise_apart(ours.begins_spread, theirs.begins_spread),
+    )
+    yield from _first_above(reference.names, apart, bound, ours.step, "parameters before")
 
 
 def _evaluations(reference: Trace, other: Trace, step: int, bound: float) -> Iterator[Divergence]:

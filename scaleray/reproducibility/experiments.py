@@ -58,4 +58,7 @@ def without_experiment(reference: Trace, other: Trace, divergence: Divergence, l
         ours, theirs = reference.step(divergence.step), other.step(divergence.step)
         if ours.count != theirs.count:
             return count_finding(ours, theirs)
+    if divergence.quantity == "parameters":
+        why = "rows, loss, gradient, norm and learning rate agree, and the optimizer makes another update of them"
+        return Finding(Cause.UPDATE, why, divergence.parameter)
     return Finding(Cause.UNKNOWN, "none of the known classes fits")

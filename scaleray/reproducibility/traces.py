@@ -56,6 +56,10 @@ class StepTrace:
     """Number of micro-batches with rows, by rank."""
     replicas: Replicas | None = None
     """Values of each replica, where replicas differ; else None."""
+    begins: np.ndarray | None = None
+    """Signatures (parameters, 4) of the parameters before the step: after callbacks and evaluations of the last one."""
+    begins_spread: np.ndarray | None = None
+    """Largest relative difference between two ranks' parameters before the step, (parameters,)."""
 
 
 @dataclass(frozen=True)
@@ -70,16 +74,26 @@ class Replicas:
     """Signatures of the parameters when the step is over."""
     state_spread: float
     """Largest relative difference between two ranks' state of the optimizer, when the step is over."""
+    state_updated: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Signatures (ranks, 4) of the optimizer's state after its update, before ranks communicate, by name."""
+    state_after: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The same when the step is over."""
+    weights: np.ndarray | None = None
+    """Weight of each replica in the mean, (ranks,), where messages under way carry some of it; else None."""
+    masses: np.ndarray | None = None
+    """Signatures of each replica times its weight, with what is under way to it, when the step is over."""
 
 
 @dataclass(frozen=True)
 class Restored:
     """State of a training right after it was loaded from a checkpoint of `step`, or when that was saved. parameters:
-    signatures (parameters, 4); state: signatures of the optimizer's tensors, by name."""
+    signatures (parameters, 4); state: signatures of the optimizer's tensors, by name, and buffers: of the model's and
+    of its parameters' averages. Of replicas that train apart, their means, of which the norms are not known."""
 
     step: int
     parameters: np.ndarray
     state: Mapping[str, np.ndarray]
+    buffers: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,6 +121,8 @@ class Trace:
     """Number formats of the parameters after the last step, like `gradient_formats`."""
     base_rates: tuple[float, ...] = ()
     """Learning rates of all parameter groups without the schedule's factor."""
+    exported: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Signatures of the final weights as they are handed on, by their name and that of the tensor; on rank 0."""
 
     def step(self, number: int) -> StepTrace:
         """The step of this number, from 1."""

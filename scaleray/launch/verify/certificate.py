@@ -158,6 +158,8 @@ def _verdict(judged: list[Outcome], bad: list[Outcome], question: Question) -> s
     if bad:
         causes = ", ".join(sorted({o.mismatch.cause for o in bad if o.mismatch}))
         return f"not the same training: {len(bad)} of {len(judged)} variants differ ({causes})"
+    if not any(o.verdict == "equal" for o in judged):
+        return f"as promised: {len(judged)} variants that do not promise equality keep what they do promise"
     largest = max((o.comparison.largest for o in judged if o.verdict == "equal"), default=math.nan)
     promised = sum(o.verdict == "as promised" for o in judged)
     more = f"; {promised} that do not promise equality keep what they do promise" if promised else ""

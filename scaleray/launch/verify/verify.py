@@ -18,7 +18,7 @@ import numpy as np
 from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.data.source import TRAIN, Source
-from scaleray.errors import WorkloadError
+from scaleray.errors import RunFailedError, WorkloadError
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import check_local
 from scaleray.launch.verify.certificate import (
@@ -30,7 +30,7 @@ from scaleray.launch.verify.certificate import (
 )
 from scaleray.launch.verify.plan import Plan, Question, course_in_words
 from scaleray.launch.verify.preparation import Verification, prepared
-from scaleray.launch.workers.gloo import TELL, OnFirst, gloo_processes
+from scaleray.launch.workers.gloo import TELL, GlooProcesses, OnFirst, gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.telling import handing_over
@@ -42,6 +42,7 @@ from scaleray.training.setup.place import Place
 from scaleray.training.verify.narrow_casts import in_words as casts_in_words
 from scaleray.training.verify.narrow_casts import narrow_casts
 from scaleray.training.verify.variants import Assignment, Outcome, References, Tell, verify_group
+from scaleray.training.verify.verdicts import lost
 
 RunGroup = Callable[[int, Assignment, References, Tell], tuple[list[Outcome], References]]
 """Function that runs the variants of one number of workers, and tells of each that is done."""
@@ -145,11 +146,41 @@ def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say, che
         started = time.monotonic()
         assignment = Assignment(plan.reference, tuple(variants), question.allowed, checkpoints)
         with stage(f"comparing on {workers}", total=len(variants), unit="variants") as comparing:
-            outcomes, references = run_group(world_size, assignment, references, lambda label: comparing.advance())
+            outcomes, references = _survived(run_group, world_size, assignment, references, comparing.advance)
         bad = sum(outcome.verdict == "differs" for outcome in outcomes)
         found = f"{bad} of {len(outcomes)} differ" if bad else "no mismatch"
         say(f"    {found}, {time.monotonic() - started:.0f} s")
         yield from outcomes
+
+
+def _survived(
+    run_group: RunGroup, world_size: int, assignment: Assignment, references: References, advance: Callable[[], None]
+) -> tuple[list[Outcome], References]:
+    """The outcomes of a group: one that is lost with a variant, which hangs or ends a process, is started again for
+    those after it. Raises RunFailedError where the reference itself fails."""
+    outcomes: list[Outcome] = []
+    while True:
+        told: list[Outcome | None] = []
+
+        def take(outcome: Outcome | None) -> None:
+            told.append(outcome)  # noqa: B023
+            if outcome is not None:
+                advance()
+
+        left = assignment.variants[len(outcomes) :]
+        try:
+            found, references = run_group(world_size, dataclasses.replace(assignment, variants=left), references, take)
+            return [*outcomes, *found], references
+        except RunFailedError as exc:
+            done = [outcome for outcome in told if outcome is not None]
+            if not told or len(done) == len(left):
+                raise
+            variant = left[len(done)]
+            failed = Outcome(variant.strategy, world_size, variant.accumulation, "differs", mismatch=lost(exc))
+            outcomes += [*done, failed]
+            advance()
+            if len(outcomes) == len(assignment.variants):
+                return outcomes, references
 
 
 # without Ray
@@ -159,14 +190,21 @@ def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say, che
 def _local_groups(verification: Verification, folder: RunFolder) -> Iterator[RunGroup]:
     timeout_s = verification.config.scale.collective_timeout_s
     workload, read = verification.workload, _read(verification)
-    with gloo_processes(
-        max(verification.plan.groups), verification.code, timeout_s=timeout_s, watched_in=folder.path
-    ) as processes:
+    with contextlib.ExitStack() as stack:
+        running: list[GlooProcesses] = []
 
         def run_group(world_size: int, assignment: Assignment, references: References, tell: Tell) -> Any:
-            return processes.run(
-                world_size, verify_here, assignment, OnFirst(references), read, TELL, workload=workload, on_message=tell
-            )
+            if not running:
+                size = max(verification.plan.groups)
+                opened = gloo_processes(size, verification.code, timeout_s=timeout_s, watched_in=folder.path)
+                running.append(stack.enter_context(opened))
+            arguments = (assignment, OnFirst(references), read, TELL)
+            try:
+                return running[0].run(world_size, verify_here, *arguments, workload=workload, on_message=tell)
+            except RunFailedError:  # one may hang still
+                running.clear()
+                stack.close()
+                raise
 
         yield run_group
 

@@ -130,8 +130,12 @@ def first_rows(split: Split, rows: int) -> Split:
 
 
 def first_part(job: TrainJob, steps: int) -> TrainJob:
-    """The job of the steps before the resume, with a checkpoint and an evaluation at their end."""
-    recipe = dataclasses.replace(job.recipe, total_steps=steps, checkpoint_every_steps=steps)
+    """The job of the steps before the resume, with a checkpoint at their end, and evaluations there and before."""
+    # an evaluation lies among the steps, so that what it leaves behind is seen
+    every = (steps + 1) // 2 if steps > 1 else None
+    recipe = dataclasses.replace(
+        job.recipe, total_steps=steps, checkpoint_every_steps=steps, evaluate_every_steps=every
+    )
     return dataclasses.replace(job, recipe=recipe)
 
 

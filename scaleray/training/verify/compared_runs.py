@@ -182,28 +182,27 @@ class Runs:
         half, job, total = self.resumes_after(variant), variant.job, variant.job.recipe.total_steps
         masks = self._masks(key, job) if not is_reference else None
 
-        def run(job: TrainJob, due: DueRates, catalog: str | None, **options: Any) -> tuple[Trace, TraceProbe]:
+        def run(
+            job: TrainJob, due: DueRates, catalog: str | None, *, last: int, **options: Any
+        ) -> tuple[Trace, TraceProbe]:
             partition = key.later_partition if due.first else key.partition
             workload = self._workload(job.workload, key.quiet, partition, masks, is_reference=is_reference)
             job = dataclasses.replace(job, workload=workload)
-            probe = watched_by(place, job, masks=masks, due=due, take_apart_at=take_apart_at, **options)
+            probe = watched_by(place, job, masks=masks, due=due, take_apart_at=take_apart_at, last=last, **options)
             began(probe)
-            return self._run(job, place, probe, folder=catalog), probe
+            return self._run(job, place, probe, folder=catalog, hands_on=last == total), probe
 
         if half is None or variant.later is None:
-            trace, probe = run(job, DueRates(job), None, keeps=(total,) if keeps else ())
+            trace, probe = run(job, DueRates(job), None, last=total, keeps=(total,) if keeps else ())
             return Watched(trace, (probe,))
         own_folder = self._folder(key.folder if is_reference else _name(variant)) if saves else None
-        position = position_after(job, half, in_steps_of=variant.later)
-        if variant.later.recipe.global_batch_size == job.recipe.global_batch_size:
-            position = half
-        later = later_part(variant.later, job, first=half, last=total)
+        later, due = _resumed(variant, half, last=total)
         options: dict[str, Any] = {"keeps": (half, total) if keeps else ()}
         parts: list[tuple[Trace, TraceProbe]] = []
         if not only_its_part or (take_apart_at or 0) <= half:
-            parts.append(run(first_part(job, half), DueRates(job), own_folder, saves_after=half, **options))
+            parts.append(run(first_part(job, half), DueRates(job), own_folder, last=half, **options))
         if not only_its_part or (take_apart_at or 0) > half:
-            parts.append(run(later, DueRates(later, half, position), self._folder(key.folder), **options))
+            parts.append(run(later, due, self._folder(key.folder), last=total, **options))
         traces = [trace for trace, _ in parts]
         whole = traces[0].continued_by(traces[1]) if len(traces) > 1 else traces[0]
         return Watched(whole, tuple(probe for _, probe in parts))
@@ -213,15 +212,15 @@ class Runs:
         return self._standing_still(variant, self.place, key, in_float64=False).trace
 
     def restored_alone(self, variant: Variant, key: Key) -> Trace:
-        """Trace of one process that has loaded a variant's checkpoint, and takes no step. On rank 0."""
+        """Trace of one process that has loaded a variant's checkpoint, and takes the next step. On rank 0."""
         reference = self._changed(self.variant, key)
-        half, job = reference.resumes_after, reference.job
+        half = reference.resumes_after
         assert half is not None
-        job = dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, total_steps=half))
-        workload = self._workload(job.workload, key.quiet, key.partition, None, is_reference=True)
+        job, due = _resumed(reference, half, last=half + 1)
+        workload = self._workload(job.workload, key.quiet, key.later_partition, None, is_reference=True)
         job = dataclasses.replace(job, splits={TRAIN: job.splits[TRAIN]}, workload=workload)
         alone = Place(device=self.place.device)
-        probe = TraceProbe(alone, job, due=DueRates(job, half, half))
+        probe = TraceProbe(alone, job, due=due, last=half + 1)
         return self._run(job, alone, probe, folder=self._folder(_name(variant)))
 
     def measured_alone(self, values: dict[str, torch.Tensor], key: Key) -> dict[str, float]:
@@ -273,18 +272,41 @@ class Runs:
     def _folder(self, name: str) -> str:
         return f"{self.folder}/{name}"
 
-    def _run(self, job: TrainJob, place: Place, probe: TraceProbe, *, folder: str | None) -> Trace:
+    def _run(
+        self, job: TrainJob, place: Place, probe: TraceProbe, *, folder: str | None, hands_on: bool = False
+    ) -> Trace:
+        """Run a job. hands_on: its final weights are handed on, as at the end of a training."""
         checkpointing = None
+        options: dict[str, Any] = {}
+        if hands_on:
+            checkpoint = job.config.checkpoint.model_copy(update={"save_final": True})
+            job = dataclasses.replace(job, config=job.config.model_copy(update={"checkpoint": checkpoint}))
+            options["save_weights"] = probe.take_weights
         if folder is not None:
-            checkpointing = Checkpointing(job, place, Catalog.of_run(folder), emit=lambda message: None)
+            checkpointing = _Watched(probe, job, place, Catalog.of_run(folder), emit=lambda message: None)
+            options["checkpointing"] = checkpointing
         try:
             with same_switches():
-                loop.run(job, place, sources=self.sources, emit=probe.hear, probe=probe, checkpointing=checkpointing)
+                loop.run(job, place, sources=self.sources, emit=probe.hear, probe=probe, **options)
+            if hands_on:
+                probe.gather_weights()
         finally:
             probe.let_go()
         if checkpointing is not None and checkpointing.group is not None:
             dist.destroy_process_group(checkpointing.group)
         return probe.trace(loss_dtype=job.workload.loss_dtype, quieted=tuple(job.workload.found))
+
+
+class _Watched(Checkpointing):
+    """Checkpoints of a run whose probe notes the state that goes into them."""
+
+    def __init__(self, probe: TraceProbe, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.probe = probe
+
+    def save(self, step: int) -> None:
+        super().save(step)
+        self.probe.on_saved(step)
 
 
 class _Given(TraceProbe):
@@ -317,6 +339,16 @@ def shared_folder(place: Place, given: str | None) -> Iterator[str]:
     finally:
         if place.rank == 0:
             shutil.rmtree(box[0], ignore_errors=True)
+
+
+def _resumed(variant: Variant, half: int, *, last: int) -> tuple[TrainJob, DueRates]:
+    """The job of the steps after the resume up to `last`, and the learning rates that are due."""
+    assert variant.later is not None
+    job, later = variant.job, variant.later
+    has_same_size = later.recipe.global_batch_size == job.recipe.global_batch_size
+    position = half if has_same_size else position_after(job, half, in_steps_of=later)
+    later = later_part(later, job, first=half, last=last)
+    return later, DueRates(later, half, position)
 
 
 def _name(variant: Variant) -> str:

@@ -17,6 +17,8 @@ from scaleray.reproducibility.compare_traces import Divergence
 from scaleray.reproducibility.traces import StepTrace, Trace
 from scaleray.strategies.apart.graphs import mixing_matrix
 
+Groups = list[list[int]] | None
+"""Groups of ranks whose values become their mean; None where it is not known which these are."""
 Law = Callable[[Trace, RunConfig], Iterator[tuple[int, np.ndarray]]]
 """Function that yields (step, signatures (ranks, parameters, 3) that the replicas should have after it)."""
 
@@ -38,6 +40,11 @@ class Promise:
     """Whether all ranks hold the same state of the optimizer after this step."""
     law: Law | None = None
     """Parameters that the replicas hold after each step, given those before."""
+    groups: Callable[[RunConfig, int, int], Groups] = lambda config, step, ranks: _each_alone(ranks)
+    """Groups of ranks, of so many, over which the optimizer's state is averaged after a step; by default each rank
+    keeps its own."""
+    is_under_way: Callable[[RunConfig, int], bool] = lambda config, step: False
+    """Whether messages or updates may be under way after a step, which belong to the replicas' mean."""
     mean: Callable[[Trace, RunConfig, int], np.ndarray | None] = lambda trace, config, step: None
     """Signatures (parameters, 3) of the replicas' mean after a step; None where it cannot be known from outside."""
 
@@ -57,7 +64,13 @@ class Promise:
         """The first step after which ranks should hold the same, or what their exchange gives, and do not."""
         due = dict(self.law(trace, config)) if self.law is not None and config.pruning.method == "none" else {}
         for step in trace.steps:
-            for found in (self._apart(step, trace, config, bound), self._unlawful(step, trace, due, bound)):
+            looks = (
+                self._apart(step, trace, config, bound),
+                self._unlawful(step, trace, due, bound),
+                self._state_unlawful(step, config, bound),
+                _mass_lost(step, trace, bound),
+            )
+            for found in looks:
                 if found is not None:
                     return found
         return None
@@ -71,6 +84,21 @@ class Promise:
             return None
         is_shared = step.replicas.state_spread <= bound
         return None if is_shared else Divergence(step.step, "averaging", step.replicas.state_spread, None)
+
+    def _state_unlawful(self, step: StepTrace, config: RunConfig, bound: float) -> Divergence | None:
+        """The optimizer's state when a step is over, beside what communication makes of that after the update."""
+        if step.replicas is None:
+            return None
+        groups = self.groups(config, step.step, len(step.replicas.after))
+        for name, before in step.replicas.state_updated.items() if groups is not None else ():
+            if name not in step.replicas.state_after:
+                continue
+            after, due = step.replicas.state_after[name][:, 1:], before[:, 1:]
+            due = _within(groups, due)
+            scale = float(np.abs(before[:, 0]).max()) or 1.0
+            if not (apart := float(np.abs(after - due).max()) / scale) <= bound:
+                return Divergence(step.step, "averaging", apart, name)
+        return None
 
     def _unlawful(self, step: StepTrace, trace: Trace, due: dict[int, np.ndarray], bound: float) -> Divergence | None:
         if step.step not in due or step.replicas is None:
@@ -103,16 +131,46 @@ def _local_steps(trace: Trace, config: RunConfig) -> Iterator[tuple[StepTrace, n
             yield step, step.replicas.updated[:, :, 1:]
 
 
+def _each_alone(ranks: int) -> Groups:
+    return [[rank] for rank in range(ranks)]
+
+
+def _averaged(config: RunConfig, step: int, ranks: int) -> Groups:
+    """Groups whose replicas are averaged after a step of local SGD, or of DiLoCo within nodes; each rank alone where
+    none are. None: the ranks that share a machine, which are not known here."""
+    settings = config.local_sgd
+    if step <= settings.warmup_steps:
+        return _each_alone(ranks)  # equal already
+    size: int | None = 1
+    if _averages_after(config, step):
+        size = ranks
+    elif _averages_within_nodes_after(config, step):
+        size = settings.node_size
+    if size is None:
+        return None
+    return [list(range(first, min(first + size, ranks))) for first in range(0, ranks, size)]
+
+
+def _averaged_state(config: RunConfig, step: int, ranks: int) -> Groups:
+    return _averaged(config, step, ranks) if config.local_sgd.average_momentum else _each_alone(ranks)
+
+
+def _within(groups: Groups, updated: np.ndarray) -> np.ndarray:
+    """Values of the ranks (ranks, ...) once each group has its mean."""
+    due = updated.copy()
+    for group in groups or ():
+        due[group] = updated[group].mean(axis=0)
+    return due
+
+
 def _alike(mean: np.ndarray, ranks: int) -> np.ndarray:
     return np.broadcast_to(mean, (ranks, *mean.shape))
 
 
 def _local_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
     for step, updated in _local_steps(trace, config):
-        if _averages_after(config, step.step):
-            yield step.step, _alike(updated.mean(axis=0), len(updated))
-        elif not _averages_within_nodes_after(config, step.step):
-            yield step.step, updated
+        if (groups := _averaged(config, step.step, len(updated))) is not None:
+            yield step.step, _within(groups, updated)
 
 
 def _diloco(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
@@ -129,13 +187,13 @@ def _diloco(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]
             momentum = settings.outer_momentum * momentum + moved
             anchor = anchor - settings.outer_learning_rate * (moved + settings.outer_momentum * momentum)
             yield step.step, _alike(anchor, len(updated))
-        elif not _averages_within_nodes_after(config, step.step):
-            yield step.step, updated
+        elif (groups := _averaged(config, step.step, len(updated))) is not None:
+            yield step.step, _within(groups, updated)
 
 
 def _gossip(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
     if config.gossip.is_asynchronous:
-        return
+        return  # what is promised of it is the sum over replicas and messages, see `_mass_lost`
     for step in trace.steps:
         if step.replicas is not None:
             updated = step.replicas.updated[:, :, 1:]
@@ -149,14 +207,67 @@ def _mean_of_replicas(trace: Trace, config: RunConfig, step: int) -> np.ndarray 
 
 
 def _mean_in_gossip(trace: Trace, config: RunConfig, step: int) -> np.ndarray | None:
-    # messages under way carry weights that only their senders know
-    return None if config.gossip.is_asynchronous else _mean_of_replicas(trace, config, step)
+    if not config.gossip.is_asynchronous:
+        return _mean_of_replicas(trace, config, step)
+    replicas = trace.step(step).replicas  # messages under way belong to the mean
+    return None if replicas is None or replicas.masses is None else replicas.masses[:, :, 1:].mean(axis=0)
+
+
+def _mass_lost(step: StepTrace, trace: Trace, bound: float) -> Divergence | None:
+    """A parameter whose weighted sum over replicas and messages under way is not that of the step before, with the
+    updates that the replicas have made: what asynchronous gossip promises in whichever order messages arrive (Assran et
+    al. 2018, arXiv:1811.10792, section 3)."""
+    replicas = step.replicas
+    if replicas is None or replicas.masses is None or replicas.weights is None:
+        return None
+    resumed = trace.restored is not None and step.step == trace.restored.step + 1
+    last = None if step.step == 1 or resumed else trace.step(step.step - 1).replicas
+    if last is None or last.masses is None or last.weights is None:
+        weights, due = np.ones(len(replicas.weights)), replicas.before[:, :, 1:].mean(axis=0)
+    else:
+        weights, due = last.weights, last.masses[:, :, 1:].mean(axis=0)
+    moved = (replicas.updated - replicas.before)[:, :, 1:]
+    due = due + (weights[:, None, None] * moved).mean(axis=0)
+    apart = np.abs(replicas.masses[:, :, 1:].mean(axis=0) - due).max(axis=1)
+    norms = replicas.after[:, :, 0].max(axis=0)
+    relative = apart / np.maximum(norms, 1e-3 * float(np.linalg.norm(norms)))
+    first = int(np.argmax(relative))
+    if not relative[first] <= bound:
+        return Divergence(step.step, "averaging", float(relative[first]), trace.names[first])
+    return None
+
+
+def _async_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
+    """Each worker has its own part of every update at once, and the others' sums of all steps up to one that is at most
+    `max_staleness` ago, the same for all of its parameters; in a meeting all."""
+    base, own, others, met = np.zeros(0), np.zeros(0), [np.zeros(0)], 0
+    for step in trace.steps:
+        if step.replicas is None:
+            return
+        before, updated = step.replicas.before[:, :, 1:], step.replicas.updated[:, :, 1:]
+        if step.step == 1 or (trace.restored is not None and step.step == trace.restored.step + 1):
+            base, own, others, met = before, np.zeros_like(before), [np.zeros_like(before)], 0
+        part = (updated - before) / len(before)
+        own = own + part
+        others.append(others[-1] + part.sum(axis=0) - part)
+        if step.step % config.gossip.meet_every == 0:
+            met = len(others) - 1
+        first = max(len(others) - 1 - config.gossip.max_staleness, met)
+        found, due = step.replicas.after[:, :, 1:], np.empty_like(before)
+        for rank, values in enumerate(found):
+            allowed = [base[rank] + own[rank] + arrived[rank] for arrived in others[first:]]
+            if config.deterministic:
+                allowed = allowed[:1]
+            due[rank] = min(allowed, key=lambda one: float(np.abs(one - values).max()))
+        yield step.step, due
 
 
 def _sum_of_updates(trace: Trace, config: RunConfig, step: int) -> np.ndarray | None:
     """Sum of all updates: each worker's update of each step counts one n-th, wherever it is by then."""
-    total = trace.initial[:, 1:].copy()
-    for number in range(1, step + 1):
+    first, total = 1, trace.initial[:, 1:].copy()
+    if trace.restored is not None and step > trace.restored.step:
+        first, total = trace.restored.step + 1, trace.restored.parameters[:, 1:].copy()
+    for number in range(first, step + 1):
         replicas = trace.step(number).replicas
         if replicas is None:
             return None
@@ -173,7 +284,7 @@ PROMISES = {
         "replicas train apart between averagings: same start, rows and learning rates, and the mean of all",
         lambda config: config.local_sgd.warmup_steps, _averages_after,
         lambda config, step: config.local_sgd.average_momentum and _averages_after(config, step),
-        _local_sgd, _mean_of_replicas,
+        _local_sgd, _averaged_state, mean=_mean_of_replicas,
     ),
     "diloco": Promise(
         False, _SAME_COURSE,
@@ -184,12 +295,14 @@ PROMISES = {
     "gossip": Promise(
         False, _SAME_COURSE,
         "replicas agree only in the limit: same start, rows and learning rates, and mixtures by the graph",
-        lambda config: 0, law=_gossip, mean=_mean_in_gossip,
+        lambda config: 0, law=_gossip, is_under_way=lambda config, step: config.gossip.is_asynchronous,
+        mean=_mean_in_gossip,
     ),
     "async_sgd": Promise(
         False, _SAME_COURSE,
         "updates are late by a bounded number of steps: same start, rows and learning rates, and each update once",
-        lambda config: 0, lambda config, step: step % config.gossip.meet_every == 0, mean=_sum_of_updates,
+        lambda config: 0, lambda config, step: step % config.gossip.meet_every == 0, law=_async_sgd,
+        is_under_way=lambda config, step: step % config.gossip.meet_every != 0, mean=_sum_of_updates,
     ),
     "compression": Promise(
         False, _SAME_COURSE,

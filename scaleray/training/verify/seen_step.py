@@ -15,11 +15,15 @@ from scaleray.training.verify.quieted import Draw
 
 @dataclass(frozen=True)
 class Replica:
-    """A rank's own replica: signatures before the step and after the optimizer's update, and its optimizer's state."""
+    """A rank's own replica: signatures before the step and after the optimizer's update, and its optimizer's state
+    after the update and when the step is over. weight, mass: see `Replicas`, for one rank."""
 
     before: np.ndarray
     updated: np.ndarray
+    optimizer_updated: dict[str, np.ndarray]
     optimizer: dict[str, np.ndarray]
+    weight: float | None = None
+    mass: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class SeenStep:
     rows: np.ndarray
     """Digests of this rank's rows."""
     gradients: np.ndarray
+    begins: np.ndarray
+    """Signatures of the parameters when the step began."""
     parameters: np.ndarray
     replica: Replica | None
     """None where all replicas are the same."""
@@ -93,6 +99,8 @@ def trace_of(
         draws=tuple(seen.draws for seen in everyone),
         num_pieces=tuple(seen.num_pieces for seen in everyone),
         replicas=_replicas(everyone),
+        begins=first.begins,
+        begins_spread=_spread([seen.begins for seen in everyone], 0.0),
     )
 
 
@@ -105,12 +113,24 @@ def _replicas(everyone: Sequence[SeenStep]) -> Replicas | None:
     spread = 0.0
     if names:
         spread = float(_spread([np.array([theirs[name] for name in names]) for theirs in states], 0.0).max())
+    weights = [replica.weight for replica in found if replica.weight is not None]
+    masses = [replica.mass for replica in found if replica.mass is not None]
     return Replicas(
         np.array([replica.before for replica in found]),
         np.array([replica.updated for replica in found]),
         np.array([seen.parameters for seen in everyone]),
         spread,
+        _by_name([replica.optimizer_updated for replica in found]),
+        _by_name(states),
+        np.array(weights) if weights else None,
+        np.array(masses) if masses else None,
     )
+
+
+def _by_name(everyone: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Signatures of all ranks, (ranks, 4), by the names that all of them have."""
+    names = [name for name in everyone[0] if all(name in theirs for theirs in everyone)]
+    return {name: np.array([theirs[name] for theirs in everyone]) for name in names}
 
 
 def _spread(signatures: list[np.ndarray], floor: float) -> np.ndarray:

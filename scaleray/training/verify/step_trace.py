@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import pickle
 import random
@@ -14,10 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from scaleray.data import RankBatch
 from scaleray.records.run import EvaluationRecord, WorkerMessage
+from scaleray.reproducibility.causes import AVERAGE_OF
 from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.reproducibility.signatures import Signer, number_format
 from scaleray.reproducibility.traces import Restored, StepTrace, Trace
 from scaleray.strategies.contract.parallel import full
+from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.training.observer import StepResult
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
@@ -39,7 +42,7 @@ class TraceProbe:
     take_apart_at: a step (from 1) whose gradient is decomposed into those of every rank's micro-batches, see `parts`;
     the job's workload then builds the model that is taken for that. masks: record of what the model draws. due: the
     learning rates that are due. keeps: after these steps, each replica's own values are kept on rank 0, see `values`.
-    saves_after: the step whose state is saved. stands_still: parameters never change.
+    last: number of the last step, where a resume has changed the size of a step. stands_still: parameters never change.
     """
 
     def __init__(
@@ -51,11 +54,12 @@ class TraceProbe:
         masks: Masks | None = None,
         due: DueRates | None = None,
         keeps: tuple[int, ...] = (),
-        saves_after: int | None = None,
+        last: int | None = None,
         stands_still: bool = False,
     ) -> None:
         self.place, self.job, self.take_apart_at, self.masks, self.due = place, job, take_apart_at, masks, due
-        self.keeps, self.saves_after, self.stands_still = keeps, saves_after, stands_still
+        self.keeps, self.stands_still = keeps, stands_still
+        self.last = job.recipe.total_steps if last is None else last
         self.parts: GradientParts | None = None
         self.values: dict[int, list[dict[str, torch.Tensor]]] = {}
         """Parameters and buffers of every rank after the steps of `keeps`, on rank 0."""
@@ -68,6 +72,7 @@ class TraceProbe:
         self._saved: Restored | None = None
         self._restored: Restored | None = None
         self._parameter_formats: tuple[str, ...] = ()
+        self._exported: dict[str, np.ndarray] = {}
 
     def hear(self, message: WorkerMessage) -> None:
         """Note the evaluations among the run's messages."""
@@ -84,9 +89,11 @@ class TraceProbe:
         self._dtypes = tuple(dtypes[name] for name in self._names)
         if self.stands_still:
             _stand_still(setup)
-        self._initial = self._before = self._updated = self._signatures()
+        self._num_trained = sum(p.numel() for p in self._parameters.values() if p.requires_grad)
+        self._state_updated: dict[str, np.ndarray] = {}
+        self._initial = self._updated = self._signatures()
         if self.due is not None and self.due.first:
-            self._restored = Restored(self.due.first, self._initial, self._optimizer_state())
+            self._restored = self._state_at(self.due.first)
         self._is_due_known = isinstance(setup.schedule, Schedule)  # of a workload's own, nothing is known
         self._base_rates = self._due_rates()
         if self.take_apart_at is not None:
@@ -113,6 +120,7 @@ class TraceProbe:
             self.job.workload.rows_of_step = batch.num_rows
         if self.masks is not None:
             self.masks.begin()
+        self._begins = self._signatures()
         self._random_before, self._buffers_before = _random_state(self.place.device), self._buffer_digest()
         if self.parts is not None:
             self.parts.begin(self._step, batch)
@@ -131,12 +139,13 @@ class TraceProbe:
     def on_step(self, result: StepResult, learning_rate: float) -> None:
         after, random_before = self._signatures(), self._random_before
         assert self._gradients is not None
-        own = self._optimizer_state(here=True) if self._setup.parallel.replicas_differ else None
+        replica = self._replica() if self._setup.parallel.replicas_differ else None
         mine = SeenStep(
             rows=self._rows,
             gradients=self._gradients,
+            begins=self._begins,
             parameters=after,
-            replica=Replica(self._before, self._updated, own) if own is not None else None,
+            replica=replica,
             random_before=random_before,
             draws_random_numbers=self.masks.end() if self.masks else random_before != _random_state(self.place.device),
             draws=tuple(self.masks.draws) if self.masks else (),
@@ -157,17 +166,30 @@ class TraceProbe:
             due_factor=self.due.factor(self._step) if self.due is not None and self._is_due_known else None,
         )
         self._steps.append(seen)
-        self._before = self._updated = after
+        self._updated = after
         if isinstance(self.job.workload, Quieted):
             self.job.workload.rows_of_step = 0
         if self.parts is not None:
             self.parts.end()
         if self._step in self.keeps:
             self._keep_values()
-        if self._step == self.saves_after:
-            self._saved = Restored(self._step, seen.parameters, self._optimizer_state())
-        if self._step == self.job.recipe.total_steps:
+        if self._step == self.last:
             self._keep_final()
+
+    def on_saved(self, step: int) -> None:
+        """Note the state that has gone into a checkpoint. Collective."""
+        self._saved = self._state_at(step)
+
+    def take_weights(self, share: WeightShare, name: str) -> None:
+        """Note what this rank has of the weights that a run hands on at its end."""
+        for tensor, value in share.tensors.items():
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided:  # a sparse buffer is no weight
+                self._exported[f"{name}: {tensor}"] = self._sign(tensor, value.double())
+
+    def gather_weights(self) -> None:
+        """Bring together what all ranks have of them. Collective."""
+        everyone = self.place.gathered(self._exported)
+        self._exported = {name: value for theirs in reversed(everyone) for name, value in theirs.items()}
 
     def trace(self, *, loss_dtype: str = "", quieted: tuple[str, ...] = ()) -> Trace:
         """The trace of what was recorded."""
@@ -186,6 +208,7 @@ class TraceProbe:
             restored=self._restored,
             parameter_formats=self._parameter_formats,
             base_rates=self._base_rates,
+            exported=self._exported,
         )
 
     def let_go(self) -> None:
@@ -202,7 +225,24 @@ class TraceProbe:
             rates = self._updates.pop() + rates  # of all together, each of which steps once
         self._updates.append(rates)
         if self._setup.parallel.replicas_differ:
-            self._updated = self._signatures()
+            self._updated, self._state_updated = self._signatures(), self._optimizer_state(here=True)
+
+    def _replica(self) -> Replica:
+        """This rank's replica when a step is over. Collective where messages are under way."""
+        found = Replica(self._begins, self._updated, self._state_updated, self._optimizer_state(here=True))
+        gossip = self.job.config.gossip
+        if self.job.config.strategy.name != "gossip" or not gossip.is_asynchronous:
+            return found
+        state = self._setup.parallel.state()
+        weight = float(state.pop("weight"))
+        mass = weight * self._signatures()
+        trained = [(n, p) for n, p in self._parameters.items() if p.requires_grad]
+        positions = [self._names.index(name) for name, _ in trained]
+        for letter in state.values():
+            parts = letter[:-1].split([p.numel() for _, p in trained] + [letter.numel() - 1 - self._num_trained])
+            for position, (name, parameter), part in zip(positions, trained, parts, strict=False):
+                mass[position] += float(letter[-1]) * self._sign(name, part.view_as(parameter))
+        return dataclasses.replace(found, weight=weight, mass=mass)
 
     def _due_rates(self) -> tuple[float, ...]:
         """Learning rates without the schedule's factor: the recipe's, unless the workload has chosen its own."""
@@ -226,6 +266,20 @@ class TraceProbe:
         if here or self.place.world_size == 1:
             return mine
         return {name: value for theirs in reversed(self.place.gathered(mine)) for name, value in theirs.items()}
+
+    def _state_at(self, step: int) -> Restored:
+        """The state after a step; of replicas that train apart the mean, as a checkpoint has it. Collective."""
+        parameters, apart = self._signatures(), self._setup.parallel.replicas_differ
+        state, buffers = self._optimizer_state(here=apart), self._buffer_signatures()
+        if apart:
+            parameters = np.mean(self.place.gathered(parameters), axis=0)
+            state, buffers = (_mean_by_name(self.place.gathered(mine)) for mine in (state, buffers))
+        return Restored(step, parameters, state, buffers)
+
+    def _buffer_signatures(self) -> dict[str, np.ndarray]:
+        averages = {f"{AVERAGE_OF}{name}": value for name, value in self._setup.averaging.averages.items()}
+        tensors = {**dict(self._setup.parallel.module.named_buffers()), **averages}
+        return self._whole({n: self._sign(n, full(t.detach()).to_dense().double()) for n, t in tensors.items()})
 
     def _keep_values(self) -> None:
         tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}
@@ -277,6 +331,12 @@ class TraceProbe:
             local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
             digest.update(local.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         return digest.digest()
+
+
+def _mean_by_name(everyone: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Mean of the ranks' signatures by name, of what all ranks have."""
+    shared = [name for name in everyone[0] if all(name in theirs for theirs in everyone)]
+    return {name: np.mean([theirs[name] for theirs in everyone], axis=0) for name in shared}
 
 
 def _stand_still(setup: Setup) -> None:

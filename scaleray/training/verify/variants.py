@@ -13,15 +13,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from scaleray.data import Sources
 from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossError, UsageError, WorkloadError
 from scaleray.reproducibility.causes import Cause, Finding, Layout, from_traces
 from scaleray.reproducibility.compare_traces import Comparison, Divergence, compare, divergences, restored_differences
 from scaleray.reproducibility.masks import masks_broken
 from scaleray.reproducibility.own_precision import Excess, excess
-from scaleray.reproducibility.traces import Restored, Trace
+from scaleray.reproducibility.traces import Trace
 from scaleray.training import loop
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.compared_job import short_job
@@ -47,12 +45,14 @@ from scaleray.training.verify.verdicts import (
     Mismatch,
     beyond_rounding,
     failure,
+    handed_on_wrongly,
     judged,
     mean_of,
     own_gradients,
     promised,
     rounding_of,
     unkept,
+    with_norms_of,
     without_statistics,
 )
 
@@ -64,7 +64,8 @@ __all__ = [
 UNSAVED = "the state of the"
 """Beginning of an error that says which part of a training's state cannot be saved."""
 
-Tell = Callable[[str], None]
+Tell = Callable[["Outcome | None"], None]
+"""Function that gets each outcome as soon as it is there; before the first one None, once the reference has run."""
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,11 @@ class Assignment:
 
 
 def verify_group(
-    place: Place, assignment: Assignment, references: References, *, sources: Sources, tell: Tell = lambda label: None
+    place: Place, assignment: Assignment, references: References, *, sources: Sources, tell: Tell = lambda outcome: None
 ) -> tuple[list[Outcome], References]:
     """Judge every variant. Collective over the place's group. The references found are added to those given (rank 0).
 
-    tell: called on rank 0 with the label of each variant that has been judged. Raises UsageError when the reference
-    itself cannot run.
+    tell: called on rank 0, see `Tell`. Raises UsageError when the reference itself cannot run.
     """
     return _Group(place, assignment, references, sources, tell).run()
 
@@ -131,11 +131,13 @@ class _Group:
                 self.runs.resumes, self.unsaved = False, f"without a resume: {exc.what} cannot be saved ({exc.found})"
                 self.quiet, self.has_statistics = on_first(self.place, self._choose_quiet)
             self.outcomes: list[Outcome] = []
+            if self.place.rank == 0:
+                self.tell(None)
             for variant in self.assignment.variants:
                 self.outcomes.append(self._outcome(variant))
                 if self.place.rank == 0:
                     self.runs.forget(variant)
-                    self.tell(variant.label)
+                    self.tell(self.outcomes[-1])
         return self.outcomes, self.runs.references
 
     def _choose_quiet(self) -> tuple[str, bool]:
@@ -254,6 +256,7 @@ class _Group:
             return comparison, (
                 own_gradients(variant, watched, config, self.bound)
                 or self._evaluated_wrongly(variant, key, watched)
+                or handed_on_wrongly(trace, promise, config, self.bound)
                 or self._masks_broken(variant, trace)
             )
 
@@ -272,10 +275,8 @@ class _Group:
         if not variant.job.evaluation_splits():
             return None
         for step, everyone in watched.values.items():
-            if promise.law is not None and promise.mean(trace, config, step) is None:
+            if promise.is_under_way(config, step):
                 continue
-            if promise.law is None and promise.mean(trace, config, step) is not None:
-                continue  # updates under way belong to the mean
             mean = mean_of(everyone)
             due, found = self.runs.measured_alone(mean, key), trace.evaluations.get(step, {})
             for name in dict.fromkeys((*due, *found)):
@@ -288,27 +289,42 @@ class _Group:
     def _saved_wrongly(self, variant: Variant, key: Key, promise: Promise, trace: Trace, bound: float) -> Found | None:
         """Difference between a variant and one process that has loaded its checkpoint, if there is one. On rank 0."""
         reference = self.runs.reference(key)
-        restored = self.runs.restored_alone(variant, key).restored
+        continued = self.runs.restored_alone(variant, key)
+        restored = continued.restored
         assert restored is not None and variant.resumes_after is not None
         saved = reference.saved
         if not promise.is_exact:
-            if variant.strategy not in PROMISES:  # every rank has the same, which is not that of one process
-                saved = trace.saved
-            else:
-                mean = promise.mean(trace, variant.job.config, variant.resumes_after)
-                if mean is None:
-                    return None
-                # a mean of norms says nothing: the norms are those of the restored parameters
-                parameters = np.column_stack([restored.parameters[:, 0], mean])
-                saved = Restored(variant.resumes_after, parameters, {})
+            saved = trace.saved  # that of every rank where a strategy has no replicas, which is not that of one process
+            if variant.strategy in PROMISES and saved is not None:
+                saved = with_norms_of(restored, saved, promise.mean(trace, variant.job.config, variant.resumes_after))
         broken = next(restored_differences(saved, restored, reference.names, bound), None)
+        if broken is not None:
+            finding = from_traces(reference, trace, broken, self._layout(variant))
+            assert finding is not None
+            why = finding.why.replace("on another number of workers", "on one worker")
+            return broken, dataclasses.replace(finding, why=why)
+        if not continued.steps:
+            why = "one process that goes on from this checkpoint takes it for the end of the training"
+            return Divergence(restored.step + 1, "rows", math.inf), Finding(Cause.DATA_ORDER, why)
+        return self._goes_on_wrongly(reference, continued, promise, bound)
+
+    def _goes_on_wrongly(self, reference: Trace, continued: Trace, promise: Promise, bound: float) -> Found | None:
+        """Difference in the first step that one process takes from a variant's checkpoint."""
+        step = continued.steps[0].step
+        due, found = (
+            dataclasses.replace(t, steps=(t.step(step),), final={}, exported={}, evaluations={}, restored=None)
+            for t in (reference, continued)
+        )
+        found = dataclasses.replace(found, initial=due.initial, quieted=due.quieted)
+        kept = ("rows", "count", "learning rate")  # replicas' mean is not the model of one process
+        broken = next((d for d in divergences(due, found, bound) if promise.is_exact or d.quantity in kept), None)
         if broken is None:
             return None
-        finding = from_traces(reference, trace, broken, self._layout(variant))
-        assert finding is not None
-        return broken, dataclasses.replace(
-            finding, why=finding.why.replace("on another number of workers", "on one worker")
-        )
+        finding = from_traces(due, found, broken, Layout(1, 1)) if broken.quantity in kept else None
+        why = f"one process that goes on from this checkpoint has another {broken.quantity} in its first step"
+        if finding is not None:
+            why = f"{why}: {finding.why}"
+        return broken, Finding(Cause.RESUME if finding is None else finding.cause, why, broken.parameter)
 
     def _in_own_precision(self, variant: Variant, outcome: Outcome) -> Outcome:
         """The outcome with the distance in the run's own precision, and the verdict on it."""

@@ -4,18 +4,20 @@ failed."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from scaleray.checkpoints.model_layout import FINAL_WEIGHTS
 from scaleray.config import RunConfig
 from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import CheckpointError, InitialisationError
 from scaleray.reproducibility.causes import Cause, Finding
 from scaleray.reproducibility.compare_traces import Divergence
 from scaleray.reproducibility.own_precision import Excess, Rounding
-from scaleray.reproducibility.traces import Trace
+from scaleray.reproducibility.traces import Restored, Trace
 from scaleray.training.verify.compared_runs import Key, Variant, Watched, partition_of
 from scaleray.training.verify.promises import Promise, promise_of
 from scaleray.training.verify.quieted import Quieted
@@ -129,6 +131,11 @@ def failure(exc: Exception, variant: Variant, probes: list[TraceProbe]) -> Misma
     return Mismatch(step, "run", None, math.inf, cause, " ".join(str(exc).split()))
 
 
+def lost(exc: Exception) -> Mismatch:
+    """The mismatch of a variant whose group is lost with it: it hung, or a process died."""
+    return Mismatch(0, "run", None, math.inf, Cause.FAILED, " ".join(str(exc).split()))
+
+
 def unkept(broken: Divergence) -> Finding:
     return Finding(Cause.UNKNOWN, f"the {broken.quantity} should be equal even so")
 
@@ -147,6 +154,35 @@ def judged(trace: Trace, key: Key) -> str:
             "BatchNorm: one process took the statistics of each worker's micro-batches, and kept rank 0's"
         )
     return "; ".join(words[name] for name in trace.quieted)
+
+
+def handed_on_wrongly(trace: Trace, promise: Promise, config: RunConfig, bound: float) -> Found | None:
+    """First of the final weights that is not the mean of the replicas, where that is known."""
+    last = trace.steps[-1].step if trace.steps else 0
+    mean = promise.mean(trace, config, last) if last else None
+    for position, name in enumerate(trace.names if mean is not None else ()):
+        found = trace.exported.get(f"{FINAL_WEIGHTS}: {name}")
+        if found is None or mean is None:
+            continue  # adapters are added to their layers
+        apart = float(np.abs(found[1:] - mean[position]).max() / max(float(found[0]), 1e-12))
+        if not apart <= bound:
+            why = f"{name} of the final weights is not the mean of the replicas"
+            return Divergence(last, "final weights", apart, name), Finding(Cause.WEIGHTS, why, name)
+    return None
+
+
+def with_norms_of(restored: Restored, saved: Restored, mean: np.ndarray | None) -> Restored:
+    """The state that replicas saved, their mean, with the norms of what was restored: a mean of norms says nothing.
+    mean: signatures (parameters, 3) of the parameters' mean; None where messages under way belong to it, which nobody
+    outside knows."""
+    parameters = restored.parameters if mean is None else np.column_stack([restored.parameters[:, 0], mean])
+
+    def with_norms(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {n: np.array([theirs[n][0], *value[1:]]) if n in theirs else value for n, value in ours.items()}
+
+    return Restored(
+        saved.step, parameters, with_norms(saved.state, restored.state), with_norms(saved.buffers, restored.buffers)
+    )
 
 
 def mean_of(everyone: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

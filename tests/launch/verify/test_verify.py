@@ -173,6 +173,19 @@ def test_what_is_large_goes_to_the_first_process_alone():
         assert processes.run(2, given, OnFirst("large"), workload=object()) == ["large", None]
 
 
+@pytest.mark.parametrize("how", ["kill", pytest.param("sleep", marks=pytest.mark.slow)])
+def test_a_variant_that_hangs_or_dies_fails_alone(tmp_path, how):
+    args = {"how": how, "at_call": 6, "marker": str(tmp_path / "struck")}
+    resolved = config(tmp_path, "Failing", **{"workload.args": args, "scale.collective_timeout_s": 8})
+    question = Question(["ddp", "zero1", "fsdp"], world_sizes=[1, 2], accumulation=[1], steps=4)
+    certificate = verify(resolved, question, local=True)
+    found = {(o.strategy, o.world_size): o for o in certificate.outcomes if o.verdict != "refused"}
+    assert not certificate.passed and "1 of 4 variants differ (the run failed)" in certificate.verdict
+    assert [o.verdict for o in found.values()] == ["equal", "differs", "equal", "equal"], found
+    failed = found["ddp", 2].mismatch
+    assert failed.cause == "the run failed" and ("SIGKILL" if how == "kill" else "rank 1") in failed.why
+
+
 def leave(place, what):
     if what == "die" and place.rank == 1:
         os._exit(3)

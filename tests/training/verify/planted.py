@@ -35,6 +35,8 @@ CLASSES = {
     "compression": "gradient compression",
     "evaluation": "evaluation",
     "resume": "state after a resume",
+    "weights": "final weights",
+    "update": "optimizer's update",
 }
 """What verify calls each class."""
 

@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 import planted_elsewhere  # noqa: F401 - they enter themselves into the table
 import planted_in_gradients  # noqa: F401
+import planted_in_state  # noqa: F401
 from planted import PLANTED, Planted
 from small_runs import DEFAULTS
 from verified import knows_who_trains

@@ -16,6 +16,7 @@ from torch import nn
 from verified import TRAINING_ON, broken_strategy, found, judge, judge_all, judge_with, knows_who_trains, many
 
 from scaleray.strategies import Parallel, ddp
+from scaleray.strategies.contract.weight_shares import whole
 from scaleray.training.step.step import TrainStep
 
 CLIP = {"optimizer.clip_norm": 0.3}
@@ -237,7 +238,7 @@ def summed_at_every_micro_batch():
     def apply(model, mesh, config, workload):
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad))
-        return Parallel(model=model, module=model)
+        return Parallel(model=model, module=model, weights=lambda: whole(model, keeps=True))
 
     with broken_strategy(apply):
         yield

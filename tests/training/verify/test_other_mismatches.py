@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from unittest import mock
 
 import pytest
@@ -219,3 +220,47 @@ def test_initial_parameters_that_differ_from_rank_to_rank_are_found(gloo):
     outcome = gloo.run(2, judge_with, keeps_own_parameters, DrawnByRank())[0]
     assert found(outcome)[:2] == ("initial parameters", 0)
     assert "0.weight differs between rank 0 and rank 1" in outcome.mismatch.why
+
+
+# what happens between steps
+
+
+class Changes(Classify):
+    """A callback scales a weight after the second step: on every rank, or on the last alone."""
+
+    def __init__(self, *, everywhere):
+        super().__init__()
+        self.everywhere = everywhere
+
+    def callbacks(self):
+        def on_step(callback, run):
+            if run.step == 2 and (self.everywhere or run.rank == run.world_size - 1):
+                with torch.no_grad():
+                    next(iter(run.model.parameters())).mul_(1.5)
+
+        return [type("Scales", (), {"on_step": on_step})()]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_what_a_callback_changes_on_every_rank_is_part_of_the_training(gloo, resumes):
+    outcome = gloo.run(2, functools.partial(judge, resumes=resumes), Changes(everywhere=True), {}, 1, 4)[0]
+    assert outcome.verdict == "equal", outcome
+
+
+class ChangesOneOfSeveral(Changes):
+    def __init__(self):
+        super().__init__(everywhere=False)
+
+    def callbacks(self):
+        return super().callbacks() if many() else []
+
+
+def judged_where_one_rank_changes(place):
+    with knows_who_trains():
+        return judge(place, ChangesOneOfSeveral(), {})
+
+
+def test_what_a_callback_changes_on_one_rank_is_found_when_the_next_step_begins(gloo):
+    outcome = gloo.run(2, judged_where_one_rank_changes)[0]
+    assert found(outcome) == ("missing parameter synchronisation", 3, "0.weight")
+    assert "between step 2 and the next, as by a callback" in outcome.mismatch.why

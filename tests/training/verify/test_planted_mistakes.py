@@ -8,7 +8,8 @@ from planted_mistakes import PLANTED, as_markdown, judge_planted, judge_sound, s
 DOCS = Path(__file__).parents[3] / "docs" / "planted_mistakes.md"
 CHEAP = (
     "means of ranks averaged", "updates not sent", "updates in bf16", "evaluation averages means", "schedule one step ahead",
-    "optimizer not restored", "same masks after a resume", "momentum not averaged",
+    "optimizer not restored", "same masks after a resume", "momentum not averaged", "trained weights for the average",
+    "buffers of the start saved", "position a batch ahead", "weight kept and given", "average stays in place",
 )  # fmt: skip
 """One of each kind of evidence."""
 
