@@ -120,8 +120,9 @@ def without(item):
         restore = TrainState.restore
 
         def broken(self, manifest, stores, group):
-            tensors, _, _ = self.capture()
-            kept = {name: value.clone() for name, value in tensors.items() if name.startswith(f"{item}.")}
+            # collective, so that only what needs it asks for it: one rank alone may be broken
+            tensors = self.capture()[0] if item == "model" else {}
+            kept = {name: value.clone() for name, value in tensors.items() if name.startswith("model.")}
             optimizer = self.setup.optimizer.state_dict() if item == "optimizer" else None
             schedule = dict(self.setup.schedule.state_dict())
             scaler = self.setup.precision.scaler.state_dict()
