@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from scaleray.config.alerts import Severity
 from scaleray.records.json_record import jsonable
+from scaleray.records.start import steady_time
 
 ALERTS_FILE = "alerts.jsonl"
 """File of the run's folder."""
@@ -33,7 +33,7 @@ class Alert:
     summary: str
     action: str = "none"
     """What was done: `stop`, `checkpoint` or `none`."""
-    recorded_at: float = field(default_factory=time.time, compare=False)
+    recorded_at: float = field(default_factory=steady_time, compare=False)
 
     @property
     def is_firing(self) -> bool:

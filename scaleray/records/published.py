@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from scaleray.records.start import steady_time
 
 RAYS_JOB = "RAY_JOB_SUBMISSION_ID"
 """Variable of Ray's in the driver of a job."""
@@ -45,7 +46,7 @@ class LinksMeasured:
     bytes_per_s: float
     usual_bytes_per_s: float | None
     """Of the other links; None where there are too few to tell."""
-    recorded_at: float = field(default_factory=time.time, compare=False)
+    recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -71,4 +72,4 @@ class RankSample:
     the worker with fewest came last."""
     device: str = ""
     """Name of its GPU; empty on a CPU."""
-    recorded_at: float = field(default_factory=time.time, compare=False)
+    recorded_at: float = field(default_factory=steady_time, compare=False)

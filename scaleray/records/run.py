@@ -7,7 +7,6 @@ made: charts over time must not show when a record arrived, which may be much la
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -21,6 +20,7 @@ from scaleray.records.printed import figures, quantity
 from scaleray.records.profile import RankMeasurements, RunProfile
 from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
 from scaleray.records.rows import Row
+from scaleray.records.start import steady_time
 
 EMULATED = "emulated"
 """Mark of figures whose compute was a timed sleep (`scaleray.emulation`)."""
@@ -54,7 +54,7 @@ class StepRecord:
     """Figures of the strategy or a transform, by metric name."""
     losses: dict[str, float] = field(default_factory=dict)
     """Each of a workload's several losses, of which `loss` is the sum."""
-    recorded_at: float = field(default_factory=time.time, compare=False)
+    recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class EvaluationRecord:
     step: int
     metrics: dict[str, float]
     duration_s: float
-    recorded_at: float = field(default_factory=time.time, compare=False)
+    recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class SystemRecord:
     node: str
     step: int
     metrics: dict[str, float]
-    recorded_at: float = field(default_factory=time.time, compare=False)
+    recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class CheckpointRecord:
     """Seconds from the beginning of the checkpoint to its manifest, beside the training."""
     stall_s: float
     """Seconds that training waited for the checkpoint on rank 0."""
-    recorded_at: float = field(default_factory=time.time, compare=False)
+    recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class EventRecord:
     kind: str = "info"
     """Kind of event: `info`, `warning`, `hint`, or `resumed`, which says after which step a run went on."""
     step: int | None = None
-    recorded_at: float = field(default_factory=time.time, compare=False)
+    recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class LoggedMetrics:
 
     step: int
     metrics: dict[str, float]
-    recorded_at: float = field(default_factory=time.time, compare=False)
+    recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ import shutil
 import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from time import time as wall_clock
 
 from scaleray.config.base import without_password
 from scaleray.errors import UsageError
@@ -14,6 +13,7 @@ from scaleray.monitoring.live.run_series import Beside, RunSeries
 from scaleray.monitoring.live.series import Series
 from scaleray.planner.hardware.catalogue import find_gpu
 from scaleray.records.run import Heartbeat, WorkerMessage
+from scaleray.records.start import steady_time
 from scaleray.tracking.publisher import Publisher
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.run_time import RunTime
@@ -72,7 +72,7 @@ class PublishedMetrics(Publisher):
 
     def _beside(self) -> Beside:
         return Beside(
-            now=wall_clock(),
+            now=steady_time(),
             goodput=self._time.so_far(),
             nonfinite_steps=self._steps.num_nonfinite,
             spooled_points=len(self._spool.points()),

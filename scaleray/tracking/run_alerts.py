@@ -27,6 +27,7 @@ from scaleray.monitoring.rules.seen import Seen
 from scaleray.monitoring.rules.webhook_body import webhook_body
 from scaleray.records.alerts import ALERTS_FILE, Alert
 from scaleray.records.run import EventRecord, StepRecord, SystemRecord, WorkerMessage
+from scaleray.records.start import steady_time
 from scaleray.tracking.alert_delivery import Delivery, to_command, to_webhook, webhook_named
 from scaleray.tracking.operations import LogArtifact, Operation, SetTags
 from scaleray.tracking.run_description import RunDescription
@@ -110,7 +111,7 @@ class RunAlerts:
         """Take what is to be seen of every step, and what a node says of its GPUs. Never waits."""
         if not self.settings.watch:
             return
-        now = time.time()
+        now = steady_time()
         if isinstance(message, StepRecord):
             self._heard.append((prometheus_name(names.LOSS), message.loss, now, ""))
             self._heard.append((prometheus_name(names.GRAD_NORM), message.grad_norm, now, ""))
@@ -129,7 +130,7 @@ class RunAlerts:
         until = time.monotonic() + END_WAIT_S
         self._thread.join(timeout=END_WAIT_S)
         if went_on and not self._thread.is_alive():
-            self._guard(Watcher.ALERTS, lambda: self.look(time.time()), None)
+            self._guard(Watcher.ALERTS, lambda: self.look(steady_time()), None)
         if self.raised:
             self._tell(LogArtifact(str(self._file)))
         for delivery in self._deliveries:
@@ -156,7 +157,7 @@ class RunAlerts:
         took_s = 0.0
         while not self._is_over.wait(max(LOOK_EVERY_S, took_s / SHARE_OF_A_CORE)):
             began = time.monotonic()
-            self._guard(Watcher.ALERTS, lambda: self.look(time.time()), None)
+            self._guard(Watcher.ALERTS, lambda: self.look(steady_time()), None)
             took_s = time.monotonic() - began
 
     def _guarded(self, rule: Rule, look: Callable[[], Found | None]) -> Found | None:

@@ -12,6 +12,7 @@ from scaleray.parsing import load_json
 from scaleray.profiling.goodput import GoodputLedger
 from scaleray.records.profile import Goodput
 from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord, WorkerMessage
+from scaleray.records.start import steady_time
 from scaleray.tracking.run_description import RunDescription
 
 FILE = "goodput.json"
@@ -23,7 +24,7 @@ class RunTime:
 
     def __init__(self, description: RunDescription) -> None:
         self._roots = list(dict.fromkeys([description.work_dir, description.run_path or description.work_dir]))
-        now = time.time() if description.started_at is None else description.started_at
+        now = steady_time() if description.started_at is None else description.started_at
         kept = self._kept() if description.continues is not None else None
         self._ledger = GoodputLedger.of(kept, started_at=now)
         self._ledger.begin(now)
@@ -55,11 +56,11 @@ class RunTime:
         """The whole time until now."""
         if self._has_steps:
             self.save()
-        return self._ledger.goodput(time.time())
+        return self._ledger.goodput(steady_time())
 
     def so_far(self) -> Goodput | None:
         """The time until now, in any thread; None before the first step."""
-        return self._ledger.goodput(time.time()) if self._has_steps else None
+        return self._ledger.goodput(steady_time()) if self._has_steps else None
 
     def _kept(self) -> dict | None:
         for root in reversed(self._roots):  # the run's own folder first: this one may be of another machine

@@ -35,7 +35,7 @@ class Run:
         folder.mkdir(exist_ok=True)
         self.folder, self.figures, self.told, self.acted, self.shown = folder, dict(figures), [], [], []
         self.now = 1000.0
-        monkeypatch.setattr(run_alerts.time, "time", lambda: self.now)
+        monkeypatch.setattr(run_alerts, "steady_time", lambda: self.now)
         monkeypatch.setattr(run_alerts, "LOOK_EVERY_S", 1e6)  # looks are taken by hand
         description = RunDescription(
             tracking_uri="", experiment="", run_name="digits", work_dir=str(folder), every_steps=1, params={}, tags={},

@@ -56,3 +56,14 @@ def test_a_run_that_goes_on_has_its_earlier_attempts_and_a_failed_resume_leaves_
     assert found.seconds["restart"] == pytest.approx((66 - 18 - 2) + (80 - 68), abs=1e-5)
     assert sum(found.seconds.values()) == pytest.approx(found.elapsed_s, rel=1e-12)
     assert found.elapsed_s == pytest.approx(time.time() - started, abs=5)
+
+
+def test_a_wall_clock_that_is_set_forward_by_an_hour_takes_no_time(tmp_path, monkeypatch):
+    run = RunTime(described(tmp_path, None))
+    now = time.time
+    monkeypatch.setattr("time.time", lambda: now() + 3600)
+    step_of_now = StepRecord(1, 1.0, 8.0, 8, 0.1, None, 2.0, 0.0, 0.1)
+    run.hear(step_of_now)
+    found = run.goodput()
+    assert found.elapsed_s < 1800 and found.seconds["start"] < 1800
+    assert EventRecord("a word").recorded_at < now() + 1800

@@ -27,6 +27,7 @@ from scaleray.launch.workers.gloo import UserCode
 from scaleray.progress import stage
 from scaleray.records.check import GOOD, WRONG, CheckRecord, Finding
 from scaleray.records.run import Say
+from scaleray.records.start import steady_time
 from scaleray.reproducibility.seeding import same_switches
 from scaleray.scaling.recipe.derive import derive
 from scaleray.training.setup.job import TrainJob
@@ -124,7 +125,8 @@ class _Check:
         )
         splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
         recipe = derive(self.config, size_of(sources))
-        job = TrainJob(config, replace(recipe, strategy="single", model_parallel_size=1), workload, splits, time.time())
+        alone = replace(recipe, strategy="single", model_parallel_size=1)
+        job = TrainJob(config, alone, workload, splits, steady_time())
         self.record.figures["global_batch_size"] = recipe.global_batch_size
         self.record.figures["micro_batch_size"] = recipe.micro_batch_size
         self._add(Finding("recipe", GOOD, f"{recipe.total_steps} steps of {recipe.global_batch_size} samples"))

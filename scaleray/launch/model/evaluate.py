@@ -35,6 +35,7 @@ from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.progress import stage
 from scaleray.records.json_record import JsonRecord
 from scaleray.records.run import Say
+from scaleray.records.start import steady_time
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.tracking.later_values import add_to_run
@@ -184,7 +185,7 @@ def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Sourc
         config = config.model_copy(update={"batch": batch, "data": data})
     recipe = derive(config, DataSize(max(config.batch.global_size, first.num_rows), first.tokens_per_row))
     evaluated = {f"evaluated {name}": split for name, split in splits.items()}  # keys: `train` alone is not evaluated
-    return TrainJob(config, recipe, workload, {TRAIN: next(iter(splits.values())), **evaluated}, time.time())
+    return TrainJob(config, recipe, workload, {TRAIN: next(iter(splits.values())), **evaluated}, steady_time())
 
 
 def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Source]:

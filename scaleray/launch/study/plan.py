@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data import size_of
 from scaleray.launch.study.hardware import OVERSUBSCRIBED, RELAUNCHED
 from scaleray.launch.study.noise import source_of
+from scaleray.records.start import steady_time
 from scaleray.records.study import Mode
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize, Recipe, nearest_multiples
@@ -81,7 +81,7 @@ def make_rungs(
             is_as_given = batch == config.batch.global_size
             spread = on_workers(config, workers, batch, as_given=is_as_given or question.to_target)
             recipe = _derived(spread, size, mode, workers, question)
-            job = TrainJob(spread, recipe, workload, splits, time.time())
+            job = TrainJob(spread, recipe, workload, splits, steady_time())
             name = f"w{workers:03d}-b{recipe.global_batch_size}-m{recipe.micro_batch_size}-{recipe.strategy}"
             name += "-relaunched" if question.relaunch else ""
             if name in rungs:

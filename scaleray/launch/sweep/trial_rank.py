@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from scaleray.launch.sweep.plan import SweepPlan, material_key
 from scaleray.records.run import WorkerMessage, WorkerSummary
+from scaleray.records.start import steady_time
 from scaleray.records.wishes import Wish
 from scaleray.reproducibility.seeding import same_switches
 from scaleray.scaling.sweeps.search_space import Settings
@@ -92,7 +93,7 @@ def fresh_job(plan: SweepPlan, settings: Settings) -> TrainJob:
     """The trial's job with a workload of its own, as a new process would have it."""
     from ray import cloudpickle
 
-    job = plan.job(settings, started_at=time.time())
+    job = plan.job(settings, started_at=steady_time())
     # from the driver of this sweep, not from outside
     return dataclasses.replace(job, workload=cloudpickle.loads(job.workload))
 

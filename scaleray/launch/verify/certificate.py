@@ -21,6 +21,7 @@ from scaleray.launch.verify.preparation import Verification
 from scaleray.records.experiment import CERTIFICATE_SHA256
 from scaleray.records.json_record import JsonRecord
 from scaleray.records.run import Say
+from scaleray.records.start import steady_time
 from scaleray.reproducibility.fingerprint import environment, environment_hash
 from scaleray.tracking import store
 from scaleray.tracking.operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
@@ -119,7 +120,7 @@ def common_facts(verification: Verification, folder: RunFolder, run: RunStore) -
         "environment_hash": environment_hash({"environment": facts}),
         "where": "gloo processes" if verification.local else "Ray",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "duration_s": time.time() - verification.started_at,
+        "duration_s": steady_time() - verification.started_at,
         "run_dir": folder.path,
         "tracking_uri": store.without_password(run.uri),
         "run_id": run.run_id,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from scaleray.data import TRAIN, Split
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data import size_of
+from scaleray.records.start import steady_time
 from scaleray.scaling.recipe.combinations import check_schedule
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize, Recipe, largest_divisor, with_micro_size
@@ -195,7 +195,7 @@ class _Trainings:
             update={"micro_size": None if is_packed else recipe.micro_batch_size * a_sample}
         )
         spread = spread.model_copy(update={"batch": batch})
-        return TrainJob(spread, recipe, self.workload, self.splits, time.time())
+        return TrainJob(spread, recipe, self.workload, self.splits, steady_time())
 
     def _compared(self, job: TrainJob) -> TrainJob:
         """The few steps of the job that are compared."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from scaleray.launch.session.start import check_learning_rate, check_started_onc
 from scaleray.launch.verify.plan import Plan, Question, make_plan, on_workers
 from scaleray.launch.workers.gloo import UserCode
 from scaleray.records.run import Say
+from scaleray.records.start import steady_time
 from scaleray.tracking import store
 
 OPTION = "--world-sizes"
@@ -47,7 +47,7 @@ def prepared(
     config: RunConfig, question: Question, workload: Any, *, local: bool, base_dir: Path | None, say: Say
 ) -> Iterator[Verification]:
     """Context in which workers can be started, with all that can be refused refused. Raises UsageError."""
-    started_at = time.time()
+    started_at = steady_time()
     check_started_once(say)
     config = with_absolute_paths(config)
     tracking_uri = store.resolve_uri(config.tracking.uri)

@@ -18,6 +18,7 @@ from scaleray.records.live import RecentSteps
 from scaleray.records.phases import PARTS
 from scaleray.records.published import RankSample
 from scaleray.records.run import Emit
+from scaleray.records.start import steady_time
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.profile.arrivals import ArrivalTimes
 from scaleray.training.profile.phase_times import PhaseTimes
@@ -86,7 +87,7 @@ class RankSamples(Observer):
             node=self.place.node,
             world_size=self.place.world_size,
             step=step,
-            step_at=time.time(),
+            step_at=steady_time(),
             step_time_s=means[STEP],
             phases={part.value: means[part] for part in PARTS if part in means},
             memory=self._memory(),

@@ -11,7 +11,6 @@ import itertools
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ from scaleray.data import RaySources, Sources
 from scaleray.errors import ConfigError
 from scaleray.records.published import RankSample
 from scaleray.records.run import EvaluationRecord, StepRecord, WorkerMessage
+from scaleray.records.start import steady_time
 from scaleray.records.study import Mode, NoiseCourse, ToTarget, Turn
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
@@ -184,7 +184,7 @@ def train_to_target(job: TrainJob, place: Place, sources: Sources) -> list[ToTar
             curve.append((samples, seconds, message.metrics[target.metric]))
             recorded_at.append(message.recorded_at)
 
-    job = dataclasses.replace(job.without_files(), started_at=time.time())
+    job = dataclasses.replace(job.without_files(), started_at=steady_time())
     summary = loop.run(job, place, sources=sources, emit=emit)
     value = curve[-1][2] if curve else math.nan
     is_reached = target.is_reached({target.metric: value}) if curve else False
