@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import hashlib
 import os
 import shutil
 import stat
@@ -54,3 +55,17 @@ def keep_compiled_code_here() -> None:
     """Let torch in the processes below this one keep compiled code in this folder, unless the user says where: its own
     has a name in /tmp that another user can take first, with code in it."""
     os.environ.setdefault(COMPILED, f"{own_folder()}/torchinductor")
+
+
+def plain_executable() -> str:
+    """Path of this interpreter without a space: through a link here, where it has one. Ray 2.60 writes the path into
+    shell commands as it is, so that workers and the client's server of an environment in `a folder/` would not start.
+    """
+    if " " not in sys.executable:
+        return sys.executable
+    executable = Path(sys.executable)
+    environment = executable.parent.parent
+    link = own_folder() / f"environment-{hashlib.sha256(bytes(environment)).hexdigest()[:16]}"
+    with contextlib.suppress(FileExistsError):
+        link.symlink_to(environment)
+    return str(link / executable.parent.name / executable.name)

@@ -1,6 +1,9 @@
 """The folder of one user alone: the same one at every call, even where another user has taken its name."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +27,20 @@ def test_where_the_name_is_taken_every_call_gives_the_same_folder(place, num_tak
     assert len(found) == 1
     assert len(list(place.iterdir())) == num_taken + 1
     assert found.pop().stat().st_mode & 0o777 == 0o700
+
+
+def test_an_environment_in_a_folder_with_a_space_is_run_through_a_link_without_one(tmp_path, monkeypatch):
+    environment = tmp_path / "a folder"
+    environment.symlink_to(sys.prefix)
+    monkeypatch.setattr(own_folder, "own_folder", lambda: tmp_path)
+    monkeypatch.setattr(sys, "executable", f"{environment}/bin/{Path(sys.executable).name}")
+    paths = {own_folder.plain_executable() for _ in range(2)}
+    assert len(paths) == 1 and not any(" " in path for path in paths)
+    code = "import sys, scaleray; print(sys.prefix != sys.base_prefix)"
+    is_environment = subprocess.run([*paths, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert is_environment.strip() == str(sys.prefix != sys.base_prefix)
+
+
+def test_an_environment_without_a_space_needs_no_link(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/opt/env/bin/python")
+    assert own_folder.plain_executable() == "/opt/env/bin/python"

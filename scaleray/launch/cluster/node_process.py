@@ -24,7 +24,7 @@ from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, OWN_ENVIRONME
 from scaleray.launch.cluster.lean_node import NOT_PRESTARTED, nodes
 from scaleray.launch.cluster.own_ray import free_port
 from scaleray.launch.cluster.worker_template import WorkerTemplate, is_possible
-from scaleray.own_folder import keep_compiled_code_here
+from scaleray.own_folder import keep_compiled_code_here, plain_executable
 
 START_TIMEOUT_S = 300.0
 """A loaded machine was seen to need more than two minutes."""
@@ -106,7 +106,7 @@ def _start(
     outlives: bool,
 ) -> NodeProcess:
     command = [
-        sys.executable,
+        plain_executable(),
         "-m",
         __name__,
         str(folder),

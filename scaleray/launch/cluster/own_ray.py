@@ -11,16 +11,18 @@ import logging
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import psutil
 
 from scaleray.config import RunConfig
 from scaleray.launch.cluster import driver_guard, lean_node, loopback, worker_template
 from scaleray.launch.cluster.token import ensure_token
-from scaleray.own_folder import own_folder
+from scaleray.own_folder import own_folder, plain_executable
 
 _template: worker_template.WorkerTemplate | None = None
 """What the workers of this process's own Ray are forked from."""
@@ -62,7 +64,8 @@ def start(config: RunConfig, environment: Mapping[str, str]) -> None:
     cores = psutil.cpu_count() or 1
     has_dashboard = config.scale.dashboard
     node = lean_node.nodes(template=_template, has_dashboard=has_dashboard, has_autoscaler=False)
-    with lean_node.variables(during_start), node, loopback.staying_local():
+    interpreter = mock.patch.object(sys, "executable", plain_executable())  # Ray's processes are started with it
+    with lean_node.variables(during_start), node, loopback.staying_local(), interpreter:
         ray.init(
             address="local",
             # input tasks are counted beside the cores: they are light, and must never wait for training to end
