@@ -116,7 +116,7 @@ class Workload:
     ) -> torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None:
         """The workload's own optimizer, or None for the configured one. `settings` holds the derived learning rate.
 
-        Several optimizers by name, where `losses()` gives a loss for each.
+        Several optimizers by name, where each holds parameters of its own or `losses()` gives a loss for each.
         """
         return None
 

@@ -1,6 +1,6 @@
-"""Several optimizers of a workload as one, for whoever looks at the whole: checkpoints, schedules, checks.
+"""Several optimizers of a workload as one: for checkpoints, schedules and checks, and for the steps of a single loss.
 
-Each of them takes its own steps with the gradients of its own loss, see `training.step.several_losses`.
+With several losses each of them takes its own steps with the gradients of its own, see `training.step.several_losses`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from scaleray.several_losses import losses_of
 
 
 class SeveralOptimizers(torch.optim.Optimizer):
-    """The groups and the state of several optimizers, in the order of their names. It takes no steps itself.
+    """The groups, the state and the steps of several optimizers, in the order of their names.
 
     parameters_of: all parameters of each by name, those that other ranks update included.
     """
@@ -72,8 +72,10 @@ class SeveralOptimizers(torch.optim.Optimizer):
         for own in self.by_name.values():
             own.zero_grad(set_to_none)
 
-    def step(self, closure: Any = None) -> Any:
-        raise NotImplementedError("each optimizer takes its own steps")
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Let each take a step with the gradients of one loss."""
+        for own in self.by_name.values():
+            own.step()
 
     def register_step_pre_hook(self, hook: Any) -> Any:
         return [own.register_step_pre_hook(hook) for own in self.by_name.values()]
@@ -109,16 +111,19 @@ def members(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer
 
 
 def check_losses(workload: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Raise WorkloadError unless there is a loss for each optimizer, under the same names."""
+    """Raise WorkloadError unless there is a loss for each optimizer, under the same names, or one loss for optimizers
+    that share no parameter."""
     losses, names = losses_of(workload), list(members(optimizer))
-    if losses is None and names == [""]:
-        return
     if losses is None:
+        held = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if len(held) == len(set(held)):
+            return
         raise WorkloadError(
             "optimizer()",
             f"a mapping of {', '.join(names)}",
-            "losses() must give a loss for each of several optimizers",
-            "return {name: function(model, batch)} from losses(), in the order in which they are to take their steps",
+            "several of them hold one parameter, which a single loss would move more than once",
+            "give each parameter to one of them, or return {name: function(model, batch)} from losses(), "
+            "in the order in which they are to take their steps",
         )
     if names == [""] or set(losses) != set(names):
         raise WorkloadError(
