@@ -1,5 +1,6 @@
 """`scaleray watch` as it is typed: once and for as long as a run lives, on a terminal, in a pipe and for scripts."""
 
+import codecs
 import dataclasses
 import json
 import os
@@ -134,10 +135,11 @@ def test_the_address_of_a_dashboard_is_refused_with_what_to_give_instead(storage
 def read_until(terminal, words, *, timeout_s=120.0):
     """What a terminal shows until these words have come, without its control sequences."""
     text, deadline = "", time.monotonic() + timeout_s
+    decoder = codecs.getincrementaldecoder("utf-8")()  # a read may end in the middle of a character
     while time.monotonic() < deadline:
         if select.select([terminal], [], [], 1.0)[0]:
             try:
-                text += os.read(terminal, 65536).decode()
+                text += decoder.decode(os.read(terminal, 65536))
             except OSError:  # the other end is closed
                 break
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
