@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import inspect
 import os
@@ -34,17 +33,22 @@ def call_user_code(call: Any, *, what: str, doing: str) -> Any:
 
 @contextlib.contextmanager
 def no_exit(what: str) -> Iterator[None]:
-    """Context for user code that must not end the process: its sys.exit() or asyncio.CancelledError, which is no
-    Exception, becomes a WorkloadError, every other exception passes.
+    """Context for user code that must not end the process: its sys.exit() and everything else that is no Exception
+    become a WorkloadError. Exceptions, Ctrl-C and signals of scaleray's own pass.
 
     Otherwise a run in which nothing was trained would end with exit code 0, and a Ray task would take its process
     along.
     """
     try:
         yield
-    except (SystemExit, asyncio.CancelledError) as exc:
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as exc:
         if is_from_outside(exc):
             raise KeyboardInterrupt from exc
+        is_closed = isinstance(exc, GeneratorExit) and not user_frames(traceback.extract_tb(exc.__traceback__))
+        if is_closed or type(exc).__module__.startswith("scaleray."):
+            raise
         raise exit_error(exc, what=what) from exc
 
 

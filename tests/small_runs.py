@@ -203,8 +203,9 @@ def job_of(config: RunConfig, workload: Any) -> tuple[TrainJob, dict]:
     return TrainJob(config, recipe, workload, splits, time.time()), sources
 
 
-class Killed(BaseException):
-    """What ends a run in the middle of a test, as a SIGKILL would: nothing in the loop expects it."""
+class Killed(KeyboardInterrupt):
+    """What ends a run in the middle of a test, as a SIGKILL would: nothing in the loop expects it, and it is taken for
+    nothing that the workload's own code has raised."""
 
 
 class KillAt:

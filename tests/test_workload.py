@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scaleray import user_code
 from scaleray.config import load_config
 from scaleray.errors import DataError, WorkloadError
 from scaleray.workload import (
@@ -259,6 +260,26 @@ def test_everything_that_user_code_raises_is_an_error_of_it(error):
 
     with pytest.raises(WorkloadError, match=f"(?s)datasets\\(\\) is failing while reading.*{type(error).__name__}"):
         call_user_code(fails, what="datasets()", doing="reading the data")
+
+
+@pytest.mark.parametrize("error", [Final("x"), BaseException("x"), GeneratorExit(), SystemExit(3)])
+def test_what_is_no_exception_does_not_end_the_process(error):
+    def fails():
+        raise error
+
+    with pytest.raises(WorkloadError, match=f"the workload's code is .*(raising {type(error).__name__}|sys.exit)"):
+        within_no_exit(fails)
+
+
+def test_a_generator_that_is_closed_inside_is_no_mistake_of_user_code():
+    ended = []
+    code = "def rows(context, ended):\n    try:\n        with context:\n            yield 1\n    finally:\n        ended.append(1)"
+    ours = {}
+    exec(compile(code, user_code.__file__, "exec"), ours)  # a generator of scaleray's own
+    generator = ours["rows"](no_exit("the workload's code"), ended)
+    next(generator)
+    generator.close()
+    assert ended == [1]
 
 
 def test_a_signal_that_ends_the_process_is_no_mistake_of_user_code():
