@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from scaleray.cli.options import Json
 from scaleray.cli.output import print_json
 from scaleray.cli.run_options import Uri
@@ -31,10 +29,12 @@ def compare(*runs: str, uri: Uri = None, fail_if_slower: float | None = None, js
     if fail_if_slower is not None and not 0 <= fail_if_slower < float("inf"):
         raise ConfigError("--fail-if-slower", fail_if_slower, "it must be per cent, 0 or more", "for example 3")
     from rich.console import Console
+    from rich.text import Text
 
     from scaleray.reports.compare.comparison import EXIT_INCONCLUSIVE
     from scaleray.reports.compare.comparison import compare as compare_records
     from scaleray.reports.terminal.comparison import show_comparison
+    from scaleray.reports.terminal.record import print_whole
     from scaleray.tracking.find_record import find_run
 
     comparison = compare_records([find_run(run, uri=uri) for run in runs])
@@ -44,14 +44,11 @@ def compare(*runs: str, uri: Uri = None, fail_if_slower: float | None = None, js
     if fail_if_slower is None:
         return 0
     slower, unclear = (find(fail_if_slower) for find in (comparison.slower_by_more_than, comparison.unclear_beyond))
-    for verdict in slower:
-        print(
-            f"failed: {verdict.runs} is slower than {verdict.base} by more than {fail_if_slower:g} %", file=sys.stderr
-        )
-    for verdict in unclear:
-        print(
-            f"cannot tell whether {verdict.runs} is slower than {verdict.base} by more than {fail_if_slower:g} %: "
-            f"{verdict.words}",
-            file=sys.stderr,
-        )
+    beyond = f"by more than {fail_if_slower:g} %"
+    lines = [f"failed: {found.runs} is slower than {found.base} {beyond}" for found in slower]
+    lines += [
+        f"cannot tell whether {found.runs} is slower than {found.base} {beyond}: {found.words}" for found in unclear
+    ]
+    for line in lines:
+        print_whole(Console(stderr=True, highlight=False), Text(line))
     return 1 if slower else EXIT_INCONCLUSIVE if unclear else 0

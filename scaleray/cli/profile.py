@@ -109,8 +109,10 @@ def _show_traces(where: str, *, json: bool) -> int:
 def print_traced(traced: Traced, *, is_error: bool) -> None:
     """Print the tables of traces, where the file for Perfetto is, and the page, which is written beside them."""
     from rich.console import Console
+    from rich.text import Text
 
     from scaleray.reports.records.trace import memory_tables, sentence, trace_tables, write_trace_page
+    from scaleray.reports.terminal.record import print_whole
     from scaleray.reports.terminal.tables import as_rich
 
     console = Console(stderr=is_error, highlight=False)
@@ -118,7 +120,7 @@ def print_traced(traced: Traced, *, is_error: bool) -> None:
     for table in [*(trace_tables(report) if report else []), *memory_tables(traced.snapshots)]:
         console.print(as_rich(table, width=console.width))
     for line in [*([sentence(report)] if report else []), *traced.lines()]:
-        console.print(line, soft_wrap=True)
+        print_whole(console, Text(line))
     if "://" not in traced.where:
         where = Path(traced.where)
         # beside a single file may be whatever
