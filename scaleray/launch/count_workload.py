@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
         with contextlib.redirect_stdout(sys.stderr):  # what a workload prints must not mix with the answer
             workload = load_workload(config.workload.name, config.workload.args, base_dir=path.resolve().parent)
             with no_exit("the workload's code"):
-                source = load_sources(workload)[TRAIN]
+                source = load_sources(workload, in_steps=True)[TRAIN]
                 profile = profile_workload(
                     workload, _rows(source), config.precision, gives_tuples=_gives_tuples(source)
                 )

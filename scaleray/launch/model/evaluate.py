@@ -18,6 +18,7 @@ from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.config.fine_tuning import FineTuningSettings
 from scaleray.config.precision import PrecisionSettings
 from scaleray.data import TRAIN, Input, Split, load_sources
+from scaleray.data.iterable import refuse_endless
 from scaleray.data.source import Source
 from scaleray.errors import DataError, UsageError
 from scaleray.launch.cluster import connection as cluster
@@ -195,10 +196,11 @@ def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Sourc
         fitted = parts.preprocessor
         shape, _ = shape_of(parts.workload, wide=parts.config.precision.dtype == "fp64", fitted=fitted)
         return {name: as_source_of_split(data, shape, parts.workload, split=name, fitted=fitted)}
-    sources = load_sources(parts.workload, fitted=parts.preprocessor)
+    sources = load_sources(parts.workload, fitted=parts.preprocessor, in_steps=True)
     if split is not None:
         if split not in sources:
             raise UsageError("--split", split, f"the run has the splits {', '.join(sources)}")
+        refuse_endless(sources[split], split)
         return {split: sources[split]}
     others = {name: source for name, source in sources.items() if name != TRAIN}
     if not others:

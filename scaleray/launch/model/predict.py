@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.config import RunConfig
+from scaleray.data.iterable import refuse_endless
 from scaleray.data.loading import for_workload, load_sources
 from scaleray.data.source import Source
 from scaleray.data.stream_source import StreamSource
@@ -142,10 +143,11 @@ def _rows_of(data: Any) -> Any:
 
 
 def _split_of(workload: Any, split: str, fitted: Any) -> Source:
-    sources = load_sources(workload, fitted=fitted)
+    sources = load_sources(workload, fitted=fitted, in_steps=True)
     if split not in sources:
         raise UsageError("--split", split, f"the run has the splits {', '.join(sources)}")
     source = sources[split]
+    refuse_endless(source, split)
     if isinstance(source, StreamSource):
         raise DataError(f"the {split} data", "a Ray Dataset", "its rows have no numbers", "write it to files: --data")
     return source

@@ -143,7 +143,7 @@ def shape_of(workload: Any, *, wide: bool, fitted: Any = None) -> tuple[Shape, b
     that data cannot be read any more. fitted: the run's preprocessor."""
     text = reads_text(workload)
     try:
-        source = load_sources(workload, fitted=fitted)[TRAIN]
+        source = load_sources(workload, fitted=fitted, in_steps=True)[TRAIN]
         raw = under_transforms(source)
         rows = raw.read(np.arange(min(EXAMPLES, raw.num_rows)))
     except (ScaleRayError, OSError, TypeError):

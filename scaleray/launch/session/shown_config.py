@@ -22,10 +22,13 @@ def shown_config(
     if not data:
         return shown
     from scaleray.data import load_sources
-    from scaleray.launch.session.data import size_of
+    from scaleray.data.iterable import ENDLESS
+    from scaleray.launch.session.data import is_in_steps, size_of
     from scaleray.workload import make_workload
 
     settings = config.workload
-    size = size_of(load_sources(make_workload(workload, settings.name, settings.args, base_dir=base_dir)))
+    workload = make_workload(workload, settings.name, settings.args, base_dir=base_dir)
+    size = size_of(load_sources(workload, in_steps=is_in_steps(config)))
     recipe = derive(config, size)
-    return {**shown, "derived": recipe.values(), "how": dict(recipe.explanations), "rows": size.num_samples}
+    rows = "without an end" if size.num_samples == ENDLESS else size.num_samples
+    return {**shown, "derived": recipe.values(), "how": dict(recipe.explanations), "rows": rows}

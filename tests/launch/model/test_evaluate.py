@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pytest
+import torch
+from small_runs import NUM_FEATURES, Classify, rows
 
 import scaleray
 from scaleray.cli.main import run_command
+from scaleray.data import iterable
 from scaleray.errors import DataError, UsageError
 from scaleray.launch.model import evaluate as room
+from scaleray.launch.model import predict
 from scaleray.launch.model.load import find_parts
 from scaleray.launch.model.trained_run import find_trained
 
@@ -106,3 +112,27 @@ def test_data_without_a_column_of_the_training_names_it(trained, tmp_path):
     pyarrow.csv.write_csv(pa.table({"x_0": [1.0], "y": [1]}), tmp_path / "a.csv")
     with pytest.raises(DataError, match=r"column x of .*a\.csv is missing, but training had it; there are: x_0, y"):
         scaleray.evaluate(trained.run_dir, data=tmp_path / "a.csv", local=True)
+
+
+class OnAStream(Classify):
+    """Trains on rows without an end."""
+
+    def datasets(self):
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self):
+                return ({"x": np.zeros(NUM_FEATURES, np.float32), "y": number % 2} for number in itertools.count())
+
+        return {"train": Stream(), "val": rows(8)}
+
+
+def test_a_training_on_rows_without_an_end_is_evaluated_on_its_other_splits(trained, monkeypatch):
+    monkeypatch.setattr(iterable, "SHORT_COUNT_S", 0.02)
+    monkeypatch.setattr(iterable, "COUNT_S", 0.02)
+    parts = dataclasses.replace(find_parts(trained.run_dir), workload=OnAStream())
+    sources = room._sources(parts, None, None)
+    assert {name: source.num_rows for name, source in sources.items()} == {"val": 8}
+    with pytest.raises(DataError, match="the train data is without an end"):
+        room._sources(parts, None, "train")
+    with pytest.raises(DataError, match="the train data is without an end"):
+        predict._split_of(OnAStream(), "train", None)
+    assert predict._split_of(OnAStream(), "val", None).num_rows == 8
