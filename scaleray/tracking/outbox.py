@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Generic, Protocol, TypeVar
 
@@ -109,7 +110,10 @@ class Outbox(Generic[Op]):
 
 
 def is_refusal_of_content(exc: Exception) -> bool:
-    """Whether a server refused what it was sent, rather than the sender or the run."""
+    """Whether a server refused what it was sent, rather than the sender or the run. A body that is not JSON, as of a
+    proxy between the two, is no answer of MLflow's."""
+    if isinstance(exc, json.JSONDecodeError):
+        return False
     return getattr(exc, "error_code", "") in REFUSALS[:2] or isinstance(exc, (FileNotFoundError, ValueError, TypeError))
 
 

@@ -13,6 +13,7 @@ from scaleray.errors import StorageError, TrackingError
 from scaleray.records.run import EvaluationRecord, EventRecord
 from scaleray.tracking.accepted import acceptable_name, acceptable_text
 from scaleray.tracking.operations import LogMetrics, SetTags
+from scaleray.tracking.outbox import Outbox
 from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.replay import replay
 from scaleray.tracking.spool import REFUSED
@@ -78,6 +79,22 @@ def test_what_is_refused_all_the_same_is_set_aside_with_its_reason(uri, tmp_path
     head, *refused = (json.loads(line) for line in (tmp_path / "run" / REFUSED).read_text().splitlines())
     assert head["run_id"] == run_id
     assert [line["op"] for line in refused] == ["metrics", "artifact", "tags"]
+
+
+def test_an_answer_that_is_no_json_is_no_refusal_and_everything_arrives():
+    arrived, bodies = [], iter([""])
+
+    class Proxied:
+        def send(self, operation):
+            json.loads(next(bodies, "{}"))  # as MLflow's client reads most answers
+            arrived.append(operation)
+
+    outbox = Outbox(Proxied(), leaves_out_refused=True)
+    outbox.send("first")
+    assert outbox.num_kept == 1 and arrived == []
+    outbox.retry_now()
+    outbox.send("second")
+    assert outbox.num_kept == 0 and arrived == ["first", "second"]
 
 
 def test_replay_sends_what_is_taken_and_keeps_the_rest(uri, tmp_path):
