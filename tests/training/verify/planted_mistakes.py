@@ -13,7 +13,8 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import planted_elsewhere  # noqa: F401 - they enter themselves into the table
+import planted_by_a_reader  # noqa: F401 - they enter themselves into the table
+import planted_elsewhere  # noqa: F401
 import planted_in_gradients  # noqa: F401
 import planted_in_state  # noqa: F401
 from planted import PLANTED, Planted
