@@ -1,6 +1,6 @@
 """Frozen results that cross process borders: from a worker to the recorder, and from a run to its reader.
 
-`recorded_at` is the wall clock of the process where something happened, in seconds since 1970, read when its record is
+`recorded_at` is the `steady_time` of the process where something happened, seconds since 1970, read when its record is
 made: charts over time must not show when a record arrived, which may be much later and many at once.
 """
 

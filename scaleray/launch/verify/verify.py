@@ -160,10 +160,10 @@ def _survived(
     those after it. Raises RunFailedError where the reference itself fails."""
     outcomes: list[Outcome] = []
     while True:
-        told: list[Outcome | None] = []
+        received: list[Outcome | None] = []
 
         def take(outcome: Outcome | None) -> None:
-            told.append(outcome)  # noqa: B023
+            received.append(outcome)  # noqa: B023
             if outcome is not None:
                 advance()
 
@@ -172,8 +172,8 @@ def _survived(
             found, references = run_group(world_size, dataclasses.replace(assignment, variants=left), references, take)
             return [*outcomes, *found], references
         except RunFailedError as exc:
-            done = [outcome for outcome in told if outcome is not None]
-            if not told or len(done) == len(left):
+            done = [outcome for outcome in received if outcome is not None]
+            if not received or len(done) == len(left):
                 raise
             variant = left[len(done)]
             failed = Outcome(variant.strategy, world_size, variant.accumulation, "differs", mismatch=lost(exc))

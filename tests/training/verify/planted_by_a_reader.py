@@ -376,7 +376,7 @@ def parts_of_a_sequence_not_summed():
 # clipping
 
 
-@planted("strategies/contract/parallel.py, total_norm", "the largest norm of a parameter stands for the whole", "clip",
+@planted("strategies/contract/parallel.py, total_norm", "the largest norm of a parameter is taken for the whole", "clip",
          workload=rows(), flags=CLIP)  # fmt: skip
 def largest_norm_for_the_whole():
     def largest(gradients):
@@ -511,7 +511,7 @@ def epsilon_scaled_by_workers():
         yield
 
 
-@planted("strategies/zero1.py, owns", "nobody owns the last parameter", "update", strategy="zero1", workload=rows())
+@planted("strategies/zero1.py, owns", "no worker owns the last parameter", "update", strategy="zero1", workload=rows())
 def nobody_owns_the_last_parameter():
     def change(parallel, *, model, **_):
         last = list(model.parameters())[-1]
@@ -727,7 +727,7 @@ def statistics_not_averaged():
         yield
 
 
-@planted("training/step/evaluation.py, run", "a training goes on in evaluation mode after an evaluation", "random",
+@planted("training/step/evaluation.py, run", "a training stays in evaluation mode after an evaluation", "random",
          workload=EVALUATED_DROPOUT,
          misnamed="-")  # fmt: skip
 def stays_in_evaluation_mode():
@@ -743,7 +743,7 @@ def stays_in_evaluation_mode():
         yield
 
 
-@planted("training/step/evaluation.py, run", "an evaluation seeds the generators anew", "random",
+@planted("training/step/evaluation.py, run", "an evaluation seeds the generators again", "random",
          workload=EVALUATED_DROPOUT)  # fmt: skip
 def evaluation_seeds_anew():
     def make(original):
@@ -1149,7 +1149,7 @@ def letters_not_restored():
         yield
 
 
-@planted("training/state/loop_state.py, restore", "replicas count their steps anew after a resume", "resume",
+@planted("training/state/loop_state.py, restore", "replicas count their steps from zero after a resume", "resume",
          strategy="local_sgd", workload=rows(), flags={"local_sgd.sync_every": 7},
          misnamed="averaging of replicas")  # fmt: skip
 def replicas_count_anew():
@@ -1164,7 +1164,7 @@ def replicas_count_anew():
         yield
 
 
-@planted("training/state/optimizer_state.py, build", "Adam counts its steps anew after a resume", "resume",
+@planted("training/state/optimizer_state.py, build", "Adam counts its steps from zero after a resume", "resume",
          workload=rows(), flags=ADAM)  # fmt: skip
 def adam_counts_anew():
     def clear(state):
