@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import math
 import os
@@ -270,7 +271,7 @@ class RunStore:
             tags = [RunTag(acceptable_name(k), acceptable_text(str(v))) for k, v in operation.values.items()]
             self.client.log_batch(self.run_id, tags=tags)
         elif isinstance(operation, LogArtifact):
-            self.client.log_artifact(self.run_id, operation.path, operation.folder)
+            self._upload(operation)
         elif isinstance(operation, LogDataset):
             dataset = Dataset(
                 name=operation.name,
@@ -283,6 +284,15 @@ class RunStore:
             self.client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [tag])])
         else:
             self.client.set_terminated(self.run_id, operation.status, operation.end_time)
+
+    def _upload(self, operation: LogArtifact) -> None:
+        """Send a file, and look that a server which takes it on behalf of its storage has it: an empty answer is no
+        error there. Raises TrackingError."""
+        self.client.log_artifact(self.run_id, operation.path, operation.folder)
+        if self.uri.startswith("http") and self.client.get_run(self.run_id).info.artifact_uri.startswith("mlflow-"):
+            names = {Path(file.path).name for file in self.client.list_artifacts(self.run_id, operation.folder)}
+            if (name := Path(operation.path).name) not in names:
+                raise TrackingError("the file", name, "MLflow took it and does not have it", "look at the server's log")
 
     def remove_twins(self, key: str) -> None:
         """Delete other runs with this key: a request that MLflow's client gave up and repeated may have made one
@@ -368,7 +378,31 @@ def open_client(uri: str) -> Any:
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     from mlflow import MlflowClient
 
+    if uri.startswith("http"):
+        _refuse_empty_answers()
     return MlflowClient(tracking_uri=uri)
+
+
+def _refuse_empty_answers() -> None:
+    """Make an answer of MLflow's API without a body an error, as of a proxy whose server is away. MLflow's client takes
+    it for `{}`, which says that all is written.
+
+    Source: `mlflow.utils.rest_utils.verify_rest_response` of MLflow 3.17, which it does for another service's sake.
+    """
+    from mlflow.utils import rest_utils
+
+    verify = rest_utils.verify_rest_response
+    if getattr(verify, "refuses_empty_answers", False):
+        return
+
+    @functools.wraps(verify)
+    def checked(response: Any, endpoint: str, *args: Any, **kwargs: Any) -> Any:
+        if response.status_code == 200 and not response.content.strip() and "/mlflow/" in endpoint:
+            raise json.JSONDecodeError("MLflow answered with nothing", "", 0)
+        return verify(response, endpoint, *args, **kwargs)
+
+    checked.refuses_empty_answers = True  # type: ignore[attr-defined]
+    rest_utils.verify_rest_response = checked
 
 
 @contextlib.contextmanager

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 from mlflow import MlflowClient
+from receiver import receiving
 from test_recorder import describe, step
 
 from scaleray.errors import StorageError, TrackingError
 from scaleray.records.run import EvaluationRecord, EventRecord
 from scaleray.tracking.accepted import acceptable_name, acceptable_text
-from scaleray.tracking.operations import LogMetrics, SetTags
+from scaleray.tracking.operations import LogArtifact, LogMetrics, SetTags
 from scaleray.tracking.outbox import Outbox
 from scaleray.tracking.recorder import Recorder
 from scaleray.tracking.replay import replay
@@ -95,6 +97,40 @@ def test_an_answer_that_is_no_json_is_no_refusal_and_everything_arrives():
     outbox.retry_now()
     outbox.send("second")
     assert outbox.num_kept == 0 and arrived == ["first", "second"]
+
+
+def test_an_answer_without_a_body_is_none():
+    with receiving() as proxy:
+        outbox = Outbox(RunStore(proxy.url(""), "a" * 32, "0"), leaves_out_refused=True)
+        outbox.send(LogMetrics([("train/loss", 1.0, 1_700_000_000_000, 1)]))
+        outbox.retry_now()
+        outbox.send(SetTags({"scaleray.verdict": "done"}))
+    assert outbox.num_kept == 2 and {path.rsplit("/", 1)[-1] for path in proxy.paths} == {"log-batch"}
+    assert "answered with nothing" in outbox.failure
+
+
+def test_a_file_that_a_server_took_and_lost_is_sent_again(tmp_path):
+    (tmp_path / "config.yaml").write_text("seed: 0")
+    uploads, there = [], []
+
+    class Client:
+        def log_artifact(self, run_id, path, folder):
+            uploads.append(path)
+            there.extend([SimpleNamespace(path="run/config.yaml")] if len(uploads) > 1 else [])
+
+        def get_run(self, run_id):
+            return SimpleNamespace(info=SimpleNamespace(artifact_uri="mlflow-artifacts:/0/a"))
+
+        def list_artifacts(self, run_id, folder):
+            return there
+
+    store = RunStore("http://127.0.0.1:1", "a" * 32, "0")
+    store.client = Client()
+    outbox = Outbox(store, leaves_out_refused=True)
+    outbox.send(LogArtifact(str(tmp_path / "config.yaml"), "run"))
+    assert outbox.num_kept == 1 and "does not have it" in outbox.failure
+    outbox.retry_now()
+    assert outbox.send_kept() and len(uploads) == 2
 
 
 def test_replay_sends_what_is_taken_and_keeps_the_rest(uri, tmp_path):
