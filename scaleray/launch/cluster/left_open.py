@@ -18,6 +18,7 @@ import psutil
 from scaleray.checkpoints.storage import remove_parts
 from scaleray.config.base import without_password
 from scaleray.errors import first_line
+from scaleray.launch.cluster.local_state import marked_processes
 from scaleray.launch.cluster.worker_template import SOCKET
 from scaleray.tracking.store import mark_left_running
 
@@ -101,7 +102,7 @@ def end_processes(folder: str | None) -> None:
         return
     mark = str(Path(folder, "template"))
     deadline = time.monotonic() + GRACE_S
-    while left := [process for process in psutil.process_iter() if _has_mark(process, mark)]:
+    while left := marked_processes(SOCKET, mark):
         for process in left:
             with contextlib.suppress(psutil.Error):
                 (process.terminate if time.monotonic() < deadline else process.kill)()
@@ -109,9 +110,3 @@ def end_processes(folder: str | None) -> None:
         if time.monotonic() > deadline + GRACE_S:
             break
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _has_mark(process: psutil.Process, mark: str) -> bool:
-    with contextlib.suppress(psutil.Error, OSError):
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(SOCKET) == mark
-    return False

@@ -82,12 +82,8 @@ class ClusterState:
 
     def left(self) -> list[psutil.Process]:
         """All processes of it that live: its nodes, and those that have its mark although their node is gone."""
-        found = [process for node in self.nodes if (process := node.process()) is not None]
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process not in found and process.environ().get(MARK) == self.mark:
-                    found.append(process)
-        return found
+        found = {process for node in self.nodes if (process := node.process()) is not None}
+        return list(found | marked_processes(MARK, self.mark))
 
     def end(self) -> int:
         """End all that is left of it, and forget it; gives how many nodes were running."""
@@ -103,6 +99,23 @@ class ClusterState:
             psutil.wait_procs(left, timeout=GRACE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
         return len(running)
+
+
+def marked_processes(name: str, value: str) -> set[psutil.Process]:
+    """Living processes with this variable in their environment, and all below them: Ray's agents and workers write
+    their titles over theirs."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(name) == value:
+                found |= {process, *process.children(recursive=True)}
+    return {process for process in found if _is_alive(process)}
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def folder_of(name: str) -> Path:

@@ -71,6 +71,21 @@ def test_what_is_remembered_is_for_this_user_alone_and_comes_back_as_it_was(star
     assert state.end() == 2
 
 
+def test_a_process_that_wrote_its_title_over_the_mark_is_found_below_one_that_has_it():
+    """As Ray's agents do: after a GCS was killed, two of them outlived its driver."""
+    nested = f"import os, subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {WAITING!r}], env={{}}).wait()"
+    process = subprocess.Popen([sys.executable, "-S", "-c", nested], env={**os.environ, MARK: "fedc"})
+    try:
+        wait_until(lambda: len(below(process.pid)) == 2)
+        family = {psutil.Process(process.pid), *below(process.pid)}
+        assert local_state.marked_processes(MARK, "fedc") == family
+    finally:
+        for one in [*below(process.pid), process]:
+            one.kill()
+        process.wait()
+    assert local_state.marked_processes(MARK, "fedc") == set()
+
+
 def test_down_ends_the_nodes_with_all_that_is_below_them_and_no_other_cluster(started):
     state, other = started(), started("other", mark="4567")
     family = [*below(state.nodes[0].pid), *below(state.nodes[1].pid)]
