@@ -14,9 +14,10 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import psutil
+from pydantic import ConfigDict, TypeAdapter
 
 from scaleray.errors import ClusterError, UsageError
 from scaleray.own_folder import own_folder, short_place
@@ -29,6 +30,7 @@ MARK = "CLUSTER_OF_SCALERAY"
 that begins like keys of the config, which jobs of the cluster would read."""
 SAME_START_S = 1.0
 """Between two readings of one process's start, which the system's clock is part of."""
+AS_SAVED = ConfigDict(extra="forbid", strict=True)
 GRACE_S = 20.0
 """Seconds between asking a node to end and SIGKILL; its guard ends what is below it within ten."""
 
@@ -41,6 +43,7 @@ class NodeState:
     pid: int
     started_at: float
     log: str
+    __pydantic_config__: ClassVar = AS_SAVED
 
     @property
     def is_running(self) -> bool:
@@ -66,6 +69,7 @@ class ClusterState:
     dashboard: str
     cpus: int
     nodes: tuple[NodeState, ...] = ()
+    __pydantic_config__: ClassVar = AS_SAVED
 
     @property
     def folder(self) -> Path:
@@ -143,18 +147,26 @@ def new_folder(name: str) -> Path:
 def load(name: str) -> ClusterState | None:
     """The cluster of this name, as it was saved; None where there is none."""
     try:
-        values: dict[str, Any] = json.loads((folder_of(name) / "state.json").read_text())
-        nodes = tuple(NodeState(**node) for node in values.pop("nodes"))
-        return ClusterState(**values, nodes=nodes)
+        content = (folder_of(name) / "state.json").read_bytes()
+        return _checked(TypeAdapter(ClusterState).validate_json(content), name)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError) as exc:
+    except ValueError as exc:
         raise ClusterError(
             str(folder_of(name) / "state.json"),
             "not readable",
-            f"it tells which processes belong to a cluster: {exc}",
+            f"it says which processes belong to a cluster: {' '.join(str(exc).splitlines()[1:3]) or exc}",
             "another release of scaleray wrote it: end the cluster with that one",
         ) from exc
+
+
+def _checked(state: ClusterState, name: str) -> ClusterState:
+    """The state, if its processes can be no others'. Raises ValueError."""
+    if state.name != name or not re.fullmatch("[0-9a-f]+", state.mark):
+        raise ValueError(f"its name is {state.name!r} and its mark {state.mark!r}")
+    if wrong := [node.pid for node in state.nodes if node.pid < 1]:
+        raise ValueError(f"no process has the number {wrong[0]}")
+    return state
 
 
 def names() -> Iterator[str]:

@@ -170,8 +170,36 @@ def test_a_folder_that_somebody_else_has_taken_is_one_error(place, monkeypatch):
         scaleray.cluster_status()
 
 
-def test_a_file_that_is_not_ours_to_read_is_one_error(place):
-    (local_state.new_folder("local") / "state.json").write_text('{"name": "local", "nodes": []}')
+NODE = {"name": "head", "pid": 1234567, "started_at": 1.0, "log": "log"}
+STATE = {"name": "local", "mark": "0123", "address": "a:1", "dashboard": "", "cpus": 2, "nodes": [NODE]}
+ODD_STATES = {
+    "keys are missing": {"name": "local", "nodes": []},
+    "no object": [],
+    "no mark, which every process of the user has": STATE | {"mark": None},
+    "an empty mark": STATE | {"mark": ""},
+    "another cluster's name": STATE | {"name": "other"},
+    "a key that is not known": STATE | {"more": 1},
+    "CPUs as text": STATE | {"cpus": "2"},
+    "nodes that are a number": STATE | {"nodes": 3},
+    "a node that is a text": STATE | {"nodes": ["head"]},
+    "a process as text": STATE | {"nodes": [NODE | {"pid": "7"}]},
+    "a process that is true": STATE | {"nodes": [NODE | {"pid": True}]},
+    "a group of processes": STATE | {"nodes": [NODE | {"pid": -1}]},
+    "a start that is null": STATE | {"nodes": [NODE | {"started_at": None}]},
+}
+
+
+@pytest.mark.parametrize("values", ODD_STATES.values(), ids=list(ODD_STATES))
+def test_a_state_that_is_not_as_it_was_saved_ends_no_process_and_is_one_error(place, values):
+    (local_state.new_folder("local") / "state.json").write_text(json.dumps(values))
+    for command in (scaleray.cluster_status, lambda: local_state.load("local").left()):
+        with pytest.raises(ClusterError, match="not readable"):
+            command()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"null"])
+def test_a_state_that_is_no_json_is_one_error(place, content):
+    (local_state.new_folder("local") / "state.json").write_bytes(content)
     with pytest.raises(ClusterError, match="not readable"):
         scaleray.cluster_status()
 
