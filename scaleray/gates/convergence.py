@@ -1,7 +1,8 @@
 """The gate `convergence`: a candidate learns as well as the baseline, from as many samples, and not suspiciously fast.
 
-Runs of one side repeat each other with other seeds. A run's effort is the number of samples up to the first evaluation
-that reached the target, so that it is known in steps of the evaluations' distance only.
+Runs of one side repeat each other with other seeds; one that did not finish has missed the target. A run's effort is
+the number of samples up to the first evaluation that reached the target, so that it is known in steps of the
+evaluations' distance only. Its logarithm is compared, as efforts are skewed to the right.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ COARSEST = 0.5
 @dataclass(frozen=True)
 class Learning:
     """Measures of how one run learned. samples_to_target: None where it ended without the target; value: of its last
-    evaluation, None where there was none; every_samples: samples between two evaluations, 0 where that is not known."""
+    evaluation, None where there was none; every_samples: samples between two evaluations, 0 where that is not known;
+    has_finished: whether it came to its end, with the target or without."""
 
     samples_to_target: float | None
     value: float | None
     every_samples: float = 0.0
+    has_finished: bool = True
 
 
 def convergence_gate(
@@ -50,7 +53,7 @@ def convergence_gate(
         checks.append(reached)
         if reached.answer == "pass":
             checks += _efforts(candidates, baselines, policy)
-    better: Better = "lower" if target is not None and target.comparison == "<=" else "higher"
+    better: Better = policy.better or ("lower" if target is not None and target.comparison == "<=" else "higher")
     checks.append(_last_values(candidates, baselines, policy, better))
     return gate_of(GATE, checks)
 
@@ -74,7 +77,9 @@ def _reached(candidates: Sequence[Learning], baselines: Sequence[Learning], may_
         remedy = "train the baseline longer, or lower the target"
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy)
     words = f"{len(candidates) - missed[0]} of {len(candidates)} candidates reached it"
-    if missed[0] > may_miss:
+    if failed := sum(not run.has_finished for run in candidates):
+        words += f"; {failed} did not finish"
+    if missed[0] > may_miss or missed[0] == len(candidates):
         remedy = "convergence.may_miss says how many may end without it"
         return Check(what=what, answer="fail", words=words, numbers=numbers, remedy=remedy)
     return Check(what=what, answer="pass", words=words, numbers=numbers)
@@ -84,15 +89,19 @@ def _efforts(candidates: Sequence[Learning], baselines: Sequence[Learning], poli
     sides = [[r.samples_to_target for r in side if r.samples_to_target is not None] for side in (candidates, baselines)]
     efforts = [[float(value) for value in side] for side in sides]
     resolution = max(run.every_samples for run in (*candidates, *baselines))
-    allowed = policy.margin * sum(efforts[1]) / len(efforts[1])
-    runs = [Runs.of(side, resolution=resolution) for side in efforts]
+    means = [sum(side) / len(side) for side in efforts]
+    allowed = policy.margin * means[1]
+    runs = [
+        Runs.of([math.log(value) for value in side], resolution=resolution / mean)
+        for side, mean in zip(efforts, means, strict=True)
+    ]
     checks = []
     if resolution > COARSEST * allowed:
         words = f"evaluations are {resolution:,.0f} samples apart, more than half of the margin's {allowed:,.0f}"
         remedy = "evaluate more often (evaluation.every) or give a wider convergence.margin"
         checks.append(Check(what="fine enough evaluations", answer="inconclusive", words=words, remedy=remedy))
-    margin = Margin(policy.margin, is_relative=True)
-    checks.append(_asked("samples to the target", runs, margin, "lower", policy))
+    margin = Margin(math.log1p(policy.margin), is_relative=False)
+    checks.append(_asked("samples to the target", runs, margin, "lower", policy, of_logs=True))
     if policy.not_faster_than_chance:
         checks.append(_not_faster(efforts[0], efforts[1], policy.alpha))
     return checks
@@ -101,20 +110,24 @@ def _efforts(candidates: Sequence[Learning], baselines: Sequence[Learning], poli
 def _last_values(
     candidates: Sequence[Learning], baselines: Sequence[Learning], policy: ConvergencePolicy, better: Better
 ) -> Check:
-    sides = [[run.value for run in side if run.value is not None and math.isfinite(run.value)] for side in
-             (candidates, baselines)]  # fmt: skip
+    ended = [[run.value for run in side if run.has_finished] for side in (candidates, baselines)]
+    sides = [[value for value in side if value is not None and math.isfinite(value)] for side in ended]
     what = "last value of the metric"
-    if missing := len(candidates) + len(baselines) - sum(map(len, sides)):
-        words = f"{missing} runs have no evaluation of it"
+    missing = sum(map(len, ended)) - sum(map(len, sides))
+    if missing or not all(ended):
+        words = f"{missing} runs have no evaluation of it" if missing else "no run of one side has finished"
         return Check(what=what, answer="inconclusive", words=words, remedy="convergence.metric names the metric")
     margin = Margin(policy.metric_margin, is_relative=False)
     return _asked(what, [Runs.of(side) for side in sides], margin, better, policy)
 
 
-def _asked(what: str, runs: Sequence[Runs], margin: Margin, better: Better, policy: ConvergencePolicy) -> Check:
+def _asked(
+    what: str, runs: Sequence[Runs], margin: Margin, better: Better, policy: ConvergencePolicy, *, of_logs: bool = False
+) -> Check:
     return compared(
-        what, runs, margin, better=better, alpha=policy.alpha, min_runs=policy.min_runs, ask_for=policy.ask_for
-    )
+        what, runs, margin, better=better, alpha=policy.alpha, min_runs=policy.min_runs, ask_for=policy.ask_for,
+        of_logs=of_logs,
+    )  # fmt: skip
 
 
 def _not_faster(candidates: Sequence[float], baselines: Sequence[float], alpha: float) -> Check:

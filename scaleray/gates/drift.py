@@ -55,10 +55,10 @@ def data_gate(today: Sequence[RunRecord], promoted: Sequence[RunRecord], *, poli
     if checks:
         return gate_of(DATA, checks)
     for split, facts in before.items():
-        others = {run.name: run.data[split] for run in today if not _is_same(run.data[split], facts)}
+        others = [(run.name, run.data[split]) for run in today if not _is_same(run.data[split], facts)]
         if not others:
             checks.append(Check(what=f"data of {split}", answer="pass", words="the same to the byte"))
-        for name, own in others.items():
+        for name, own in others:
             checks += _split(f"{split} of {name}", own, facts, policy)
     return gate_of(DATA, checks)
 

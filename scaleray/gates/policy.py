@@ -6,12 +6,13 @@ inconclusive, never passed.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from scaleray.config.base import Settings, Target
-from scaleray.gates.noisy_means import ALPHA
+from scaleray.gates.noisy_means import ALPHA, Better
 
 
 class FingerprintPolicy(Settings):
@@ -39,6 +40,8 @@ class ScalingPolicy(Settings):
     """Smallest efficiency; the lower end of its interval must be above it."""
     mode: Literal["strong", "weak"] = "strong"
     """Curve that is looked at."""
+    base_workers: Annotated[int, Field(ge=1)] = 1
+    """Largest number of workers that a study may begin with: its efficiency is relative to that."""
     min_launches: Annotated[int, Field(ge=2)] = 3
     """Fewest turns of a number of workers: of one, nobody knows how much the next would differ."""
 
@@ -51,19 +54,38 @@ class ConvergencePolicy(Settings):
     margin: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Largest share by which the candidate may need more samples to the target."""
     metric: str | None = None
-    """Metric of the last evaluation that is compared as well; None: the target's."""
+    """Metric of the last evaluation that is compared as well, and whether less or more of it is better, such as
+    `test/loss min`; None: the target's."""
     metric_margin: Annotated[float, Field(gt=0)] = 0.01
     """Largest amount by which the candidate's metric may be worse, in the metric's own unit."""
     ask_for: Literal["not worse", "equal"] = "not worse"
     """Whether the candidate may be better by more than the margin."""
-    not_faster_than_chance: bool = True
-    """Whether a candidate that needs suspiciously few samples fails, by MLPerf's test."""
+    not_faster_than_chance: bool = False
+    """Whether a candidate that needs suspiciously few samples fails, by MLPerf's test: for a recipe that must not have
+    changed, as it refuses a better one."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
     """Probability to pass at the margin, of each test."""
     min_runs: Annotated[int, Field(ge=2)] = 5
     """Fewest runs of each side."""
     may_miss: Annotated[int, Field(ge=0)] = 0
     """Number of candidates that may end without the target."""
+
+    @field_validator("metric")
+    @classmethod
+    def _has_direction(cls, metric: str | None) -> str | None:
+        if metric is not None and not re.fullmatch(r"\S+/\S+ (min|max)", metric):
+            raise ValueError("it is a metric and min or max, for which of its values are better: test/loss min")
+        return metric
+
+    @property
+    def metric_name(self) -> str | None:
+        """Name of the metric in `metric`, or None."""
+        return self.metric.partition(" ")[0] if self.metric is not None else None
+
+    @property
+    def better(self) -> Better | None:
+        """Which values of `metric` are better; None without it."""
+        return None if self.metric is None else "lower" if self.metric.endswith(" min") else "higher"
 
 
 class OperationsPolicy(Settings):

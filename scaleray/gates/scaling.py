@@ -38,9 +38,13 @@ def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPoli
         sizes = ", ".join(str(one.point.workers) for one in points) or "none"
         words = f"study {study.name} measured {sizes} workers ({policy.mode})"
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=ask)])
-    if min(one.point.workers for one in points) == workers:
-        words = f"study {study.name} begins with {workers}: its efficiency is 1 by definition"
+    base = min(one.point.workers for one in points)
+    if base == workers or base > policy.base_workers:
+        words = f"study {study.name} begins with {base} workers, and its efficiency is relative to them"
+        if base == workers:
+            words += ": it is 1 by definition"
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=ask)])
+    what += f", relative to {base}" if base > 1 else ""
     return gate_of(GATE, [_check(what, found, study, policy)])
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from scaleray.config.base import Target
+from scaleray.errors import ConfigError
 from scaleray.gates.answer import together
 from scaleray.gates.convergence import Learning, convergence_gate
 from scaleray.gates.equality import DAY_S, CertificateFacts, Verified, equality_gate
@@ -22,6 +23,7 @@ from scaleray.gates.policy import (
     ScalingPolicy,
 )
 from scaleray.gates.scaling import scaling_gate
+from scaleray.launch.gate.policy_file import policy_of
 from scaleray.records.alerts import Alert
 from scaleray.records.profile import Goodput, RunProfile
 from scaleray.records.study import Estimate
@@ -245,6 +247,14 @@ class TestScaling:
         result = scaling_gate(study, workers=workers, policy=ScalingPolicy())
         assert result.answer == "inconclusive" and named in words_of(result)
 
+    def test_an_efficiency_counts_from_one_worker_unless_the_policy_says_from_how_many(self):
+        study = study_examples.study(modes=("strong",), sizes=(4, 8))
+        result = scaling_gate(study, workers=8, policy=ScalingPolicy(min_efficiency=0.1))
+        assert result.answer == "inconclusive" and "begins with 4 workers" in words_of(result)
+        assert "--world-sizes 1,4,8" in result.checks[0].remedy
+        allowed = scaling_gate(study, workers=8, policy=ScalingPolicy(min_efficiency=0.1, base_workers=4))
+        assert "relative to 4" in allowed.checks[0].what and allowed.checks[0].words != result.checks[0].words
+
     def test_one_worker_has_nothing_to_scale_and_is_one_process(self):
         assert scaling_gate(None, workers=1, policy=ScalingPolicy()).answer == "pass"
         assert equality_gate(Verified.of_run(a_run(workers=1)), [], policy=EqualityPolicy()).answer == "pass"
@@ -277,7 +287,10 @@ class TestConvergence:
         result = self.answer(self.runs(1, seed=1), self.runs(1, seed=2))
         assert result.answer == "inconclusive" and "asks for 5 of each" in words_of(result)
         needed = {check.what: check.runs_needed for check in result.checks}
-        assert (needed["repeated runs"], needed["not faster than chance explains (MLPerf)"]) == (5, 4)
+        assert needed["repeated runs"] == 5
+        mlperf = self.answer(self.runs(1, seed=1), self.runs(1, seed=2), not_faster_than_chance=True)
+        result.checks.extend(mlperf.checks)
+        assert {check.what: check.runs_needed for check in mlperf.checks}["not faster than chance explains (MLPerf)"] == 4
         assert all(check.remedy.endswith("scaleray train -c FILE --seed N") for check in result.checks if
                    check.what in ("repeated runs", "not faster than chance explains (MLPerf)"))  # fmt: skip
         assert not any(check.answer == "fail" for check in result.checks)
@@ -294,16 +307,41 @@ class TestConvergence:
         assert self.answer(missing, self.runs(6, seed=2), may_miss=1, metric_margin=0.2).answer == "pass"
         assert self.answer(self.runs(6, seed=2), missing).answer == "inconclusive"
 
-    def test_suspiciously_few_samples_fail_by_mlperfs_test_unless_that_is_not_asked(self):
-        fast = self.runs(6, samples=15_000, seed=1)
-        result = self.answer(fast, self.runs(6, seed=2))
+    def test_a_candidate_that_failed_has_missed_the_target_and_counts(self):
+        failed = Learning(None, math.nan, 100.0, has_finished=False)
+        result = self.answer([*self.runs(5, seed=1), failed], self.runs(6, seed=2))
+        assert result.answer == "fail" and "5 of 6 candidates reached it; 1 did not finish" in words_of(result)
+        assert self.answer([*self.runs(5, seed=1), failed], self.runs(6, seed=2), may_miss=1).answer == "pass"
+        nobody = self.answer([failed] * 5, self.runs(6, seed=2), may_miss=5)
+        assert nobody.answer == "fail" and "no run of one side has finished" in words_of(nobody)
+
+    def test_a_better_recipe_passes_unless_mlperfs_test_is_asked(self):
+        for samples in (19_000, 18_000, 16_000, 15_000):
+            assert self.answer(self.runs(6, samples=samples, seed=1), self.runs(6, seed=2)).answer == "pass"
+        result = self.answer(self.runs(6, samples=15_000, seed=1), self.runs(6, seed=2), not_faster_than_chance=True)
         failed = [check.what for check in result.checks if check.answer == "fail"]
         assert failed == ["not faster than chance explains (MLPerf)"]
-        assert self.answer(fast, self.runs(6, seed=2), not_faster_than_chance=False).answer == "pass"
+
+    @pytest.mark.parametrize(("metric", "worse"), [("test/loss min", 0.3), ("test/f1 max", 0.1)])
+    @pytest.mark.parametrize("target", ["test/accuracy >= 0.97", "test/error <= 0.03", None])
+    def test_a_metric_is_judged_in_its_own_direction_whatever_the_target(self, metric, worse, target):
+        target = None if target is None else Target.parse(target)
+        sides = [self.runs(6, value=value, seed=1) for value in (0.2, worse)]
+        answers = [
+            [check.answer for check in convergence_gate(*pair, target=target, policy=ConvergencePolicy(metric=metric)).checks
+             if check.what.startswith("last value")]
+            for pair in (sides, sides[::-1])
+        ]  # fmt: skip
+        assert answers == [["pass"], ["fail"]]
+
+    @pytest.mark.parametrize("metric", ["test/loss", "test/loss less", "min", "test/loss  min", ""])
+    def test_a_metric_without_its_direction_is_refused(self, metric):
+        with pytest.raises(ConfigError, match="test/loss min"):
+            policy_of({"convergence": {"metric": metric}}, where="given")
 
     def test_asked_for_equal_what_is_better_by_the_margin_fails_as_well(self):
         fast = self.runs(6, samples=15_000, seed=1)
-        result = self.answer(fast, self.runs(6, seed=2), ask_for="equal", not_faster_than_chance=False)
+        result = self.answer(fast, self.runs(6, seed=2), ask_for="equal")
         assert result.answer == "fail"
 
     def test_evaluations_further_apart_than_half_the_margin_are_too_coarse(self):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.config.decides import Decides, decides
-from scaleray.errors import UsageError
+from scaleray.errors import TrackingError, UsageError
 from scaleray.gates.answer import GateResult, together
 from scaleray.gates.convergence import convergence_gate
 from scaleray.gates.drift import data_gate, speed_gate
@@ -44,9 +44,9 @@ def drift(
     pass, fail or inconclusive, as of `gate`.
 
     model: `NAME@ALIAS` or `NAME/VERSION`. runs: folders, names in the storage path, or ids or names in MLflow; without
-    any, the finished ones in MLflow of the promoted run's experiment that train the same and began after its promotion
-    and in the last `days`. policy: a YAML file, or its sections; None is the one that the model was promoted with.
-    Raises UsageError, ConfigError and TrackingError.
+    any, those in MLflow of the promoted run's experiment that train the same, began after its promotion and in the last
+    `days`, and have finished or failed. policy: a YAML file, or its sections; None is the one that the model was promoted
+    with. Raises UsageError, ConfigError and TrackingError.
     """
     names = [runs] if isinstance(runs, str) else list(runs)
     if days <= 0:
@@ -56,22 +56,28 @@ def drift(
         held = read_policy(policy)
     registry = ModelRegistry(uri)
     with stage("looking for today's runs"):
-        found = [find_run(name, uri=registry.uri) for name in names] or _since(registry, Named.parse(model), kept, days)
+        notes: list[str] = []
+        found = [find_run(name, uri=registry.uri) for name in names]
+        found = found or _since(registry, Named.parse(model), kept, days, notes)
     today, promoted = ([training(one) for one in side] for side in (found, kept.candidates))
     target = held.convergence.target or target_of(kept.run)
-    learned = [[learning(one, target, held.convergence.metric) for one in side] for side in (found, kept.candidates)]
+    learned = [
+        [learning(one, target, held.convergence.metric_name) for one in side] for side in (found, kept.candidates)
+    ]
     gates = [
-        speed_gate(today, promoted, policy=held.drift),
+        speed_gate([run for run in today if run.status == "FINISHED"], promoted, policy=held.drift),
         convergence_gate(learned[0], learned[1], target=target, policy=held.convergence),
         data_gate(today, promoted, policy=held.drift),
     ]
     words = ["scaleray", "drift", model, *(str(one.folder or training(one).run_id or one.where) for one in found)]
-    return _record(model, gates, found, kept, held.model_dump(mode="json"), command=shlex.join(words))
+    if not found:
+        notes.append("no run that trains the same has ended since")
+    return _record(model, gates, found, kept, held.model_dump(mode="json"), notes, command=shlex.join(words))
 
 
 def _record(
-    model: str, gates: Sequence[GateResult], found: Sequence[FoundRun], kept: Evidence, policy: dict[str, Any], *,
-    command: str,
+    model: str, gates: Sequence[GateResult], found: Sequence[FoundRun], kept: Evidence, policy: dict[str, Any],
+    notes: list[str], *, command: str,
 ) -> GateRecord:  # fmt: skip
     return GateRecord(
         answer=together(gate.answer for gate in gates),
@@ -80,20 +86,30 @@ def _record(
         candidates=[one.where for one in found],
         baselines=[one.where for one in kept.candidates],
         policy=policy,
-        notes=[] if found else ["no run that trains the same has ended since"],
+        notes=notes,
         date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     )
 
 
-def _since(registry: ModelRegistry, named: Named, kept: Evidence, days: float) -> list[FoundRun]:
-    """Finished runs of the same training that began after the promotion and in the last days, the newest first."""
+def _since(registry: ModelRegistry, named: Named, kept: Evidence, days: float, notes: list[str]) -> list[FoundRun]:
+    """Runs of the same training that began after the promotion and in the last days and have finished or failed, the
+    newest first. Those that failed before they had a record are named in `notes`."""
     version = registry.find(named)
     since_ms = max(version.created_at_ms, 1000 * (time.time() - 86400 * days))
     known = {training(one).run_id for one in (*kept.candidates, *kept.baselines)}
     own = _training_of(kept.run)
-    found = (find_run(run_id, uri=registry.uri) for run_id in registry.runs_beside(version.run_id, since_ms=since_ms)
-             if run_id not in known)  # fmt: skip
-    return [one for one in found if isinstance(one.record, RunRecord) and _training_of(one.record) == own]
+    found = []
+    for run_id, status in registry.runs_beside(version.run_id, since_ms=since_ms).items():
+        try:
+            one = None if run_id in known else find_run(run_id, uri=registry.uri)
+        except TrackingError:
+            if status == "FINISHED":
+                raise
+            notes.append(f"run {run_id} failed and has no record, so that nobody knows whether it trained the same")
+            continue
+        if one is not None and isinstance(one.record, RunRecord) and _training_of(one.record) == own:
+            found.append(one)
+    return found
 
 
 def _training_of(run: RunRecord) -> dict[str, Any]:

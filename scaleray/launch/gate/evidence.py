@@ -81,7 +81,9 @@ def collect(
     for side, what in ((candidates, "candidate"), (baselines, "baseline")):
         if len(side) == 1 and (more := _repeats(side[0])):
             side += more
-            notes.append(f"{what}: {len(more)} other runs of the same but the seed were found beside it")
+            failed = sum(training(one).status != "FINISHED" for one in more)
+            found = f"{what}: {len(more)} other runs of the same but the seed were found beside it"
+            notes.append(found + (f", of which {failed} failed" if failed else ""))
     endured = _endured(candidates)
     if endured:
         notes.append(f"faults: {len(endured)} runs beside it went on after an interruption")
@@ -110,8 +112,10 @@ def certificates_for(found: FoundRun, named: Sequence[str]) -> list[CertificateF
 
 
 def learning(found: FoundRun, target: Target | None, metric: str | None) -> Learning:
-    """How a run learned. metric: whose last value counts; None: the target's."""
+    """How a run learned. metric: whose last value counts; None: the target's. One that did not finish has not reached
+    the target."""
     record = training(found)
+    has_finished = record.status == "FINISHED"
     batch = float(record.derived.get("global_batch_size") or 0)
     points = found.evaluations.get(target.metric, []) if target else []
     reached = next((step for step, value in points if target and target.is_reached({target.metric: value})), None)
@@ -119,7 +123,8 @@ def learning(found: FoundRun, target: Target | None, metric: str | None) -> Lear
     every = max((b - a for a, b in zip([0, *steps], steps, strict=False)), default=0)
     name = metric or (target.metric if target else None)
     value = record.metrics.get(name) if name else None
-    return Learning(None if reached is None else reached * batch, value, every * batch)
+    samples = reached * batch if reached is not None and has_finished else None
+    return Learning(samples, value, every * batch, has_finished)
 
 
 def target_of(run: RunRecord) -> Target | None:
@@ -147,14 +152,16 @@ def _neighbours(found: FoundRun) -> list[Path]:
 
 
 def _repeats(found: FoundRun) -> list[FoundRun]:
-    """Finished runs beside a run that are the same but for the seed, one of each seed."""
+    """Runs beside a run that are the same but for the seed, one of each seed: the newest that has finished, else one
+    that failed."""
     own = training(found)
-    mine, repeats = repeat_key(own), dict[Any, FoundRun]()
-    for folder, record in _runs_beside(found):
-        seed = record.config.get("seed")
-        if repeat_key(record) == mine and seed != own.config.get("seed") and seed not in repeats:
-            repeats[seed] = find_run(str(folder))
-    return list(repeats.values())
+    mine, repeats = repeat_key(own), dict[Any, Path]()
+    for status in ("FINISHED", "FAILED"):
+        for folder, record in _runs_beside(found, status):
+            seed = record.config.get("seed")
+            if repeat_key(record) == mine and seed != own.config.get("seed"):
+                repeats.setdefault(seed, folder)
+    return [find_run(str(folder)) for folder in repeats.values()]
 
 
 def _endured(candidates: Sequence[FoundRun]) -> list[FoundRun]:
@@ -176,14 +183,14 @@ def _trained(run: RunRecord) -> list[Any]:
     return [run.strategy, run.workers, git.get("commit"), config]
 
 
-def _runs_beside(found: FoundRun) -> Iterator[tuple[Path, RunRecord]]:
-    """The finished runs beside a run, newest first."""
+def _runs_beside(found: FoundRun, status: str = "FINISHED") -> Iterator[tuple[Path, RunRecord]]:
+    """The runs of this status beside a run, newest first."""
     for folder in _neighbours(found):
         with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
             if not (folder / FILE).is_file():
                 continue
             record = read_record(folder)
-            if isinstance(record, RunRecord) and record.status == "FINISHED":
+            if isinstance(record, RunRecord) and record.status == status:
                 yield folder, record
 
 

@@ -169,7 +169,7 @@ def _scaling(evidence: Evidence, policy: Policy, *, uri: str | None) -> GateResu
 def _convergence(evidence: Evidence, policy: Policy) -> GateResult:
     target = policy.convergence.target or target_of(evidence.run)
     sides = [
-        [learning(one, target, policy.convergence.metric) for one in side]
+        [learning(one, target, policy.convergence.metric_name) for one in side]
         for side in (evidence.candidates, evidence.baselines)
     ]
     return convergence.convergence_gate(sides[0], sides[1], target=target, policy=policy.convergence)

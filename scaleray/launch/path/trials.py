@@ -142,7 +142,7 @@ def _quality(path: PathRecord, changed: list[str], best: list[str]) -> GateResul
     policy = policy.model_copy(update={"not_faster_than_chance": False})
     evidence = collect(changed, against=best)
     sides = (evidence.candidates, evidence.baselines)
-    learned = [[learning(one, policy.target, policy.metric) for one in side] for side in sides]
+    learned = [[learning(one, policy.target, policy.metric_name) for one in side] for side in sides]
     return convergence_gate(learned[0], learned[1], target=policy.target, policy=policy)
 
 

@@ -196,18 +196,19 @@ class ModelRegistry:
                     return None
                 raise
 
-    def runs_beside(self, run_id: str, *, since_ms: float) -> list[str]:
-        """Ids of the finished runs in the experiment of a run that began since then, the newest first; points of
-        studies and trials of sweeps are left out."""
+    def runs_beside(self, run_id: str, *, since_ms: float) -> dict[str, str]:
+        """Ids and status of the runs in the experiment of a run that began since then and have finished or failed, the
+        newest first; points of studies and trials of sweeps are left out."""
         with self._asking(f"the runs beside {run_id}"):
             experiment = self.client.get_run(run_id).info.experiment_id
             found = self.client.search_runs(
                 [experiment],
-                f"attributes.status = 'FINISHED' and attributes.start_time >= {int(since_ms)}",
+                f"attributes.status != 'RUNNING' and attributes.start_time >= {int(since_ms)}",
                 order_by=["attributes.start_time DESC"],
                 max_results=MOST_RUNS,
             )
-            return [one.info.run_id for one in found if PARENT_TAG not in one.data.tags]
+            ended = [one.info for one in found if PARENT_TAG not in one.data.tags]
+            return {info.run_id: info.status for info in ended if info.status in ("FINISHED", "FAILED")}
 
     def upload(self, run_id: str, folder: Path, place: str) -> str:
         """Copy a folder to a run's artifacts, and give the URI by which a version names it."""

@@ -34,11 +34,24 @@ def a_folder_of_runs(root, name, *, number=3, **more):
 def test_runs_of_the_same_but_the_seed_beside_the_run_are_its_repeats(tmp_path):
     candidates = a_folder_of_runs(tmp_path, "candidate")
     baselines = a_folder_of_runs(tmp_path, "baseline", number=2, workers=1)
-    write(tmp_path / "failed", a_run("failed", status="FAILED"))
+    write(tmp_path / "killed", a_run("killed", status="KILLED", config={"seed": 7}))
     evidence = collect(candidates[:1], against=baselines[:1])
     assert sorted(one.record.name for one in evidence.candidates) == ["candidate0", "candidate1", "candidate2"]
     assert sorted(one.record.name for one in evidence.baselines) == ["baseline0", "baseline1"]
     assert len(evidence.notes) == 2
+
+
+def test_a_seed_that_failed_is_a_repeat_unless_it_has_finished_as_well(tmp_path):
+    candidates = a_folder_of_runs(tmp_path, "candidate")
+    for name, seed in (("again", 1), ("diverged", 8)):
+        write(tmp_path / name, a_run(name, status="FAILED", config={"seed": seed}))
+    evidence = collect(candidates[:1])
+    assert sorted(one.record.name for one in evidence.candidates) == [
+        "candidate0", "candidate1", "candidate2", "diverged",
+    ]  # fmt: skip
+    assert "of which 1 failed" in evidence.notes[0]
+    answer = judge(candidates[:1], against=candidates[1:2], gates=["operations"])
+    assert answer.answer == "fail" and "diverged is FAILED" in answer.gates[0].checks[0].words
 
 
 def test_what_a_row_took_to_be_read_makes_no_other_run_of_a_repeat(tmp_path):

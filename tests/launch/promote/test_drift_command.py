@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 import scaleray
 from scaleray.cli.drift import drift as drift_command
@@ -52,13 +53,30 @@ def test_runs_of_the_same_training_since_the_promotion_are_found_and_held_agains
     assert json.loads(capsys.readouterr().out)["answer"] == "inconclusive"
 
 
+def test_a_retraining_that_failed_counts(promoted, sides, tmp_path):
+    _, uri = promoted
+    again = [trained_again(sides[0][0], uri, tmp_path, seed=seed) for seed in (30, 31, 32)]
+    record = Path(again[2].run_dir, "record.json")
+    record.write_text(record.read_text().replace('"FINISHED"', '"FAILED"'))
+    client = MlflowClient(uri)
+    client.set_terminated(again[2].run_id, "FAILED")
+    client.log_artifact(again[2].run_id, str(record))
+    experiment = client.get_run(again[2].run_id).info.experiment_id
+    lost = client.create_run(experiment, run_name="failed early").info.run_id
+    client.set_terminated(lost, "FAILED")
+    found = drift("corners@champion", policy=WIDE, uri=uri)
+    assert len(found.candidates) == 3 and answers(found)["convergence"] == "fail", found.lines()
+    assert answers(found)["speed"] == "pass"
+    assert found.notes == [f"run {lost} failed and has no record, so that nobody knows whether it trained the same"]
+
+
 def test_a_quietly_worse_run_fails(promoted, sides, tmp_path):
     _, uri = promoted
     strict = {
         **WIDE,
         "convergence": {
             **POLICY["convergence"],
-            "metric": "val/loss",
+            "metric": "val/loss min",
             "target": "val/loss <= 100",
             "metric_margin": 0.05,
         },
