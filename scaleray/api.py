@@ -254,8 +254,6 @@ def gate(
     study: str | None = None,
     certificates: Sequence[str | Path] = (),
     gates: Sequence[str] | None = None,
-    mlperf_log: str | Path | None = None,
-    mlperf_benchmark: str | None = None,
     uri: str | None = None,
 ) -> GateRecord:
     """Whether a training may go into production: `.answer` is pass, fail or inconclusive, `.gates` has what was asked.
@@ -263,8 +261,6 @@ def gate(
     runs: the candidate, and runs that repeat it with other seeds: folders, names in the storage path, or ids or names
     in MLflow at `uri`. against: runs of the baseline. policy: a YAML file, or its sections as a mapping. study: a
     scaling study of the candidate's training. certificates: folders of `verify`. gates: names of some; None is all.
-    mlperf_log: folder to write result lines of MLPerf to, of the benchmark `mlperf_benchmark`, by default named as the
-    run's experiment.
     """
     from scaleray.launch.gate.gate import GATES, judge
 
@@ -275,8 +271,6 @@ def gate(
         study=study,
         certificates=[str(one) for one in certificates],
         gates=GATES if gates is None else gates,
-        mlperf_log=mlperf_log,
-        mlperf_benchmark=mlperf_benchmark,
         uri=uri,
     )
 

@@ -22,8 +22,6 @@ def gate(
     study: str | None = None,
     certificates: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     gates: str | None = None,
-    mlperf_log: Path | None = None,
-    mlperf_benchmark: str | None = None,
     uri: Uri = None,
     json: Json = False,
 ) -> int:
@@ -51,11 +49,6 @@ def gate(
         Folders or files of certificates of `scaleray verify`.
     gates
         Only these gates, with commas between them.
-    mlperf_log
-        Folder to write the candidates' result lines to, and the baselines as reference convergence points, as MLPerf's
-        own checkers read them.
-    mlperf_benchmark
-        Name of the benchmark in those lines; by default that of the run's experiment.
     """
     if not runs:
         raise ConfigError(
@@ -73,8 +66,6 @@ def gate(
         study=study,
         certificates=certificates or (),
         gates=gates.replace(" ", "").split(",") if gates else GATES,
-        mlperf_log=mlperf_log,
-        mlperf_benchmark=mlperf_benchmark,
         uri=uri,
     )
     show_gates(Console(stderr=json), record)

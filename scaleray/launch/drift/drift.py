@@ -45,8 +45,8 @@ def drift(
 
     model: `NAME@ALIAS` or `NAME/VERSION`. runs: folders, names in the storage path, or ids or names in MLflow; without
     any, those in MLflow of the promoted run's experiment that train the same, began after its promotion and in the last
-    `days`, and have finished or failed. policy: a YAML file, or its sections; None is the one that the model was promoted
-    with. Raises UsageError, ConfigError and TrackingError.
+    `days`, and have finished or failed. policy: a YAML file, or its sections; None is that of the promotion.
+    Raises UsageError, ConfigError and TrackingError.
     """
     names = [runs] if isinstance(runs, str) else list(runs)
     if days <= 0:

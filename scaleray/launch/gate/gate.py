@@ -18,7 +18,6 @@ from scaleray.gates.policy import Policy
 from scaleray.gates.record import GateRecord
 from scaleray.launch.gate.as_recorded import runs_as_recorded, study_as_recorded
 from scaleray.launch.gate.evidence import Evidence, alerts_of, certificates_for, collect, learning, target_of, training
-from scaleray.launch.gate.mlperf_log import write_mlperf_log
 from scaleray.launch.gate.of_study import equality_of, judge_study
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.session.conditions import digest, training_of
@@ -37,13 +36,10 @@ def judge(
     study: str | None = None,
     certificates: Sequence[str] = (),
     gates: Sequence[str] = GATES,
-    mlperf_log: str | Path | None = None,
-    mlperf_benchmark: str | None = None,
     uri: str | None = None,
 ) -> GateRecord:
     """Ask the gates about a training. runs: the candidate, and runs that repeat it with other seeds, or one study,
-    of which `OF_STUDY` are asked; against: the baseline's; gates: only these. mlperf_log: folder for result lines of
-    MLPerf, of the benchmark of this name.
+    of which `OF_STUDY` are asked; against: the baseline's; gates: only these.
 
     Raises ConfigError for a policy or gate that is not known, TrackingError for a run that is not there.
     """
@@ -53,21 +49,14 @@ def judge(
     held = read_policy(policy)
     first = find_run(runs[0], uri=uri)
     if isinstance(first.record, StudyRecord) and len(runs) == 1:
-        if against or study or mlperf_log:
-            allowed = "a study has no baseline, no study of its own and no lines of MLPerf"
+        if against or study:
+            allowed = "a study has no baseline and no study of its own"
             raise UsageError("the study", runs[0], allowed, "give RUN, and the study with --study")
         named = str(policy) if isinstance(policy, (str, Path)) else None
         facts = certificates_for(first, certificates)
         return judge_study(first, held, facts, gates=gates, policy_name=named, uri=uri)
     evidence = collect([first, *runs[1:]], against=against, study=study, certificates=certificates, uri=uri)
     record = judge_evidence(evidence, held, gates=gates, uri=uri)
-    if mlperf_log is not None:
-        name = mlperf_benchmark or str((evidence.run.config.get("tracking") or {}).get("experiment"))
-        target = held.convergence.target or target_of(evidence.run)
-        files = write_mlperf_log(evidence, target, Path(mlperf_log), benchmark=name)
-        record = dataclasses.replace(
-            record, notes=[*record.notes, f"MLPerf's lines: {len(files)} files in {mlperf_log}"]
-        )
     asked_again = [
         dataclasses.replace(result, command=_command(evidence, policy, study, result.gate)) for result in record.gates
     ]
