@@ -94,6 +94,8 @@ class Restored:
     parameters: np.ndarray
     state: Mapping[str, np.ndarray]
     buffers: Mapping[str, np.ndarray] = field(default_factory=dict)
+    items: Mapping[str, str] = field(default_factory=dict)
+    """Digests of this rank's whole state, by item of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,12 @@ class Trace:
     def step(self, number: int) -> StepTrace:
         """The step of this number, from 1."""
         return next(step for step in self.steps if step.step == number)
+
+    def between(self, first: int, last: int) -> Trace:
+        """The part of the trace after step `first` up to step `last`."""
+        steps = tuple(step for step in self.steps if first < step.step <= last)
+        evaluations = {step: found for step, found in self.evaluations.items() if first < step <= last}
+        return dataclasses.replace(self, steps=steps, evaluations=evaluations)
 
     def continued_by(self, later: Trace) -> Trace:
         """Joint trace of a run and its resumption: for steps done twice, and for the end, the later trace counts."""

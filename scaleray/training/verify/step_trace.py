@@ -71,6 +71,8 @@ class TraceProbe:
         self._evaluations: dict[int, Mapping[str, float]] = {}
         self._saved: Restored | None = None
         self._restored: Restored | None = None
+        self.restored_items: Mapping[str, str] = {}
+        """Digests of the items of the state, right after a checkpoint was loaded."""
         self._parameter_formats: tuple[str, ...] = ()
         self._exported: dict[str, np.ndarray] = {}
 
@@ -93,7 +95,7 @@ class TraceProbe:
         self._state_updated: dict[str, np.ndarray] = {}
         self._initial = self._updated = self._signatures()
         if self.due is not None and self.due.first:
-            self._restored = self._state_at(self.due.first)
+            self._restored = dataclasses.replace(self._state_at(self.due.first), items=self.restored_items)
         self._is_due_known = isinstance(setup.schedule, Schedule)  # of a workload's own, nothing is known
         self._base_rates = self._due_rates()
         if self.take_apart_at is not None:
@@ -176,9 +178,14 @@ class TraceProbe:
         if self._step == self.last:
             self._keep_final()
 
-    def on_saved(self, step: int) -> None:
-        """Note the state that has gone into a checkpoint. Collective."""
-        self._saved = self._state_at(step)
+    def on_saved(self, step: int, items: Mapping[str, str]) -> None:
+        """Note the state that has gone into a checkpoint, with digests of its items. Collective."""
+        self._saved = dataclasses.replace(self._state_at(step), items=items)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a checkpoint was saved."""
+        return self._saved is not None
 
     def take_weights(self, share: WeightShare, name: str) -> None:
         """Note what this rank has of the weights that a run hands on at its end."""
@@ -277,7 +284,10 @@ class TraceProbe:
         return Restored(step, parameters, state, buffers)
 
     def _buffer_signatures(self) -> dict[str, np.ndarray]:
-        averages = {f"{AVERAGE_OF}{name}": value for name, value in self._setup.averaging.averages.items()}
+        averaging = self._setup.averaging
+        averages = {f"{AVERAGE_OF}{name}": value for name, value in averaging.averages.items()}
+        if averages:
+            averages[f"{AVERAGE_OF}the weights, by its count of steps,"] = torch.tensor([averaging.num_updates])
         tensors = {**dict(self._setup.parallel.module.named_buffers()), **averages}
         return self._whole({n: self._sign(n, full(t.detach()).to_dense().double()) for n, t in tensors.items()})
 
