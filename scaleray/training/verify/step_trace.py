@@ -31,6 +31,7 @@ from scaleray.training.step.micro_batches import cuts_of
 from scaleray.training.verify.compared_job import DueRates
 from scaleray.training.verify.gradient_parts import GradientParts
 from scaleray.training.verify.quieted import Masks, Quieted
+from scaleray.training.verify.seen_parts import Given, formats_of, layers_of
 from scaleray.training.verify.seen_step import Replica, SeenStep, trace_of
 
 LARGEST_KEPT_BYTES = 2**30  # larger models are compared by signature at the end, too
@@ -75,6 +76,7 @@ class TraceProbe:
         """Digests of the items of the state, right after a checkpoint was loaded."""
         self._parameter_formats: tuple[str, ...] = ()
         self._exported: dict[str, np.ndarray] = {}
+        self._owned: frozenset[str] = frozenset()
 
     def hear(self, message: WorkerMessage) -> None:
         """Note the evaluations among the run's messages."""
@@ -93,9 +95,13 @@ class TraceProbe:
             _stand_still(setup)
         self._num_trained = sum(p.numel() for p in self._parameters.values() if p.requires_grad)
         self._state_updated: dict[str, np.ndarray] = {}
+        self._buffers_updated: dict[str, np.ndarray] = {}
         self._initial = self._updated = self._signatures()
         if self.due is not None and self.due.first:
             self._restored = dataclasses.replace(self._state_at(self.due.first), items=self.restored_items)
+        ids = {id(p) for group in setup.optimizer.param_groups for p in group["params"]}
+        held = self.place.gathered({name for name, p in self._parameters.items() if id(p) in ids})
+        self._owned = frozenset(set().union(*held) - set.intersection(*held))
         self._is_due_known = isinstance(setup.schedule, Schedule)  # of a workload's own, nothing is known
         self._base_rates = self._due_rates()
         if self.take_apart_at is not None:
@@ -119,15 +125,17 @@ class TraceProbe:
         self._updates.clear()
         self._gradients: np.ndarray | None = None
         if isinstance(self.job.workload, Quieted):
-            self.job.workload.rows_of_step = batch.num_rows
+            self.job.workload.begin_step(batch.num_rows)
         if self.masks is not None:
             self.masks.begin()
-        self._begins = self._signatures()
+        self._begins, self._state_begins = self._signatures(), self._optimizer_state(here=True)
+        self._buffers_begin, self._kept_formats = self._own_buffers(), formats_of(self._kept())
         self._random_before, self._buffers_before = _random_state(self.place.device), self._buffer_digest()
         if self.parts is not None:
             self.parts.begin(self._step, batch)
 
     def on_gradients(self, correction: float) -> None:
+        self._layers = layers_of(self._setup.parallel.module)
         whole = {n: None if p.grad is None else full(p.grad) for n, p in self._parameters.items()}
         formats = self._whole({n: "" if g is None else number_format(g) for n, g in whole.items()})
         self._formats = tuple(formats[name] for name in self._names)
@@ -142,6 +150,7 @@ class TraceProbe:
         after, random_before = self._signatures(), self._random_before
         assert self._gradients is not None
         replica = self._replica() if self._setup.parallel.replicas_differ else None
+        given = self.job.workload.given if isinstance(self.job.workload, Quieted) else Given()
         mine = SeenStep(
             rows=self._rows,
             gradients=self._gradients,
@@ -157,6 +166,12 @@ class TraceProbe:
             count=result.count,
             is_own=result.is_own,
             used_norm=result.grad_norm,
+            state_begins=self._state_begins,
+            buffers_begin=self._buffers_begin,
+            formats=self._kept_formats | given.formats,
+            layers=self._layers,
+            inputs=given.rows,
+            evaluates_in_training=given.evaluates_in_training,
         )
         seen = trace_of(
             mine,
@@ -170,7 +185,7 @@ class TraceProbe:
         self._steps.append(seen)
         self._updated = after
         if isinstance(self.job.workload, Quieted):
-            self.job.workload.rows_of_step = 0
+            self.job.workload.end_step()
         if self.parts is not None:
             self.parts.end()
         if self._step in self.keeps:
@@ -215,6 +230,7 @@ class TraceProbe:
             restored=self._restored,
             parameter_formats=self._parameter_formats,
             base_rates=self._base_rates,
+            owned=self._owned,
             exported=self._exported,
         )
 
@@ -233,10 +249,12 @@ class TraceProbe:
         self._updates.append(rates)
         if self._setup.parallel.replicas_differ:
             self._updated, self._state_updated = self._signatures(), self._optimizer_state(here=True)
+            self._buffers_updated = self._own_buffers()
 
     def _replica(self) -> Replica:
         """This rank's replica when a step is over. Collective where messages are under way."""
-        found = Replica(self._begins, self._updated, self._state_updated, self._optimizer_state(here=True))
+        state, buffers = self._optimizer_state(here=True), self._own_buffers()
+        found = Replica(self._begins, self._updated, self._state_updated, state, self._buffers_updated, buffers)
         gossip = self.job.config.gossip
         if self.job.config.strategy.name != "gossip" or not gossip.is_asynchronous:
             return found
@@ -263,16 +281,28 @@ class TraceProbe:
     def _optimizer_state(self, *, here: bool = False) -> dict[str, np.ndarray]:
         """Signatures of the optimizer's tensors by name, from whichever rank has them; those of this rank alone where
         `here`. Collective unless `here`; for sharded tensors always."""
+        mine = {n: self._sign(n.rpartition(": ")[0], full(t.detach())) for n, t in self._optimizer_tensors().items()}
+        if here or self.place.world_size == 1:
+            return mine
+        return {name: value for theirs in reversed(self.place.gathered(mine)) for name, value in theirs.items()}
+
+    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
         names = {id(p): name for name, p in self._parameters.items()}
-        mine = {
-            f"{names.get(id(p), 'unnamed')}: {key}": self._sign(names.get(id(p), key), full(value.detach()))
+        return {
+            f"{names.get(id(p), 'unnamed')}: {key}": value
             for p, entries in self._setup.optimizer.state.items()
             for key, value in sorted(entries.items())
             if isinstance(value, torch.Tensor)
         }
-        if here or self.place.world_size == 1:
-            return mine
-        return {name: value for theirs in reversed(self.place.gathered(mine)) for name, value in theirs.items()}
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """This rank's part of the optimizer's tensors and of buffers, by name."""
+        tensors = {**self._optimizer_tensors(), **dict(self._setup.parallel.module.named_buffers())}
+        return {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items() if not t.is_sparse}
+
+    def _own_buffers(self) -> dict[str, np.ndarray]:
+        buffers = self._setup.parallel.module.named_buffers()
+        return {n: self._sign(n, full(b.detach()).to_dense()) for n, b in buffers if b.is_floating_point()}
 
     def _state_at(self, step: int) -> Restored:
         """The state after a step; of replicas that train apart the mean, as a checkpoint has it. Collective."""

@@ -154,7 +154,7 @@ class _Group:
 
     def _key(self, variant: Variant) -> Key:
         """Key of a variant's reference."""
-        if not self.has_statistics or not promised(variant).is_exact:
+        if not self.has_statistics:
             return Key(self.quiet, self.has_statistics)
         later = partition_of(variant.later) if variant.later is not None else None
         return Key(self.quiet, True, partition_of(variant.job), later)
@@ -264,7 +264,7 @@ class _Group:
                 finding = self.explanation.unrepeatable(key, broken) or from_traces(
                     reference, trace, broken, self._layout(variant)
                 )
-                return comparison, (broken, finding or unkept(broken))
+                return comparison, (broken, finding or unkept(broken, config))
             return comparison, (
                 own_gradients(variant, watched, config, self.bound)
                 or self._evaluated_wrongly(variant, key, watched)
