@@ -34,10 +34,10 @@ class Divergence:
 
     step: int
     quantity: str
-    """Quantity that differs: `model`, `dtype`, `initial parameters`, `parameters before`, `state before`,
-    `buffers before`, `replicas before`, `rows`, `inputs`, `layers`, `count`, `loss`, `gradient`, `buffers`, `learning rate`, `parameters`, `final values`, `final weights`, `steps`, `restored parameters`,
-    `restored state`, `restored buffers`, `evaluation`, `masks`, `averaging`, `own gradient`, `sent gradient` or
-    `resume`."""
+    """Quantity that differs: `model`, `dtype`, `initial parameters`, `parameters before`, `state before`, `buffers
+    before`, `replicas before`, `rows`, `inputs`, `layers`, `count`, `loss`, `gradient`, `buffers`, `learning rate`,
+    `parameters`, `final values`, `final weights`, `steps`, `restored parameters`, `restored state`, `restored buffers`,
+    `evaluation`, `masks`, `averaging`, `own gradient`, `sent gradient` or `resume`."""
     difference: float
     parameter: str | None = None
 
@@ -91,9 +91,7 @@ def largest_difference(reference: Trace, other: Trace) -> float:
         found += parameter_differences(reference, other, number).tolist()
         found += [evaluated.difference for evaluated in _evaluations(reference, other, ours.step, 0.0)]
         found += [
-            begun.difference
-            for begun in _begin_apart(reference, ours, theirs, 0.0)
-            if math.isfinite(begun.difference)
+            begun.difference for begun in _begin_apart(reference, ours, theirs, 0.0) if math.isfinite(begun.difference)
         ]
     return max(found)
 

@@ -62,6 +62,6 @@ def without_experiment(reference: Trace, other: Trace, divergence: Divergence, l
         why = "rows, loss, gradient, norm and learning rate agree, and the optimizer makes another update of them"
         return Finding(Cause.UPDATE, why, divergence.parameter)
     if divergence.quantity in ("loss", "gradient") and divergence.step - 1 in other.evaluations:
-        why = f"up to the evaluation at step {divergence.step - 1} all agrees, and the next step starts from something else"
+        why = f"all agrees up to the evaluation at step {divergence.step - 1}, which leaves something else behind"
         return Finding(Cause.EVALUATION, why)
     return Finding(Cause.UNKNOWN, "none of the known classes fits")

@@ -65,7 +65,7 @@ def from_values(relations: Mapping[str, Relation], num_parameters: int, layout: 
     if None not in decays and all(is_near(float(d or 0.0), float(decays[0] or 1.0)) for d in decays):
         return Finding(Cause.UPDATE, f"{decays[0]:.4g} times the parameter was added to its gradient {where}", name)
     if all(r.is_moved for r in found):
-        return Finding(Cause.MISSING_SYNCHRONISATION, f"values of the gradient are in the place of others {where}", name)
+        return Finding(Cause.MISSING_SYNCHRONISATION, f"values of the gradient have changed places {where}", name)
     ratios = [r.ratio for r in found if r.ratio is not None]
     if len(ratios) == len(found):
         return _by_ratio(ratios, where, name, layout)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-
 Layer = tuple[bool, tuple[tuple[str, float], ...]]
 """Whether a module is in training mode, and settings such as its rate of dropout."""
 

@@ -232,7 +232,7 @@ class Runs:
         return self._run(job, alone, probe, folder=self._folder(_name(variant)))
 
     def resumed_here(self, variant: Variant, key: Key) -> Trace:
-        """Trace of a variant that has loaded its own checkpoint on as many workers, and takes some steps. Collective."""
+        """Trace of some steps of a variant that has loaded its own checkpoint on as many workers. Collective."""
         variant = self._changed(variant, key)
         half, masks = variant.resumes_after, self._masks(key, variant.job)
         assert half is not None

@@ -321,7 +321,15 @@ def _sum_of_updates(trace: Trace, config: RunConfig, step: int) -> np.ndarray | 
 
 _SAME_COURSE = frozenset(
     {
-        "model", "dtype", "initial parameters", "rows", "inputs", "layers", "count", "learning rate", "steps",
+        "model",
+        "dtype",
+        "initial parameters",
+        "rows",
+        "inputs",
+        "layers",
+        "count",
+        "learning rate",
+        "steps",
         "restored parameters",
     }
 )

@@ -175,7 +175,7 @@ class Quieted:
 
     def _look(self, model: nn.Module, batch: Any) -> None:
         if self.rows_of_step == 0:
-            self.given.evaluates_in_training |= self._has_trained and model.training
+            self.given.evaluates_in_training |= self._has_trained and getattr(model, "training", False)
         elif own_method(self._workload, "collate") is None:  # else what a batch looks like depends on its size
             self.given.take(batch)
 

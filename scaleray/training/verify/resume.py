@@ -33,6 +33,7 @@ from scaleray.training.verify.variants import UNSAVED
 
 DATA_POSITION = "data position"
 
+
 @dataclass(frozen=True)
 class Interruption:
     """One interruption to try: the job, how many of its steps run, and after which of them it ends."""

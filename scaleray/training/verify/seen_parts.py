@@ -42,8 +42,10 @@ def taken_out(value: float) -> float:
 
 
 def layers_of(module: nn.Module) -> dict[str, Layer]:
-    """Modes of all modules by name, with the settings of torch's own."""
-    return {name: (part.training, _settings(part)) for name, part in module.named_modules()}
+    """Modes of modules by name, with the settings of torch's own; without those that have neither settings nor
+    parameters, which another stage of a pipeline has in a layer's place."""
+    found = {name: (part, _settings(part)) for name, part in module.named_modules()}
+    return {n: (p.training, s) for n, (p, s) in found.items() if s or next(p.parameters(), None) is not None}
 
 
 def _settings(part: nn.Module) -> tuple[tuple[str, float], ...]:

@@ -133,6 +133,8 @@ class TraceProbe:
         self._random_before, self._buffers_before = _random_state(self.place.device), self._buffer_digest()
         if self.parts is not None:
             self.parts.begin(self._step, batch)
+            if isinstance(self.job.workload, Quieted):
+                self.job.workload.begin_step(batch.num_rows)  # what was taken apart are not the step's own rows
 
     def on_gradients(self, correction: float) -> None:
         self._layers = layers_of(self._setup.parallel.module)
