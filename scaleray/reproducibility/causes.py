@@ -100,7 +100,7 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
         return _between_steps(other, divergence, theirs)
     if divergence.quantity in ("buffers before", "buffers"):
         why = f"all parameters agree, and {divergence.parameter} is not what forward passes and workers make of it"
-        return Finding(Cause.BATCH_NORM, why, divergence.parameter)
+        return _narrow_state(reference, other, divergence) or Finding(Cause.BATCH_NORM, why, divergence.parameter)
     if divergence.quantity == "layers":
         return _layers(ours, theirs, str(divergence.parameter))
     if divergence.quantity == "inputs" and theirs.rows_agree:
@@ -266,8 +266,19 @@ def _narrow_numbers(
         # both sides compute in fewer digits, so that an honest reordering of sums is larger than the bound
         if found and not is_idle and name == divergence.parameter and divergence.difference < 1e-2:
             return Finding(Cause.DTYPE, f"in both runs the gradient of {name} has been through {found}", name)
-    if (kept := narrower(ours, theirs)) is not None:
-        return Finding(Cause.DTYPE, f"every value of {kept} fits into {theirs.formats[kept]}: it was rounded to that")
+    return _narrow_state(reference, other, divergence) or _narrow_loss(reference, divergence)
+
+
+def _narrow_state(reference: Trace, other: Trace, divergence: Divergence) -> Finding | None:
+    """Finding for what a training keeps in fewer digits, as the step itself begins or the one after it."""
+    for ours, theirs in zip(reference.steps, other.steps, strict=False):
+        if divergence.step <= ours.step <= divergence.step + 1 and (kept := narrower(ours, theirs)) is not None:
+            why = f"every value of {kept} fits into {theirs.formats[kept]}: it was rounded to that"
+            return Finding(Cause.DTYPE, why)
+    return None
+
+
+def _narrow_loss(reference: Trace, divergence: Divergence) -> Finding | None:
     is_double = "float64" in reference.dtypes and reference.loss_dtype not in ("", "float64")
     if is_double and divergence.difference < 1e-2:
         return Finding(

@@ -56,9 +56,10 @@ def _settings(part: nn.Module) -> tuple[tuple[str, float], ...]:
 
 
 def formats_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Number format of fewest digits that holds all values of each tensor, "" for float64; without those that have
-    zeros only."""
-    return {n: number_format(t.double()) for n, t in tensors.items() if t.is_floating_point() and bool(t.any())}
+    """Number format of fewest digits that holds all values of each tensor, "" for float64; without those of one value,
+    as a buffer of ones is."""
+    varied = {n: t.flatten() for n, t in tensors.items() if t.is_floating_point() and t.numel()}
+    return {n: number_format(t.double()) for n, t in varied.items() if bool((t != t[0]).any())}
 
 
 def widest(everyone: Iterable[Mapping[str, str]]) -> dict[str, str]:

@@ -129,7 +129,7 @@ class TraceProbe:
         if self.masks is not None:
             self.masks.begin()
         self._begins, self._state_begins = self._signatures(), self._optimizer_state(here=True)
-        self._buffers_begin, self._kept_formats = self._own_buffers(), formats_of(self._kept())
+        self._buffers_begin, self._kept_formats = self._own_buffers(), self._formats_kept()
         self._random_before, self._buffers_before = _random_state(self.place.device), self._buffer_digest()
         if self.parts is not None:
             self.parts.begin(self._step, batch)
@@ -297,10 +297,12 @@ class TraceProbe:
             if isinstance(value, torch.Tensor)
         }
 
-    def _kept(self) -> dict[str, torch.Tensor]:
-        """This rank's part of the optimizer's tensors and of buffers, by name."""
-        tensors = {**self._optimizer_tensors(), **dict(self._setup.parallel.module.named_buffers())}
-        return {n: t.to_local() if isinstance(t, DTensor) else t for n, t in tensors.items() if not t.is_sparse}
+    def _formats_kept(self) -> dict[str, str]:
+        """Number formats of this rank's part of parameters, buffers and the optimizer's tensors, by name."""
+        kept = {**self._optimizer_tensors(), **dict(self._setup.parallel.module.named_buffers()), **self._parameters}
+        local = {n: t.to_local() if isinstance(t, DTensor) else t.detach() for n, t in kept.items() if not t.is_sparse}
+        # one that was never updated still fits into the type in which it was drawn
+        return {n: "" if f == "fp32" and n in self._parameters else f for n, f in formats_of(local).items()}
 
     def _own_buffers(self) -> dict[str, np.ndarray]:
         buffers = self._setup.parallel.module.named_buffers()
