@@ -61,8 +61,10 @@ def _steps_apart(variant: Variant, whole: Trace, resumed: Trace, bound: float) -
     does not depend on them is compared."""
     assert whole.saved is not None
     half, last = whole.saved.step, whole.steps[-1].step
-    plain: dict[str, object] = {"final": {}, "exported": {}, "restored": None, "initial": whole.initial}
-    due, found = (dataclasses.replace(t.between(half, last), **plain) for t in (whole, resumed))
+    due, found = (
+        dataclasses.replace(t.between(half, last), final={}, exported={}, restored=None, initial=whole.initial)
+        for t in (whole, resumed)
+    )
     promise, config = promised(variant), variant.job.config
     in_any_order = not config.deterministic and any(promise.is_under_way(config, step.step) for step in whole.steps)
     for apart in divergences(due, found, bound):

@@ -110,7 +110,8 @@ def _columns(batch: Any) -> list[tuple[Any, Any]]:
 def _digests(columns: list[torch.Tensor]) -> np.ndarray:
     wide = [t.detach().double() if t.is_floating_point() else t.detach() for t in columns]
     count = min(len(t) for t in wide)
-    parts = [t[:count].cpu().contiguous().reshape(count, -1).view(torch.uint8).numpy() for t in wide]
+    flat = [t[:count].cpu().contiguous().unsqueeze(-1).flatten(1) for t in wide]
+    parts = [t.view(torch.uint8).numpy() for t in flat]
     whole = np.concatenate(parts, axis=1)
     digests = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in whole)
     return np.unique(np.frombuffer(digests, dtype=np.uint64))

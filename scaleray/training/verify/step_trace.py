@@ -260,12 +260,12 @@ class TraceProbe:
         gossip = self.job.config.gossip
         if self.job.config.strategy.name != "gossip" or not gossip.is_asynchronous:
             return found
-        state = self._setup.parallel.state()
-        weight = float(state.pop("weight"))
+        letters = self._setup.parallel.state()
+        weight = float(letters.pop("weight"))
         mass = weight * self._signatures()
         trained = [(n, p) for n, p in self._parameters.items() if p.requires_grad]
         positions = [self._names.index(name) for name, _ in trained]
-        for letter in state.values():
+        for letter in letters.values():
             parts = letter[:-1].split([p.numel() for _, p in trained] + [letter.numel() - 1 - self._num_trained])
             for position, (name, parameter), part in zip(positions, trained, parts, strict=False):
                 mass[position] += float(letter[-1]) * self._sign(name, part.view_as(parameter))
