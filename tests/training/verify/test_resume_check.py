@@ -17,7 +17,6 @@ from scaleray.launch.verify.resume import line, verdict
 from scaleray.training.state import state as state_module
 from scaleray.training.state.items import IN_WORDS, ITEMS
 from scaleray.training.state.state import TrainState
-from scaleray.training.verify import resume as resume_check
 from scaleray.training.verify.resume import DATA_POSITION, Interruption, ResumeOutcome, interruption_job, verify_resume
 from scaleray.training.verify.variants import short_job
 
