@@ -77,11 +77,13 @@ def _steps_apart(variant: Variant, whole: Trace, resumed: Trace, bound: float) -
 
 
 def _law_broken(variant: Variant, whole: Trace, resumed: Trace, bound: float) -> Found | None:
-    """First step after the checkpoint that is not what the strategy makes of all steps before, interrupted or not."""
+    """First step after the checkpoint that is not what the strategy makes of all steps before, and is so without an
+    interruption."""
     assert whole.saved is not None
     half = whole.saved.step
     joint = dataclasses.replace(whole.between(0, half).continued_by(resumed), restored=None)
-    broken = promised(variant).disagreement(joint, variant.job.config, bound)
-    if broken is None or broken.step <= half:
+    promise, config = promised(variant), variant.job.config
+    broken = promise.disagreement(joint, config, bound)
+    if broken is None or broken.step <= half or promise.disagreement(whole, config, bound) is not None:
         return None
     return broken, _finding("law", f"{RESUMED} replicas do not go on from what they were before")
