@@ -13,8 +13,15 @@ from enum import StrEnum
 
 import numpy as np
 
-from scaleray.reproducibility.compare_traces import IDLE_GRADIENT, Divergence, gradient_differences, same_rows
-from scaleray.reproducibility.traces import StepTrace, Trace
+from scaleray.reproducibility.compare_traces import (
+    IDLE_GRADIENT,
+    Divergence,
+    gradient_differences,
+    narrower,
+    other_buffer,
+    same_rows,
+)
+from scaleray.reproducibility.traces import Layer, StepTrace, Trace
 
 SAME_RATIO = 1e-6
 """Relative difference below which two ratios are the same, in float64."""
@@ -87,8 +94,17 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
     if divergence.quantity == "final values" and divergence.parameter not in reference.names:
         return Finding(Cause.BATCH_NORM, "all parameters agree, but not the buffers that the forward pass changes")
     ours, theirs = (trace.step(divergence.step) for trace in (reference, other))
-    if divergence.quantity == "parameters before":
+    if divergence.quantity in ("parameters before", "replicas before"):
         return _between_steps(other, divergence, theirs)
+    if divergence.quantity in ("state before", "buffers before") and divergence.step - 1 in other.evaluations:
+        return _between_steps(other, divergence, theirs)
+    if divergence.quantity in ("buffers before", "buffers"):
+        why = f"all parameters agree, and {divergence.parameter} is not what forward passes and workers make of it"
+        return _narrow_state(reference, other, divergence) or Finding(Cause.BATCH_NORM, why, divergence.parameter)
+    if divergence.quantity == "layers":
+        return _layers(ours, theirs, str(divergence.parameter))
+    if divergence.quantity == "inputs" and theirs.rows_agree:
+        return _inputs(ours, theirs)
     if not theirs.rows_agree:
         return Finding(Cause.DATA_ORDER, "workers of one replica read other rows than each other")
     if not same_rows(ours.rows, theirs.rows, in_order=divergence.quantity == "rows"):
@@ -96,7 +112,7 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
     if divergence.quantity == "learning rate":
         return _updates(other, ours, theirs)
     if divergence.quantity == "evaluation":
-        return None  # only an experiment can tell the cause
+        return _evaluated(reference, other, divergence)  # most causes only an experiment can tell
     return (
         _narrow_numbers(reference, other, divergence, ours, theirs)
         or _ranks_disagree(other, divergence, theirs, layout)
@@ -166,9 +182,48 @@ def _between_steps(other: Trace, divergence: Divergence, theirs: StepTrace) -> F
     apart = bool((theirs.begins_spread > SAME_RATIO).any())
     how = "the ranks do not hold the same values of" if apart else "there are other values than in one process of"
     if before in other.evaluations:
-        return Finding(Cause.EVALUATION, f"after the evaluation at step {before} {how} {name}", name)
+        cause = Cause.BATCH_NORM if divergence.quantity == "buffers before" else Cause.EVALUATION
+        return Finding(cause, f"after the evaluation at step {before} {how} {name}", name)
+    if divergence.quantity == "replicas before":
+        why = f"between step {before} and the next, the replicas' {name} has changed"
+        return Finding(Cause.AVERAGING, why, name)
     why = f"between step {before} and the next, as by a callback, {how} {name}"
     return Finding(Cause.PARAMETERS if apart else Cause.UPDATE, why, name)
+
+
+def _layers(ours: StepTrace, theirs: StepTrace, name: str) -> Finding:
+    """Finding for a layer in another mode, or with another rate, than in one process."""
+    due, found = ours.layers[name], theirs.layers[name]
+    is_norm = due is not None and any(setting == "eps" for setting, _ in due[1])
+    how = "is not the same on all ranks" if found is None else f"has {_of_layer(found)} in place of {_of_layer(due)}"
+    why = f"in the training step {name or 'the model'} {how}"
+    return Finding(Cause.BATCH_NORM if is_norm else Cause.RANDOMNESS, why)
+
+
+def _of_layer(layer: Layer | None) -> str:
+    assert layer is not None
+    is_training, settings = layer
+    return ", ".join([f"training={is_training}", *(f"{name}={value:g}" for name, value in settings)])
+
+
+def _inputs(ours: StepTrace, theirs: StepTrace) -> Finding:
+    if (name := narrower(ours, theirs)) is not None:
+        return Finding(Cause.DTYPE, f"{name} has been through {theirs.formats[name]} before the loss was given it")
+    return Finding(Cause.DATA_ORDER, "the right rows were read, and the loss was given others")
+
+
+def _evaluated(reference: Trace, other: Trace, divergence: Divergence) -> Finding | None:
+    """Finding for an evaluation in training mode, or of other statistics, as the next step shows."""
+    name, number = divergence.parameter, divergence.step + 1
+    both = [step for trace in (reference, other) for step in trace.steps if step.step == number]
+    if len(both) < 2:
+        return None
+    ours, theirs = both
+    if theirs.evaluates_in_training and not ours.evaluates_in_training:
+        return Finding(Cause.EVALUATION, f"{name} was measured in training mode")
+    if (buffer := other_buffer(ours, theirs)) is not None:
+        return Finding(Cause.BATCH_NORM, f"{name} was measured with another {buffer} than in one process", buffer)
+    return None
 
 
 def _rows(ours: StepTrace, theirs: StepTrace) -> Finding:
@@ -211,6 +266,19 @@ def _narrow_numbers(
         # both sides compute in fewer digits, so that an honest reordering of sums is larger than the bound
         if found and not is_idle and name == divergence.parameter and divergence.difference < 1e-2:
             return Finding(Cause.DTYPE, f"in both runs the gradient of {name} has been through {found}", name)
+    return _narrow_state(reference, other, divergence) or _narrow_loss(reference, divergence)
+
+
+def _narrow_state(reference: Trace, other: Trace, divergence: Divergence) -> Finding | None:
+    """Finding for what a training keeps in fewer digits, as the step itself begins or the one after it."""
+    for ours, theirs in zip(reference.steps, other.steps, strict=False):
+        if divergence.step <= ours.step <= divergence.step + 1 and (kept := narrower(ours, theirs)) is not None:
+            why = f"every value of {kept} fits into {theirs.formats[kept]}: it was rounded to that"
+            return Finding(Cause.DTYPE, why)
+    return None
+
+
+def _narrow_loss(reference: Trace, divergence: Divergence) -> Finding | None:
     is_double = "float64" in reference.dtypes and reference.loss_dtype not in ("", "float64")
     if is_double and divergence.difference < 1e-2:
         return Finding(
@@ -286,7 +354,7 @@ def _updates_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, l
         return None
     apart = np.flatnonzero(~(theirs.parameter_spread <= SAME_RATIO))
     if not len(apart):
-        return None
+        return _update_lost(other, theirs, str(divergence.parameter))
     first = other.names[apart[0]]
     return Finding(
         Cause.PARAMETERS,
@@ -294,6 +362,17 @@ def _updates_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, l
         f"{len(other.names)} parameters ({first}: {theirs.parameter_spread[apart[0]]:.2g} apart)",
         first,
     )
+
+
+def _update_lost(other: Trace, theirs: StepTrace, name: str) -> Finding | None:
+    """Finding for a parameter that the optimizer of a rank updates, and that all ranks hold as it was."""
+    position = other.names.index(name)
+    if name not in other.owned or theirs.begins is None:
+        return None
+    if not np.array_equal(theirs.begins[position], theirs.parameters[position]):
+        return None
+    why = f"the optimizer of one rank updates {name}, and after the step all ranks hold its value from before"
+    return Finding(Cause.PARAMETERS, why, name)
 
 
 def _uniform_ratio(ours: StepTrace, theirs: StepTrace, divergence: Divergence, layout: Layout) -> Finding | None:

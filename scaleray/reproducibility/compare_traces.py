@@ -20,6 +20,8 @@ anything above the bound is a bug."""
 SMALL_GRADIENT = 1e-3
 """Least scale of a difference in a parameter's gradient, as a share of the whole gradient's norm;
 above it the scale is the norm of the parameter's own gradient."""
+WIDTHS = ("bf16", "fp16", "fp32", "")
+"""Number formats, that of fewest digits first; the last is float64."""
 IDLE_GRADIENT = 1e-10
 """Share of the whole gradient's norm below which a parameter's gradient is only rounding, such as a bias before a
 normalisation."""
@@ -32,10 +34,10 @@ class Divergence:
 
     step: int
     quantity: str
-    """Quantity that differs: `model`, `dtype`, `initial parameters`, `parameters before`, `rows`, `count`, `loss`,
-    `gradient`, `learning rate`, `parameters`, `final values`, `final weights`, `steps`, `restored parameters`,
-    `restored state`, `restored buffers`, `evaluation`, `masks`, `averaging`, `own gradient`, `sent gradient` or
-    `resume`."""
+    """Quantity that differs: `model`, `dtype`, `initial parameters`, `parameters before`, `state before`, `buffers
+    before`, `replicas before`, `rows`, `inputs`, `layers`, `count`, `loss`, `gradient`, `buffers`, `learning rate`,
+    `parameters`, `final values`, `final weights`, `steps`, `restored parameters`, `restored state`, `restored buffers`,
+    `evaluation`, `masks`, `averaging`, `own gradient`, `sent gradient` or `resume`."""
     difference: float
     parameter: str | None = None
 
@@ -88,6 +90,9 @@ def largest_difference(reference: Trace, other: Trace) -> float:
         found += gradient_differences(ours, theirs).tolist()
         found += parameter_differences(reference, other, number).tolist()
         found += [evaluated.difference for evaluated in _evaluations(reference, other, ours.step, 0.0)]
+        found += [
+            begun.difference for begun in _begin_apart(reference, ours, theirs, 0.0) if math.isfinite(begun.difference)
+        ]
     return max(found)
 
 
@@ -111,6 +116,10 @@ def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Diverg
         yield from _begin_apart(reference, ours, theirs, bound)
         if not theirs.rows_agree or not same_rows(ours.rows, theirs.rows, in_order=bound == 0):
             yield Divergence(ours.step, "rows", math.inf)
+        if not theirs.inputs_agree or _lacks_inputs(ours, theirs):
+            yield Divergence(ours.step, "inputs", math.inf)
+        if (layer := _other_layer(ours, theirs)) is not None:
+            yield Divergence(ours.step, "layers", math.inf, layer)
         if ours.count != theirs.count:
             yield Divergence(ours.step, "count", _relative(ours.count, theirs.count))
         if (loss := _relative(ours.loss, theirs.loss, loss_floor)) > bound:
@@ -155,14 +164,13 @@ def _by_name(
 ) -> Iterator[Divergence]:
     """Yield the first tensor that differs, of those that one run noted. Small ones are measured by the largest of their
     kind, which is the last part of a name such as `0.weight: exp_avg`."""
+    kinds = {name: name.rpartition(": ")[2] if quantity.endswith(("state", "state before")) else "" for name in ours}
     largest: dict[str, float] = {}
     for name, value in ours.items():
-        kind = name.rpartition(": ")[2] if quantity == "restored state" else ""
-        largest[kind] = max(largest.get(kind, 0.0), float(value[0]))
+        largest[kinds[name]] = max(largest.get(kinds[name], 0.0), float(value[0]))
     for name, value in ours.items():
         found = theirs.get(name)
-        least = SMALL_GRADIENT**2 * largest[name.rpartition(": ")[2] if quantity == "restored state" else ""]
-        scale = np.array([max(float(value[0]), least)])
+        scale = np.array([max(float(value[0]), SMALL_GRADIENT**2 * largest[kinds[name]])])
         difference = math.inf if found is None else float(signature_differences(value[None], found[None], scale)[0])
         if not difference <= bound:
             yield Divergence(step, quantity, difference, name)
@@ -179,6 +187,35 @@ def _begin_apart(reference: Trace, ours: StepTrace, theirs: StepTrace, bound: fl
         _otherwise_apart(ours.begins_spread, theirs.begins_spread),
     )
     yield from _first_above(reference.names, apart, bound, ours.step, "parameters before")
+    yield from _by_name(ours.state_begins, theirs.state_begins, bound, ours.step, "state before")
+    yield from _by_name(ours.buffers_begin, theirs.buffers_begin, bound, ours.step, "buffers before")
+
+
+def other_buffer(ours: StepTrace, theirs: StepTrace) -> str | None:
+    """Name of the first buffer that is not the same when a step begins."""
+    found = _by_name(ours.buffers_begin, theirs.buffers_begin, BOUND, ours.step, "buffers before")
+    return next((divergence.parameter for divergence in found), None)
+
+
+def narrower(ours: StepTrace, theirs: StepTrace) -> str | None:
+    """Name of the first of a training's values that have fewer digits than in one process, when a step begins."""
+    shared = theirs.formats.keys() & ours.formats.keys()
+    return next((n for n in ours.formats if n in shared and _is_narrower(ours.formats[n], theirs.formats[n])), None)
+
+
+def _is_narrower(ours: str, theirs: str) -> bool:
+    return WIDTHS.index(theirs) < WIDTHS.index(ours)
+
+
+def _lacks_inputs(ours: StepTrace, theirs: StepTrace) -> bool:
+    """Whether the loss was not given all rows; more of them may be placeholders, which do not count."""
+    if ours.inputs is None or theirs.inputs is None:
+        return False
+    return len(np.setdiff1d(ours.inputs, theirs.inputs)) > 0
+
+
+def _other_layer(ours: StepTrace, theirs: StepTrace) -> str | None:
+    return next((n for n, layer in ours.layers.items() if theirs.layers.get(n, layer) != layer), None)
 
 
 def _evaluations(reference: Trace, other: Trace, step: int, bound: float) -> Iterator[Divergence]:

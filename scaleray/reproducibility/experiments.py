@@ -58,7 +58,10 @@ def without_experiment(reference: Trace, other: Trace, divergence: Divergence, l
         ours, theirs = reference.step(divergence.step), other.step(divergence.step)
         if ours.count != theirs.count:
             return count_finding(ours, theirs)
-    if divergence.quantity == "parameters":
+    if divergence.quantity in ("parameters", "state before"):
         why = "rows, loss, gradient, norm and learning rate agree, and the optimizer makes another update of them"
         return Finding(Cause.UPDATE, why, divergence.parameter)
+    if divergence.quantity in ("loss", "gradient") and divergence.step - 1 in other.evaluations:
+        why = f"all agrees up to the evaluation at step {divergence.step - 1}, which leaves something else behind"
+        return Finding(Cause.EVALUATION, why)
     return Finding(Cause.UNKNOWN, "none of the known classes fits")

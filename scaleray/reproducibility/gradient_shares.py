@@ -22,6 +22,9 @@ def from_shares(
     shares: (ranks that look, ranks, micro-batches), 1 where a micro-batch weighs what it counts. counts: (ranks,
     micro-batches), 0 where there was none. stale: weight of the gradient of the step before.
     """
+    if is_near(stale, 1.0) and abs(shares).max() < SAME_RATIO:
+        why = "it is the gradient of the step before: the sums of this step were not waited for"
+        return Finding(Cause.MISSING_SYNCHRONISATION, why)
     if abs(stale) > SAME_RATIO:
         why = f"the gradient of the step before is still in it, {stale:.4g} times"
         return Finding(Cause.ACCUMULATION, why)

@@ -17,6 +17,7 @@ from scaleray.reproducibility.compare_traces import (
     IDLE_GRADIENT,
     Divergence,
     gradient_differences,
+    narrower,
     signature_differences,
 )
 from scaleray.reproducibility.traces import StepTrace, Trace
@@ -68,6 +69,7 @@ def excess(exact: Trace, reference: Trace, other: Trace, rounding: Rounding) -> 
     floor = rounding.epsilon * (1 + rounding.num_parts)
     return (
         _parameters(reference, other, trios, floor)
+        or _kept(trios)
         or (_formats(reference, other, trios) if rounding.compares_gradients and not rounding.is_narrow else None)
         or (_gradients(reference, trios, floor) if rounding.compares_gradients else None)
         or _losses(trios, floor)
@@ -85,6 +87,14 @@ def _parameters(reference: Trace, other: Trace, trios: list[Trio], floor: float)
             divergence = Divergence(theirs.step, "parameters", float(apart[first]), reference.names[first])
             return Excess(divergence, floor, formats[1][first] if is_rounded else "")
     return None
+
+
+def _kept(trios: list[Trio]) -> Excess | None:
+    _, ours, theirs = trios[-1]
+    name = narrower(ours, theirs)
+    if name is None:
+        return None
+    return Excess(Divergence(theirs.step, "kept state", 0.0, name), 0.0, theirs.formats[name])
 
 
 def _formats(reference: Trace, other: Trace, trios: list[Trio]) -> Excess | None:

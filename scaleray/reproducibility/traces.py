@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+Layer = tuple[bool, tuple[tuple[str, float], ...]]
+"""Whether a module is in training mode, and settings such as its rate of dropout."""
+
 
 @dataclass(frozen=True)
 class StepTrace:
@@ -60,6 +63,20 @@ class StepTrace:
     """Signatures (parameters, 4) of the parameters before the step: after callbacks and evaluations of the last one."""
     begins_spread: np.ndarray | None = None
     """Largest relative difference between two ranks' parameters before the step, (parameters,)."""
+    state_begins: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Signatures of the optimizer's tensors before the step, by name."""
+    buffers_begin: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Signatures of rank 0's floating-point buffers before the step, by name."""
+    formats: Mapping[str, str] = field(default_factory=dict)
+    """Number formats of what a training keeps, and of its rows, before the step, like `gradient_formats`."""
+    layers: Mapping[str, Layer | None] = field(default_factory=dict)
+    """Modules by name as the step has used them; None where the ranks do not have the same."""
+    inputs: np.ndarray | None = None
+    """Digests of the rows that the loss was given, uint64, each once; None where these are not known."""
+    inputs_agree: bool = True
+    """Whether the workers of one replica gave the loss the same rows."""
+    evaluates_in_training: bool = False
+    """Whether an evaluation after an earlier step found the model in training mode."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +99,12 @@ class Replicas:
     """Weight of each replica in the mean, (ranks,), where messages under way carry some of it; else None."""
     masses: np.ndarray | None = None
     """Signatures of each replica times its weight, with what is under way to it, when the step is over."""
+    state_before: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Signatures (ranks, 4) of the optimizer's state before the step, by name."""
+    buffers_updated: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """Signatures (ranks, 4) of floating-point buffers before ranks communicate, by name."""
+    buffers_after: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The same when the step is over."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +117,8 @@ class Restored:
     parameters: np.ndarray
     state: Mapping[str, np.ndarray]
     buffers: Mapping[str, np.ndarray] = field(default_factory=dict)
+    items: Mapping[str, str] = field(default_factory=dict)
+    """Digests of this rank's whole state, by item of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +146,20 @@ class Trace:
     """Number formats of the parameters after the last step, like `gradient_formats`."""
     base_rates: tuple[float, ...] = ()
     """Learning rates of all parameter groups without the schedule's factor."""
+    owned: frozenset[str] = frozenset()
+    """Parameters that the optimizers of some ranks update, and not those of all."""
     exported: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Signatures of the final weights as they are handed on, by their name and that of the tensor; on rank 0."""
 
     def step(self, number: int) -> StepTrace:
         """The step of this number, from 1."""
         return next(step for step in self.steps if step.step == number)
+
+    def between(self, first: int, last: int) -> Trace:
+        """The part of the trace after step `first` up to step `last`."""
+        steps = tuple(step for step in self.steps if first < step.step <= last)
+        evaluations = {step: found for step, found in self.evaluations.items() if first < step <= last}
+        return dataclasses.replace(self, steps=steps, evaluations=evaluations)
 
     def continued_by(self, later: Trace) -> Trace:
         """Joint trace of a run and its resumption: for steps done twice, and for the end, the later trace counts."""

@@ -26,6 +26,23 @@ ITEMS = (
     CALLBACKS, RANDOM,
 )  # fmt: skip
 """State items in the order in which they are restored: random numbers last, as anything before may draw some."""
+IN_WORDS = {
+    "model": "model parameters or buffers",
+    "buffers": "buffers that the state dict leaves out",
+    "attributes": "attributes of modules that have changed",
+    "optimizer": "optimizer state",
+    "schedule": "learning-rate schedule",
+    "scaler": "loss scaler",
+    "progress": "progress of the loop",
+    "workload": "the workload's own state",
+    "strategy": "the strategy's own state",
+    "replica": "a replica's own values",
+    "pruning": "masks of pruned weights",
+    "averaging": "average of the weights",
+    "callbacks": "state of the workload's callbacks",
+    "random": "random number generators",
+}
+"""Name in a sentence of each item of the state."""
 SETUP_ITEMS = {
     "parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER, "pruning": PRUNING,
     "averaging": AVERAGING,

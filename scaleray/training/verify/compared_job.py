@@ -38,6 +38,11 @@ def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> Tra
     return dataclasses.replace(job, config=config.model_copy(update=updates))
 
 
+def steps_gone_on(half: int) -> int:
+    """Number of steps after the first `half` that a variant takes twice: uninterrupted, and from its own checkpoint."""
+    return min(3, half - 1)
+
+
 def steps_before_resume(steps: int) -> int:
     """Number of the compared steps after which the state goes to other workers; 0: it does not."""
     return steps // 2
@@ -129,12 +134,13 @@ def first_rows(split: Split, rows: int) -> Split:
     return dataclasses.replace(split, num_rows=min(rows, split.num_rows), group_sizes=groups, lengths=lengths)
 
 
-def first_part(job: TrainJob, steps: int) -> TrainJob:
-    """The job of the steps before the resume, with a checkpoint at their end, and evaluations there and before."""
+def first_part(job: TrainJob, steps: int, *, goes_on_for: int = 0) -> TrainJob:
+    """The job of the steps before the resume, with a checkpoint at their end, and evaluations there and before; and of
+    so many steps after them."""
     # an evaluation lies among the steps, so that what it leaves behind is seen
-    every = (steps + 1) // 2 if steps > 1 else None
+    every = max((n for n in range(1, steps) if steps % n == 0), default=None)
     recipe = dataclasses.replace(
-        job.recipe, total_steps=steps, checkpoint_every_steps=steps, evaluate_every_steps=every
+        job.recipe, total_steps=steps + goes_on_for, checkpoint_every_steps=steps, evaluate_every_steps=every
     )
     return dataclasses.replace(job, recipe=recipe)
 

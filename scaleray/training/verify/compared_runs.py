@@ -29,6 +29,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
+from scaleray.training.state.state import TrainState
 from scaleray.training.verify.compared_job import (
     OWN_STEPS,
     DueRates,
@@ -36,6 +37,7 @@ from scaleray.training.verify.compared_job import (
     later_part,
     position_after,
     steps_before_resume,
+    steps_gone_on,
 )
 from scaleray.training.verify.quieted import Masks, Partition, Quieted
 from scaleray.training.verify.step_trace import TraceProbe
@@ -117,10 +119,12 @@ References = dict[Key, Trace]
 
 @dataclass(frozen=True)
 class Watched:
-    """Result of a run: its trace, and the probes of all its parts."""
+    """Result of a run: its trace, and the probes of all its parts. uninterrupted: trace of the steps before the resume
+    and of some after them, without a resume."""
 
     trace: Trace
     probes: tuple[TraceProbe, ...]
+    uninterrupted: Trace | None = None
 
     @property
     def values(self) -> dict[int, list[dict[str, torch.Tensor]]]:
@@ -199,13 +203,17 @@ class Runs:
         later, due = _resumed(variant, half, last=total)
         options: dict[str, Any] = {"keeps": (half, total) if keeps else ()}
         parts: list[tuple[Trace, TraceProbe]] = []
+        uninterrupted = None
         if not only_its_part or (take_apart_at or 0) <= half:
-            parts.append(run(first_part(job, half), DueRates(job), own_folder, last=half, **options))
+            goes_on_for = steps_gone_on(half) if saves and not is_reference else 0
+            first = first_part(job, half, goes_on_for=goes_on_for)
+            uninterrupted, probe = run(first, DueRates(job), own_folder, last=half, **options)
+            parts.append((uninterrupted.between(0, half), probe))
         if not only_its_part or (take_apart_at or 0) > half:
             parts.append(run(later, due, self._folder(key.folder), last=total, **options))
         traces = [trace for trace, _ in parts]
         whole = traces[0].continued_by(traces[1]) if len(traces) > 1 else traces[0]
-        return Watched(whole, tuple(probe for _, probe in parts))
+        return Watched(whole, tuple(probe for _, probe in parts), uninterrupted)
 
     def standing_still(self, variant: Variant, key: Key) -> Trace:
         """Trace of a few steps in the run's own precision, all from the initial parameters. Collective."""
@@ -222,6 +230,17 @@ class Runs:
         alone = Place(device=self.place.device)
         probe = TraceProbe(alone, job, due=due, last=half + 1)
         return self._run(job, alone, probe, folder=self._folder(_name(variant)))
+
+    def resumed_here(self, variant: Variant, key: Key) -> Trace:
+        """Trace of some steps of a variant that has loaded its own checkpoint on as many workers. Collective."""
+        variant = self._changed(variant, key)
+        half, masks = variant.resumes_after, self._masks(key, variant.job)
+        assert half is not None
+        job = first_part(variant.job, half, goes_on_for=steps_gone_on(half))
+        workload = self._workload(job.workload, key.quiet, key.partition, masks, is_reference=False)
+        job = dataclasses.replace(job, workload=workload)
+        probe = TraceProbe(self.place, job, masks=masks, due=DueRates(job, half, half))
+        return self._run(job, self.place, probe, folder=self._folder(_name(variant)))
 
     def measured_alone(self, values: dict[str, torch.Tensor], key: Key) -> dict[str, float]:
         """Metrics that one process measures for a model with these values. On rank 0."""
@@ -298,15 +317,25 @@ class Runs:
 
 
 class _Watched(Checkpointing):
-    """Checkpoints of a run whose probe notes the state that goes into them."""
+    """Checkpoints of a run whose probe notes the state that goes into the first, which is the only one, and that a run
+    begins with."""
 
     def __init__(self, probe: TraceProbe, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.probe = probe
 
+    def begin(self, state: TrainState) -> None:
+        super().begin(state)
+        if self.resumed_from is not None:
+            state.setup.parallel.before_evaluation()  # as a checkpoint does: buffers follow rank 0
+            self.probe.restored_items = state.digests()
+
     def save(self, step: int) -> None:
+        if self.probe.has_saved or self.resumed_from is not None:
+            return
         super().save(step)
-        self.probe.on_saved(step)
+        assert self._state is not None
+        self.probe.on_saved(step, self._state.digests())
 
 
 class _Given(TraceProbe):

@@ -16,6 +16,7 @@ from scaleray.reproducibility.experiments import (
     without_experiment,
 )
 from scaleray.reproducibility.gradient_shares import from_shares
+from scaleray.reproducibility.gradient_values import from_values
 from scaleray.reproducibility.traces import Trace
 from scaleray.scaling.recipe.values import with_micro_size
 from scaleray.training.setup.place import Place
@@ -51,6 +52,8 @@ class Explanation:
                 if finding is not None and finding.cause == Cause.CUT:
                     is_so = on_first(place, lambda: self._one_process_differs_as_well(variant, key, divergence))
                     finding = finding if is_so else None
+            if parts is not None and parts.shares is None:
+                finding = from_values(parts.relations, len(trace.names), layout)
         return finding or on_first(place, lambda: without_experiment(runs.reference(key), trace, divergence, layout))
 
     def unrepeatable(self, key: Key, divergence: Divergence) -> Finding | None:

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from scaleray.data import TRAIN, RankBatch
+from scaleray.reproducibility.gradient_values import Relation, relation_of
 from scaleray.reproducibility.signatures import Signer
 from scaleray.several_losses import losses_of
 from scaleray.strategies.contract.parallel import full
@@ -58,6 +60,8 @@ class GradientParts:
         self._whole, self._gather, self._replica_size = whole, gather, replica_size
         self.shares: tuple[np.ndarray, np.ndarray] | None = None
         self.stale = 0.0
+        self.relations: dict[str, Relation] = {}
+        """How the gradients that are not right come from those that are due."""
         self.unsent: float | None = None
         """Error of a compressed gradient together with what was left over, relative to the true gradient. What was left
         over after the step before must be part of it."""
@@ -68,6 +72,8 @@ class GradientParts:
         self._is_seen = False
         self._loss, self._moves = _first_loss(job.workload, setup)
         self._sign = Signer(PROJECTIONS)
+        self._due: dict[str, torch.Tensor] = {}
+        self._count = 0.0
 
     def begin(self, number: int, batch: RankBatch) -> None:
         """Begin a step with these rows of this rank."""
@@ -89,6 +95,8 @@ class GradientParts:
             self._found = np.concatenate([signatures[name] for name in self.names]) * correction
         if self.number == self.step - 1 and (left := self._left_over()) is not None:
             self._carried = left * correction
+        if self.number == self.step and self._due:
+            self._relate(gradients, correction)
         if self.number == self.step and self._left is not None:
             left = self._left_over()
             assert left is not None
@@ -108,6 +116,22 @@ class GradientParts:
             lost = [lost for *_, (_, lost) in everyone]
             self.unsent = float(max(np.linalg.norm(m) for m in (missing, *lost)) / (np.linalg.norm(true) or 1.0))
 
+    def _relate(self, gradients: Mapping[str, torch.Tensor | None], correction: float) -> None:
+        """Compare the gradients of the step with the sum of all micro-batches' own, value by value. Collective."""
+        count = torch.tensor(self._count, dtype=torch.float64, device=self.place.device)
+        due = {"": count, **self._due}
+        for tensor in due.values() if self.place.world_size > 1 else ():
+            dist.all_reduce(tensor, group=self.place.group)
+        parameters = dict(self.setup.parallel.module.named_parameters())
+        mine = {
+            name: relation_of(gradient * correction, due[name] / due[""], full(parameters[name]))
+            for name, gradient in gradients.items()
+            if gradient is not None and name in due
+        }
+        found = {name: r for theirs in self._gather(mine) for name, r in theirs.items() if r is not None}
+        self.relations = {name: found[name] for name in self.names if name in found}
+        self._due = {}
+
     def let_go(self) -> None:
         """Let go of the training, once it has ended, and of the signs of all its parameters."""
         for name in ("setup", "_sign", "_moves"):
@@ -120,6 +144,8 @@ class GradientParts:
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad and self._moves(n)}
         gives_tuples = self.job.splits[TRAIN].gives_tuples
         gradients, counts = [], []
+        if not self.setup.parallel.replicas_differ and self.job.config.compression.name == "none":
+            self._due = {name: torch.zeros_like(parameter) for name, parameter in trained.items()}
         for arrays, weight in micro_batches(batch, self.job.recipe.micro_batch_size):
             dtype = self.setup.precision.input_dtype
             rows = user_batch(self.job.workload, arrays, self.place.device, dtype, gives_tuples=gives_tuples)
@@ -127,8 +153,12 @@ class GradientParts:
                 loss, count = self._loss(model, rows)
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             by_name = dict(zip(trained, found, strict=True))
+            for name, gradient in by_name.items():
+                if gradient is not None and weight and name in self._due:
+                    self._due[name] += gradient
             gradients.append(np.concatenate([self._signature(n, by_name.get(n)) for n in self.names]) * bool(weight))
             counts.append(float(count) * bool(weight))
+        self._count = sum(counts)
         return np.array(gradients), counts
 
     def _plain_model(self) -> nn.Module:

@@ -27,7 +27,10 @@ LARGEST_IN_FLOAT32 = 1e-5
 """The same for a model that computes a part in float32: a hundred times its last digit."""
 FEW_ROWS = 4
 """Rows of the training data with which a cast to fewer digits is looked for."""
-GROWS = ("loss", "gradient", "parameters", "final values", "restored parameters", "restored state", "evaluation")
+GROWS = (
+    "loss", "gradient", "parameters", "final values", "restored parameters", "restored state", "evaluation",
+    "parameters before", "state before", "buffers before",
+)  # fmt: skip
 """Quantities that rounding moves; rows, counts and learning rates it does not."""
 
 

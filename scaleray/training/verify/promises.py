@@ -45,6 +45,9 @@ class Promise:
     keeps its own."""
     is_under_way: Callable[[RunConfig, int], bool] = lambda config, step: False
     """Whether messages or updates may be under way after a step, which belong to the replicas' mean."""
+    buffers: Callable[[RunConfig, int, np.ndarray], np.ndarray | None] = lambda config, step, updated: None
+    """Signatures (ranks, 4) of a buffer when a step is over, given those before ranks communicate; their norms say
+    nothing. None where nothing is promised."""
     mean: Callable[[Trace, RunConfig, int], np.ndarray | None] = lambda trace, config, step: None
     """Signatures (parameters, 3) of the replicas' mean after a step; None where it cannot be known from outside."""
 
@@ -63,9 +66,11 @@ class Promise:
     def disagreement(self, trace: Trace, config: RunConfig, bound: float) -> Divergence | None:
         """The first step after which ranks should hold the same, or what their exchange gives, and do not."""
         due = dict(self.law(trace, config)) if self.law is not None and config.pruning.method == "none" else {}
-        for step in trace.steps:
+        for number, step in enumerate(trace.steps):
             looks = (
+                _moved_between(trace, number, config, bound),
                 self._apart(step, trace, config, bound),
+                self._buffers_unlawful(step, config, bound),
                 self._unlawful(step, trace, due, bound),
                 self._state_unlawful(step, config, bound),
                 _mass_lost(step, trace, bound),
@@ -85,6 +90,15 @@ class Promise:
         is_shared = step.replicas.state_spread <= bound
         return None if is_shared else Divergence(step.step, "averaging", step.replicas.state_spread, None)
 
+    def _buffers_unlawful(self, step: StepTrace, config: RunConfig, bound: float) -> Divergence | None:
+        for name, updated in step.replicas.buffers_updated.items() if step.replicas is not None else ():
+            due = self.buffers(config, step.step, updated)
+            if due is None or step.replicas is None or name not in step.replicas.buffers_after:
+                continue
+            if not (apart := _farthest(step.replicas.buffers_after[name], due)) <= bound:
+                return Divergence(step.step, "buffers", apart, name)
+        return None
+
     def _state_unlawful(self, step: StepTrace, config: RunConfig, bound: float) -> Divergence | None:
         """The optimizer's state when a step is over, beside what communication makes of that after the update."""
         if step.replicas is None:
@@ -93,10 +107,7 @@ class Promise:
         for name, before in step.replicas.state_updated.items() if groups is not None else ():
             if name not in step.replicas.state_after:
                 continue
-            after, due = step.replicas.state_after[name][:, 1:], before[:, 1:]
-            due = _within(groups, due)
-            scale = float(np.abs(before[:, 0]).max()) or 1.0
-            if not (apart := float(np.abs(after - due).max()) / scale) <= bound:
+            if not (apart := _farthest(step.replicas.state_after[name], _within(groups, before))) <= bound:
                 return Divergence(step.step, "averaging", apart, name)
         return None
 
@@ -111,6 +122,27 @@ class Promise:
             first = int(np.flatnonzero(~(relative <= bound))[0])
             return Divergence(step.step, "averaging", float(relative[first]), trace.names[first])
         return None
+
+
+def _farthest(found: np.ndarray, due: np.ndarray) -> float:
+    """Largest relative difference between signatures (ranks, 4), but for their norms."""
+    scale = float(np.abs(due[:, 0]).max()) or 1.0
+    return float(np.abs(found[:, 1:] - due[:, 1:]).max()) / scale
+
+
+def _moved_between(trace: Trace, number: int, config: RunConfig, bound: float) -> Divergence | None:
+    """The first of the replicas' values that is not, when a step begins, what it was when the last one was over."""
+    step = trace.steps[number]
+    is_resumed = trace.restored is not None and step.step == trace.restored.step + 1
+    last = None if number == 0 or is_resumed else trace.steps[number - 1].replicas
+    if step.replicas is None or last is None or config.pruning.method != "none":
+        return None
+    found = {n: (step.replicas.state_before.get(n), due) for n, due in last.state_after.items()}
+    found |= {n: (step.replicas.before[:, i], last.after[:, i]) for i, n in enumerate(trace.names)}
+    for name, (now, due) in found.items():
+        if now is not None and not (apart := _farthest(now, due)) <= bound:
+            return Divergence(step.step, "replicas before", apart, name)
+    return None
 
 
 def _averages_after(config: RunConfig, step: int) -> bool:
@@ -153,6 +185,18 @@ def _averaged(config: RunConfig, step: int, ranks: int) -> Groups:
 
 def _averaged_state(config: RunConfig, step: int, ranks: int) -> Groups:
     return _averaged(config, step, ranks) if config.local_sgd.average_momentum else _each_alone(ranks)
+
+
+def _averaged_buffers(config: RunConfig, step: int, updated: np.ndarray) -> np.ndarray | None:
+    groups = _averaged(config, step, len(updated))
+    return None if groups is None or step <= config.local_sgd.warmup_steps else _within(groups, updated)
+
+
+def _mixed_buffers(config: RunConfig, step: int, updated: np.ndarray) -> np.ndarray | None:
+    if config.gossip.is_asynchronous:
+        return None
+    mixed: np.ndarray = mixing_matrix(config.gossip.graph, len(updated), step, seed=config.seed) @ updated
+    return mixed
 
 
 def _within(groups: Groups, updated: np.ndarray) -> np.ndarray:
@@ -276,7 +320,18 @@ def _sum_of_updates(trace: Trace, config: RunConfig, step: int) -> np.ndarray | 
 
 
 _SAME_COURSE = frozenset(
-    {"model", "dtype", "initial parameters", "rows", "count", "learning rate", "steps", "restored parameters"}
+    {
+        "model",
+        "dtype",
+        "initial parameters",
+        "rows",
+        "inputs",
+        "layers",
+        "count",
+        "learning rate",
+        "steps",
+        "restored parameters",
+    }
 )
 PROMISES = {
     "local_sgd": Promise(
@@ -284,19 +339,20 @@ PROMISES = {
         "replicas train apart between averagings: same start, rows and learning rates, and the mean of all",
         lambda config: config.local_sgd.warmup_steps, _averages_after,
         lambda config, step: config.local_sgd.average_momentum and _averages_after(config, step),
-        _local_sgd, _averaged_state, mean=_mean_of_replicas,
+        _local_sgd, _averaged_state, buffers=_averaged_buffers, mean=_mean_of_replicas,
     ),
     "diloco": Promise(
         False, _SAME_COURSE,
         "replicas train apart between outer steps: same start, rows and learning rates, "
         "and the outer optimizer's steps",
-        lambda config: config.local_sgd.warmup_steps, _averages_after, law=_diloco, mean=_mean_of_replicas,
+        lambda config: config.local_sgd.warmup_steps, _averages_after, law=_diloco,
+        buffers=_averaged_buffers, mean=_mean_of_replicas,
     ),
     "gossip": Promise(
         False, _SAME_COURSE,
         "replicas agree only in the limit: same start, rows and learning rates, and mixtures by the graph",
         lambda config: 0, law=_gossip, is_under_way=lambda config, step: config.gossip.is_asynchronous,
-        mean=_mean_in_gossip,
+        buffers=_mixed_buffers, mean=_mean_in_gossip,
     ),
     "async_sgd": Promise(
         False, _SAME_COURSE,
@@ -308,7 +364,7 @@ PROMISES = {
         False, _SAME_COURSE,
         "gradients are approximated: same start, rows and learning rates; what was not sent is kept, "
         "and all ranks agree",
-        agrees_after=lambda config, step: True,
+        exact_steps=lambda config: config.compression.start_step, agrees_after=lambda config, step: True,
     ),
 }  # fmt: skip
 """Strategies that do not promise equality. Every other one does."""

@@ -18,6 +18,7 @@ from scaleray.reproducibility.masks import WHOLE_STEP
 from scaleray.scaling.recipe.shares import share_of
 from scaleray.several_losses import has_loss, losses_of
 from scaleray.training.step.micro_batches import cuts
+from scaleray.training.verify.seen_parts import Given, TakenOut
 from scaleray.workload import built_model, own_method
 
 Draw = tuple[str, bytes]
@@ -119,7 +120,17 @@ class Quieted:
         """Whether a batch may be made before its step: what is cut into parts depends on `rows_of_step`."""
         self.found: list[str] = []
         self.loss_dtype = ""
-        self.rows_of_step = 0
+        self.rows_of_step, self.given = 0, Given()
+        self._has_trained = False
+
+    def begin_step(self, num_rows: int) -> None:
+        """Take note that a step with so many rows on this rank begins."""
+        self.rows_of_step = num_rows
+        self.given = Given(evaluates_in_training=self.given.evaluates_in_training)
+
+    def end_step(self) -> None:
+        """Take note that the step is over."""
+        self.rows_of_step, self._has_trained = 0, True
 
     def __getattr__(self, name: str) -> Any:
         if name == "collate" and self._partition is not None and own_method(self._workload, name) is not None:
@@ -156,10 +167,17 @@ class Quieted:
         if self._what == self.EVERYTHING:
             for module in model.modules():  # a strategy may have put in others since the model was built
                 module.training = False
+        self._look(model, batch)
         result = loss(model, batch) if not self._is_cut(batch) else self._loss_of_parts(loss, model, batch)
         if isinstance(result, tuple) and isinstance(result[0], torch.Tensor):
             self.loss_dtype = str(result[0].dtype).removeprefix("torch.")
         return result
+
+    def _look(self, model: nn.Module, batch: Any) -> None:
+        if self.rows_of_step == 0:
+            self.given.evaluates_in_training |= self._has_trained and getattr(model, "training", False)
+        elif own_method(self._workload, "collate") is None:  # else what a batch looks like depends on its size
+            self.given.take(batch)
 
     def _collated_parts(self, rows: Rows) -> Any:
         """The batch of these rows, or, of a whole step, those of its parts, which cannot be cut any more."""
@@ -209,7 +227,7 @@ def _take_out_dropout(module: nn.Module, draw: Callable[[], None] | None) -> boo
     if isinstance(module, nn.modules.dropout._DropoutNd):
         if not module.p > 0:
             return False
-        module.p = 0.0
+        module.p = TakenOut(module.p)
         if draw is not None:
 
             def watched(x: torch.Tensor) -> torch.Tensor:
@@ -222,7 +240,7 @@ def _take_out_dropout(module: nn.Module, draw: Callable[[], None] | None) -> boo
     # attention and recurrent networks keep their rate as `dropout`
     if not (isinstance(rate := getattr(module, "dropout", None), float) and rate > 0):
         return False
-    module.dropout = 0.0  # type: ignore[assignment]
+    module.dropout = TakenOut(rate)  # type: ignore[assignment]
     if draw is not None:
         module.register_forward_pre_hook(lambda module, args: draw() if module.training else None)
     return True

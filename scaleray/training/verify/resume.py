@@ -25,30 +25,13 @@ from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.training.state.items import ITEMS
+from scaleray.training.state.items import IN_WORDS, ITEMS
 from scaleray.training.state.state import TrainState
 from scaleray.training.verify.decided import Failures
 from scaleray.training.verify.step_trace import TraceProbe
 from scaleray.training.verify.variants import UNSAVED
 
 DATA_POSITION = "data position"
-WORDS = {
-    "model": "model parameters or buffers",
-    "buffers": "buffers that the state dict leaves out",
-    "attributes": "attributes of modules that have changed",
-    "optimizer": "optimizer state",
-    "schedule": "learning-rate schedule",
-    "scaler": "loss scaler",
-    "progress": "progress of the loop",
-    "workload": "the workload's own state",
-    "strategy": "the strategy's own state",
-    "replica": "a replica's own values",
-    "pruning": "masks of pruned weights",
-    "averaging": "average of the weights",
-    "callbacks": "state of the workload's callbacks",
-    "random": "random number generators",
-}
-"""Name in a sentence of each item of the state."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +94,7 @@ def verify_resume(place: Place, interruption: Interruption, *, sources: Sources)
     rest, after = run(catalog)
     differing = _anywhere(place, [item for item in ITEMS if before.digests.get(item) != after.restored.get(item)])
     comparison = compare(whole, first.continued_by(rest), bound=0.0)
-    guilty = [WORDS[item] for item in differing]
+    guilty = [IN_WORDS[item] for item in differing]
     if (
         comparison.divergence is not None and comparison.divergence.quantity in ("rows", "steps")
     ) or not after.restored:
@@ -119,7 +102,7 @@ def verify_resume(place: Place, interruption: Interruption, *, sources: Sources)
     end = _anywhere(place, [item for item in ITEMS if before.final.get(item) != after.final.get(item)])
     is_equal = comparison.is_equal and not guilty and not end
     if not is_equal and not guilty:
-        guilty = [f"{WORDS[item]} (only at the end: something outside the state)" for item in end] or ["unknown"]
+        guilty = [f"{IN_WORDS[item]} (only at the end: something outside the state)" for item in end] or ["unknown"]
     return ResumeOutcome(
         interruption.label,
         interruption.world_size,

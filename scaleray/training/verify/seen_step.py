@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaleray.reproducibility.compare_traces import SMALL_GRADIENT, signature_differences
-from scaleray.reproducibility.traces import Replicas, StepTrace
+from scaleray.reproducibility.traces import Layer, Replicas, StepTrace
 from scaleray.training.verify.quieted import Draw
+from scaleray.training.verify.seen_parts import alike, widest
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Replica:
     updated: np.ndarray
     optimizer_updated: dict[str, np.ndarray]
     optimizer: dict[str, np.ndarray]
+    buffers_updated: dict[str, np.ndarray]
+    buffers: dict[str, np.ndarray]
     weight: float | None = None
     mass: np.ndarray | None = None
 
@@ -52,6 +55,14 @@ class SeenStep:
     """Whether loss and count are those of this rank's samples alone."""
     used_norm: float | None
     """Gradient's norm that the step used, if it had one."""
+    state_begins: dict[str, np.ndarray]
+    """Signatures of this rank's optimizer when the step began."""
+    buffers_begin: dict[str, np.ndarray]
+    formats: dict[str, str]
+    layers: dict[str, Layer]
+    inputs: np.ndarray | None
+    """Digests of the rows that this rank's loss was given, each once; None where these are not known."""
+    evaluates_in_training: bool
 
 
 def trace_of(
@@ -101,7 +112,26 @@ def trace_of(
         replicas=_replicas(everyone),
         begins=first.begins,
         begins_spread=_spread([seen.begins for seen in everyone], 0.0),
+        state_begins={n: value for seen in reversed(everyone) for n, value in seen.state_begins.items()},
+        buffers_begin={n: value for seen in reversed(everyone) for n, value in seen.buffers_begin.items()},
+        formats=widest(seen.formats for seen in everyone),
+        layers=alike(seen.layers for seen in everyone),
+        inputs=_inputs(everyone),
+        inputs_agree=all(
+            _same_inputs(everyone[first : first + replica_size]) for first in range(0, len(everyone), replica_size)
+        ),
+        evaluates_in_training=any(seen.evaluates_in_training for seen in everyone),
     )
+
+
+def _inputs(everyone: Sequence[SeenStep]) -> np.ndarray | None:
+    found = [seen.inputs for seen in everyone if seen.inputs is not None]
+    return np.unique(np.concatenate(found)) if found else None
+
+
+def _same_inputs(replica: Sequence[SeenStep]) -> bool:
+    found = [seen.inputs for seen in replica if seen.inputs is not None and len(seen.inputs)]
+    return all(np.array_equal(theirs, found[0]) for theirs in found[1:])
 
 
 def _replicas(everyone: Sequence[SeenStep]) -> Replicas | None:
@@ -124,6 +154,9 @@ def _replicas(everyone: Sequence[SeenStep]) -> Replicas | None:
         _by_name(states),
         np.array(weights) if weights else None,
         np.array(masses) if masses else None,
+        _by_name([seen.state_begins for seen in everyone]),
+        _by_name([replica.buffers_updated for replica in found]),
+        _by_name([replica.buffers for replica in found]),
     )
 
 

@@ -31,6 +31,7 @@ from scaleray.training.step.micro_batches import cuts_of
 from scaleray.training.verify.compared_job import DueRates
 from scaleray.training.verify.gradient_parts import GradientParts
 from scaleray.training.verify.quieted import Masks, Quieted
+from scaleray.training.verify.seen_parts import Given, formats_of, layers_of
 from scaleray.training.verify.seen_step import Replica, SeenStep, trace_of
 
 LARGEST_KEPT_BYTES = 2**30  # larger models are compared by signature at the end, too
@@ -71,8 +72,11 @@ class TraceProbe:
         self._evaluations: dict[int, Mapping[str, float]] = {}
         self._saved: Restored | None = None
         self._restored: Restored | None = None
+        self.restored_items: Mapping[str, str] = {}
+        """Digests of the items of the state, right after a checkpoint was loaded."""
         self._parameter_formats: tuple[str, ...] = ()
         self._exported: dict[str, np.ndarray] = {}
+        self._owned: frozenset[str] = frozenset()
 
     def hear(self, message: WorkerMessage) -> None:
         """Note the evaluations among the run's messages."""
@@ -91,9 +95,13 @@ class TraceProbe:
             _stand_still(setup)
         self._num_trained = sum(p.numel() for p in self._parameters.values() if p.requires_grad)
         self._state_updated: dict[str, np.ndarray] = {}
+        self._buffers_updated: dict[str, np.ndarray] = {}
         self._initial = self._updated = self._signatures()
         if self.due is not None and self.due.first:
-            self._restored = self._state_at(self.due.first)
+            self._restored = dataclasses.replace(self._state_at(self.due.first), items=self.restored_items)
+        ids = {id(p) for group in setup.optimizer.param_groups for p in group["params"]}
+        held = self.place.gathered({name for name, p in self._parameters.items() if id(p) in ids})
+        self._owned = frozenset(set().union(*held) - set.intersection(*held))
         self._is_due_known = isinstance(setup.schedule, Schedule)  # of a workload's own, nothing is known
         self._base_rates = self._due_rates()
         if self.take_apart_at is not None:
@@ -117,15 +125,19 @@ class TraceProbe:
         self._updates.clear()
         self._gradients: np.ndarray | None = None
         if isinstance(self.job.workload, Quieted):
-            self.job.workload.rows_of_step = batch.num_rows
+            self.job.workload.begin_step(batch.num_rows)
         if self.masks is not None:
             self.masks.begin()
-        self._begins = self._signatures()
+        self._begins, self._state_begins = self._signatures(), self._optimizer_state(here=True)
+        self._buffers_begin, self._kept_formats = self._own_buffers(), self._formats_kept()
         self._random_before, self._buffers_before = _random_state(self.place.device), self._buffer_digest()
         if self.parts is not None:
             self.parts.begin(self._step, batch)
+            if isinstance(self.job.workload, Quieted):
+                self.job.workload.begin_step(batch.num_rows)  # what was taken apart are not the step's own rows
 
     def on_gradients(self, correction: float) -> None:
+        self._layers = layers_of(self._setup.parallel.module)
         whole = {n: None if p.grad is None else full(p.grad) for n, p in self._parameters.items()}
         formats = self._whole({n: "" if g is None else number_format(g) for n, g in whole.items()})
         self._formats = tuple(formats[name] for name in self._names)
@@ -140,6 +152,7 @@ class TraceProbe:
         after, random_before = self._signatures(), self._random_before
         assert self._gradients is not None
         replica = self._replica() if self._setup.parallel.replicas_differ else None
+        given = self.job.workload.given if isinstance(self.job.workload, Quieted) else Given()
         mine = SeenStep(
             rows=self._rows,
             gradients=self._gradients,
@@ -155,6 +168,12 @@ class TraceProbe:
             count=result.count,
             is_own=result.is_own,
             used_norm=result.grad_norm,
+            state_begins=self._state_begins,
+            buffers_begin=self._buffers_begin,
+            formats=self._kept_formats | given.formats,
+            layers=self._layers,
+            inputs=given.rows,
+            evaluates_in_training=given.evaluates_in_training,
         )
         seen = trace_of(
             mine,
@@ -168,7 +187,7 @@ class TraceProbe:
         self._steps.append(seen)
         self._updated = after
         if isinstance(self.job.workload, Quieted):
-            self.job.workload.rows_of_step = 0
+            self.job.workload.end_step()
         if self.parts is not None:
             self.parts.end()
         if self._step in self.keeps:
@@ -176,9 +195,14 @@ class TraceProbe:
         if self._step == self.last:
             self._keep_final()
 
-    def on_saved(self, step: int) -> None:
-        """Note the state that has gone into a checkpoint. Collective."""
-        self._saved = self._state_at(step)
+    def on_saved(self, step: int, items: Mapping[str, str]) -> None:
+        """Note the state that has gone into a checkpoint, with digests of its items. Collective."""
+        self._saved = dataclasses.replace(self._state_at(step), items=items)
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether a checkpoint was saved."""
+        return self._saved is not None
 
     def take_weights(self, share: WeightShare, name: str) -> None:
         """Note what this rank has of the weights that a run hands on at its end."""
@@ -208,6 +232,7 @@ class TraceProbe:
             restored=self._restored,
             parameter_formats=self._parameter_formats,
             base_rates=self._base_rates,
+            owned=self._owned,
             exported=self._exported,
         )
 
@@ -226,19 +251,21 @@ class TraceProbe:
         self._updates.append(rates)
         if self._setup.parallel.replicas_differ:
             self._updated, self._state_updated = self._signatures(), self._optimizer_state(here=True)
+            self._buffers_updated = self._own_buffers()
 
     def _replica(self) -> Replica:
         """This rank's replica when a step is over. Collective where messages are under way."""
-        found = Replica(self._begins, self._updated, self._state_updated, self._optimizer_state(here=True))
+        state, buffers = self._optimizer_state(here=True), self._own_buffers()
+        found = Replica(self._begins, self._updated, self._state_updated, state, self._buffers_updated, buffers)
         gossip = self.job.config.gossip
         if self.job.config.strategy.name != "gossip" or not gossip.is_asynchronous:
             return found
-        state = self._setup.parallel.state()
-        weight = float(state.pop("weight"))
+        letters = self._setup.parallel.state()
+        weight = float(letters.pop("weight"))
         mass = weight * self._signatures()
         trained = [(n, p) for n, p in self._parameters.items() if p.requires_grad]
         positions = [self._names.index(name) for name, _ in trained]
-        for letter in state.values():
+        for letter in letters.values():
             parts = letter[:-1].split([p.numel() for _, p in trained] + [letter.numel() - 1 - self._num_trained])
             for position, (name, parameter), part in zip(positions, trained, parts, strict=False):
                 mass[position] += float(letter[-1]) * self._sign(name, part.view_as(parameter))
@@ -256,16 +283,30 @@ class TraceProbe:
     def _optimizer_state(self, *, here: bool = False) -> dict[str, np.ndarray]:
         """Signatures of the optimizer's tensors by name, from whichever rank has them; those of this rank alone where
         `here`. Collective unless `here`; for sharded tensors always."""
+        mine = {n: self._sign(n.rpartition(": ")[0], full(t.detach())) for n, t in self._optimizer_tensors().items()}
+        if here or self.place.world_size == 1:
+            return mine
+        return {name: value for theirs in reversed(self.place.gathered(mine)) for name, value in theirs.items()}
+
+    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
         names = {id(p): name for name, p in self._parameters.items()}
-        mine = {
-            f"{names.get(id(p), 'unnamed')}: {key}": self._sign(names.get(id(p), key), full(value.detach()))
+        return {
+            f"{names.get(id(p), 'unnamed')}: {key}": value
             for p, entries in self._setup.optimizer.state.items()
             for key, value in sorted(entries.items())
             if isinstance(value, torch.Tensor)
         }
-        if here or self.place.world_size == 1:
-            return mine
-        return {name: value for theirs in reversed(self.place.gathered(mine)) for name, value in theirs.items()}
+
+    def _formats_kept(self) -> dict[str, str]:
+        """Number formats of this rank's part of parameters, buffers and the optimizer's tensors, by name."""
+        kept = {**self._optimizer_tensors(), **dict(self._setup.parallel.module.named_buffers()), **self._parameters}
+        local = {n: t.to_local() if isinstance(t, DTensor) else t.detach() for n, t in kept.items() if not t.is_sparse}
+        # one that was never updated still fits into the type in which it was drawn
+        return {n: "" if f == "fp32" and n in self._parameters else f for n, f in formats_of(local).items()}
+
+    def _own_buffers(self) -> dict[str, np.ndarray]:
+        buffers = self._setup.parallel.module.named_buffers()
+        return {n: self._sign(n, full(b.detach()).to_dense()) for n, b in buffers if b.is_floating_point()}
 
     def _state_at(self, step: int) -> Restored:
         """The state after a step; of replicas that train apart the mean, as a checkpoint has it. Collective."""
@@ -277,7 +318,10 @@ class TraceProbe:
         return Restored(step, parameters, state, buffers)
 
     def _buffer_signatures(self) -> dict[str, np.ndarray]:
-        averages = {f"{AVERAGE_OF}{name}": value for name, value in self._setup.averaging.averages.items()}
+        averaging = self._setup.averaging
+        averages = {f"{AVERAGE_OF}{name}": value for name, value in averaging.averages.items()}
+        if averages:
+            averages[f"{AVERAGE_OF}the weights, by its count of steps,"] = torch.tensor([averaging.num_updates])
         tensors = {**dict(self._setup.parallel.module.named_buffers()), **averages}
         return self._whole({n: self._sign(n, full(t.detach()).to_dense().double()) for n, t in tensors.items()})
 

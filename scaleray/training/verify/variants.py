@@ -37,6 +37,7 @@ from scaleray.training.verify.compared_runs import (
 from scaleray.training.verify.decided import Failures, on_first
 from scaleray.training.verify.explanation import Explanation
 from scaleray.training.verify.grown_rounding import GrownRounding
+from scaleray.training.verify.own_resume import resumed_wrongly
 from scaleray.training.verify.promises import PROMISES, Promise
 from scaleray.training.verify.quieted import Quieted
 from scaleray.training.verify.step_trace import TraceProbe
@@ -153,7 +154,7 @@ class _Group:
 
     def _key(self, variant: Variant) -> Key:
         """Key of a variant's reference."""
-        if not self.has_statistics or not promised(variant).is_exact:
+        if not self.has_statistics:
             return Key(self.quiet, self.has_statistics)
         later = partition_of(variant.later) if variant.later is not None else None
         return Key(self.quiet, True, partition_of(variant.job), later)
@@ -173,6 +174,7 @@ class _Group:
             )
             trace = watched.trace
             outcome = (self._judge_exact if promise.is_exact else self._judge_promise)(variant, outcome, watched)
+            outcome = self._resumed_here(variant, key, outcome, watched)
             if outcome.mismatch is None and self.runs.resumes_after(variant) is not None:
                 bound = outcome.bound or self.bound
                 found = on_first(self.place, lambda: self._saved_wrongly(variant, key, promise, trace, bound))
@@ -204,6 +206,16 @@ class _Group:
                 finding = from_traces(reference, trace, found, self._layout(variant))
                 return None if finding is None else (found, finding)
         return None
+
+    def _resumed_here(self, variant: Variant, key: Key, outcome: Outcome, watched: Watched) -> Outcome:
+        """The outcome with the verdict on a resume on as many workers, which counts more than one on what comes after
+        the resume on others. Collective."""
+        half = self.runs.resumes_after(variant)
+        is_apart = outcome.mismatch is not None and outcome.mismatch.step <= (half or 0)
+        if half is None or self.place.world_size == 1 or is_apart:
+            return outcome
+        found = resumed_wrongly(self.runs, variant, key, watched, outcome.bound or self.bound)
+        return self._with(outcome, found)
 
     def _partial_step(self, variant: Variant) -> int:
         """Number of the first step, after whole ones, in which workers may have unequal counts."""
@@ -252,7 +264,7 @@ class _Group:
                 finding = self.explanation.unrepeatable(key, broken) or from_traces(
                     reference, trace, broken, self._layout(variant)
                 )
-                return comparison, (broken, finding or unkept(broken))
+                return comparison, (broken, finding or unkept(broken, config))
             return comparison, (
                 own_gradients(variant, watched, config, self.bound)
                 or self._evaluated_wrongly(variant, key, watched)

@@ -136,8 +136,9 @@ def lost(exc: Exception) -> Mismatch:
     return Mismatch(0, "run", None, math.inf, Cause.FAILED, " ".join(str(exc).split()))
 
 
-def unkept(broken: Divergence) -> Finding:
-    return Finding(Cause.UNKNOWN, f"the {broken.quantity} should be equal even so")
+def unkept(broken: Divergence, config: RunConfig) -> Finding:
+    cause = Cause.AVERAGING if config.compression.name == "none" else Cause.COMPRESSION
+    return Finding(cause, f"the {broken.quantity} should be equal even so, in a step that is that of one process")
 
 
 def judged(trace: Trace, key: Key) -> str:

@@ -269,8 +269,7 @@ def hook_sums():
 
 
 @planted("strategies/ddp.py, apply", "a step takes the sums of the step before, whose future was not waited for",
-         "sync", workload=rows(),
-         misnamed="gradient accumulation")  # fmt: skip
+         "sync", workload=rows())  # fmt: skip
 def sums_of_the_step_before():
     kept = {}
 
@@ -286,8 +285,7 @@ def sums_of_the_step_before():
 
 
 @planted("strategies/ddp.py, apply", "gradients of biases are summed once more after the backward pass", "double",
-         workload=rows(),
-         misnamed="not recognised")  # fmt: skip
+         workload=rows())  # fmt: skip
 def biases_summed_again():
     def again(step):
         for gradient in gradients_of(step):
@@ -299,8 +297,7 @@ def biases_summed_again():
 
 
 @planted("strategies/fsdp.py, apply", "the last row of each shard is taken for padding and gets no gradient", "sync",
-         strategy="fsdp", workload=rows(),
-         misnamed="not recognised")  # fmt: skip
+         strategy="fsdp", workload=rows())  # fmt: skip
 def last_row_taken_for_padding():
     def clear(step):
         for gradient in gradients_of(step):
@@ -313,8 +310,7 @@ def last_row_taken_for_padding():
 
 
 @planted("strategies/fsdp.py, apply", "each of two workers gets the sum for the other's shard", "sync",
-         strategy="fsdp", workload=rows(),
-         misnamed="not recognised")  # fmt: skip
+         strategy="fsdp", workload=rows())  # fmt: skip
 def sums_for_the_other_shard():
     def swap(step):
         for gradient in gradients_of(step):
@@ -330,8 +326,7 @@ def sums_for_the_other_shard():
 
 
 @planted("strategies/tensor.py, apply", "gradients of what lies on every worker are summed over the group", "double",
-         strategy="tensor", workload=TRANSFORMER,
-         misnamed="not recognised")  # fmt: skip
+         strategy="tensor", workload=TRANSFORMER)  # fmt: skip
 def replicated_gradients_summed():
     def twice(step):
         for gradient in gradients_of(step):
@@ -459,8 +454,7 @@ def norm_before_the_correction():
 
 
 @planted("training/setup/optimizers.py, _configured", "weight decay is part of AdamW's gradient", "update",
-         workload=rows(), flags={"optimizer.weight_decay": 0.1, **ADAM},
-         misnamed="not recognised")  # fmt: skip
+         workload=rows(), flags={"optimizer.weight_decay": 0.1, **ADAM})  # fmt: skip
 def decay_in_the_gradient():
     def decay(step):
         for group in step.setup.optimizer.param_groups:
@@ -522,8 +516,7 @@ def nobody_owns_the_last_parameter():
 
 
 @planted("strategies/zero1.py, send_updates", "the next rank, which has not updated them, sends parameters",
-         "parameters", strategy="zero1", workload=rows(),
-         misnamed="optimizer's update")  # fmt: skip
+         "parameters", strategy="zero1", workload=rows())  # fmt: skip
 def updates_of_the_next_rank():
     def make(original):
         def send(part, group, *, source=0, **kwargs):
@@ -615,8 +608,7 @@ def schedule_counts_micro_batches():
 
 
 @planted("training/state/state.py, restore", "the schedule is not restored on as many workers", "schedule",
-         workload=rows(),
-         misnamed="-")  # fmt: skip
+         workload=rows())  # fmt: skip
 def schedule_not_restored():
     def begin_anew(state):
         schedule = state.setup.schedule
@@ -656,8 +648,7 @@ def average_of_the_weights_before():
 
 
 @planted("training/state/state.py, restore", "the average forgets in a resume how often it was updated", "resume",
-         workload=rows(), flags=AVERAGE,
-         misnamed="final weights")  # fmt: skip
+         workload=rows(), flags=AVERAGE)  # fmt: skip
 def average_counts_anew():
     with resumed_otherwise(lambda state: setattr(state.setup.averaging, "num_updates", 0)):
         yield
@@ -671,8 +662,7 @@ def average_not_saved():
 
 
 @planted("training/setup/averaging.py, _reshard", "weights that are gathered already are evaluated for their average",
-         "evaluation", strategy="fsdp", workload=EVALUATED, flags=AVERAGE,
-         misnamed="not recognised")  # fmt: skip
+         "evaluation", strategy="fsdp", workload=EVALUATED, flags=AVERAGE)  # fmt: skip
 def gathered_weights_evaluated():
     with instead(Averaging, "_reshard", lambda original: lambda self: None):
         yield
@@ -695,8 +685,7 @@ def statistics_move_faster():
 
 
 @planted("strategies/ddp.py, share_buffers", "statistics are summed over ranks before an evaluation", "norm",
-         workload=NORM,
-         misnamed="evaluation")  # fmt: skip
+         workload=NORM)  # fmt: skip
 def statistics_are_summed():
     def change(parallel, *, model, **_):
         def share():
@@ -720,16 +709,14 @@ def statistics_of_each_shard():
 
 
 @planted("strategies/apart/replicas.py, moving", "replicas do not average their statistics", "norm",
-         strategy="local_sgd", workload=NORM, flags={"local_sgd.sync_every": 3},
-         misnamed="-")  # fmt: skip
+         strategy="local_sgd", workload=NORM, flags={"local_sgd.sync_every": 3})  # fmt: skip
 def statistics_not_averaged():
     with instead(Replicas, "moving", lambda original: lambda self: list(self.trained)):
         yield
 
 
 @planted("training/step/evaluation.py, run", "a training stays in evaluation mode after an evaluation", "random",
-         workload=EVALUATED_DROPOUT,
-         misnamed="-")  # fmt: skip
+         workload=EVALUATED_DROPOUT)  # fmt: skip
 def stays_in_evaluation_mode():
     def make(original):
         def run(self, step):
@@ -757,8 +744,7 @@ def evaluation_seeds_anew():
         yield
 
 
-@planted("strategies/ddp.py, apply", "the rate of dropout is divided by the workers", "random", workload=DROPOUT,
-         misnamed="-")  # fmt: skip
+@planted("strategies/ddp.py, apply", "the rate of dropout is divided by the workers", "random", workload=DROPOUT)  # fmt: skip
 def less_dropout():
     def change(parallel, *, model, **_):
         for module in model.modules():
@@ -784,8 +770,7 @@ def masks_of_pairs():
 
 
 @planted("training/state/state.py, restore", "all ranks resume with the generators of rank 0", "random",
-         workload=DROPOUT,
-         misnamed="-")  # fmt: skip
+         workload=DROPOUT)  # fmt: skip
 def generators_of_rank_0_restored():
     def make(original):
         def first(state, device):
@@ -800,8 +785,7 @@ def generators_of_rank_0_restored():
 
 
 @planted("training/state/state.py, restore", "a resume does not restore the generators", "random",
-         workload=DROPOUT,
-         misnamed="-")  # fmt: skip
+         workload=DROPOUT)  # fmt: skip
 def generators_not_restored():
     with instead(state_module, "set_random_state", lambda original: lambda state, device: None):
         yield
@@ -838,8 +822,7 @@ def own_count_in_evaluations():
 
 
 @planted("training/step/evaluation.py, run", "layers stay in training mode while they are evaluated", "evaluation",
-         workload=NORM,
-         misnamed="BatchNorm statistics")  # fmt: skip
+         workload=NORM)  # fmt: skip
 def evaluated_in_training_mode():
     with instead(evaluation, "evaluation_mode", lambda original: lambda module, **kwargs: torch.no_grad()):
         yield
@@ -906,8 +889,7 @@ def first_batch_lost():
 
 
 @planted("training/step/step.py, _on_device", "labels are those of the next row on the last rank", "rows",
-         workload=rows(),
-         misnamed="not recognised")  # fmt: skip
+         workload=rows())  # fmt: skip
 def labels_of_the_next_row():
     def make(original):
         def shifted(self, *args):
@@ -939,8 +921,7 @@ def resumes_in_the_next_epoch():
 # types
 
 
-@planted("training/step/step.py, _on_device", "rows come in bf16", "dtype", workload=rows(),
-         misnamed="not recognised")  # fmt: skip
+@planted("training/step/step.py, _on_device", "rows come in bf16", "dtype", workload=rows())  # fmt: skip
 def rows_in_bf16():
     def make(original):
         def narrow(self, *args):
@@ -969,8 +950,7 @@ def gathered_in_bf16():
         yield
 
 
-@planted("training/setup/optimizers.py, build", "momentum is kept in bf16", "dtype", workload=rows(),
-         misnamed="-")  # fmt: skip
+@planted("training/setup/optimizers.py, build", "momentum is kept in bf16", "dtype", workload=rows())  # fmt: skip
 def momentum_in_bf16():
     def narrow(setup):
         for entries in setup.optimizer.state.values():
@@ -1020,8 +1000,7 @@ def outer_rate_missing():
 
 
 @planted("strategies/diloco.py, synchronise", "a meeting clears the inner optimizer's momentum", "averaging",
-         strategy="diloco", workload=rows(), flags={"local_sgd.sync_every": 3},
-         misnamed="-")  # fmt: skip
+         strategy="diloco", workload=rows(), flags={"local_sgd.sync_every": 3})  # fmt: skip
 def inner_momentum_cleared():
     def clear(setup):
         for entries in setup.optimizer.state.values():
@@ -1100,8 +1079,7 @@ def updates_come_too_late():
 
 
 @planted("strategies/compression/hook.py, _average", "compression does not wait for its first step", "compression",
-         workload=rows(), flags={**TOPK, "compression.start_step": 3},
-         misnamed="-")  # fmt: skip
+         workload=rows(), flags={**TOPK, "compression.start_step": 3})  # fmt: skip
 def compressed_from_the_start():
     with configured_otherwise("ddp", "compression", lambda settings: {"start_step": 0}):
         yield
@@ -1126,32 +1104,28 @@ def without_own_state(strategy):
 
 
 @planted("strategies/compression/hook.py, load_state", "what was left over is lost in a resume", "resume",
-         workload=rows(), flags=TOPK,
-         misnamed="-")  # fmt: skip
+         workload=rows(), flags=TOPK)  # fmt: skip
 def left_over_not_restored():
     with without_own_state("ddp"):
         yield
 
 
 @planted("strategies/diloco.py, load_state", "the anchor is lost in a resume", "resume", strategy="diloco",
-         workload=rows(), flags={"local_sgd.sync_every": 3},
-         misnamed="-")  # fmt: skip
+         workload=rows(), flags={"local_sgd.sync_every": 3})  # fmt: skip
 def anchor_not_restored():
     with without_own_state("diloco"):
         yield
 
 
 @planted("strategies/gossip.py, load_state", "letters on their way are lost in a resume", "resume", strategy="gossip",
-         workload=rows(), flags=LETTERS,
-         misnamed="-")  # fmt: skip
+         workload=rows(), flags=LETTERS)  # fmt: skip
 def letters_not_restored():
     with without_own_state("gossip"):
         yield
 
 
 @planted("training/state/loop_state.py, restore", "replicas count their steps from zero after a resume", "resume",
-         strategy="local_sgd", workload=rows(), flags={"local_sgd.sync_every": 7},
-         misnamed="averaging of replicas")  # fmt: skip
+         strategy="local_sgd", workload=rows(), flags={"local_sgd.sync_every": 7})  # fmt: skip
 def replicas_count_anew():
     def make(original):
         def restore(self, before):

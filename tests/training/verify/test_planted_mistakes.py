@@ -10,6 +10,8 @@ CHEAP = (
     "means of ranks averaged", "updates not sent", "updates in bf16", "evaluation averages means", "schedule one step ahead",
     "optimizer not restored", "same masks after a resume", "momentum not averaged", "trained weights for the average",
     "buffers of the start saved", "position a batch ahead", "weight kept and given", "average stays in place",
+    "left over not restored", "statistics not averaged", "less dropout", "momentum in bf16", "rows in bf16", "biases summed again",
+    "inner momentum cleared",
 )  # fmt: skip
 """One of each kind of evidence."""
 

@@ -15,9 +15,8 @@ from scaleray import Workload
 from scaleray.data import Input
 from scaleray.launch.verify.resume import line, verdict
 from scaleray.training.state import state as state_module
-from scaleray.training.state.items import ITEMS
+from scaleray.training.state.items import IN_WORDS, ITEMS
 from scaleray.training.state.state import TrainState
-from scaleray.training.verify import resume as resume_check
 from scaleray.training.verify.resume import DATA_POSITION, Interruption, ResumeOutcome, interruption_job, verify_resume
 from scaleray.training.verify.variants import short_job
 
@@ -205,4 +204,4 @@ def broken_on_rank_1(place, folder):
 
 
 def test_every_item_of_the_state_has_a_name_in_a_sentence():
-    assert set(resume_check.WORDS) == set(ITEMS)
+    assert set(IN_WORDS) == set(ITEMS)
