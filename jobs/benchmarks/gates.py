@@ -20,8 +20,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,7 @@ import scaleray
 from scaleray.config.base import Target
 from scaleray.data import ArraySource
 from scaleray.data.described import columns_of
+from scaleray.data.ragged import Ragged
 from scaleray.gates import compared, operations
 from scaleray.gates import scaling as scaling_gates
 from scaleray.gates.answer import GateResult
@@ -225,24 +227,70 @@ def speed_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
                 yield "drift, speed", truth, f"{today}, {then}", draw
 
 
+def _tokens(random: np.random.Generator, rows: int, by: float) -> Ragged:
+    lengths = np.clip(random.normal(200 + 80 * by, 80, rows), 1, None).astype(int)
+    return Ragged(random.integers(50_000, size=lengths.sum()), np.concatenate([[0], np.cumsum(lengths)]))
+
+
+KINDS: dict[str, Callable[[np.random.Generator, int, float], Any]] = {
+    "normal": lambda random, rows, by: random.normal(size=rows) + by,
+    "log-normal": lambda random, rows, by: np.exp(random.normal(size=rows) + by),
+    "ages": lambda random, rows, by: np.clip(random.normal(40 + 15 * by, 15, rows), 0, 99).astype(int),
+    "counts of mean 3": lambda random, rows, by: random.poisson(3 + math.sqrt(3) * by, rows),
+    "counts of mean 20": lambda random, rows, by: random.poisson(20 + math.sqrt(20) * by, rows),
+    "labels, one of 1 in 1,000": lambda random, rows, by: _labels(random, rows, by),
+    "floats, 1 in 1,000 missing": lambda random, rows, by: _with_missing(random, rows, by),
+    "texts": lambda random, rows, by: np.array(["w" * n for n in _tokens(random, rows, by).lengths]),
+    "images": lambda random, rows, by: (
+        random.normal(size=(rows, 8, 8)) + (random.normal(size=rows) + by)[:, None, None]
+    ),
+    "tokens": _tokens,
+}
+"""Columns of rows that have moved by so many of their standard deviations, or lengths."""
+
+
+def _labels(random: np.random.Generator, rows: int, by: float) -> np.ndarray:
+    """Five labels and a rare one; as many rows as move below the median of a normal column get a new label."""
+    found = np.where(random.random(rows) < 0.001, 7, random.integers(5, size=rows))
+    return np.where(random.random(rows) < math.erf(by / 2 / math.sqrt(2)) / 2, 8, found)
+
+
+def _with_missing(random: np.random.Generator, rows: int, by: float) -> np.ndarray:
+    return np.where(random.random(rows) < 0.001, np.nan, random.normal(size=rows) + by)
+
+
 def data_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
-    """The gate `data` of drift on rows of the digits, of which today's are moved by deviations of their means."""
-    from sklearn.datasets import load_digits
+    """The gate `data` of drift on columns of all kinds at once, and on each of them as it moves."""
+    run, policy = _records(folder)[0], DriftPolicy()
+    notes.append(
+        f"drift, data: columns {', '.join(KINDS)}; shares of rows may differ by {policy.margin_shares:g}, and "
+        f"{policy.max_new:.0%} may be new"
+    )
 
-    run, images, policy = _records(folder)[0], load_digits().data / 16, DriftPolicy()
-    spread = float(images.mean(axis=1).std(ddof=1))
-    notes.append(f"drift, data: images of the digits; margin {policy.margin_shift:g} deviations of a row's mean")
-    for rows in (100, 1000):
-        for shift in (0.0, policy.margin_shift, 2 * policy.margin_shift):
+    def drawn(kinds: Sequence[str], rows: int, runs: int, by: float) -> Draw:
+        def draw(random: np.random.Generator) -> GateResult:
+            then, *today = (
+                columns_of(ArraySource({name: KINDS[name](random, rows, moved) for name in kinds}, allows_text=True))
+                for moved in (0.0, *[by] * runs)
+            )
+            records = [
+                dataclasses.replace(run, data={"x": {"rows": rows, "columns": facts}}) for facts in (then, *today)
+            ]
+            return data_gate(records[1:], records[:1], policy=policy)
 
-            def draw(random: np.random.Generator, rows: int = rows, by: float = shift * spread) -> GateResult:
-                sides = [images[random.integers(len(images), size=rows)] + moved for moved in (by, 0.0)]
-                facts = [{"x": {"rows": rows, "columns": columns_of(ArraySource({"image": side}))}} for side in sides]
-                today, then = (dataclasses.replace(run, data=one) for one in facts)
-                return data_gate([today], [then], policy=policy)
+        return draw
 
-            truth = f"mean moved by {shift:g} deviations" if shift else "the same kind of rows"
-            yield "drift, data", truth, f"{rows} rows", draw
+    for rows in (400, 1000, 3000):
+        for runs in (1, 5):
+            yield (
+                "drift, data",
+                f"all {len(KINDS)} kinds as they were, {runs} runs",
+                f"{rows} rows",
+                drawn(list(KINDS), rows, runs, 0.0),
+            )
+    for by in (0.25, 0.38, 0.5, 0.75):
+        for kind in KINDS:
+            yield "drift, data", f"{kind}, moved by {by:g} deviations", "3000 rows", drawn([kind], 3000, 1, by)
 
 
 def _records(folder: Path) -> list[RunRecord]:

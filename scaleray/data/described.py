@@ -22,12 +22,15 @@ from scaleray.data.split import Split
 from scaleray.data.stream_source import StreamSource
 from scaleray.data.transformed import under_transforms
 
-MOST_ROWS, MOST_COMPUTED_ROWS = 1024, 32
+MOST_ROWS, MOST_COMPUTED_ROWS = 2048, 32
 """Rows that are looked at: of data that are simply stored, and of rows that user code makes, such as decoded images."""
-MOST_GROUP_BYTES = 2**28
-"""Largest row group that is read for this: of data in groups, rows come from the first one."""
-MOST_VALUES = 32
-"""Most different values of a column of whole numbers or texts that are told one by one, as of labels."""
+MOST_BYTES = 2**28
+"""Most bytes of rows that are read for this, and largest row group: of data in groups, rows come from the first one."""
+MOST_VALUES, ROWS_A_VALUE = 32, 16
+"""Most different values of a column of whole numbers or texts that are counted one by one, as of labels, and fewest
+rows for each of them."""
+NUM_QUANTILES = 129
+"""Values that a distribution is recorded by, at even shares of its rows from the least to the largest."""
 
 
 def described(source: Source, split: Split, readers: str) -> dict[str, Any]:
@@ -38,9 +41,10 @@ def described(source: Source, split: Split, readers: str) -> dict[str, Any]:
 
 
 def columns_of(source: Source) -> dict[str, dict[str, Any]]:
-    """Facts of each column: type, shape of a row (None where rows differ), number of rows looked at, mean and standard
-    deviation of the rows' means, least and largest value, share of values that are not finite, and the values
-    themselves where there are few. Empty for rows that cannot be read by number, or not be read at all.
+    """Facts of each column: type, shape of a row (None where rows differ), number of rows looked at, mean, standard
+    deviation and quantiles of the rows' means, number of rows that have one, least and largest value, share of values
+    that are not finite, quantiles of the lengths of texts and of rows that differ, and the number of rows of each value
+    where there are few. Empty for rows that cannot be read by number, or not be read at all.
     """
     stored = under_transforms(source)
     if isinstance(stored, StreamSource | IterableSource) or not stored.num_rows:
@@ -55,8 +59,9 @@ def _rows(source: Source) -> np.ndarray:
     last = source.num_rows
     if source.group_sizes is not None:
         last = source.group_sizes[0]
-        if last * source.row_bytes > MOST_GROUP_BYTES:
+        if last * source.row_bytes > MOST_BYTES:
             return np.empty(0, np.int64)
+    most = min(most, max(MOST_COMPUTED_ROWS, MOST_BYTES // max(1, source.row_bytes)))
     return np.unique(np.linspace(0, last - 1, min(most, last)).astype(np.int64))
 
 
@@ -70,24 +75,32 @@ def _facts(column: Any) -> dict[str, Any]:
     }
     if not len(column):
         return found
-    if is_ragged:
-        found["length"] = float(column.lengths.mean())
+    is_text = values.dtype.kind in "OUS" and values.ndim == 1
+    if is_ragged or is_text:
+        found["lengths"] = _quantiles(column.lengths if is_ragged else np.array([len(value) for value in values]))
     if values.dtype.kind in "biuf" and values.size:
         found |= _numbers(list(column) if is_ragged else values, values)
     if values.dtype.kind in "biuOUS" and values.ndim == 1 and not is_ragged:
-        different = sorted({value.item() if hasattr(value, "item") else str(value) for value in np.unique(values)})
-        found |= {"values": different} if len(different) <= MOST_VALUES else {}
+        different, counts = np.unique(values, return_counts=True)
+        if len(different) <= min(MOST_VALUES, len(column) // ROWS_A_VALUE):
+            found["values"] = {str(value): int(count) for value, count in zip(different, counts, strict=True)}
     return found
 
 
-def _numbers(rows: Any, values: np.ndarray) -> dict[str, float]:
+def _quantiles(values: np.ndarray) -> list[float]:
+    shares = np.linspace(0, 1, min(NUM_QUANTILES, len(values)))
+    return [float(f"{value:.7g}") for value in np.quantile(values, shares, method="inverted_cdf")]
+
+
+def _numbers(rows: Any, values: np.ndarray) -> dict[str, Any]:
     finite = np.isfinite(values)
-    found = {"not_finite": float(1 - finite.mean())}
+    found: dict[str, Any] = {"not_finite": float(1 - finite.mean())}
     with np.errstate(invalid="ignore"):
         means = np.array([np.mean(row, dtype=np.float64) for row in rows if np.size(row)])
     means = means[np.isfinite(means)]
     if not len(means):
         return found
+    found |= {"finite_rows": len(means), "quantiles": _quantiles(means)}
     found |= {"low": float(values[finite].min()), "high": float(values[finite].max()), "mean": float(means.mean())}
     spread = float(means.std(ddof=1)) if len(means) > 1 else math.nan
     return found | ({"stdev": spread} if math.isfinite(spread) else {})

@@ -1,6 +1,11 @@
 """Whether today's runs are still like those of a promoted model: their speed and their data, answered like gates.
 
 How they learn is judged by `convergence`. Data that is the same to the byte is not looked at any further.
+
+Columns are compared by the shares of their rows, whatever their distribution. A margin is passed where the largest
+difference of shares is below it by the noise of a share, and failed where it is above it by the noise of the largest
+difference (Dvoretzky, Kiefer and Wolfowitz 1956; Massart 1990), so that all checks of the same data together fail with
+at most `alpha`. Shares of single values are bounded by Clopper and Pearson (1934).
 """
 
 from __future__ import annotations
@@ -8,6 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
+from scipy.special import betaincinv, ndtri
 
 from scaleray.gates.answer import Answer, Check, GateResult, gate_of
 from scaleray.gates.compared import compared
@@ -18,6 +26,11 @@ from scaleray.records.run import RunRecord
 
 SPEED, DATA = "speed", "data"
 NONE_TODAY = "there is no run of today to compare"
+PROMOTE_AGAIN = "promote a run of this version again, to have it recorded"
+MEDIUM_LARGEST = 1.224
+"""Largest difference of 9 in 10 pairs of samples of the same data, in units of a share's noise (Kolmogorov 1933)."""
+CHECKS_A_COLUMN = 3
+"""Most checks of the values of one column."""
 Facts = Mapping[str, Any]
 
 
@@ -47,7 +60,9 @@ def data_gate(today: Sequence[RunRecord], promoted: Sequence[RunRecord], *, poli
     if not today:
         return gate_of(DATA, [Check(what="the same columns", answer="inconclusive", words=NONE_TODAY)])
     before = promoted[0].data
-    checks = []
+    checks: list[Check] = []
+    num_checks = CHECKS_A_COLUMN * sum(len(one.get("columns") or ()) for run in today for one in run.data.values())
+    alpha = policy.alpha / max(1, num_checks)
     for run in today:
         if set(run.data) != set(before):
             words = f"{run.name} has {', '.join(sorted(run.data))}; promoted with {', '.join(sorted(before))}"
@@ -59,7 +74,7 @@ def data_gate(today: Sequence[RunRecord], promoted: Sequence[RunRecord], *, poli
         if not others:
             checks.append(Check(what=f"data of {split}", answer="pass", words="the same to the byte"))
         for name, own in others:
-            checks += _split(f"{split} of {name}", own, facts, policy)
+            checks += _split(f"{split} of {name}", own, facts, policy, alpha)
     return gate_of(DATA, checks)
 
 
@@ -86,7 +101,7 @@ def _is_same(mine: Facts, theirs: Facts) -> bool:
     return known and mine["sha256"] == theirs.get("sha256") and mine.get("rows") == theirs.get("rows")
 
 
-def _split(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy) -> list[Check]:
+def _split(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: float) -> list[Check]:
     """Checks of a split whose data are others: columns and types first, and values only of those that are there."""
     columns = mine.get("columns"), theirs.get("columns")
     what = f"columns and types of {where}"
@@ -99,7 +114,7 @@ def _split(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy) -> list[
     words = ", ".join(f"{name} {facts['dtype']}" for name, facts in columns[0].items())
     found = [Check(what=what, answer="pass", words=words)]
     for name, facts in columns[0].items():
-        found += _values(f"{name} in {where}", facts, columns[1][name], policy)
+        found += _values(f"{name} in {where}", facts, columns[1][name], policy, alpha)
     return found
 
 
@@ -121,38 +136,85 @@ def _said(value: Any) -> str:
     return " x ".join(map(str, value)) or "one value" if isinstance(value, list) else str(value)
 
 
-def _values(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy) -> list[Check]:
-    checks = []
-    if "values" in theirs:
-        known = set(theirs["values"])
-        new = [str(value) for value in mine.get("values", ["more than were told"]) if value not in known]
-        answer: Answer = "fail" if new else "pass"
-        words = f"new: {', '.join(new[:8])}" if new else f"{len(mine['values'])} of {len(known)} known ones"
-        checks.append(Check(what=f"values of {where}", answer=answer, words=words, numbers={"new": float(len(new))}))
-    if mine.get("not_finite", 0.0) > theirs.get("not_finite", 0.0) == 0.0:
-        words = f"{100 * mine['not_finite']:.3g} % are not finite; none was"
-        checks.append(Check(what=f"finite values of {where}", answer="fail", words=words))
-    if "mean" in theirs:
-        checks += _distribution(where, mine, theirs, policy)
+def _values(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: float) -> list[Check]:
+    """Checks of a column's values. alpha: probability to fail where nothing has changed, of each."""
+    sides, rows = (mine, theirs), (mine["rows"], theirs["rows"])
+    if any(isinstance(one.get("values"), list) or ("mean" in one and "quantiles" not in one) for one in sides):
+        words = "an earlier version of scaleray recorded too little of it"
+        return [Check(what=f"distribution of {where}", answer="inconclusive", words=words, remedy=PROMOTE_AGAIN)]
+    if not min(rows):
+        return []
+    checks, known = [], theirs.get("values", {})
+    if known and "values" in mine:
+        new = {value: count for value, count in mine["values"].items() if value not in known}
+        once = sum(count == 1 for count in known.values())
+        shown = f"new: {', '.join(list(new)[:8])}" if new else f"{len(mine['values'])} of {len(known)} known ones"
+        checks.append(_new(f"values of {where}", sum(new.values()), once, rows, shown, policy, alpha))
+    bad = [number - one.get("finite_rows", number) for number, one in zip(rows, sides, strict=True)]
+    if bad[0] and not bad[1]:
+        checks.append(_new(f"finite values of {where}", bad[0], 0, rows, "none was not finite", policy, alpha))
+    if (distance := _distance(mine, theirs)) is not None:
+        checks.append(_apart(f"distribution of {where}", distance, rows, policy, alpha))
+    if "lengths" in mine and "lengths" in theirs:
+        distance = _apart_at_most([(one["lengths"], 0.0) for one in sides])
+        checks.append(_apart(f"lengths of {where}", distance, rows, policy, alpha))
     return checks
 
 
-def _distribution(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy) -> list[Check]:
-    """Whether mean and deviation of a column's rows are as they were."""
-    what = f"mean of {where}"
-    if min(mine["rows"], theirs["rows"]) < policy.min_rows or "mean" not in mine or "stdev" not in theirs:
-        words = f"{mine['rows']} and {theirs['rows']} rows were looked at; it takes {policy.min_rows}"
-        return [Check(what=what, answer="inconclusive", words=words)]
-    sides = [Runs(one["mean"], one.get("stdev", 0.0), one["rows"]) for one in (mine, theirs)]
-    if sides[0].stdev == sides[1].stdev == 0.0:
-        answer: Answer = "pass" if sides[0].mean == sides[1].mean else "fail"
-        words = f"always {sides[0].mean:.6g} today, always {sides[1].mean:.6g} then"
-        return [Check(what=what, answer=answer, words=words)]
-    margin = Margin(policy.margin_shift * max(sides[1].stdev, sides[0].stdev / policy.max_stretch), is_relative=False)
-    means = compared(what, sides, margin, better="lower", alpha=policy.alpha, min_runs=policy.min_rows,
-                     ask_for="equal")  # fmt: skip
-    ratio = sides[0].stdev / sides[1].stdev if sides[1].stdev else math.inf
-    kept: Answer = "pass" if 1 / policy.max_stretch <= ratio <= policy.max_stretch else "fail"
-    words = f"{sides[0].stdev:.4g} against {sides[1].stdev:.4g}"
-    spread = Check(what=f"deviation of {where}, within a factor {policy.max_stretch:g}", answer=kept, words=words)
-    return [means, spread]
+def _new(
+    what: str, number: int, once: int, rows: Sequence[int], words: str, policy: DriftPolicy, alpha: float
+) -> Check:
+    """Whether few enough rows have a value that none of the promoted data had. once: number of values that one row of
+    those had, which says how many more there are (Good and Turing)."""
+    share = number / rows[0]
+    least, most = _lowest_share(number, rows[0], alpha), _highest_share(number, rows[0], policy.alpha)
+    unseen = _highest_share(once, rows[1], alpha)
+    answer: Answer = "fail" if least > policy.max_new + unseen else "pass" if most <= policy.max_new else "inconclusive"
+    words += f": {100 * share:.3g} % of the rows, where {100 * policy.max_new:.3g} % may be"
+    return Check(what=what, answer=answer, words=words, numbers={"share": share, "low": least, "high": most})
+
+
+def _apart(what: str, distance: float, rows: Sequence[int], policy: DriftPolicy, alpha: float) -> Check:
+    """Whether the largest difference of shares is within the margin."""
+    number, margin = rows[0] * rows[1] / (rows[0] + rows[1]), policy.margin_shares
+    beyond = distance - math.sqrt(math.log(2 / alpha) / 2 / number)
+    within = distance + float(ndtri(1 - policy.alpha)) / 2 / math.sqrt(number)
+    answer: Answer = "fail" if beyond > margin else "pass" if within < margin else "inconclusive"
+    words = f"shares of rows differ by {distance:.3g} at most, where {margin:g} is allowed"
+    needed = math.ceil(2 * ((MEDIUM_LARGEST + float(ndtri(1 - policy.alpha)) / 2) / margin) ** 2)
+    if answer == "inconclusive":
+        words += f"; {rows[0]} and {rows[1]} rows were looked at"
+    return Check(what=what, answer=answer, words=words, numbers={"distance": distance, "least": max(0.0, beyond)},
+                 runs_needed=needed, needed_of="rows of each side")  # fmt: skip
+
+
+def _distance(mine: Facts, theirs: Facts) -> float | None:
+    """Largest difference of the shares of rows below any value, where rows that are not finite are below all. None for
+    columns whose values are neither numbers nor few."""
+    if "quantiles" in mine and "quantiles" in theirs:
+        return _apart_at_most([(one["quantiles"], 1 - one["finite_rows"] / one["rows"]) for one in (mine, theirs)])
+    if "quantiles" in mine or "quantiles" in theirs:
+        return 1.0
+    if "values" in mine and "values" in theirs:
+        names = sorted({*mine["values"], *theirs["values"]})
+        shares = [np.array([one["values"].get(name, 0) / one["rows"] for name in names]) for one in (mine, theirs)]
+        return float(np.abs(np.cumsum(shares[0] - shares[1])).max())
+    return None
+
+
+def _apart_at_most(sides: Sequence[tuple[Sequence[float], float]]) -> float:
+    """Largest difference between two distributions, each given by its quantiles and a share of rows below them all."""
+    places = np.concatenate([quantiles for quantiles, _ in sides])
+    below = [
+        share + (1 - share) * np.searchsorted(quantiles, places, side="right") / len(quantiles)
+        for quantiles, share in sides
+    ]
+    return float(max(np.abs(below[0] - below[1]).max(), abs(sides[0][1] - sides[1][1])))
+
+
+def _lowest_share(number: int, rows: int, alpha: float) -> float:
+    return float(betaincinv(number, rows - number + 1, alpha)) if number else 0.0
+
+
+def _highest_share(number: int, rows: int, alpha: float) -> float:
+    return float(betaincinv(number + 1, rows - number, 1 - alpha)) if number < rows else 1.0

@@ -112,12 +112,12 @@ class DriftPolicy(Settings):
 
     margin_slower: Annotated[float, Field(gt=0)] = 0.1
     """Largest share by which a sample may take longer."""
-    margin_shift: Annotated[float, Field(gt=0)] = 0.25
-    """Largest distance of a column's mean from that of the promoted data, in standard deviations of its rows."""
-    max_stretch: Annotated[float, Field(gt=1)] = 2.0
-    """Largest factor by which the standard deviation of a column may have become larger or smaller."""
-    min_rows: Annotated[int, Field(ge=2)] = 30
-    """Fewest rows on which a column's mean and deviation are judged."""
+    margin_shares: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Largest difference between the shares of rows below any value of a column (the distance of Kolmogorov and
+    Smirnov): 0.15 where normal rows have moved by 0.38 of their standard deviation."""
+    max_new: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """Largest share of rows with a value that the promoted data did not have, such as a new label, or one that is not
+    finite."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
     """Probability to pass at a margin, of each test."""
     min_runs: Annotated[int, Field(ge=2)] = 3

@@ -10,6 +10,7 @@ import pytest
 
 from scaleray.data import ArraySource
 from scaleray.data.described import columns_of
+from scaleray.data.ragged import Ragged
 from scaleray.gates import compared
 from scaleray.gates.drift import data_gate, speed_gate
 from scaleray.gates.policy import DriftPolicy
@@ -25,14 +26,45 @@ def runs(speeds, *, data=None, **more):
     ]
 
 
-def data_of(rows=200, *, scale=1.0, shift=0.0, seed=0, sha256="aa", labels=3, **columns):
+WORDS = np.array(["cat", "dog", "elk", "emu"])
+
+
+def tokens(random, rows):
+    lengths = random.integers(1, 400, size=rows)
+    return Ragged(random.integers(50_000, size=lengths.sum()), np.concatenate([[0], np.cumsum(lengths)]))
+
+
+KINDS = {
+    "normal": lambda random, rows: random.normal(size=rows),
+    "log-normal": lambda random, rows: np.exp(random.normal(size=rows)),
+    "ages": lambda random, rows: np.clip(random.normal(40, 15, rows), 0, 99).astype(int),
+    "counts of small mean": lambda random, rows: random.poisson(3, rows),
+    "counts of large mean": lambda random, rows: random.poisson(20, rows),
+    "rare labels": lambda random, rows: np.where(random.random(rows) < 0.001, 9, random.integers(5, size=rows)),
+    "missing values": lambda random, rows: np.where(random.random(rows) < 0.001, np.nan, random.normal(size=rows)),
+    "texts": lambda random, rows: np.array(["w" * length for length in random.integers(1, 200, rows)]),
+    "text labels": lambda random, rows: WORDS[random.integers(4, size=rows)],
+    "images": lambda random, rows: random.integers(256, size=(rows, 8, 8)).astype(np.uint8),
+    "tokens": tokens,
+}
+
+
+def split_of(columns):
+    found = columns_of(ArraySource(columns, allows_text=True))
+    return {"train": {"rows": len(next(iter(columns.values()))), "sha256": None, "columns": found}}
+
+
+def data_of(rows=2000, *, scale=1.0, shift=0.0, seed=0, sha256="aa", labels=3, words=3, letters=0, **columns):
     random = np.random.default_rng(seed)
     values = {
         "x": (scale * random.normal(size=(rows, 4)) + shift).astype(np.float32),
         "label": random.integers(labels, size=rows),
+        "word": WORDS[random.integers(words, size=rows)],
+        "text": np.array(["w" * length for length in random.integers(1 + letters, 99, size=rows)]),
         **columns,
     }
-    return {"train": {"rows": rows, "sha256": sha256, "hashed": "content", "columns": columns_of(ArraySource(values))}}
+    found = columns_of(ArraySource(values, allows_text=True))
+    return {"train": {"rows": rows, "sha256": sha256, "hashed": "content", "columns": found}}
 
 
 def answers(result):
@@ -98,19 +130,56 @@ class TestData:
         return data_gate(runs([1.0], data=today), runs([1.0], data=then or data_of()), policy=POLICY)
 
     def test_the_same_bytes_pass_without_a_look_at_the_columns(self):
-        result = self.gate({"train": {"rows": 200, "sha256": "aa", "hashed": "content"}})
+        result = self.gate({"train": {"rows": 2000, "sha256": "aa", "hashed": "content"}})
         assert [check.words for check in result.checks] == ["the same to the byte"]
 
     def test_newer_rows_of_the_same_kind_pass(self):
-        result = self.gate(data_of(400, seed=1, sha256="bb"))
+        result = self.gate(data_of(3000, seed=1, sha256="bb"))
         assert result.answer == "pass", answers(result)
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_data_that_have_not_drifted_pass_whatever_their_distribution(self, kind):
+        found = []
+        for seed in range(30):
+            random = np.random.default_rng(seed)
+            sides = [split_of({kind: KINDS[kind](random, 2048)}) for _ in range(2)]
+            found.append(self.gate(*sides).answer)
+        assert found.count("fail") == 0 and found.count("pass") >= 27, (kind, found)
+
+    def test_many_columns_and_runs_that_have_not_drifted_do_not_fail_by_their_number(self):
+        random = np.random.default_rng(0)
+        then, *today = (split_of({f"c{n}": random.normal(size=1000) for n in range(40)}) for _ in range(11))
+        every = [run for one in today for run in runs([1.0], data=one)]
+        result = data_gate(every, runs([1.0], data=then), policy=POLICY)
+        assert len(result.checks) > 400 and result.answer != "fail"
+
+    @pytest.mark.parametrize("rows", [4, 32, 100])
+    def test_few_rows_of_the_promoted_data_fail_nothing_that_has_not_drifted(self, rows):
+        random = np.random.default_rng(3)
+        label = lambda number: np.where(random.random(number) < 0.05, 9, random.integers(5, size=number))
+        result = self.gate(split_of({"label": label(2048)}), split_of({"label": label(rows)}))
+        assert result.answer == "inconclusive", answers(result)
+
+    def test_runs_of_one_name_do_not_hide_each_other(self):
+        same, moved = data_of(seed=1, sha256="bb"), data_of(seed=2, sha256="cc", shift=1.0)
+        for order in ((same, moved), (moved, same)):
+            today = [dataclasses.replace(a_run("nightly", data=one), samples_per_s=1.0) for one in order]
+            assert data_gate(today, runs([1.0], data=data_of()), policy=POLICY).answer == "fail"
+
+    def test_facts_of_an_earlier_version_are_inconclusive(self):
+        before = data_of()
+        for facts in before["train"]["columns"].values():
+            facts.pop("quantiles", None)
+            facts["values"] = [1, 2, 3]
+        result = self.gate(data_of(sha256="bb", seed=1), before)
+        assert result.answer == "inconclusive" and "earlier version" in result.checks[1].words
 
     @pytest.mark.parametrize(
         ("planted", "named"),
         [
-            ({"more": np.zeros(200)}, "more is new"),
-            ({"x": np.zeros((200, 4), np.float64)}, "x is float64, was float32"),
-            ({"x": np.zeros((200, 5), np.float32)}, "x is of rows of 5, was of rows of 4"),
+            ({"more": np.zeros(2000)}, "more is new"),
+            ({"x": np.zeros((2000, 4), np.float64)}, "x is float64, was float32"),
+            ({"x": np.zeros((2000, 5), np.float32)}, "x is of rows of 5, was of rows of 4"),
         ],
     )
     def test_a_changed_column_fails_and_is_named(self, planted, named):
@@ -118,31 +187,36 @@ class TestData:
         assert result.answer == "fail" and named in result.checks[0].words
 
     def test_a_column_that_is_missing_fails(self):
-        result = self.gate(data_of(), data_of(sha256="bb", more=np.zeros(200)))
+        result = self.gate(data_of(), data_of(sha256="bb", more=np.zeros(2000)))
         assert "more is missing" in result.checks[0].words
 
     @pytest.mark.parametrize(
         ("planted", "what"),
         [
-            ({"shift": 0.5}, "mean of x"),
-            ({"scale": 3.0}, "deviation of x"),
-            ({"scale": 255.0}, "deviation of x"),
+            ({"shift": 0.5}, "distribution of x"),
+            ({"scale": 3.0}, "distribution of x"),
+            ({"scale": 255.0}, "distribution of x"),
             ({"labels": 4}, "values of label"),
+            ({"words": 4}, "values of word"),
+            ({"letters": 30}, "lengths of text"),
         ],
     )
     def test_values_that_moved_fail(self, planted, what):
-        found = answers(self.gate(data_of(sha256="bb", seed=1, rows=1000, **planted), data_of(rows=1000)))
+        found = answers(self.gate(data_of(sha256="bb", seed=1, **planted)))
         assert [name for name, answer in found.items() if answer == "fail" and name.startswith(what)], found
 
-    def test_values_that_are_not_finite_fail_where_none_was(self):
-        broken = np.ones((200, 4), np.float32)
-        broken[3] = np.nan
-        found = answers(self.gate(data_of(sha256="bb", x=broken), data_of()))
-        assert found["finite values of x in train of run0"] == "fail"
+    @pytest.mark.parametrize(("share", "answer"), [(0.002, "pass"), (0.05, "fail")])
+    def test_values_that_are_not_finite_fail_above_the_share_that_may_be_new(self, share, answer):
+        broken = np.ones((2000, 4), np.float32) * np.arange(2000)[:, None]
+        whole = broken.copy()
+        broken[: int(share * 2000), 2] = np.nan
+        found = answers(self.gate(data_of(sha256="bb", x=broken), data_of(x=whole)))
+        assert found["finite values of x in train of run0"] == answer
 
-    def test_a_handful_of_rows_is_too_few_to_judge_their_mean(self):
-        found = answers(self.gate(data_of(8, sha256="bb")))
-        assert found["mean of x in train of run0"] == "inconclusive"
+    def test_a_handful_of_rows_is_too_few_to_judge_and_says_how_many_it_takes(self):
+        result = self.gate(data_of(8, sha256="bb"))
+        (check,) = [one for one in result.checks if one.what == "distribution of x in train of run0"]
+        assert check.answer == "inconclusive" and check.needed_of == "rows of each side" and check.runs_needed == 373
 
     def test_records_without_columns_are_inconclusive_and_a_split_that_is_gone_fails(self):
         bare = {"train": {"rows": 200, "sha256": "bb", "hashed": "content"}}
