@@ -271,6 +271,8 @@ class RunRecord(JsonRecord):
     """Where the time went, on every rank. None in older records, and where no step was measured."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
     """Alerts that began, see `records/alerts.py`. Empty in older records."""
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """SHA-256 and size of each file of the final weights, by its name in the run's folder. Empty in older records."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 

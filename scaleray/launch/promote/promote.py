@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from scaleray.errors import TrackingError, UsageError
+from scaleray.errors import CheckpointError, TrackingError, UsageError
 from scaleray.gates.policy import Policy
 from scaleray.gates.record import GateRecord
 from scaleray.gates.statement import GATES_FILE, STATEMENT, digests, file_digest, statement_of
@@ -135,6 +135,9 @@ def _write(
 
     trained = find_trained(name, uri=uri)
     parts = find_parts(name, step=step, which=weights, workload=workload, uri=uri)
+    if not parts.weights.has_hash:
+        advice = "promote a checkpoint, which has hashes: --step N; or train it again"
+        raise CheckpointError(parts.weights.words, f"those of {run.name}", "they have no recorded hash", advice)
     with stage("packing the model"):
         packed = pack(trained, parts, place / "packed", workload=workload)
         libraries = (run.environment.get("environment") or {}).get("packages") or {}
