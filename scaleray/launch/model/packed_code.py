@@ -97,8 +97,8 @@ class _Renamed(ast.NodeTransformer):
     def __init__(self, package: str, own: set[str]) -> None:
         self.package, self.own = package, own
 
-    def _is_own(self, name: object) -> bool:
-        return isinstance(name, str) and name.partition(".")[0] in self.own
+    def _is_own(self, name: str) -> bool:
+        return name.partition(".")[0] in self.own
 
     def visit_Import(self, node: ast.Import) -> list[ast.stmt]:
         made: list[ast.stmt] = []
@@ -112,7 +112,7 @@ class _Renamed(ast.NodeTransformer):
         return [ast.copy_location(one, node) for one in made]
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
-        if node.level == 0 and self._is_own(node.module):
+        if node.level == 0 and node.module and self._is_own(node.module):
             node.module = f"{self.package}.{node.module}"
         return node
 
@@ -120,9 +120,10 @@ class _Renamed(ast.NodeTransformer):
         """`importlib.import_module("name")`."""
         self.generic_visit(node)
         called = getattr(node.func, "attr", getattr(node.func, "id", None))
-        first = node.args[0] if node.args else None
-        if called == "import_module" and isinstance(first, ast.Constant) and self._is_own(first.value):
-            node.args[0] = ast.copy_location(ast.Constant(f"{self.package}.{first.value}"), first)
+        if called == "import_module" and node.args and isinstance(first := node.args[0], ast.Constant):
+            name = first.value
+            if isinstance(name, str) and self._is_own(name):
+                node.args[0] = ast.copy_location(ast.Constant(f"{self.package}.{name}"), first)
         return node
 
 

@@ -12,11 +12,12 @@ from scaleray.config import RunConfig
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, UsageError, WorkloadError, first_line
 from scaleray.launch.model.packed_code import installed_module, packed_module
-from scaleray.parsing import load_json
+from scaleray.parsing import inert_json, load_json
 from scaleray.records.run import RunRecord
 from scaleray.tracking.find_record import find_run, places_of, record_of
 from scaleray.tracking.registry.fetched import fetch_model
 from scaleray.tracking.registry.models import MODEL_URI
+from scaleray.tracking.store import named_or_in_use, resolve_uri
 from scaleray.workload import build_workload, load_workload
 
 NOTE, RECORD = "run.json", "record.json"
@@ -56,10 +57,11 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
     """
     run = str(run)
     if run.startswith(MODEL_URI):
+        uri = resolve_uri(uri)  # the user named a model in it
         run = str(fetch_model(run, uri=uri))
     for place in places_of(run):
         if (about := _note(place)) is not None:
-            return _checked(place, {**about, "tracking_uri": uri or about.get("tracking_uri")})
+            return _checked(place, {**about, "tracking_uri": named_or_in_use(about.get("tracking_uri"), uri)})
     found = find_run(run, uri=uri)
     record = found.record
     if not isinstance(record, RunRecord):
@@ -72,7 +74,7 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
         "name": record.name,
         "run_id": record.run_id,
         "experiment_id": record.experiment_id,
-        "tracking_uri": uri or record.tracking_uri,
+        "tracking_uri": resolve_uri(uri),
         "config": record.config,
     }
     return _checked(folder, about, record)
@@ -106,7 +108,7 @@ def workload_of(run: TrainedRun, given: Any = None) -> Any:
 def _note(place: Store) -> dict[str, Any] | None:
     """The run.json of a folder; None where there is none that can be read."""
     try:
-        about = load_json(place.read(NOTE))
+        about = load_json(inert_json(place.read(NOTE)))
     except (OSError, ValueError):
         return None
     return about if isinstance(about, dict) and isinstance(about.get("config"), dict) else None

@@ -104,7 +104,7 @@ def promote(
         )  # fmt: skip
         if alias is not None and gates.answer != PASSED:
             return found
-        registry = ModelRegistry(uri or run.tracking_uri)
+        registry = ModelRegistry(uri)
         _refuse_deleted(registry, run)
         say(f"packing the model of {run.name}")
         words = _write(names[0], out, Path(place), gates, run, step=step, weights=weights, workload=workload, uri=uri)
@@ -251,4 +251,9 @@ def _refuse_deleted(registry: ModelRegistry, run: RunRecord) -> None:
     found = registry.run(run.run_id)
     if found is None or found.info.lifecycle_stage == "deleted":
         state = "not there" if found is None else "deleted"
-        raise TrackingError("the run in MLflow", run.run_id, f"it is {state}", "restore it, or promote another run")
+        raise TrackingError(
+            "the run in MLflow",
+            run.run_id,
+            f"it is {state}",
+            "restore it, name its MLflow with --uri, or promote another run",
+        )

@@ -201,6 +201,7 @@ def make_record(
             traced_steps=job.trace.num_steps if job.trace is not None else 0,
         ),
         alerts=[dataclasses.asdict(alert) for alert in recording.alerts],
+        evaluations={name: [[*point] for point in points] for name, points in recording.evaluations.items()},
         weights={name: dataclasses.asdict(stored) for name, stored in weights.items()},
         marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
