@@ -431,6 +431,7 @@ class _Run:
         record = dataclasses.replace(record, unsent_file=unsent)
         self.folder.complete()
         if unsent:
-            text = f"MLflow did not take everything; when it is back: scaleray tracking replay {unsent}"
+            again = f"scaleray tracking replay {unsent} --uri {without_password(self.tracking_uri)}"
+            text = f"MLflow did not take everything; when it is back: {again}"
             self.show([EventRecord(text, kind="warning")])
         return record
