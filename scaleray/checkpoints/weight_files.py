@@ -214,14 +214,11 @@ def load_torch(path: str, content: io.BytesIO | None = None, *, what: str = "the
             if content is not None:
                 raise
             return torch.load(source, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as exc:
-        raise CheckpointError(
-            what,
-            path,
-            "it holds more than tensors, or is no file of torch.save",
-            "save the state dict alone: torch.save(model.state_dict(), path)",
-        ) from exc
     except Exception as exc:  # torch raises errors of any kind at a damaged pickle
+        if isinstance(exc, pickle.UnpicklingError) and content is None:
+            allowed = "it holds more than tensors, or is no file of torch.save"
+            advice = "save the state dict alone: torch.save(model.state_dict(), path)"
+            raise CheckpointError(what, path, allowed, advice) from exc
         raise CheckpointError(what, path, f"it cannot be read: {first_line(exc)}") from exc
 
 
