@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +27,11 @@ MOST_DIGITS = 1000
 """Largest number of digits of a number."""
 LONGEST_WORD = 100
 """Longest word that is compared with known words: difflib's time grows with the square of its length."""
+CONTROLS = re.compile(
+    r"((?<!\\)(?:\\\\)*)\\(?:u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|[bfr])|[\x00-\x08\x0b-\x1f\x7f-\x9f]",
+    re.IGNORECASE,
+)
+"""Characters that a terminal obeys, but for line breaks and tabs, in a text of JSON: as they are, or escaped."""
 MERGE = "tag:yaml.org,2002:merge"
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
@@ -133,6 +139,12 @@ def load_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise TooLarge("it is nested too deep") from None
+
+
+def inert_json(text: str | bytes) -> str:
+    """The text of JSON with spaces in place of characters that a terminal obeys. Raises ValueError for bytes that are
+    not UTF-8."""
+    return CONTROLS.sub(lambda found: f"{found[1] or ''} ", text.decode() if isinstance(text, bytes) else text)
 
 
 def near_words(word: str, known: Iterable[str], *, most: int = 1, likeness: float = 0.6) -> list[str]:

@@ -208,11 +208,18 @@ class Workload:
         return None
 
 
-def load_workload(name: str, args: Mapping[str, Any], *, base_dir: Path | None = None) -> Any:
+def load_workload(
+    name: str,
+    args: Mapping[str, Any],
+    *,
+    base_dir: Path | None = None,
+    imported: Callable[[str], ModuleType] | None = None,
+) -> Any:
     """Import `package.module:Name` or `path/to/file.py:Name` and build it with `args`.
 
     A relative path is looked up from the current directory, then from `base_dir` (the folder of the config file).
-    Raises WorkloadError with the user's own part of the traceback.
+    imported: function that imports the part before the colon, in place of these places and of Python's. Raises
+    WorkloadError with the user's own part of the traceback.
     """
     target, _, attribute = name.partition(":")
     if not target or not attribute:
@@ -224,7 +231,10 @@ def load_workload(name: str, args: Mapping[str, Any], *, base_dir: Path | None =
         )
     leave_out_idle_warnings()
     with stage(f"importing {target}"):
-        module = _import_file(target, base_dir) if target.endswith(".py") else _import_module(target)
+        if imported is not None:
+            module = call_user_code(lambda: imported(target), what=f"workload module {target}", doing="being imported")
+        else:
+            module = _import_file(target, base_dir) if target.endswith(".py") else _import_module(target)
     if not hasattr(module, attribute):
         classes = [n for n, v in vars(module).items() if inspect.isclass(v) and v.__module__ == module.__name__]
         raise WorkloadError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,7 +13,9 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import Tensor
 from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, plain_file
 from scaleray.checkpoints.storage import Store
-from scaleray.errors import CheckpointError, first_line
+from scaleray.checkpoints.weight_files import load_torch
+from scaleray.checkpoints.weight_sums import check_weights
+from scaleray.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,20 @@ class FinalFile:
 
     path: str
     tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def read(cls, run: Store, file: str, *, recorded: Mapping[str, Any] | None = None) -> FinalFile:
+        """Read a file whose hash is the recorded one, see `check_weights`. Raises CheckpointError."""
+        check_weights(run, [file], recorded=recorded)
+        path, what = run.path(file), "the file of final weights"
+        try:
+            content = io.BytesIO(run.read(file))
+        except OSError as exc:
+            raise CheckpointError(what, path, f"it cannot be read: {exc}", "copy it again") from exc
+        state = load_torch(path, content, what=what)
+        if not isinstance(state, Mapping) or not state or not all(isinstance(name, str) for name in state):
+            raise CheckpointError(what, path, f"it must hold tensors by name, and holds {type(state).__name__}")
+        return cls(path, {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def shapes(self) -> dict[str, Tensor]:
         """Shape and dtype of each tensor."""
@@ -40,16 +58,6 @@ def final_file(run_path: str, name: str = FINAL_WEIGHTS) -> FinalFile | None:
     Raises CheckpointError for a damaged file, and OSError where the folder cannot be read.
     """
     store = Store(run_path)
-    file = plain_file(name)
-    if store.size(file) is None or Catalog.at(run_path)[0].newest() is not None:
+    if plain_file(name) not in store.names() or Catalog.at(run_path)[0].newest() is not None:
         return None
-    path = store.path(file)
-    try:
-        state = torch.load(io.BytesIO(store.read(file)), weights_only=True, map_location="cpu")
-        return FinalFile(path, {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
-    except OSError:
-        raise
-    except Exception as exc:  # whatever torch raises at bytes that are no archive of tensors
-        raise CheckpointError(
-            "the final weights", path, f"they cannot be read: {first_line(exc)}", "resume the run to write them anew"
-        ) from exc
+    return FinalFile.read(store, plain_file(name))

@@ -22,6 +22,8 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.consolidated import check_fit, fill_part, with_a_source
 from scaleray.checkpoints.manifest import Tensor
 from scaleray.checkpoints.model_layout import CONFIG, FINAL_WEIGHTS, INDEX, WEIGHTS, WRITTEN_BY, is_model_folder
+from scaleray.checkpoints.storage import Store
+from scaleray.checkpoints.weight_sums import check_weights
 from scaleray.errors import CheckpointError
 from scaleray.parsing import load_json
 
@@ -49,8 +51,11 @@ class ModelFolder:
     has_own_names: bool = False
 
     @classmethod
-    def open(cls, where: str) -> ModelFolder:
-        """Read config and index. Raises CheckpointError for what is missing or cannot be read."""
+    def open(
+        cls, where: str, *, recorded: Mapping[str, Any] | None = None, rank: int = 0, num_ranks: int = 1
+    ) -> ModelFolder:
+        """Read config and index, and check the hashes of a run's final weights, see `check_weights`. Of several ranks
+        that open the same folder each checks its share of the files. Raises CheckpointError."""
         path = Path(where)
         config: dict[str, Any] = {}
         index = _json(path / INDEX, "it says which file holds which tensor") if (path / INDEX).is_file() else None
@@ -66,6 +71,11 @@ class ModelFolder:
                 )
         else:
             return cls.at(path, config, WEIGHTS)
+        if is_own:
+            names = [INDEX, *sorted(set(files.values()))]
+            own = [f"{path.name}/{name}" for name in names[rank::num_ranks]]
+            if own:
+                check_weights(Store(str(path.absolute().parent)), own, recorded=recorded)
         return cls(path, config, files, is_own)
 
     @classmethod

@@ -23,6 +23,7 @@ import torch
 
 from scaleray.checkpoints.manifest import Tensor
 from scaleray.checkpoints.tensor_files import dtype_of
+from scaleray.checkpoints.weight_sums import check_file
 from scaleray.errors import CheckpointError, first_line
 
 NESTED = ("state_dict", "model_state_dict", "model")  # where others keep the weights in a larger file
@@ -167,9 +168,10 @@ class _Pieces(io.RawIOBase):
 @contextlib.contextmanager
 def opened_safetensors(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.Tensor]]]:
     """Names of the tensors in a `.safetensors` file, and a function that gives one.
-    Raises CheckpointError for a file that cannot be read."""
+    Raises CheckpointError for a file that cannot be read, or of final weights that have changed."""
     from safetensors import SafetensorError, safe_open
 
+    check_file(path)
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as exc:
@@ -181,30 +183,9 @@ def opened_safetensors(path: str) -> Iterator[tuple[list[str], Callable[[str], t
 @contextlib.contextmanager
 def opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.Tensor]]]:
     """Names of the tensors in a `.pt` file, and a function that gives one.
-    Raises CheckpointError for a file that is no state dict."""
-    try:
-        try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # a file of the layout before torch 1.6 cannot be mapped
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as exc:
-        raise CheckpointError(
-            "the file to import",
-            path,
-            "it holds more than tensors, or is no file of torch.save",
-            "save the state dict alone: torch.save(model.state_dict(), path)",
-        ) from exc
-    except (
-        OSError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as exc:  # errors of a spoilt pickle
-        reason = first_line(exc)
-        raise CheckpointError("the file to import", path, f"it cannot be read: {reason}") from exc
+    Raises CheckpointError for a file that is no state dict, or of final weights that have changed."""
+    check_file(path)
+    content = load_torch(path)
     if isinstance(content, Mapping):
         content = next((content[key] for key in NESTED if isinstance(content.get(key), Mapping)), content)
     other = "" if isinstance(content, Mapping) and content else type(content).__name__
@@ -220,6 +201,25 @@ def opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.T
             "save the state dict alone: torch.save(model.state_dict(), path)",
         )
     yield list(content), content.__getitem__
+
+
+def load_torch(path: str, content: io.BytesIO | None = None, *, what: str = "the file to import") -> Any:
+    """What a `.pt` file holds: tensors and plain values only. content: its bytes, where they are in memory already.
+    Raises CheckpointError for anything else."""
+    source: Any = path if content is None else content
+    try:
+        try:
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=content is None)
+        except RuntimeError:  # a file of the layout before torch 1.6 cannot be mapped
+            if content is not None:
+                raise
+            return torch.load(source, map_location="cpu", weights_only=True)
+    except Exception as exc:  # torch raises errors of any kind at a damaged pickle
+        if isinstance(exc, pickle.UnpicklingError) and content is None:
+            allowed = "it holds more than tensors, or is no file of torch.save"
+            advice = "save the state dict alone: torch.save(model.state_dict(), path)"
+            raise CheckpointError(what, path, allowed, advice) from exc
+        raise CheckpointError(what, path, f"it cannot be read: {first_line(exc)}") from exc
 
 
 def _is_plain(name: Any, value: Any) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,8 +124,9 @@ def save(preprocessor: Any, folder: str) -> None:
         file.write(text.encode())
 
 
-def load(folder: str) -> Any:
-    """The fitted preprocessor of a run's folder, or None where the run had none.
+def load(folder: str, module_name: Callable[[str], str] = str) -> Any:
+    """The fitted preprocessor of a run's folder, or None where the run had none. module_name: name here of the module
+    that a class was in.
 
     Its class must be importable, or be in a workload file that is loaded already. Raises CheckpointError.
     """
@@ -138,13 +139,20 @@ def load(folder: str) -> Any:
     with filesystem.open_input_stream(path) as file:
         text = file.read()
     try:
-        document = json.loads(text)
+        document = json.loads(text, object_hook=lambda entry: _of_module(entry, module_name))
         if document["format"] != FORMAT:
             allowed = f"this scaleray reads format {FORMAT}"
             raise CheckpointError(f"{folder}/{FILE}", f"format {document['format']}", allowed, "use a newer scaleray")
         return decoded(document["preprocessor"])
     except (ValueError, KeyError, TypeError) as exc:
         raise CheckpointError(f"{folder}/{FILE}", "damaged", f"it cannot be read: {exc}") from exc
+
+
+def _of_module(entry: dict[str, Any], module_name: Callable[[str], str]) -> dict[str, Any]:
+    if isinstance(name := entry.get("class"), str):
+        module, _, attribute = name.partition(":")
+        return {**entry, "class": f"{module_name(module)}:{attribute}"}
+    return entry
 
 
 def _dataset(source: Source) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from scaleray.config.alerts import Severity
+from scaleray.parsing import inert_json
 from scaleray.records.json_record import jsonable
 from scaleray.records.start import steady_time
 
@@ -75,7 +76,7 @@ def counted(names: Iterable[str]) -> str:
 def _parse(line: str) -> Alert | None:
     known = {one.name for one in dataclasses.fields(Alert)}
     try:
-        values: Any = json.loads(line)
+        values: Any = json.loads(inert_json(line))
         alert = Alert(**{key: value for key, value in values.items() if key in known})
     except (ValueError, TypeError, AttributeError, RecursionError):
         return None

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
+from scaleray.parsing import inert_json
 from scaleray.records.printed import Printed
 
 SCHEMA_VERSION = 1
@@ -38,7 +39,7 @@ class JsonRecord(Printed):
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """The record in the text of a record.json. Raises pydantic's ValidationError for anything else."""
-        return TypeAdapter(cls).validate_json(text)
+        return TypeAdapter(cls).validate_json(inert_json(text))
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from scaleray import metric_names as names
-from scaleray.parsing import load_json
+from scaleray.parsing import inert_json, load_json
 from scaleray.records.alerts import counted
 from scaleray.records.json_record import JsonRecord, check_types
 from scaleray.records.live import RecentSteps
@@ -271,6 +271,10 @@ class RunRecord(JsonRecord):
     """Where the time went, on every rank. None in older records, and where no step was measured."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
     """Alerts that began, see `records/alerts.py`. Empty in older records."""
+    evaluations: dict[str, list[list[float | None]]] = field(default_factory=dict)
+    """Step and value of every evaluation, by metric; null for a value that was not finite. Empty in older records."""
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """SHA-256 and size of each file of the final weights, by its name in the run's folder. Empty in older records."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 
@@ -316,7 +320,7 @@ class RunRecord(JsonRecord):
     def from_json(cls, text: str | bytes) -> Self:
         """The record in the text of a record.json, in which null may stand for a number that was not finite. Raises
         ValueError or TypeError for anything else. Keys that are not known, as of a newer version, are left out."""
-        known, values = {one.name for one in dataclasses.fields(cls)}, load_json(text)
+        known, values = {one.name for one in dataclasses.fields(cls)}, load_json(inert_json(text))
         if not isinstance(values, dict):
             raise TypeError(f"it holds no record but a {type(values).__name__}")
         profile = RunProfile.of(values.pop("profile", None))

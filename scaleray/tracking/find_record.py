@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ PARENT_TAG = "mlflow.parentRunId"
 class FoundRun:
     """A record and where it was found. steps: the text of steps.csv of a training, None without one.
 
-    folder: local; None for what lies in a bucket or in MLflow alone. evaluations: (step, value) by metric, from MLflow.
+    folder: local; None for what lies in a bucket or in MLflow alone. evaluations: (step, value) by metric.
     """
 
     record: AnyRecord
@@ -46,8 +47,8 @@ def find_run(run: str, *, uri: str | None = None) -> FoundRun:
     for place in places_of(run):
         with contextlib.suppress(OSError, ValueError):
             text = place.read(FILE)
-            return _with_evaluations(_read(place, text))
-    return _with_evaluations(_in_mlflow(run, resolve_uri(uri)))
+            return _with_evaluations(_read(place, text), uri)
+    return _with_evaluations(_in_mlflow(run, resolve_uri(uri)), uri)
 
 
 def record_of(text: str | bytes, *, where: str) -> AnyRecord:
@@ -160,18 +161,24 @@ def _part_of_another(client: Any, run: str, child: Any) -> TrackingError:
     return TrackingError("RUN", run, f"it is a {kind} of {parent}, whose record holds it", f"give {parent}")
 
 
-def _with_evaluations(found: FoundRun) -> FoundRun:
-    """The run with the evaluations' history, which MLflow alone has; without MLflow there is none."""
+def _with_evaluations(found: FoundRun, uri: str | None) -> FoundRun:
+    """The run with the evaluations' history. What its record does not have, as an older one and metrics of user code,
+    is read from MLflow at `uri`, never at an address that the record names; without MLflow it is left out."""
     record = found.record
-    if not isinstance(record, RunRecord) or not record.metrics or not record.run_id:
+    if not isinstance(record, RunRecord):
+        return found
+    for name, points in record.evaluations.items():
+        found.evaluations[name] = [(int(step or 0), math.nan if value is None else value) for step, value in points]
+    lacking = sorted(record.metrics.keys() - record.evaluations.keys())
+    if not lacking or not record.run_id:
         return found
     with contextlib.suppress(Exception):
-        uri = resolve_uri(record.tracking_uri)
+        uri = resolve_uri(uri)
         if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
             return found
         check_reachable(uri, timeout_s=2.0)
         client = open_client(uri)
-        for name in sorted(record.metrics):
+        for name in lacking:
             history = client.get_metric_history(record.run_id, acceptable_name(name))
             found.evaluations[name] = sorted((metric.step, metric.value) for metric in history)
     return found

@@ -16,7 +16,7 @@ from typing import Any
 
 from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
-from scaleray.errors import StorageError, TrackingError
+from scaleray.errors import StorageError, TrackingError, first_line
 from scaleray.records.live import LiveState
 from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
 from scaleray.records.run import (
@@ -32,7 +32,8 @@ from scaleray.records.run import (
     WorkerMessage,
     WorkerSummary,
 )
-from scaleray.tracking.chart_points import Points, in_ms
+from scaleray.tracking.accepted import acceptable_name
+from scaleray.tracking.chart_points import Point, Points, in_ms
 from scaleray.tracking.described import CHANGE_TAG, Described
 from scaleray.tracking.live_run import LiveFile, LiveRun
 from scaleray.tracking.logged_files import LoggedFiles
@@ -90,6 +91,7 @@ class Recorder(SignsOfLife):
         self.alerts.measure_links = self.ask_for_links
         self._last_evaluation = -1
         self._metrics: dict[str, float] = {}
+        self._evaluations: dict[str, dict[int, float]] = {}
         self._summaries: dict[int, WorkerSummary] = {}
         self._events: list[str] = []
         self._derived: dict[str, Any] = {}
@@ -204,6 +206,7 @@ class Recorder(SignsOfLife):
             goodput=self._look(self._time.goodput, None, part="goodput"),
             unsent_file=self.spool.unsent_file(),
             alerts=list(self.alerts.raised),
+            evaluations={name: sorted(points.items()) for name, points in self._evaluations.items()},
         )
 
     def finish(
@@ -262,6 +265,21 @@ class Recorder(SignsOfLife):
             ) from problem
         return self.spool.unsent_file()
 
+    def _keep_evaluation(self, record: EvaluationRecord) -> None:
+        """Keep the values for the run's record; those from before a resume are in MLflow."""
+        for name, value in record.metrics.items():
+            if name not in self._evaluations:
+                before = self._history(name) if self._is_continued else []
+                self._evaluations[name] = {step: earlier for _, earlier, _, step in before if step < record.step}
+            self._evaluations[name][record.step] = value
+
+    def _history(self, name: str) -> list[Point]:
+        try:
+            return self._require_store().history(acceptable_name(name))
+        except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+            self._event(f"the record lacks {name} from before the resume: MLflow did not give it ({first_line(exc)})")
+            return []
+
     def _publish(self) -> str | None:
         """Bring what a resumed run needs to the run's folder, with each checkpoint; gives what went wrong."""
         if self.steps.is_behind:
@@ -302,6 +320,8 @@ class Recorder(SignsOfLife):
         elif isinstance(message, EvaluationRecord | LoggedMetrics):
             self.points.add(message.metrics, message.step, at=message.recorded_at)
             self._metrics.update(message.metrics)
+            if isinstance(message, EvaluationRecord):
+                self._keep_evaluation(message)
             if isinstance(message, LoggedMetrics) or message.step <= self._last_evaluation:
                 return  # shown already
             self._last_evaluation = message.step

@@ -33,5 +33,7 @@ class Recording:
     derived: dict[str, Any] = field(default_factory=dict)
     """Derived values as the workers said that they are in use."""
     goodput: Goodput | None = None
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Step and value of every evaluation, by metric."""
     alerts: list[Alert] = field(default_factory=list)
     """Alerts that began."""

@@ -11,14 +11,14 @@ from scaleray.errors import TrackingError, first_line
 from scaleray.tracking import unsent_file
 from scaleray.tracking.operations import LogArtifact, LogMetrics, Operation, pieces_of, shown
 from scaleray.tracking.outbox import is_refusal_of_content
-from scaleray.tracking.store import RunStore, check_reachable
+from scaleray.tracking.store import RunStore, check_reachable, named_or_in_use
 
 
 def replay(path: str | Path, *, uri: str | None = None) -> int:
     """Send what a run could not write, from its unsent file; returns the number of operations. Removes the file.
 
-    What MLflow refuses does not hold back the rest. uri: where to send it; None is where the run wrote, whose password,
-    if any, the file does not hold.
+    What MLflow refuses does not hold back the rest. uri: where to send it; None is the MLflow in use, if it is the one
+    that the file names. Files are sent from the folder of the unsent file, and from below it.
 
     Raises TrackingError when the server still cannot be reached; the file stays then. It is raised too where lines of
     the file cannot be read, once the others are sent; the file is `unsent.jsonl.damaged` then.
@@ -38,7 +38,10 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
             "it is not one that scaleray wrote: its first line does not say which run it belongs to",
             f"its {len(unsent.operations)} whole operations can be sent once that line is there, as in run.json",
         )
-    uri = uri or head["tracking_uri"]
+    uri = named_or_in_use(head["tracking_uri"], uri)
+    if uri is None:
+        allowed = "it names another MLflow than the one in use, which gets nothing unless you name it"
+        raise TrackingError("unsent file", str(path), allowed, "scaleray tracking replay FILE --uri URI")
     check_reachable(uri)
     try:
         store = RunStore(uri, head["run_id"], head["experiment_id"])
@@ -73,8 +76,13 @@ def _sent(store: RunStore, operation: Operation, known: Mapping[str, int], folde
     """Send an operation, or those of its values that MLflow takes; gives why it refused the others."""
     if isinstance(operation, LogMetrics):  # a crash between sending and forgetting must not double points
         operation = operation.after(known)
-    if isinstance(operation, LogArtifact) and not Path(operation.path).exists():
-        operation = dataclasses.replace(operation, path=str(folder / Path(operation.path).name))  # the run was moved
+    if isinstance(operation, LogArtifact):
+        home, named = folder.resolve(), Path(operation.path)
+        places = (place.resolve() for place in (named, home / named.name))  # the run may have been moved
+        place = next((place for place in places if place.exists() and home in place.parents), None)
+        if place is None:
+            return [f"{shown(operation)}: it is not in {home}"]
+        operation = dataclasses.replace(operation, path=str(place))
     try:
         store.send(operation)
     except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class

@@ -1,5 +1,7 @@
 """Whether what lies in a folder says what MLflow was told: a training's record and alerts, a study with its points, a
-certificate. Each answers None where MLflow cannot be asked, or has no copy."""
+certificate. Each answers None where MLflow cannot be asked, or has no copy.
+
+MLflow is the reader's, never the one that the record names: whoever changes a record can name a store of their own."""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def differences_from_mlflow(
 ) -> list[str] | None:
     """Keys in which a training's record differs from MLflow's copy, or from the last values of MLflow's metrics, alerts
     of which MLflow was told and the folder knows nothing, and that it is marked as invalid there. alerts: names in its
-    alerts.jsonl; None: there is no such file. uri: MLflow's, by default the record's own."""
+    alerts.jsonl; None: there is no such file. uri: MLflow's; None is scaleray's own."""
 
     def differing(client: Any) -> list[str]:
         run = client.get_run(record.run_id).data
@@ -44,7 +46,7 @@ def differences_from_mlflow(
             found += [f"alert {name}" for name in sorted(told - {*alerts})]
         return found
 
-    return _asked(record.run_id, record.tracking_uri, uri, differing)
+    return _asked(record.run_id, uri, differing)
 
 
 def study_differences(study: StudyRecord, *, uri: str | None = None) -> list[str] | None:
@@ -59,10 +61,10 @@ def study_differences(study: StudyRecord, *, uri: str | None = None) -> list[str
                 found += [f"{point_name(at.point)}: {problem}" for problem in _of_point(client, at)]
         return found
 
-    return _asked(study.run_id, study.tracking_uri, uri, differing)
+    return _asked(study.run_id, uri, differing)
 
 
-def certificate_differences(run_id: str, sha256: str, tracking_uri: str, *, uri: str | None = None) -> list[str] | None:
+def certificate_differences(run_id: str, sha256: str, *, uri: str | None = None) -> list[str] | None:
     """Whether a certificate.json with this SHA-256 is another one than `scaleray verify` recorded, in words, and that
     it is marked as invalid there."""
 
@@ -72,12 +74,12 @@ def certificate_differences(run_id: str, sha256: str, tracking_uri: str, *, uri:
         recorded |= {tags[CERTIFICATE_SHA256]} if CERTIFICATE_SHA256 in tags else set()
         return _invalid(tags) + ([] if recorded == {sha256} else ["its content is not what was recorded"])
 
-    return _asked(run_id, tracking_uri, uri, differing)
+    return _asked(run_id, uri, differing)
 
 
-def _asked(run_id: str, own: str, uri: str | None, differing: Callable[[Any], list[str]]) -> list[str] | None:
+def _asked(run_id: str, uri: str | None, differing: Callable[[Any], list[str]]) -> list[str] | None:
     with contextlib.suppress(Exception):  # mlflow, its HTTP client and its database drivers share no base class
-        store = resolve_uri(uri or own)
+        store = resolve_uri(uri)
         if not run_id or (store.startswith("sqlite:///") and not sqlite_path(store).exists()):
             return None
         check_reachable(store, timeout_s=2.0)

@@ -61,6 +61,13 @@ def resolve_uri(uri: str | None) -> str:
     return uri
 
 
+def named_or_in_use(recorded: object, uri: str | None) -> str | None:
+    """Address of MLflow for a file that names one: the one that the user gave, or the one in use if it is the same;
+    None for another. A file from elsewhere must not decide which server gets credentials, or which database tables."""
+    in_use = resolve_uri(uri)
+    return in_use if uri is not None or without_password(in_use) == recorded else None
+
+
 def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
     """Fail early and clearly when the store cannot be used. Imports no mlflow for a file. Raises TrackingError."""
     if uri.startswith("sqlite:///"):

@@ -38,7 +38,7 @@ from scaleray.tracking.operations import (
     StudyOperation,
 )
 from scaleray.tracking.outbox import Outbox
-from scaleray.tracking.store import check_reachable, resolve_uri, run_link, without_password
+from scaleray.tracking.store import check_reachable, named_or_in_use, resolve_uri, run_link, without_password
 from scaleray.tracking.study_description import LONGEST_TAG, closing_tags
 from scaleray.tracking.study_store import StudyStore
 from scaleray.tracking.study_values import (
@@ -315,7 +315,7 @@ class ParentRun:
 def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
     """Bring a study's or sweep's record.json to the MLflow run that it names; what is there already is left as it is.
 
-    uri: where to send it; None is where the study wrote, whose password, if any, the file does not hold.
+    uri: where to send it; None is the MLflow in use, if it is the one that the record names.
     Returns what MLflow still lacks in words. Raises TrackingError when the run cannot be opened.
     """
     try:
@@ -324,9 +324,12 @@ def send_record(path: str | Path, *, uri: str | None = None) -> str | None:
         raise TrackingError("the record", str(path), f"it cannot be read: {exc.strerror}") from exc
     if isinstance(record, RunRecord):
         raise TrackingError("the record", str(path), "it is one of a training, whose unsent.jsonl is what can be sent")
+    if (store := named_or_in_use(record.tracking_uri, uri)) is None:
+        allowed = "it names another MLflow than the one in use, which gets nothing unless you name it"
+        raise TrackingError("the record", str(path), allowed, "scaleray tracking replay FILE --uri URI")
     is_study = isinstance(record, StudyRecord)
     run = ParentRun.open(
-        uri or record.tracking_uri,
+        store,
         "",
         kind="scaling-study" if is_study else "sweep",
         name=record.name,

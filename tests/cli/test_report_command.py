@@ -121,7 +121,7 @@ def test_an_interrupted_run_in_mlflow_has_no_record_yet(uri, capsys):
 def test_a_record_that_mlflow_missed_is_sent_by_replay(tmp_path, uri, small, capsys):
     run = ParentRun.open(uri, "studies", kind="scaling-study", name="away", config={})
     folder = saved(run.identify(small), tmp_path / "study")
-    assert run_command(["tracking", "replay", str(folder / "record.json")]) == 0
+    assert run_command(["tracking", "replay", str(folder / "record.json"), "--uri", uri]) == 0
     assert "MLflow has everything" in capsys.readouterr().out
     from mlflow import MlflowClient
 

@@ -47,7 +47,8 @@ VALUES = {
     "time_to_first_step_s": 3.0, "training_time_s": 1.0, "total_time_s": 5.0, "peak_memory_bytes": [1, 2], "nonfinite_steps": 0,
     "sample_order": "exact", "config": {"seed": 1}, "config_hash": "ab", "derived": {"betas": [0.9, 0.99]}, "data": {"train": {"rows": 5}},
     "environment": {}, "environment_hash": "cd", "tracking_uri": "sqlite:///x", "experiment_id": "1", "run_id": "2", "mlflow_link": "",
-    "run_dir": "/x", "events": ["a restart"], "resumed_after": [20], "compilation": {}, "noise": {"scale": 12.0}, "memory": [{}], "marks": ["emulated"], "start": {"Ray": 3.0}, "best": {"step": 3}, "profile": PROFILE, "alerts": [{"name": "hang"}], "unsent_file": None, "schema_version": 1,
+    "run_dir": "/x", "events": ["a restart"], "resumed_after": [20], "compilation": {}, "noise": {"scale": 12.0}, "memory": [{}], "marks": ["emulated"], "start": {"Ray": 3.0}, "best": {"step": 3}, "profile": PROFILE, "alerts": [{"name": "hang"}],
+    "evaluations": {"val/accuracy": [[20, 0.9], [40, 0.98]]}, "weights": {"weights.pt": {"sha256": "00", "num_bytes": 5}}, "unsent_file": None, "schema_version": 1,
 }  # fmt: skip
 
 

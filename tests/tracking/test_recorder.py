@@ -118,7 +118,7 @@ def test_points_that_waited_in_a_file_keep_their_times_when_they_are_sent_later(
     recorder.log([step(1, recorded_at=1.7e9), step(2, recorded_at=1.7e9 + 60)])
     unsent = recorder.finish("FINISHED", metrics={}, tags={}, files={})
     broken.is_away.clear()
-    replay(unsent)
+    replay(unsent, uri=uri)
     assert times(uri, run_id, "train/loss") == [1.7e9, 1.7e9 + 60]
 
 
@@ -141,6 +141,21 @@ def test_a_file_of_steps_from_before_rows_had_a_time_or_several_losses_goes_on(u
         ("3", True, "generator=0.5;discriminator=1.5"),
     ]
     assert step_rows(text)[2]["loss_discriminator"] == 1.5 and len(step_rows(text)) == 3
+
+
+def test_every_evaluation_is_recorded_and_after_a_resume_those_before_it_too(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    recorder.start()
+    recorder.log(
+        [step(1), EvaluationRecord(1, {"val/loss": 0.9}, 0.1), step(2), EvaluationRecord(2, {"val/loss": 0.5}, 0.1)]
+    )
+    assert recorder.drain().evaluations == {"val/loss": [(1, 0.9), (2, 0.5)]}
+    again = Recorder(describe(uri, tmp_path, continues=killed(recorder)))
+    again.start()
+    again.log(
+        [step(2), EvaluationRecord(2, {"val/loss": 0.4}, 0.1), step(3), EvaluationRecord(3, {"val/loss": 0.3}, 0.1)]
+    )
+    assert again.drain().evaluations == {"val/loss": [(1, 0.9), (2, 0.4), (3, 0.3)]}
 
 
 def test_steps_repeated_after_a_restart_are_kept_once(uri, tmp_path):
@@ -232,8 +247,8 @@ def test_replay_sends_the_file_of_a_server_that_stayed_away_once(uri, tmp_path, 
     copy = tmp_path / "copy.jsonl"
     shutil.copy(unsent, copy)
     broken.is_away.clear()
-    assert replay(unsent) > 0
-    replay(copy)  # as after a crash between sending and removing: nothing doubles
+    assert replay(unsent, uri=uri) > 0
+    replay(copy, uri=uri)  # as after a crash between sending and removing: nothing doubles
     assert history(uri, run_id, "train/loss") == [(1, 1.0), (2, 1.0)]
     assert history(uri, run_id, "val/loss") == [(2, 0.5)]
     from mlflow import MlflowClient
@@ -242,6 +257,34 @@ def test_replay_sends_the_file_of_a_server_that_stayed_away_once(uri, tmp_path, 
     assert run.info.status == "FINISHED"
     assert run.data.tags["scaleray.verdict"] == "done"
     assert not (tmp_path / "run" / "unsent.jsonl").exists()
+
+
+def test_a_file_sends_nothing_to_a_server_that_it_names_itself_and_no_file_from_elsewhere(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    run = recorder.start()
+    recorder.finish("FINISHED", metrics={}, tags={}, files={})
+    (tmp_path / "secret.txt").write_text("a file of the reader's")
+    head = {"tracking_uri": uri, "run_id": run.run_id, "experiment_id": run.experiment_id}
+    folder = tmp_path / "from-elsewhere"
+    folder.mkdir()
+    (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
+    (folder / "own.txt").write_text("own")
+    paths = [
+        str(tmp_path / "secret.txt"),
+        str(folder / "../secret.txt"),
+        str(folder / "link.txt"),
+        str(folder / "own.txt"),
+    ]
+    lines = [head, *({"op": "artifact", "path": path} for path in paths)]
+    (folder / "unsent.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with pytest.raises(TrackingError, match="which gets nothing unless you name it"):
+        replay(folder / "unsent.jsonl")
+    with pytest.raises(TrackingError, match=r"refused 3 of its values .*secret\.txt: it is not in"):
+        replay(folder / "unsent.jsonl", uri=uri)
+    from mlflow import MlflowClient
+
+    names = {file.path for file in MlflowClient(uri).list_artifacts(run.run_id)}
+    assert "own.txt" in names and not {"secret.txt", "link.txt"} & names
 
 
 def test_a_file_that_is_not_ours_is_refused(tmp_path):

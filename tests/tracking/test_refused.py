@@ -148,7 +148,7 @@ def test_replay_sends_what_is_taken_and_keeps_the_rest(uri, tmp_path):
     ]
     (moved / "unsent.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(TrackingError, match=r"refused 1 of its values and took the others: the file .*gone\.csv"):
-        replay(moved / "unsent.jsonl")
+        replay(moved / "unsent.jsonl", uri=uri)
     client = MlflowClient(uri)
     assert client.get_run(identity.run_id).data.metrics["late"] == 3.0
     assert [f.path for f in client.list_artifacts(identity.run_id, "again")] == ["again/record.json"]

@@ -17,7 +17,7 @@ from scaleray.gates.convergence import Learning
 from scaleray.gates.equality import CertificateFacts
 from scaleray.gates.operations import faults_survived
 from scaleray.launch.session.conditions import digest, training_of
-from scaleray.parsing import load_json
+from scaleray.parsing import inert_json, load_json
 from scaleray.records.alerts import ALERTS_FILE, Alert, parse_alerts
 from scaleray.records.conditions import repeat_key
 from scaleray.records.json_record import jsonable, leaves
@@ -79,7 +79,7 @@ def collect(
     notes: list[str] = []
     beside = _neighbours(candidates[0])
     for side, what in ((candidates, "candidate"), (baselines, "baseline")):
-        if len(side) == 1 and (more := _repeats(side[0])):
+        if len(side) == 1 and (more := _repeats(side[0], uri)):
             side += more
             failed = sum(training(one).status != "FINISHED" for one in more)
             found = f"{what}: {len(more)} other runs of the same but the seed were found beside it"
@@ -151,7 +151,7 @@ def _neighbours(found: FoundRun) -> list[Path]:
     return []
 
 
-def _repeats(found: FoundRun) -> list[FoundRun]:
+def _repeats(found: FoundRun, uri: str | None) -> list[FoundRun]:
     """Runs beside a run that are the same but for the seed, one of each seed: the newest that has finished, else one
     that failed."""
     own = training(found)
@@ -161,7 +161,7 @@ def _repeats(found: FoundRun) -> list[FoundRun]:
             seed = record.config.get("seed")
             if repeat_key(record) == mine and seed != own.config.get("seed"):
                 repeats.setdefault(seed, folder)
-    return [find_run(str(folder)) for folder in repeats.values()]
+    return [find_run(str(folder), uri=uri) for folder in repeats.values()]
 
 
 def _endured(candidates: Sequence[FoundRun]) -> list[FoundRun]:
@@ -199,7 +199,9 @@ def _certificate(path: Path) -> CertificateFacts:
     file = path / CERTIFICATE if path.is_dir() else path
     try:
         text = file.read_bytes()
-        return CertificateFacts.of(load_json(text), name=str(file.parent), sha256=hashlib.sha256(text).hexdigest())
+        return CertificateFacts.of(
+            load_json(inert_json(text)), name=str(file.parent), sha256=hashlib.sha256(text).hexdigest()
+        )
     except (OSError, KeyError, TypeError, ValueError) as exc:
         allowed = f"it holds no {CERTIFICATE} of `scaleray verify`: {type(exc).__name__} {exc}"
         raise TrackingError("--certificates", str(path), allowed) from exc

@@ -20,7 +20,7 @@ from scaleray.config.precision import PrecisionSettings
 from scaleray.data import TRAIN, Input, Split, load_sources
 from scaleray.data.iterable import refuse_endless
 from scaleray.data.source import Source
-from scaleray.errors import DataError, UsageError
+from scaleray.errors import DataError, TrackingError, UsageError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
@@ -96,6 +96,9 @@ def evaluate(
     if workers < 1:
         raise UsageError("--workers", workers, "it must be at least 1")
     found = find_trained(run, uri=uri)
+    if record and found.about.get("tracking_uri") is None:
+        allowed = "its folder names another MLflow than the one in use, which is not asked unless you name it"
+        raise TrackingError("the run in MLflow", found.about.get("run_id"), allowed, "add --uri URI, or --no-record")
     parts = find_parts(run, step=step, which=weights, workload=workload, uri=uri)
     sources = _sources(parts, data, split)
     config = evaluation_config(parts, found, workers)

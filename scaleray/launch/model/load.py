@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from scaleray.data.sample_order import mixed
 from scaleray.data.source import Columns, as_column, rows_in
 from scaleray.data.transformed import Transform
 from scaleray.launch.model.answers import Answers
+from scaleray.launch.model.packed_code import own_name
 from scaleray.launch.model.trained_run import TrainedRun, find_trained, workload_of
 from scaleray.launch.model.weights import Weights, fill, read_run_weights
 from scaleray.reproducibility.seeding import same_random_numbers
@@ -174,12 +176,12 @@ def find_parts(
     if weights.workload_state is not None and callable(getattr(made, "load_state_dict", None)):
         state = weights.workload_state
         call_user_code(lambda: made.load_state_dict(state), what="load_state_dict()", doing="restoring its state")
-    return ModelParts(found.name, found.config, made, weights, preprocessor_of_run(found))
+    return ModelParts(found.name, found.config, made, weights, preprocessor_of_run(found, made))
 
 
-def preprocessor_of_run(run: TrainedRun) -> Any:
+def preprocessor_of_run(run: TrainedRun, workload: Any) -> Any:
     """The fitted preprocessor in a run's folder, whose class the workload's file may define; None without one."""
     try:
-        return preprocessing.load(run.folder.root)
+        return preprocessing.load(run.folder.root, partial(own_name, workload=workload))
     except OSError:
         return None  # a run of which MLflow alone is left

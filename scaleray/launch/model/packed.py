@@ -23,10 +23,10 @@ from scaleray.data.loading import reads_text
 from scaleray.data.ragged import Ragged
 from scaleray.data.source import Columns
 from scaleray.errors import DataError, ScaleRayError, WorkloadError
-from scaleray.launch.model.load import ModelParts
+from scaleray.launch.model.load import ModelParts, preprocessor_of_run
 from scaleray.launch.model.row_answers import RowAnswers
 from scaleray.launch.model.rows import Shape, shape_of
-from scaleray.launch.model.trained_run import CODE, NOTE, PACKED, TrainedRun
+from scaleray.launch.model.trained_run import CODE, NOTE, PACKED, TrainedRun, find_trained, workload_of
 from scaleray.launch.model.workload_state import write_state
 from scaleray.parsing import load_json
 from scaleray.records.json_record import jsonable
@@ -86,6 +86,8 @@ def pack(run: TrainedRun, parts: ModelParts, folder: Path, *, workload: Any = No
         "config": _config(parts, _copy_code(file, name, folder / CODE)),
     }
     (folder / NOTE).write_text(json.dumps(jsonable(about), indent=1))
+    packed = find_trained(folder)  # code that cannot be imported on its own is refused now
+    preprocessor_of_run(packed, workload_of(packed))
     return _tried(parts, folder)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from scaleray.launch.model.load import find_parts
 from scaleray.launch.model.packed import Packed, read_shape
 from scaleray.launch.model.row_answers import RowAnswers
+from scaleray.tracking.registry.fetched import check_served
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
@@ -38,7 +39,10 @@ class ServedModel:
 
 
 def _load_pyfunc(data_path: str) -> ServedModel:
-    """MLflow's entry point. data_path: the packed model's folder."""
+    """MLflow's entry point. data_path: the packed model's folder. Raises TrackingError for one that was changed."""
+    import mlflow
+
+    check_served(Path(data_path), uri=mlflow.get_registry_uri())
     return ServedModel(Path(data_path))
 
 

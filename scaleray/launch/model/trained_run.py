@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, UsageError, WorkloadError, first_line
-from scaleray.parsing import load_json
+from scaleray.launch.model.packed_code import installed_module, packed_module
+from scaleray.parsing import inert_json, load_json
 from scaleray.records.run import RunRecord
 from scaleray.tracking.find_record import find_run, places_of, record_of
 from scaleray.tracking.registry.fetched import fetch_model
 from scaleray.tracking.registry.models import MODEL_URI
+from scaleray.tracking.store import named_or_in_use, resolve_uri
 from scaleray.workload import build_workload, load_workload
 
 NOTE, RECORD = "run.json", "record.json"
@@ -55,10 +57,11 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
     """
     run = str(run)
     if run.startswith(MODEL_URI):
+        uri = resolve_uri(uri)  # the user named a model in it
         run = str(fetch_model(run, uri=uri))
     for place in places_of(run):
         if (about := _note(place)) is not None:
-            return _checked(place, {**about, "tracking_uri": uri or about.get("tracking_uri")})
+            return _checked(place, {**about, "tracking_uri": named_or_in_use(about.get("tracking_uri"), uri)})
     found = find_run(run, uri=uri)
     record = found.record
     if not isinstance(record, RunRecord):
@@ -71,7 +74,7 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
         "name": record.name,
         "run_id": record.run_id,
         "experiment_id": record.experiment_id,
-        "tracking_uri": uri or record.tracking_uri,
+        "tracking_uri": resolve_uri(uri),
         "config": record.config,
     }
     return _checked(folder, about, record)
@@ -80,16 +83,17 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
 def workload_of(run: TrainedRun, given: Any = None) -> Any:
     """The workload of a run: an object or class that is given, or a name `file.py:Name`; None is that of the run's
     config. Raises WorkloadError where it is not found again."""
-    settings, name = run.config.workload, run.config.workload.name
+    settings, name, imported = run.config.workload, run.config.workload.name, None
     if run.about.get(PACKED) and given is None:
-        name = _packed_name(run)
+        code = Path(run.folder.root) / CODE
+        imported = partial(packed_module, code) if code.is_dir() else installed_module
     base_dir = Path(run.about["base_dir"]) if run.about.get("base_dir") else None
     if isinstance(given, type):
         return build_workload(given, settings.args, name=given.__name__)
     if given is not None and not isinstance(given, str):
         return given
     try:
-        return load_workload(given or name, settings.args, base_dir=base_dir)
+        return load_workload(given or name, settings.args, base_dir=base_dir, imported=imported)
     except WorkloadError as exc:
         if given is not None:
             raise
@@ -101,22 +105,10 @@ def workload_of(run: TrainedRun, given: Any = None) -> Any:
         ) from exc
 
 
-def _packed_name(run: TrainedRun) -> str:
-    """Name of a packed model's workload, whose code is in its folder, and is taken from there."""
-    # Python's own copies of the code would be files that its promotion does not know
-    sys.dont_write_bytecode = True
-    code, (target, _, attribute) = Path(run.folder.root) / CODE, run.config.workload.name.partition(":")
-    if (code / target).is_file():
-        return f"{code / target}:{attribute}"
-    if code.is_dir() and str(code) not in sys.path:
-        sys.path.insert(0, str(code))
-    return run.config.workload.name
-
-
 def _note(place: Store) -> dict[str, Any] | None:
     """The run.json of a folder; None where there is none that can be read."""
     try:
-        about = load_json(place.read(NOTE))
+        about = load_json(inert_json(place.read(NOTE)))
     except (OSError, ValueError):
         return None
     return about if isinstance(about, dict) and isinstance(about.get("config"), dict) else None

@@ -28,6 +28,7 @@ from scaleray.checkpoints.model_layout import (
 )
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.tensor_files import read_tensor
+from scaleray.checkpoints.weight_sums import sums_name
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.launch.model.trained_run import PACKED, TrainedRun
 from scaleray.launch.model.workload_state import read_state
@@ -42,12 +43,14 @@ BEST = "best"
 class Weights:
     """Tensors by the names of the model's state dict, on the CPU. step: optimizer steps after which they were so; None
     where nobody knows. words: which ones they are, for people. workload_state: what the workload's `state_dict` gave
-    with them; None where it has none, or none was kept."""
+    with them; None where it has none, or none was kept. has_hash: whether the run recorded their
+    files' SHA-256."""
 
     tensors: dict[str, torch.Tensor]
     step: int | None
     words: str
     workload_state: dict[str, Any] | None = None
+    has_hash: bool = True
 
 
 def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:
@@ -65,7 +68,8 @@ def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str 
         final = _final(run, TRAINED_WEIGHTS if is_trained else FINAL_WEIGHTS)
         if final is not None:
             words = run.about["weights"] if run.about.get(PACKED) else f"the final {kind}weights"
-            return Weights(final, run.steps, words, _state_beside_final(run))
+            has_hash = bool(run.about.get(PACKED) or _recorded(run))
+            return Weights(final, run.steps, words, _state_beside_final(run), has_hash)
     return _of_checkpoint(run, step, averaged=not is_trained, kind=kind)
 
 
@@ -99,7 +103,7 @@ def _final(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
         if not (inside / plain_file(name)).exists():
             inside.rename(Path(copy) / name)
             inside = Path(copy)
-        return read_weights(inside, name)
+        return read_weights(inside, name, recorded=_recorded(run))
 
 
 def read_adapters(run: TrainedRun) -> dict[str, torch.Tensor] | None:
@@ -111,20 +115,27 @@ def _in_folder(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
     folder = run.folder
     files = _final_files(folder, name)
     if not files or folder.is_local:
-        return read_weights(folder.root, name) if files else None
+        return read_weights(folder.root, name, recorded=_recorded(run)) if files else None
     with tempfile.TemporaryDirectory() as copy:
         for file in files:
             Store(copy).copy_from(folder, file)
-        return read_weights(copy, name)
+        return read_weights(copy, name, recorded=_recorded(run))
 
 
 def _final_files(folder: Store, name: str) -> list[str]:
     try:
         if folder.size(f"{name}/{INDEX}") is not None:
             return [f"{name}/{Path(file).name}" for file in folder.names(name)]
-        return [plain_file(name)] if folder.size(plain_file(name)) is not None else []
+        plain = plain_file(name)
+        files = [file for file in folder.names() if file in (plain, sums_name(plain))]
+        return files if plain in files else []
     except OSError:
         return []
+
+
+def _recorded(run: TrainedRun) -> dict[str, Any]:
+    """Hashes of the final weights in the run's record; none in a record of an older version."""
+    return run.record.weights if run.record is not None else {}
 
 
 def _catalog(run: TrainedRun) -> Catalog:

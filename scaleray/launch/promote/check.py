@@ -140,11 +140,13 @@ def _weights(folder: Path, version: ModelVersion, uri: str) -> Check:
     number, which = words.rpartition(" ")[2], TRAINED if f" {TRAINED} " in words else None
     step = int(number) if number.isdigit() else None
     try:
-        there = find_parts(version.run_id, step=step, which=which, workload=packed.workload, uri=uri).weights.tensors
+        theirs = find_parts(version.run_id, step=step, which=which, workload=packed.workload, uri=uri).weights
     except ScaleRayError as exc:
-        words = f"the run's own are not to be found: {first_line(exc)}"
+        words = f"the run's own cannot be compared: {first_line(exc)}"
         return Check(what=what, answer="inconclusive", words=words)
-    mine = packed.weights.tensors
+    if not theirs.has_hash:
+        return Check(what=what, answer="inconclusive", words="the run has no recorded hash of them")
+    mine, there = packed.weights.tensors, theirs.tensors
     if differing := [name for name in mine if name not in there or not torch.equal(mine[name], there[name])]:
         return Check(what=what, answer="fail", words=f"{len(differing)} tensors differ, first {differing[0]}")
     return Check(what=what, answer="pass", words=f"{len(mine)} tensors of {words}")

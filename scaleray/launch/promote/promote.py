@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from scaleray.errors import TrackingError, UsageError
+from scaleray.errors import CheckpointError, TrackingError, UsageError
 from scaleray.gates.policy import Policy
 from scaleray.gates.record import GateRecord
 from scaleray.gates.statement import GATES_FILE, STATEMENT, digests, file_digest, statement_of
@@ -104,7 +104,7 @@ def promote(
         )  # fmt: skip
         if alias is not None and gates.answer != PASSED:
             return found
-        registry = ModelRegistry(uri or run.tracking_uri)
+        registry = ModelRegistry(uri)
         _refuse_deleted(registry, run)
         say(f"packing the model of {run.name}")
         words = _write(names[0], out, Path(place), gates, run, step=step, weights=weights, workload=workload, uri=uri)
@@ -135,6 +135,9 @@ def _write(
 
     trained = find_trained(name, uri=uri)
     parts = find_parts(name, step=step, which=weights, workload=workload, uri=uri)
+    if not parts.weights.has_hash:
+        advice = "promote a checkpoint, which has hashes: --step N; or train it again"
+        raise CheckpointError(parts.weights.words, f"those of {run.name}", "they have no recorded hash", advice)
     with stage("packing the model"):
         packed = pack(trained, parts, place / "packed", workload=workload)
         libraries = (run.environment.get("environment") or {}).get("packages") or {}
@@ -248,4 +251,9 @@ def _refuse_deleted(registry: ModelRegistry, run: RunRecord) -> None:
     found = registry.run(run.run_id)
     if found is None or found.info.lifecycle_stage == "deleted":
         state = "not there" if found is None else "deleted"
-        raise TrackingError("the run in MLflow", run.run_id, f"it is {state}", "restore it, or promote another run")
+        raise TrackingError(
+            "the run in MLflow",
+            run.run_id,
+            f"it is {state}",
+            "restore it, name its MLflow with --uri, or promote another run",
+        )

@@ -15,7 +15,7 @@ import yaml
 
 from scaleray import metric_names as names
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.checkpoints.manifest import Incomplete
+from scaleray.checkpoints.manifest import Incomplete, StoredFile
 from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
@@ -149,8 +149,10 @@ def make_record(
     facts: Mapping[str, Any],
     folder: RunFolder,
     tracking_uri: str,
+    weights: Mapping[str, StoredFile],
 ) -> RunRecord:
-    """The record of a run that has ended. verdict: why it did; empty is what the workers say."""
+    """The record of a run that has ended. verdict: why it did; empty is what the workers say. weights: files of the
+    final ones."""
     config, summaries = job.config, recording.summaries
     summary = next((s for s in summaries if s.rank == 0), None)
     workers = [{"rank": s.rank, "node": s.node, "device": s.device, **s.hardware} for s in summaries]
@@ -199,6 +201,8 @@ def make_record(
             traced_steps=job.trace.num_steps if job.trace is not None else 0,
         ),
         alerts=[dataclasses.asdict(alert) for alert in recording.alerts],
+        evaluations={name: [[*point] for point in points] for name, points in recording.evaluations.items()},
+        weights={name: dataclasses.asdict(stored) for name, stored in weights.items()},
         marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
 

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.manifest import StoredFile
 from scaleray.checkpoints.model_layout import ADAPTERS, FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.checkpoints.storage import remove_parts
+from scaleray.checkpoints.weight_sums import sums_name
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
@@ -72,6 +74,8 @@ from scaleray.watchers import Guard, Watcher
 from scaleray.workload import make_workload, name_of
 
 IMPORTED_AT = steady_time()
+Weights = Mapping[str, Mapping[str, StoredFile]]
+"""Files of final weights, with their hashes, by the name of the weights and that of the file."""
 
 
 def train(
@@ -278,7 +282,7 @@ class _Run:
         recorder, work = self._prepared(description, local=local)
         if (fitted := preprocessor_of(self.sources[TRAIN])) is not None:
             preprocessing.save(fitted, self.folder.path)
-        weights: dict[str, list[str]] = {}
+        weights: Weights = {}
         try:
             if self.before is not None:
                 final_weights.forget(self.folder.path)
@@ -302,7 +306,7 @@ class _Run:
         finally:
             recorder.close()
 
-    def _finished(self, recorder: Recorder | RemoteRecorder, weights: Mapping[str, Sequence[str]]) -> RunRecord:
+    def _finished(self, recorder: Recorder | RemoteRecorder, weights: Weights) -> RunRecord:
         """End a run whose training is complete; once more by a new recorder, if the first one was lost meanwhile."""
         try:
             return self._finish(recorder, "FINISHED", "", weights)
@@ -338,11 +342,11 @@ class _Run:
         can_be_preempted = len(self.topology) > 1
         return remote, partial(fit, self.job, self.sources, remote, can_be_preempted=can_be_preempted, **common)
 
-    def _complete_weights(self) -> dict[str, list[str]]:
-        """Names of the final weights' files in the run folder; of the trained ones too, where they are an average's."""
+    def _complete_weights(self) -> Weights:
+        """Files of the final weights in the run folder; of the trained ones too, where they are an average's."""
         names = [FINAL_WEIGHTS, *([TRAINED_WEIGHTS] if self.config.averaging.decay is not None else [])]
         if self.config.fine_tuning.lora_rank and self.config.fine_tuning.merge:
-            final_weights.complete(self.folder.path, ADAPTERS)  # a checkpoint has them, too, and MLflow the sum
+            names.append(ADAPTERS)  # a checkpoint has them, too, and MLflow the sum
         return {name: final_weights.complete(self.folder.path, name) for name in names}
 
     def _changes(self) -> list[str]:
@@ -397,11 +401,7 @@ class _Run:
         )
 
     def _finish(
-        self,
-        recorder: Recorder | RemoteRecorder,
-        status: str,
-        reason: str,
-        weights: Mapping[str, Sequence[str]] | None = None,
+        self, recorder: Recorder | RemoteRecorder, status: str, reason: str, weights: Weights | None = None
     ) -> RunRecord:
         recording = recorder.drain()
         identity = recorder.identity()
@@ -415,9 +415,11 @@ class _Run:
             facts=self.facts,
             folder=self.folder,
             tracking_uri=self.tracking_uri,
+            weights={file: stored for files in (weights or {}).values() for file, stored in files.items()},
         )
         for name, files in (weights or {}).items():
-            recorder.log_files(self.folder.local(files), ARTIFACTS[name])
+            if files and name in ARTIFACTS:
+                recorder.log_files(self.folder.local([*files, sums_name(next(iter(files)))]), ARTIFACTS[name])
         look = partial(Guard(lambda text: self.show([EventRecord(text, kind="warning")])), Watcher.RECORD)
         extras = look(lambda: {"environment.yaml": as_yaml(record.environment)}, {}, part="environment.yaml")
         unsent = recorder.finish(
@@ -429,6 +431,7 @@ class _Run:
         record = dataclasses.replace(record, unsent_file=unsent)
         self.folder.complete()
         if unsent:
-            text = f"MLflow did not take everything; when it is back: scaleray tracking replay {unsent}"
+            again = f"scaleray tracking replay {unsent} --uri {without_password(self.tracking_uri)}"
+            text = f"MLflow did not take everything; when it is back: {again}"
             self.show([EventRecord(text, kind="warning")])
         return record

@@ -42,7 +42,7 @@ class Watched:
 def find_watched(run: str, stack: contextlib.ExitStack, *, uri: str | None = None) -> Watched:
     """The run that `run` names: a folder or bucket, a name in the storage path or in the cluster of RAY_ADDRESS, or an
     id or name in MLflow. stack: holds the connection to the cluster. Raises UsageError."""
-    known = _in_folders(run)
+    known = _in_folders(run, uri)
     if known is not None and not known.look().has_ended:
         return known
     problem: ClusterError | None = None
@@ -91,10 +91,10 @@ def states_of(run: str | None, *, interval_s: float, uri: str | None = None) -> 
             time.sleep(interval_s)
 
 
-def _in_folders(run: str) -> Watched | None:
+def _in_folders(run: str, uri: str | None) -> Watched | None:
     for place in places_of(run):
         if "://" in place.root:
-            return _in_bucket(place)
+            return _in_bucket(place, uri)
         folder = Path(place.root)
         if state_in_folder(folder) is not None:
             return Watched(lambda folder=folder: _of_folder(folder), f"folder {folder}")  # type: ignore[misc]
@@ -117,7 +117,7 @@ def _of_folder(folder: Path) -> LiveState:
     return state
 
 
-def _in_bucket(place: Store) -> Watched | None:
+def _in_bucket(place: Store, uri: str | None) -> Watched | None:
     """A run whose folder is elsewhere: it has a state once it has ended; before, MLflow has."""
     where = without_password(place.root)
     with contextlib.suppress(OSError, ValueError, TypeError):
@@ -125,7 +125,7 @@ def _in_bucket(place: Store) -> Watched | None:
         return Watched(lambda: state, where)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         about = load_json(place.read("run.json"))
-        return _in_mlflow(about["run_id"], resolve_uri(about["tracking_uri"]))
+        return _in_mlflow(about["run_id"], resolve_uri(uri))
     raise TrackingError("RUN", where, "there is no run of this version", "give a run's folder, name or id in MLflow")
 
 

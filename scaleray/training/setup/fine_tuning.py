@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -98,7 +99,8 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
             return
         consolidated.load_weights(tensors, where, optional=adapters, is_part=is_part)
         return
-    folder = ModelFolder.open(where)
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    folder = ModelFolder.open(where, rank=rank, num_ranks=num_ranks)
     names: Mapping[str, str] | None = None
     if not folder.has_own_names and callable(getattr(workload, "weight_names", None)):
         names = call_user_code(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from scaleray.checkpoints.manifest import Tensor
+from scaleray.checkpoints.manifest import StoredFile, Tensor
 from scaleray.checkpoints.model_layout import (
     ADAPTERS,
     FINAL_WEIGHTS,
@@ -32,6 +32,7 @@ from scaleray.checkpoints.model_layout import (
 )
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.weight_files import safetensors_file
+from scaleray.checkpoints.weight_sums import sums_name, write_sums
 from scaleray.errors import CheckpointError, StorageError
 from scaleray.parsing import load_json
 
@@ -85,20 +86,20 @@ def save_weights(
 
 def forget(run_path: str) -> None:
     """Remove the indexes of a run that goes on: what is in its folders is not the whole of its weights any more."""
+    store = Store(run_path)
     for name in (FINAL_WEIGHTS, TRAINED_WEIGHTS, ADAPTERS):
-        folder = Store(run_path).child(name)
-        for file in (INDEX, PENDING):
-            folder.delete(file)
+        for file in (f"{name}/{INDEX}", f"{name}/{PENDING}", sums_name(f"{name}/{INDEX}"), sums_name(plain_file(name))):
+            store.delete(file)
 
 
-def complete(run_path: str, name: str = FINAL_WEIGHTS) -> list[str]:
-    """Declare weights of a run whole whose workers have all ended well; gives the names of their files in the run
-    folder, none where it wrote none. name: as in `save_weights`. Files of earlier attempts go. Raises StorageError for
-    a file that is missing or torn."""
+def complete(run_path: str, name: str = FINAL_WEIGHTS) -> dict[str, StoredFile]:
+    """Declare weights of a run whole whose workers have all ended well, and write the hashes of their files. Returns
+    these by the files' names in the run folder, none where it wrote none. name: as in `save_weights`. Files of earlier
+    attempts go. Raises StorageError for a file that is missing or torn."""
     store = Store(run_path)
     folder, plain = store.child(name), plain_file(name)
     if folder.size(PENDING) is None:
-        return [plain] if store.size(plain) is not None else []
+        return write_sums(store, [plain]) if store.size(plain) is not None else {}
     index = load_json(folder.read(PENDING))
     files = sorted(set(index["weight_map"].values()))
     for file in files:
@@ -114,29 +115,33 @@ def complete(run_path: str, name: str = FINAL_WEIGHTS) -> list[str]:
     for file in folder.names():
         if file not in (INDEX, *files):
             folder.delete(file)
-    store.delete(plain)
-    return [f"{name}/{file}" for file in (*files, INDEX)]
+    for file in (plain, sums_name(plain)):
+        store.delete(file)
+    return write_sums(store, [f"{name}/{file}" for file in (*files, INDEX)])
 
 
-def read_weights(run_path: str | Path, name: str = FINAL_WEIGHTS) -> dict[str, Any]:
+def read_weights(
+    run_path: str | Path, name: str = FINAL_WEIGHTS, *, recorded: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Weights in a local run folder as a state dict, whichever way they were written. name: as in `save_weights`.
 
-    Raises CheckpointError.
+    recorded: their hashes in the run's record; None takes those in the folder. Raises CheckpointError.
     """
-    from scaleray.checkpoints.hugging_face import ModelFolder  # with torch's own checkpoints, which drivers do without
+    # with torch's own checkpoints, which drivers do without
+    from scaleray.checkpoints.final_file import FinalFile
+    from scaleray.checkpoints.hugging_face import ModelFolder
 
     path, plain = Path(run_path), plain_file(name)
     if is_model_folder(str(path / name)):
-        return ModelFolder.open(str(path / name)).read()
-    if not (path / plain).is_file():
+        return ModelFolder.open(str(path / name), recorded=recorded).read()
+    if not (path / plain).exists():
         raise CheckpointError(
             f"the final weights of {path}",
             "not there",
             f"neither {plain} nor {name}/{INDEX}",
             "a run writes them when it ends well",
         )
-    state: dict[str, Any] = torch.load(path / plain, weights_only=True)
-    return state
+    return dict(FinalFile.read(Store(str(path)), plain, recorded=recorded).tensors)
 
 
 def _write_plain(weights: Mapping[str, Any], store: Store, name: str) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+import sqlite3
 import time
 from pathlib import Path
 
@@ -77,8 +78,9 @@ def recorded(empty_database, tmp_path_factory):
 
 
 @pytest.fixture
-def evidence(recorded, tmp_path):
-    """A copy of the folders, and the URI of the database that they name, which is as before after the test."""
+def evidence(recorded, tmp_path, monkeypatch):
+    """A copy of the folders, and the URI of the database in use, which has them and is as before after the test."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{recorded}/mlflow.db")
     folders = Path(shutil.copytree(recorded, tmp_path / "evidence"))
     yield folders, f"sqlite:///{recorded}/mlflow.db"
     shutil.copy(folders / "mlflow.db", recorded / "mlflow.db")
@@ -200,12 +202,36 @@ def test_a_certificate_that_somebody_edited_fails(evidence):
     assert "its content is not what was recorded" in checks_of(found)["the certificate as MLflow has it"]
 
 
-def test_evidence_that_mlflow_has_no_copy_of_is_inconclusive(evidence):
+def test_evidence_that_mlflow_has_no_copy_of_is_inconclusive(evidence, empty_database, monkeypatch):
     root, uri = evidence
-    for file in ("study/record.json", "verify/certificate.json"):
-        (root / file).write_text((root / file).read_text().replace(uri, "sqlite:////nowhere/mlflow.db"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{empty_database}")
     found = asked(root, "scaling", "equality")
     assert found.answer == "inconclusive", found.lines()
     at_home = judge([str(root / "run")], study=str(root / "study"), certificates=[str(root / "verify")],
                     gates=["scaling"], uri=uri)  # fmt: skip
-    assert "tracking_uri" in checks_of(at_home)["the study and its points as MLflow has them"]
+    assert checks_of(at_home)["the study and its points as MLflow has them"] == "pass: study"
+
+
+def test_a_store_that_a_changed_record_names_proves_nothing(evidence, tmp_path):
+    """Write access to the folders is enough to name a forged store in them, which says the same."""
+    root, _ = evidence
+    database = shutil.copy(root / "mlflow.db", tmp_path / "forged.db")
+    for file, lie in {"run/record.json": {"nonfinite_steps": 0}, "study/record.json": {"folder": "better"},
+                      "verify/certificate.json": {"bound": 0.0}}.items():  # fmt: skip
+        values = {**json.loads((root / file).read_text()), **lie, "tracking_uri": f"sqlite:///{database}"}
+        (root / file).write_text(json.dumps(values))
+        run_id, folder = values["run_id"], tmp_path / Path(file).parent
+        folder.mkdir()
+        shutil.copy(root / file, folder)
+        with sqlite3.connect(database) as connection:
+            connection.execute("update runs set artifact_uri = ? where run_uuid = ?", (str(folder), run_id))
+        if file.startswith("verify"):
+            sha256 = hashlib.sha256((root / file).read_bytes()).hexdigest()
+            open_client(f"sqlite:///{database}").set_tag(run_id, CERTIFICATE_SHA256, sha256)
+    found = checks_of(asked(root, "fingerprint", "scaling", "equality"))
+    for what in (
+        "records as MLflow has them",
+        "the study and its points as MLflow has them",
+        "the certificate as MLflow has it",
+    ):
+        assert found[what].startswith("fail"), what

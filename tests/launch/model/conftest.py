@@ -153,6 +153,14 @@ def trained(tmp_path_factory, empty_database):
     return scaleray.train(config, local=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def mlflow_in_use(trained):
+    """The MLflow that has that run, as the user's environment names it: the one that a record names is not asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", trained.tracking_uri)
+        yield
+
+
 @pytest.fixture
 def run(trained):
     """The folder of that run."""

@@ -7,8 +7,11 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from scaleray.errors import TrackingError
+from scaleray.gates.statement import STATEMENT, file_digest
 from scaleray.launch.promote.check import check_promoted
 from scaleray.launch.promote.promote import promote
 from scaleray.tracking.registry.models import ModelRegistry, Named
@@ -83,3 +86,51 @@ def test_a_deleted_run_and_a_record_that_was_changed_in_mlflow_are_found(promote
     assert "was deleted" in found["the run that it comes from"]
     assert "records as MLflow has them: pass then, fail now" in found["the gates answer the same of the kept evidence"]
     assert failing(uri) == {}
+
+
+@pytest.fixture
+def mlflow_at(promoted, monkeypatch):
+    """MLflow's own client of the database of that version."""
+    import mlflow.pyfunc
+
+    before = mlflow.get_tracking_uri(), mlflow.get_registry_uri()
+    mlflow.set_tracking_uri(promoted[2])
+    mlflow.set_registry_uri(promoted[2])
+    yield mlflow.pyfunc
+    mlflow.set_tracking_uri(before[0])
+    mlflow.set_registry_uri(before[1])
+
+
+ROWS = {"x": np.eye(4, dtype=np.float32)}
+
+
+def test_mlflow_serves_what_was_promoted_and_leaves_it_as_it_is(promoted, mlflow_at, caplog):
+    assert len(mlflow_at.load_model("models:/corners@champion").predict(ROWS)["corner"]) == 4
+    assert not [m for m in caplog.messages if "not compared" in m]
+    assert failing(promoted[2]) == {}, "MLflow notes the version's name in a folder that is local"
+
+
+def test_mlflow_serves_no_model_that_was_changed(promoted, mlflow_at):
+    _, source, _ = promoted
+    for name in ("data/packed/code/corners.py", "data/packed/run.json", "requirements.txt"):
+        file = source / name
+        with written(file, file.read_bytes() + b"\n"):
+            for place in ("models:/corners@champion", str(source)):
+                with pytest.raises(TrackingError, match=f"{file.name} was changed"):
+                    mlflow_at.load_model(place)
+    (source / "data/packed/code/more.py").write_text("")
+    with pytest.raises(TrackingError, match=r"more\.py was added"):
+        mlflow_at.load_model(str(source))
+    (source / "data/packed/code/more.py").unlink()
+
+
+def test_a_statement_that_was_rewritten_with_a_file_is_not_that_of_the_registry(promoted, mlflow_at):
+    _, source, _ = promoted
+    code, statement = source / "data/packed/code/corners.py", source / STATEMENT
+    values = json.loads(statement.read_text())
+    with written(code, code.read_bytes() + b"\n"):
+        for one in values["subject"]:
+            one["digest"]["sha256"] = file_digest(source / one["name"])
+        rewritten, refused = json.dumps(values).encode(), "not the one that the version was made with"
+        with written(statement, rewritten), pytest.raises(TrackingError, match=refused):
+            mlflow_at.load_model("models:/corners@champion")

@@ -75,7 +75,8 @@ def test_a_run_reads_parquet_from_s3_and_keeps_its_files_there(bucket, tmp_path)
     from mlflow import MlflowClient
 
     assert [f.path for f in MlflowClient(record.tracking_uri).list_artifacts(record.run_id, "model")] == [
-        "model/weights.pt"
+        "model/weights.pt",
+        "model/weights.sha256.json",
     ]
 
 

@@ -115,9 +115,9 @@ def test_a_run_that_is_invalid_is_not_what_a_gate_lets_through(uri, tmp_path):
     record = a_run(run_id=run.run_id, tracking_uri=uri, metrics={})
     (tmp_path / "record.json").write_text(record.to_json())
     run.send(LogArtifact(str(tmp_path / "record.json")))
-    assert differences_from_mlflow(record) == []
+    assert differences_from_mlflow(record, uri=record.tracking_uri) == []
     invalidate_experiment(run.run_id, "the fan was off", uri=uri)
-    [said] = differences_from_mlflow(record)
+    [said] = differences_from_mlflow(record, uri=record.tracking_uri)
     assert said.startswith("it is invalid there: the fan was off")
 
 

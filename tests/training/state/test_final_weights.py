@@ -184,7 +184,7 @@ def test_every_rank_writes_its_share_and_together_they_are_the_model(gloo, tmp_p
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert sorted(names) == sorted(f"weights/{n}" for n in (*files, "model.safetensors.index.json"))
-    assert sorted(p.name for p in folder.iterdir()) == sorted(Path(n).name for n in names)
+    assert sorted(p.name for p in folder.iterdir()) == sorted([*(Path(n).name for n in names), "sha256.json"])
     assert len(files) > world_size and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
     plain = train_in_plain_torch(SmallTransformer(tie_head=False), ADAMW).weights
     read = weights.read_weights(path)
@@ -279,19 +279,19 @@ def test_a_run_that_goes_on_has_no_final_weights_until_it_ends_again(tmp_path):
         weights.read_weights(tmp_path)
     save_all(tmp_path, shares(3, value=7.0))  # on more workers in the end
     assert len(weights.complete(str(tmp_path))) == 4
-    assert len(list((tmp_path / "weights").iterdir())) == 4  # those of two are gone
+    assert len(list((tmp_path / "weights").iterdir())) == 5  # with the hashes; those of two are gone
     assert weights.read_weights(tmp_path)["layer2.weight"].eq(9.0).all()
 
 
 def test_the_other_form_goes_when_a_run_ends_under_another_strategy(tmp_path):
     plain = WeightShare({"a": torch.ones(2)})
     weights.save_weights(plain, str(tmp_path), rank=0)
-    assert weights.complete(str(tmp_path)) == ["weights.pt"]
+    assert list(weights.complete(str(tmp_path))) == ["weights.pt"]
     save_all(tmp_path, shares())
     weights.complete(str(tmp_path))
     assert not (tmp_path / "weights.pt").exists()
     weights.save_weights(plain, str(tmp_path), rank=0)
-    assert weights.complete(str(tmp_path)) == ["weights.pt"] and not (tmp_path / "weights").exists()
+    assert list(weights.complete(str(tmp_path))) == ["weights.pt"] and not (tmp_path / "weights").exists()
     assert weights.read_weights(tmp_path)["a"].eq(1).all()
 
 
@@ -413,6 +413,9 @@ def test_the_driver_declares_them_whole_and_mlflow_has_them(sharded_run):
     record, folder, plain = sharded_run(torn=False)
     read = weights.read_weights(folder)
     assert list(read) == list(plain) and all(torch.equal(read[name], plain[name]) for name in plain)
+    assert len(record.weights) == 3 and all(
+        Store(folder).digest(n)[0] == f["sha256"] for n, f in record.weights.items()
+    )
     assert record.status == "FINISHED" and not Path(folder, "weights.pt").exists()
     from mlflow import MlflowClient
 
@@ -421,6 +424,7 @@ def test_the_driver_declares_them_whole_and_mlflow_has_them(sharded_run):
         "model/model-00001-of-00002.safetensors",
         "model/model-00002-of-00002.safetensors",
         "model/model.safetensors.index.json",
+        "model/sha256.json",
     ]
 
 
