@@ -34,6 +34,8 @@ class Learning:
     value: float | None
     every_samples: float = 0.0
     has_finished: bool = True
+    is_known: bool = True
+    """Whether the evaluations of the target's metric were found."""
 
 
 def convergence_gate(
@@ -72,6 +74,10 @@ def _reached(candidates: Sequence[Learning], baselines: Sequence[Learning], may_
     missed = [sum(run.samples_to_target is None for run in side) for side in (candidates, baselines)]
     numbers = {"candidates that missed it": float(missed[0]), "baselines that missed it": float(missed[1])}
     what = "the target is reached"
+    if unknown := sum(not run.is_known for run in (*candidates, *baselines)):
+        words = f"of {unknown} runs no evaluation of its metric was found"
+        remedy = "name the MLflow that has them with --uri, or correct convergence.target"
+        return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy)
     if missed[1]:
         words = f"{missed[1]} of {len(baselines)} baselines ended without the target: it is no baseline for it"
         remedy = "train the baseline longer, or lower the target"

@@ -42,6 +42,8 @@ class CertificateFacts:
     tracking_uri: str = ""
     sha256: str = ""
     """SHA-256 of the certificate.json that this was read from."""
+    workers: tuple[Mapping[str, Any], ...] = ()
+    """Hardware of the workers that were compared; empty in certificates that know only the machine that asked."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any], *, name: str, sha256: str = "") -> CertificateFacts:
@@ -59,6 +61,7 @@ class CertificateFacts:
             str(values.get("run_id") or ""),
             str(values.get("tracking_uri") or ""),
             sha256,
+            tuple(worker for one in values.get("outcomes") or () for worker in one.get("workers") or ()),
         )
 
 
@@ -144,8 +147,9 @@ def _why_not(
     if policy.max_age_days is not None and age > policy.max_age_days:
         reasons.append(f"it is {age:.0f} days old, and equality.max_age_days is {policy.max_age_days:g}")
     reasons += unlike(_trained(one.config), _trained(run.config), may_differ)
-    # a certificate knows the machine that asked for it; GPUs that the run did not use are no part of it
-    theirs = facts_of_environment(one.environment, [{"device": "cpu"}] if run.is_on_cpus else [])
+    # where nothing is known of its workers, GPUs of the machine that asked for it are no part of a run on CPUs
+    workers = one.workers or ([{"device": "cpu"}] if run.is_on_cpus else [])
+    theirs = facts_of_environment(one.environment, workers)
     return reasons + unlike(theirs, run.facts, may_differ)
 
 

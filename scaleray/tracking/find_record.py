@@ -14,6 +14,7 @@ from typing import Any
 from scaleray.checkpoints.storage import Store
 from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import TrackingError, first_line
+from scaleray.records.alerts import ALERTS_FILE
 from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run import RunRecord
 from scaleray.tracking.accepted import acceptable_name
@@ -28,7 +29,8 @@ PARENT_TAG = "mlflow.parentRunId"
 class FoundRun:
     """A record and where it was found. steps: the text of steps.csv of a training, None without one.
 
-    folder: local; None for what lies in a bucket or in MLflow alone. evaluations: (step, value) by metric.
+    folder: local; None for what lies in a bucket or in MLflow alone. evaluations: (step, value) by metric. alerts: the
+    text of alerts.jsonl of a training, None without one.
     """
 
     record: AnyRecord
@@ -36,6 +38,7 @@ class FoundRun:
     folder: Path | None = None
     steps: str | None = None
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    alerts: str | None = None
 
 
 def find_run(run: str, *, uri: str | None = None) -> FoundRun:
@@ -79,7 +82,15 @@ def _read(place: Store, text: bytes) -> FoundRun:
     if isinstance(record, RunRecord):
         with contextlib.suppress(OSError):
             steps = place.read(STEPS).decode(errors="replace")  # whoever reads it leaves damaged lines out
-    return FoundRun(record, where, Path(place.root) if place.is_local else None, steps)
+    folder = Path(place.root) if place.is_local else None
+    return FoundRun(record, where, folder, steps, alerts=read_alerts(place))
+
+
+def read_alerts(place: Store) -> str | None:
+    """The text of a run's alerts.jsonl; None where there is none."""
+    with contextlib.suppress(OSError):
+        return place.read(ALERTS_FILE).decode(errors="replace")
+    return None
 
 
 def _in_mlflow(run: str, uri: str) -> FoundRun:
@@ -97,13 +108,14 @@ def _in_mlflow(run: str, uri: str) -> FoundRun:
                     "only what has ended has one",
                 )
             text = Path(client.download_artifacts(chosen, FILE, folder)).read_bytes()
-            steps = (
-                Path(client.download_artifacts(chosen, STEPS, folder)).read_text(errors="replace")
-                if STEPS in names
+            steps, alerts = (
+                Path(client.download_artifacts(chosen, name, folder)).read_text(errors="replace")
+                if name in names
                 else None
+                for name in (STEPS, ALERTS_FILE)
             )
     where = f"MLflow run {chosen}" + (f", the newest of {len(found)} with this name" if len(found) > 1 else "")
-    return FoundRun(record_of(text, where=where), where, None, steps)
+    return FoundRun(record_of(text, where=where), where, None, steps, alerts=alerts)
 
 
 @contextlib.contextmanager

@@ -177,6 +177,14 @@ class TestEquality:
         result = equality_gate(Verified.of_run(a_run()), [a_certificate(**planted)], policy=EqualityPolicy(), now=NOW)
         assert result.answer == "inconclusive" and named in words_of(result)
 
+    def test_a_certificate_knows_the_hardware_of_its_workers_where_a_head_without_gpus_asked_for_it(self):
+        head = {**ENVIRONMENT, "cpu": {"model": "of the head"}, "accelerators": {}}
+        run = Verified.of_run(a_run(environment=head, workers_told=workers_on(ENVIRONMENT)))
+        other = workers_on({**ENVIRONMENT, "accelerators": {"names": ["L4"]}})
+        for workers, answer in ((workers_on(ENVIRONMENT), "pass"), (other, "inconclusive"), ([], "inconclusive")):
+            certificate = a_certificate(environment=head, workers=tuple(workers))
+            assert equality_gate(run, [certificate], policy=EqualityPolicy(), now=NOW).answer == answer
+
     def test_the_newest_certificate_that_belongs_to_the_run_counts(self):
         old, new = a_certificate(passed=False), a_certificate(name="verify-2", date=NOW - DAY_S)
         other = a_certificate(name="verify-3", date=NOW, world_sizes=(8,), passed=False)

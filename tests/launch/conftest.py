@@ -43,3 +43,27 @@ def ray_session(ray_head):
     wait_until(connects)
     yield ray_head
     ray.shutdown()
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """The bucket `bucket` of an emulator of S3, as pyarrow's filesystem."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    import pyarrow.fs
+
+    filesystem = pyarrow.fs.S3FileSystem(endpoint_override=f"http://{host}:{port}", allow_bucket_creation=True)
+    filesystem.create_dir("bucket")
+    yield filesystem
+    server.stop()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scaleray.config.base import Target
+from scaleray.checkpoints.storage import Store
+from scaleray.config.base import Target, without_password
 from scaleray.config.decides import Decides, decides
 from scaleray.errors import TrackingError, UsageError
 from scaleray.gates.convergence import Learning
@@ -18,15 +19,18 @@ from scaleray.gates.equality import CertificateFacts
 from scaleray.gates.operations import faults_survived
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.parsing import inert_json, load_json
-from scaleray.records.alerts import ALERTS_FILE, Alert, parse_alerts
+from scaleray.records.alerts import Alert, parse_alerts
 from scaleray.records.conditions import repeat_key
 from scaleray.records.json_record import jsonable, leaves
-from scaleray.records.read import FILE, read_record
+from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
 from scaleray.tracking.find_record import FoundRun, find_run
 
 CERTIFICATE = "certificate.json"
+NO_CERTIFICATE = f"it holds no {CERTIFICATE} of `scaleray verify`"
+READERS = 8
+"""Folders beside a run's own that are read at once: a bucket takes 50 ms for each file."""
 MOST_NEIGHBOURS = 500
 """Most folders beside a run's own that are looked at for its repeats, certificates and studies, the newest first."""
 
@@ -79,16 +83,19 @@ def collect(
     notes: list[str] = []
     beside = _neighbours(candidates[0])
     for side, what in ((candidates, "candidate"), (baselines, "baseline")):
-        if len(side) == 1 and (more := _repeats(side[0], uri)):
+        near = beside if side is candidates else _neighbours(side[0]) if len(side) == 1 else []
+        known = {one.where for one in (*candidates, *baselines)}
+        repeats = _repeats(training(side[0]), near, uri) if len(side) == 1 else []
+        if more := [one for one in repeats if one.where not in known]:
             side += more
             failed = sum(training(one).status != "FINISHED" for one in more)
             found = f"{what}: {len(more)} other runs of the same but the seed were found beside it"
             notes.append(found + (f", of which {failed} failed" if failed else ""))
-    endured = _endured(candidates)
+    endured = _endured(candidates, beside)
     if endured:
         notes.append(f"faults: {len(endured)} runs beside it went on after an interruption")
     found_study = _study(study, beside, training(candidates[0]), uri)
-    facts = certificates_for(candidates[0], certificates)
+    facts = [_named_certificate(name) for name in certificates] or _certificates(beside)
     return Evidence(candidates, baselines, facts, found_study, notes, endured)
 
 
@@ -108,7 +115,7 @@ def _refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun])
 
 def certificates_for(found: FoundRun, named: Sequence[str]) -> list[CertificateFacts]:
     """The certificates that are named, or those in the folders beside that of a run or study."""
-    return [_certificate(Path(name)) for name in named] or _certificates(_neighbours(found))
+    return [_named_certificate(name) for name in named] or _certificates(_neighbours(found))
 
 
 def learning(found: FoundRun, target: Target | None, metric: str | None) -> Learning:
@@ -116,6 +123,7 @@ def learning(found: FoundRun, target: Target | None, metric: str | None) -> Lear
     the target."""
     record = training(found)
     has_finished = record.status == "FINISHED"
+    is_known = target is None or bool(found.evaluations.get(target.metric)) or not has_finished
     batch = float(record.derived.get("global_batch_size") or 0)
     points = found.evaluations.get(target.metric, []) if target else []
     reached = next((step for step, value in points if target and target.is_reached({target.metric: value})), None)
@@ -124,7 +132,7 @@ def learning(found: FoundRun, target: Target | None, metric: str | None) -> Lear
     name = metric or (target.metric if target else None)
     value = record.metrics.get(name) if name else None
     samples = reached * batch if reached is not None and has_finished else None
-    return Learning(samples, value, every * batch, has_finished)
+    return Learning(samples, value, every * batch, has_finished, is_known)
 
 
 def target_of(run: RunRecord) -> Target | None:
@@ -136,42 +144,63 @@ def target_of(run: RunRecord) -> Target | None:
 
 def alerts_of(found: FoundRun) -> list[Alert] | None:
     """What a run told of its alerts; None where it recorded none, not even that there were none."""
-    if found.folder is None or not (path := found.folder / ALERTS_FILE).is_file():
-        return None
-    return parse_alerts(path.read_text(errors="replace"))
+    return None if found.alerts is None else parse_alerts(found.alerts)
 
 
-def _neighbours(found: FoundRun) -> list[Path]:
-    """The folders beside a run's own, newest first; none for what is not in a local folder."""
-    if found.folder is None:
+@dataclass(frozen=True)
+class _Neighbour:
+    """A folder beside a run's own, and what is in it."""
+
+    place: Store
+    record: AnyRecord | None
+    certificate: CertificateFacts | None
+
+
+def _neighbours(found: FoundRun) -> list[_Neighbour]:
+    """The folders beside a run's own, newest first; none for what is in MLflow alone."""
+    if "://" not in found.where and found.folder is None:
         return []
+    own = Store(str(found.folder) if found.folder is not None else found.where)
     with contextlib.suppress(OSError):
-        folders = [p for p in found.folder.parent.iterdir() if p.is_dir() and p != found.folder]
-        return sorted(folders, key=lambda p: -p.stat().st_mtime)[:MOST_NEIGHBOURS]
+        names = [name for name in own.parent.names() if name != own.name]
+        if own.is_local:
+            age = {name: -Path(own.parent.root, name).stat().st_mtime for name in names}
+            names = sorted(names, key=age.__getitem__)
+        else:  # a bucket's folders have no time, and the names that scaleray gives end with one
+            names = names[::-1]
+        with ThreadPoolExecutor(READERS) as pool:
+            return list(pool.map(_neighbour, map(own.parent.child, names[:MOST_NEIGHBOURS])))
     return []
 
 
-def _repeats(found: FoundRun, uri: str | None) -> list[FoundRun]:
+def _neighbour(place: Store) -> _Neighbour:
+    record, certificate = None, None
+    with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
+        record = parse_record(place.read(FILE))
+    with contextlib.suppress(OSError, TrackingError):  # a certificate of `verify --resume` is of another kind
+        certificate = _certificate(place.root, place.read(CERTIFICATE))
+    return _Neighbour(place, record, certificate)
+
+
+def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> list[FoundRun]:
     """Runs beside a run that are the same but for the seed, one of each seed: the newest that has finished, else one
     that failed."""
-    own = training(found)
-    mine, repeats = repeat_key(own), dict[Any, Path]()
+    mine, repeats = repeat_key(own), dict[Any, Store]()
     for status in ("FINISHED", "FAILED"):
-        for folder, record in _runs_beside(found, status):
+        for place, record in _runs(beside, status):
             seed = record.config.get("seed")
             if repeat_key(record) == mine and seed != own.config.get("seed"):
-                repeats.setdefault(seed, folder)
-    return [find_run(str(folder), uri=uri) for folder in repeats.values()]
+                repeats.setdefault(seed, place)
+    return [find_run(place.root, uri=uri) for place in repeats.values()]
 
 
-def _endured(candidates: Sequence[FoundRun]) -> list[FoundRun]:
+def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> list[FoundRun]:
     """Finished runs beside the candidates that trained the same on as many workers, and survived a fault."""
-    own = training(candidates[0])
-    mine, known = _trained(own), {one.folder for one in candidates}
+    mine, known = _trained(training(candidates[0])), {one.where for one in candidates}
     return [
-        find_run(str(folder))
-        for folder, record in _runs_beside(candidates[0])
-        if faults_survived(record) and _trained(record) == mine and folder not in known
+        find_run(place.root)
+        for place, record in _runs(beside, "FINISHED")
+        if faults_survived(record) and _trained(record) == mine and place.path("").rstrip("/") not in known
     ]
 
 
@@ -183,50 +212,50 @@ def _trained(run: RunRecord) -> list[Any]:
     return [run.strategy, run.workers, git.get("commit"), config]
 
 
-def _runs_beside(found: FoundRun, status: str = "FINISHED") -> Iterator[tuple[Path, RunRecord]]:
-    """The runs of this status beside a run, newest first."""
-    for folder in _neighbours(found):
-        with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
-            if not (folder / FILE).is_file():
-                continue
-            record = read_record(folder)
-            if isinstance(record, RunRecord) and record.status == status:
-                yield folder, record
+def _runs(beside: Sequence[_Neighbour], status: str) -> Iterator[tuple[Store, RunRecord]]:
+    """The runs of this status among the neighbours."""
+    for one in beside:
+        if isinstance(one.record, RunRecord) and one.record.status == status:
+            yield one.place, one.record
 
 
-def _certificate(path: Path) -> CertificateFacts:
-    """The certificate in a folder or a file. Raises TrackingError for anything else."""
-    file = path / CERTIFICATE if path.is_dir() else path
+def _certificate(where: str, text: bytes) -> CertificateFacts:
+    """The certificate in the text of a certificate.json. Raises TrackingError for anything else."""
+    where = without_password(where)
     try:
-        text = file.read_bytes()
-        return CertificateFacts.of(
-            load_json(inert_json(text)), name=str(file.parent), sha256=hashlib.sha256(text).hexdigest()
-        )
-    except (OSError, KeyError, TypeError, ValueError) as exc:
-        allowed = f"it holds no {CERTIFICATE} of `scaleray verify`: {type(exc).__name__} {exc}"
-        raise TrackingError("--certificates", str(path), allowed) from exc
+        return CertificateFacts.of(load_json(inert_json(text)), name=where, sha256=hashlib.sha256(text).hexdigest())
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise TrackingError("--certificates", where, f"{NO_CERTIFICATE}: {type(exc).__name__} {exc}") from exc
 
 
-def _certificates(beside: Sequence[Path]) -> list[CertificateFacts]:
-    found = []
-    for folder in beside:
-        if (folder / CERTIFICATE).is_file():
-            with contextlib.suppress(TrackingError):  # a certificate of `verify --resume` is of another kind
-                found.append(_certificate(folder))
-    return found
+def _named_certificate(name: str) -> CertificateFacts:
+    """The certificate in a folder, a bucket or a file. Raises TrackingError."""
+    place = Store(name.removesuffix(f"/{CERTIFICATE}")) if "://" in name else None
+    if place is None:
+        path = Path(name).expanduser().absolute()
+        place = Store(str(path if path.is_dir() else path.parent))
+        file = CERTIFICATE if path.is_dir() else path.name
+    else:
+        file = CERTIFICATE
+    try:
+        return _certificate(place.root, place.read(file))
+    except OSError as exc:
+        raise TrackingError("--certificates", without_password(name), f"{NO_CERTIFICATE}: {exc}") from exc
 
 
-def _study(name: str | None, beside: Sequence[Path], run: RunRecord, uri: str | None) -> StudyRecord | None:
+def _certificates(beside: Sequence[_Neighbour]) -> list[CertificateFacts]:
+    return [one.certificate for one in beside if one.certificate is not None]
+
+
+def _study(name: str | None, beside: Sequence[_Neighbour], run: RunRecord, uri: str | None) -> StudyRecord | None:
     if name is not None:
         record = find_run(name, uri=uri).record
         if not isinstance(record, StudyRecord):
             raise UsageError("--study", name, "it must be a scaling study", "scaleray study -c FILE makes one")
         return record
     own = digest(training_of(run.config))
-    for folder in beside:
-        with contextlib.suppress(OSError, ValueError, TypeError, json.JSONDecodeError):
-            if (folder / FILE).is_file() and isinstance(record := read_record(folder), StudyRecord):
-                sizes = {one.point.workers for curve in record.curves for one in curve.points}
-                if run.workers in sizes and record.conditions.config_hash == own:
-                    return record
+    for record in (one.record for one in beside if isinstance(one.record, StudyRecord)):
+        sizes = {one.point.workers for curve in record.curves for one in curve.points}
+        if run.workers in sizes and record.conditions.config_hash == own:
+            return record
     return None

@@ -9,17 +9,18 @@ import math
 from pathlib import Path
 from typing import Any
 
+from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
 from scaleray.gates.equality import CertificateFacts
 from scaleray.gates.policy import Policy
-from scaleray.launch.gate.evidence import Evidence, alerts_of, training
+from scaleray.launch.gate.evidence import Evidence, training
 from scaleray.launch.gate.policy_file import policy_of
 from scaleray.parsing import load_json
 from scaleray.records.alerts import ALERTS_FILE
 from scaleray.records.json_record import jsonable
 from scaleray.records.read import FILE
 from scaleray.records.study import StudyRecord
-from scaleray.tracking.find_record import FoundRun, record_of
+from scaleray.tracking.find_record import FoundRun, read_alerts, record_of
 
 INDEX, EVALUATIONS, STUDY = "evidence.json", "evaluations.json", "study.json"
 SIDES = ("candidates", "baselines", "endured")
@@ -64,9 +65,8 @@ def _keep_run(found: FoundRun, folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / FILE).write_text(training(found).to_json())
     (folder / EVALUATIONS).write_text(json.dumps(jsonable(found.evaluations)))
-    if (alerts := alerts_of(found)) is not None:
-        lines = [json.dumps(jsonable(dataclasses.asdict(alert))) + "\n" for alert in alerts]
-        (folder / ALERTS_FILE).write_text("".join(lines))
+    if found.alerts is not None:
+        (folder / ALERTS_FILE).write_text(found.alerts)
 
 
 def _read_run(folder: Path, where: str) -> FoundRun:
@@ -75,9 +75,9 @@ def _read_run(folder: Path, where: str) -> FoundRun:
         for name, points in load_json((folder / EVALUATIONS).read_bytes()).items()
     }
     record = record_of((folder / FILE).read_bytes(), where=f"{where}, as it was kept")
-    return FoundRun(record, where, folder, None, evaluations)
+    return FoundRun(record, where, folder, None, evaluations, read_alerts(Store(str(folder))))
 
 
 def _certificate(values: dict[str, Any]) -> CertificateFacts:
-    lists = {name: tuple(values[name]) for name in ("strategies", "world_sizes")}
+    lists = {name: tuple(values.get(name, ())) for name in ("strategies", "world_sizes", "workers")}
     return CertificateFacts(**{**values, **lists})

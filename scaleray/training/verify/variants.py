@@ -12,11 +12,13 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from scaleray.data import Sources
 from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossError, UsageError, WorkloadError
 from scaleray.reproducibility.causes import Cause, Finding, Layout, from_traces
 from scaleray.reproducibility.compare_traces import Comparison, Divergence, compare, divergences, restored_differences
+from scaleray.reproducibility.fingerprint import hardware
 from scaleray.reproducibility.masks import masks_broken
 from scaleray.reproducibility.own_precision import Excess, excess
 from scaleray.reproducibility.traces import Trace
@@ -87,6 +89,8 @@ class Outcome:
     bound: float | None = None
     """Largest relative difference that counted as equal, wider than the one asked for where rounding grows."""
     duration_s: float = 0.0
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    """Each kind of hardware that its workers ran on, with their device."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,8 @@ class _Group:
         self.unsaved, self.failures = "", Failures(place)
 
     def run(self) -> tuple[list[Outcome], References]:
+        everyone = self.place.gathered({"device": str(self.place.device), **hardware()})
+        self.workers = [kind for number, kind in enumerate(everyone) if kind not in everyone[:number]]
         with shared_folder(self.place, self.assignment.folder) as folder:
             self.runs = Runs(self.place, self.assignment.reference, self.references, self.sources, folder)
             self.explanation = Explanation(self.runs, self.bound)
@@ -161,7 +167,7 @@ class _Group:
 
     def _outcome(self, variant: Variant) -> Outcome:
         started = time.perf_counter()
-        outcome = Outcome(variant.strategy, variant.world_size, variant.accumulation, "equal")
+        outcome = Outcome(variant.strategy, variant.world_size, variant.accumulation, "equal", workers=self.workers)
         probes: list[TraceProbe] = []
         key, promise = self._key(variant), promised(variant)
         if key.partition is not None and (why := without_statistics(variant)):

@@ -4,7 +4,9 @@ import dataclasses
 import json
 import shlex
 import time
+from pathlib import Path
 
+import pyarrow.fs
 import pytest
 
 from scaleray.cli.gate import gate
@@ -14,6 +16,7 @@ from scaleray.launch.gate.evidence import collect
 from scaleray.launch.gate.gate import judge, judge_evidence
 from scaleray.launch.gate.kept_evidence import keep_evidence, read_evidence
 from scaleray.launch.gate.policy_file import policy_of, read_policy
+from scaleray.records.alerts import Alert
 from tests import study_examples
 from tests.recorded_runs import CONFIG, ENVIRONMENT, a_run
 
@@ -116,6 +119,50 @@ def test_a_certificate_beside_the_run_is_found_and_one_of_another_kind_is_passed
         (tmp_path / name / "certificate.json").write_text(json.dumps({**values, **more}))
     record = judge([run], gates=["equality"])
     assert [check.answer for check in record.gates[0].checks] == ["pass", "inconclusive"], "MLflow has no copy of it"
+
+
+def test_what_lies_beside_a_run_in_a_bucket_is_found_and_so_are_its_alerts(tmp_path, bucket):
+    """A bucket by its URI, as of a run on a cluster: repeats, faults, certificates, a study, and alerts."""
+    runs = a_folder_of_runs(tmp_path, "candidate")
+    for run in runs:
+        alert = Alert("loss spike", "critical", "firing", 0.0, 9.0, "it rose")
+        Path(run, "alerts.jsonl").write_text(json.dumps(dataclasses.asdict(alert)) + "\n" if run is runs[2] else "")
+    (tmp_path / "verify-1").mkdir()
+    values = {
+        "passed": True, "verdict": "the same training", "bound": 1e-9, "config": CONFIG, "environment": ENVIRONMENT,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "strategies": ["ddp"], "world_sizes": [1, 2], "outcomes": [],
+    }  # fmt: skip
+    (tmp_path / "verify-1" / "certificate.json").write_text(json.dumps(values))
+    root = f"bucket/{tmp_path.name}"  # the server keeps what other tests have left in the bucket
+    pyarrow.fs.copy_files(str(tmp_path), root, destination_filesystem=bucket)
+    runs = [f"s3://{root}/candidate{seed}" for seed in range(3)]
+    evidence = collect(runs[:1], against=runs[1:2])
+    assert [one.record.name for one in evidence.candidates] == ["candidate0", "candidate2"]
+    assert [one.name for one in evidence.certificates] == [f"s3://{root}/verify-1"]
+    assert collect(runs[:2], certificates=[f"s3://{root}/verify-1"]).certificates == evidence.certificates
+    assert judge(runs[:2], gates=["operations"]).answer == "pass"
+    found = judge(runs, gates=["operations"])
+    assert found.answer == "fail" and "loss spike" in found.gates[0].checks[-1].words
+    keep_evidence(collect(runs), policy_of({}, where="here"), tmp_path / "kept")
+    kept, held = read_evidence(tmp_path / "kept")
+    assert judge_evidence(kept, held, gates=["operations"]).gates[0].checks == found.gates[0].checks
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file:///nowhere", "candidate0/record.json"])
+def test_a_certificate_that_is_none_is_one_error(tmp_path, name):
+    (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
+    where = name if "://" in name else str(tmp_path / name)
+    with pytest.raises(TrackingError, match="it holds no certificate"):
+        collect([run], certificates=[where])
+
+
+def test_evaluations_that_nobody_has_are_no_target_missed(tmp_path):
+    sides = [a_folder_of_runs(tmp_path / side, side, number=5) for side in ("candidate", "baseline")]
+    found = judge(
+        sides[0], against=sides[1], policy={"convergence": {"target": "test/f1 >= 0.9"}}, gates=["convergence"]
+    )
+    assert found.answer == "inconclusive"
+    assert "of 10 runs no evaluation of its metric was found" in str(found.gates[0].checks)
 
 
 def test_the_exit_code_and_the_json_say_the_same(tmp_path, capsys):

@@ -21,29 +21,6 @@ from scaleray.records.sweep import SweepRecord
 HERE = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def bucket(monkeypatch):
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_REGION": "us-east-1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    import pyarrow.fs
-
-    filesystem = pyarrow.fs.S3FileSystem(endpoint_override=f"http://{host}:{port}", allow_bucket_creation=True)
-    filesystem.create_dir("bucket")
-    yield filesystem
-    server.stop()
-
-
 def test_a_run_reads_parquet_from_s3_and_keeps_its_files_there(bucket, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -71,7 +48,7 @@ def test_a_run_reads_parquet_from_s3_and_keeps_its_files_there(bucket, tmp_path)
 
     folder = record.run_dir.removeprefix("s3://")
     files = {Path(f.path).name for f in bucket.get_file_info(pyarrow.fs.FileSelector(folder))}
-    assert {"config.yaml", "record.json", "steps.csv", "weights.pt"} <= files
+    assert {"config.yaml", "record.json", "steps.csv", "weights.pt", "alerts.jsonl"} <= files
     from mlflow import MlflowClient
 
     assert [f.path for f in MlflowClient(record.tracking_uri).list_artifacts(record.run_id, "model")] == [
