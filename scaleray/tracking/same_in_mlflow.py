@@ -34,8 +34,8 @@ def differences_from_mlflow(
     alerts.jsonl; None: there is no such file. uri: MLflow's; None is scaleray's own."""
 
     def differing(client: Any) -> list[str]:
-        run = client.get_run(record.run_id).data
-        found = _invalid(run.tags) + _other_keys(record, _kept(client, record.run_id, FILE))
+        stored = client.get_run(record.run_id)
+        run, found = stored.data, _withdrawn(stored) + _other_keys(record, _kept(client, record.run_id, FILE))
         found += [
             f"metrics.{name}"
             for name, value in sorted(record.metrics.items())
@@ -54,7 +54,7 @@ def study_differences(study: StudyRecord, *, uri: str | None = None) -> list[str
     deleted, not what their seals say, or not what the record says."""
 
     def differing(client: Any) -> list[str]:
-        found = _invalid(client.get_run(study.run_id).data.tags)
+        found = _withdrawn(client.get_run(study.run_id))
         found += _other_keys(study, _kept(client, study.run_id, FILE))
         for curve in study.curves:
             for at in curve.points:
@@ -69,10 +69,11 @@ def certificate_differences(run_id: str, sha256: str, *, uri: str | None = None)
     it is marked as invalid there."""
 
     def differing(client: Any) -> list[str]:
-        tags = client.get_run(run_id).data.tags
+        stored = client.get_run(run_id)
+        tags = stored.data.tags
         recorded = {hashlib.sha256(_kept(client, run_id, CERTIFICATE)).hexdigest()}
         recorded |= {tags[CERTIFICATE_SHA256]} if CERTIFICATE_SHA256 in tags else set()
-        return _invalid(tags) + ([] if recorded == {sha256} else ["its content is not what was recorded"])
+        return _withdrawn(stored) + ([] if recorded == {sha256} else ["its content is not what was recorded"])
 
     return _asked(run_id, uri, differing)
 
@@ -92,8 +93,11 @@ def _kept(client: Any, run_id: str, name: str) -> bytes:
         return Path(client.download_artifacts(run_id, name, folder)).read_bytes()
 
 
-def _invalid(tags: Any) -> list[str]:
-    return [f"it is invalid there: {tags[INVALID]}"] if INVALID in tags else []
+def _withdrawn(run: Any) -> list[str]:
+    """That a run was deleted in MLflow or is marked as invalid there, in words."""
+    tags = run.data.tags
+    found = ["it was deleted"] if run.info.lifecycle_stage == "deleted" else []
+    return found + ([f"it is invalid there: {tags[INVALID]}"] if INVALID in tags else [])
 
 
 def _other_keys(record: JsonRecord, kept: bytes) -> list[str]:
@@ -107,9 +111,7 @@ def _of_point(client: Any, at: CurvePoint) -> Iterator[str]:
     """What is wrong with a point in MLflow. Raises where it is not there."""
     run = client.get_run(at.point.run_id)
     tags, metrics = run.data.tags, run.data.metrics
-    if run.info.lifecycle_stage == "deleted":
-        yield "it was deleted"
-    yield from _invalid(tags)
+    yield from _withdrawn(run)
     if problem := problem_of(tags, run.data.params, metrics):
         yield problem
     relative = [] if at.point.reused_from else relative_values(at)  # of another curve, where another study measured it

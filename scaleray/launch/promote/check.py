@@ -135,7 +135,10 @@ def _weights(folder: Path, version: ModelVersion, uri: str) -> Check:
     import torch
 
     what = "the weights are those of the run"
-    packed = find_parts(folder / MODEL)
+    try:
+        packed = find_parts(folder / MODEL)
+    except ScaleRayError as exc:
+        return Check(what=what, answer="fail", words=f"the packed ones cannot be read: {first_line(exc)}")
     words = packed.weights.words
     number, which = words.rpartition(" ")[2], TRAINED if f" {TRAINED} " in words else None
     step = int(number) if number.isdigit() else None
