@@ -11,7 +11,7 @@ from scaleray.errors import TrackingError, first_line
 from scaleray.tracking import unsent_file
 from scaleray.tracking.operations import LogArtifact, LogMetrics, Operation, pieces_of, shown
 from scaleray.tracking.outbox import is_refusal_of_content
-from scaleray.tracking.store import RunStore, check_reachable
+from scaleray.tracking.store import RunStore, check_reachable, resolve_uri
 
 
 def replay(path: str | Path, *, uri: str | None = None) -> int:
@@ -38,7 +38,7 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
             "it is not one that scaleray wrote: its first line does not say which run it belongs to",
             f"its {len(unsent.operations)} whole operations can be sent once that line is there, as in run.json",
         )
-    uri = uri or head["tracking_uri"]
+    uri = resolve_uri(uri or head["tracking_uri"])
     check_reachable(uri)
     try:
         store = RunStore(uri, head["run_id"], head["experiment_id"])

@@ -42,11 +42,10 @@ def uri_of_environment() -> str | None:
 
 def resolve_uri(uri: str | None) -> str:
     """The tracking URI to use, always absolute: the given one (an option, or a config's `tracking.uri`), that of the
-    environment, or an SQLite file in ~/scaleray."""
+    environment, or an SQLite file in ~/scaleray. A saved one, without its password, is that of the environment if they
+    differ by the password alone. Raises TrackingError."""
     if uri is not None and ":***@" in uri:
-        raise TrackingError(
-            "tracking.uri", uri, "it is a saved one, whose password is not kept", "give it again with --tracking.uri"
-        )
+        uri = _with_its_password(uri)
     uri = uri or uri_of_environment() or f"sqlite:///{Path.home() / 'scaleray' / 'mlflow.db'}"
     if uri.startswith("sqlite:///"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).expanduser().absolute()}"
@@ -59,6 +58,14 @@ def resolve_uri(uri: str | None) -> str:
             "MLflow 3 does not keep runs in plain folders any more; use sqlite:///mlflow.db",
         )
     return uri
+
+
+def _with_its_password(saved: str) -> str:
+    given = uri_of_environment()
+    if given is None or without_password(given) != saved:
+        hint = "set MLFLOW_TRACKING_URI to the address with its password"
+        raise TrackingError("tracking.uri", saved, "it is a saved one, whose password is not kept", hint)
+    return given
 
 
 def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
