@@ -238,9 +238,7 @@ class TestUse:
         _, uri = promoted
         source = Path(ModelRegistry(uri).find(Named("corners", number=1)).source)
         (source / "data/packed/code/corners.py").write_text("raise SystemExit('code of somebody else')")
-        from scaleray.tracking.registry import fetched
-
-        monkeypatch.setattr(fetched, "own_folder", lambda: tmp_path)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         with pytest.raises(TrackingError, match=r"corners.py was changed"):
             scaleray.load("models:/corners@champion", uri=uri)
 
