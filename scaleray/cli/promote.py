@@ -107,10 +107,12 @@ def promote(
     return EXIT_CODES[found.answer] if found.version is None else 0
 
 
-def rollback(model: str, *, to: int | None = None, uri: Uri = None, json: Json = False) -> int:
-    """Let an alias name an earlier version again, after that one has been checked as `promote --verify` does.
+def rollback(
+    model: str, *, to: int | None = None, unchecked: str | None = None, uri: Uri = None, json: Json = False
+) -> int:
+    """Let an alias name an earlier version again, if that version's files are those of its promotion.
 
-    Exit code 0 when the alias names it, 1 or 3 when the check does not pass and the alias stays, 2 for bad usage.
+    Exit code 0 when the alias names it, 2 when it stays.
 
     Parameters
     ----------
@@ -119,18 +121,19 @@ def rollback(model: str, *, to: int | None = None, uri: Uri = None, json: Json =
     to
         Version; by default the one that had the alias last before the present one, without those from which it was
         taken back.
+    unchecked
+        Reason for moving the alias without a look at the files, if they cannot be fetched. A tag of the version keeps
+        it.
     """
     from scaleray.launch.promote.rollback import rollback as run_rollback
 
     output = Output(json=json)
     with output.running():
-        number, check = run_rollback(model, to=to, uri=uri)
-    for line in check.lines():
-        output.say(line)
-    output.say(f"{model} names version {number}" + ("" if check.answer == "pass" else ", as before"))
+        number = run_rollback(model, to=to, unchecked=unchecked, uri=uri)
+    output.say(f"{model} names version {number}; check the rest of it: scaleray promote --verify {model}")
     if json:
-        print_json({"model": model, "version": number, "check": check.to_dict()})
-    return EXIT_CODES[check.answer]
+        print_json({"model": model, "version": number})
+    return 0
 
 
 def _verify(name: str, output: Output, *, pipeline: Path | None, uri: str | None, json: bool) -> int:
