@@ -27,7 +27,6 @@ def promote(
     workload: WorkloadName = None,
     pipeline: Path | None = None,
     cluster: Literal["local", "kubernetes", "slurm", "ray-up"] = "local",
-    schedule: str = "0 3 * * 1",
     verify: str | None = None,
     uri: Uri = None,
     json: Json = False,
@@ -56,12 +55,10 @@ def promote(
     certificates
         Folders or files of certificates of `scaleray verify`.
     pipeline
-        Folder to copy the repeatable pipeline to: job file, cluster, alerts, schedule and drift check. It is among the
-        version's files as well. With --verify, a folder that must still be that of the version.
+        Folder to copy the repeatable pipeline to: job file, cluster, alerts, retraining script and drift check. It is
+        among the version's files as well. With --verify, a folder that must still be that of the version.
     cluster
         Kind of cluster that the pipeline is for.
-    schedule
-        When it trains again, as five fields of cron; by default Mondays at 3.
     verify
         Promote nothing: check what NAME@ALIAS or NAME/VERSION names. The alias, every byte, the gates' answers to the
         kept evidence, the pipeline, the run and its weights.
@@ -89,7 +86,6 @@ def promote(
             workload=workload,
             pipeline=pipeline,
             cluster=cluster,
-            schedule=schedule,
             uri=uri,
             say=output.say,
         )

@@ -22,7 +22,7 @@ from scaleray.errors import ConfigError, TrackingError, UsageError, first_line
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.path.tasks import JOB, POLICY, STATE, tasks_of
-from scaleray.launch.promote.schedules import KINDS
+from scaleray.launch.promote.pipeline import KINDS
 from scaleray.launch.session.start import with_absolute_paths
 from scaleray.records.json_record import jsonable
 from scaleray.records.path import PathRecord
