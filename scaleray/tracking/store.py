@@ -44,7 +44,7 @@ def resolve_uri(uri: str | None) -> str:
     """The tracking URI to use, always absolute: the given one (an option, or a config's `tracking.uri`), that of the
     environment, or an SQLite file in ~/scaleray. A saved one, without its password, is that of the environment if they
     differ by the password alone. Raises TrackingError."""
-    if uri is not None and ":***@" in uri:
+    if uri is not None and (":***@" in uri or "=***" in uri):
         uri = _with_its_password(uri)
     uri = uri or uri_of_environment() or f"sqlite:///{Path.home() / 'scaleray' / 'mlflow.db'}"
     if uri.startswith("sqlite:///"):

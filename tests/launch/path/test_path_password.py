@@ -65,5 +65,8 @@ def test_an_address_whose_password_the_next_command_cannot_know_begins_no_path(t
 def test_a_saved_address_has_the_password_of_the_environment_only_if_all_else_is_the_same(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
     assert store.resolve_uri("http://me:***@127.0.0.1:9") == URI
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given := "postgresql://db/mlflow?user=me&password=hunter2")
+    assert store.resolve_uri(store.without_password(given)) == given
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
     with pytest.raises(TrackingError, match="whose password is not kept"):
         store.resolve_uri("http://me:***@other:9")
