@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 
@@ -15,3 +17,11 @@ def open_filesystem(path: str) -> tuple[Any, str]:
     if "://" not in path:  # not from_uri, which would take a '?' or '%20' in a path for its own
         return pyarrow.fs.LocalFileSystem(), path.rstrip("/")
     return pyarrow.fs.FileSystem.from_uri(path.replace(" ", "%20"))  # a folder's name may have one, a URI may not
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename a folder to the first free one of `NAME.before-1`, `NAME.before-2`, ...; None if there is no folder."""
+    if not folder.is_dir():
+        return None
+    names = (folder.with_name(f"{folder.name}.before-{number}") for number in itertools.count(1))
+    return folder.rename(next(name for name in names if not name.exists()))

@@ -44,6 +44,19 @@ def own_folder() -> Path:
     return _folder_of_this_process(place)
 
 
+def cache_folder(name: str) -> Path:
+    """A folder of this user alone on a disk, below XDG_CACHE_HOME or ~/.cache; in `own_folder`, which may be memory, if
+    that cannot be written."""
+    try:
+        place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleray" / name
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except (OSError, RuntimeError):  # no home, or one that is read-only
+        place = own_folder() / name
+        place.mkdir(mode=0o700, exist_ok=True)
+    return place
+
+
 @functools.cache
 def _folder_of_this_process(place: Path) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="scaleray-", dir=place))

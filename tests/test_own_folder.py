@@ -44,3 +44,13 @@ def test_an_environment_in_a_folder_with_a_space_is_run_through_a_link_without_o
 def test_an_environment_without_a_space_needs_no_link(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/opt/env/bin/python")
     assert own_folder.plain_executable() == "/opt/env/bin/python"
+
+
+def test_a_cache_lies_below_the_home_and_without_one_in_the_folder_of_this_user(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert own_folder.cache_folder("models") == tmp_path / ".cache/scaleray/models"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(own_folder, "own_folder", lambda: tmp_path)
+    assert own_folder.cache_folder("models") == tmp_path / "models"

@@ -38,7 +38,7 @@ def test_the_digits_go_from_a_baseline_to_a_served_champion(tmp_path):
     asked, answered = re.findall(r"\[([\d, ]+)\]", done.stdout.splitlines()[-2])
     assert asked == answered, "the first eight digits are easy"
     folder = tmp_path / "path-digits"
-    assert all((folder / name).is_file() for name in ("path.html", "runbook.md", "pipeline/kubernetes/retrain.yaml"))
+    assert all((folder / name).is_file() for name in ("path.html", "runbook.md", "pipeline/retrain.sh"))
     assert (folder / "dashboards/alerts.yaml").read_text() == (folder / "pipeline/alerts.yaml").read_text()
     assert [section.title for section in path_page(path).sections if not section.tables] == []
     assert not [task.key for task in path.tasks if "{" in task.shell]

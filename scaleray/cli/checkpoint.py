@@ -173,7 +173,7 @@ def export(
     adapter
         To a folder: the low-rank adapters alone, as the library peft reads them.
     overwrite
-        Replace what exists.
+        Replace a file that exists; a folder is renamed to FOLDER.before-1.
     """
     from scaleray.launch.model.stored_checkpoints import export_weights
 

@@ -16,6 +16,7 @@ from scaleray.cli.plan_options import ClusterOptions, MeasuredOptions, ModelOpti
 from scaleray.config import RunConfig, load_config
 from scaleray.errors import ConfigError, UsageError
 from scaleray.guarded import guarded
+from scaleray.own_folder import cache_folder
 from scaleray.planner.answers.measurement import Measurement, anchor_of, measurement_of, read_measurement
 from scaleray.planner.answers.question import Question
 from scaleray.planner.cost.layout import Layout
@@ -163,7 +164,7 @@ def _counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelPr
     from scaleray.planner.models.from_counted_workload import from_workload
     from scaleray.records.workload_profile import WorkloadProfile
 
-    kept = _cache_folder() / f"{_fingerprint(config, path)}.json"
+    kept = cache_folder("profiles") / f"{_fingerprint(config, path)}.json"
     if not kept.exists():
         command = [sys.executable, "-m", "scaleray.launch.count_workload", str(path), *overrides]
         try:
@@ -180,15 +181,10 @@ def _counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelPr
                 f"it failed: {last[-1] if last else done.returncode}",
                 "name the model: --model",
             )
-        kept.parent.mkdir(parents=True, exist_ok=True)
         partial = kept.with_suffix(f".{os.getpid()}")
         partial.write_text(done.stdout)
         partial.replace(kept)
     return from_workload(WorkloadProfile.from_json(kept.read_text()), name=config.workload.name)
-
-
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "scaleray" / "profiles"
 
 
 def _fingerprint(config: RunConfig, path: Path) -> str:

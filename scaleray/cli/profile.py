@@ -126,7 +126,7 @@ def print_traced(traced: Traced, *, is_error: bool) -> None:
         # beside a single file may be whatever
         folder = where if where.is_dir() else Path(f"report-{where.name.split('.')[0]}")
         page = write_trace_page(report, traced.snapshots, folder, name=where.resolve().name)
-        console.print(f"report: {page}", soft_wrap=True)
+        console.print(f"report: {page}", markup=False, soft_wrap=True)
 
 
 def _run_name(words: tuple[str, ...], *, is_training: bool) -> str:

@@ -27,7 +27,6 @@ def promote(
     workload: WorkloadName = None,
     pipeline: Path | None = None,
     cluster: Literal["local", "kubernetes", "slurm", "ray-up"] = "local",
-    schedule: str = "0 3 * * 1",
     verify: str | None = None,
     uri: Uri = None,
     json: Json = False,
@@ -56,12 +55,10 @@ def promote(
     certificates
         Folders or files of certificates of `scaleray verify`.
     pipeline
-        Folder to copy the repeatable pipeline to: job file, cluster, alerts, schedule and drift check. It is among the
-        version's files as well. With --verify, a folder that must still be that of the version.
+        Folder to copy the repeatable pipeline to: job file, cluster, alerts, retraining script and drift check. It is
+        among the version's files as well. With --verify, a folder that must still be that of the version.
     cluster
         Kind of cluster that the pipeline is for.
-    schedule
-        When it trains again, as five fields of cron; by default Mondays at 3.
     verify
         Promote nothing: check what NAME@ALIAS or NAME/VERSION names. The alias, every byte, the gates' answers to the
         kept evidence, the pipeline, the run and its weights.
@@ -89,7 +86,6 @@ def promote(
             workload=workload,
             pipeline=pipeline,
             cluster=cluster,
-            schedule=schedule,
             uri=uri,
             say=output.say,
         )
@@ -107,10 +103,12 @@ def promote(
     return EXIT_CODES[found.answer] if found.version is None else 0
 
 
-def rollback(model: str, *, to: int | None = None, uri: Uri = None, json: Json = False) -> int:
-    """Let an alias name an earlier version again, after that one has been checked as `promote --verify` does.
+def rollback(
+    model: str, *, to: int | None = None, unchecked: str | None = None, uri: Uri = None, json: Json = False
+) -> int:
+    """Let an alias name an earlier version again, if that version's files are those of its promotion.
 
-    Exit code 0 when the alias names it, 1 or 3 when the check does not pass and the alias stays, 2 for bad usage.
+    Exit code 0 when the alias names it, 2 when it stays.
 
     Parameters
     ----------
@@ -119,18 +117,19 @@ def rollback(model: str, *, to: int | None = None, uri: Uri = None, json: Json =
     to
         Version; by default the one that had the alias last before the present one, without those from which it was
         taken back.
+    unchecked
+        Reason for moving the alias without a look at the files, if they cannot be fetched. A tag of the version keeps
+        it.
     """
     from scaleray.launch.promote.rollback import rollback as run_rollback
 
     output = Output(json=json)
     with output.running():
-        number, check = run_rollback(model, to=to, uri=uri)
-    for line in check.lines():
-        output.say(line)
-    output.say(f"{model} names version {number}" + ("" if check.answer == "pass" else ", as before"))
+        number = run_rollback(model, to=to, unchecked=unchecked, uri=uri)
+    output.say(f"{model} names version {number}; check the rest of it: scaleray promote --verify {model}")
     if json:
-        print_json({"model": model, "version": number, "check": check.to_dict()})
-    return EXIT_CODES[check.answer]
+        print_json({"model": model, "version": number})
+    return 0
 
 
 def _verify(name: str, output: Output, *, pipeline: Path | None, uri: str | None, json: bool) -> int:

@@ -262,7 +262,8 @@ def without_password(uri: str) -> str:
         password = parts.password
     except ValueError:  # brackets that are no IPv6 address: not a URI
         return uri
-    if password is None:
+    query = re.sub(r"(?i)(^|&)(password|passwd)=[^&]*", r"\1\2=***", parts.query)  # as drivers of databases take it
+    if password is None and query == parts.query:
         return uri
-    host = parts.netloc.rpartition("@")[2]
-    return urllib.parse.urlunsplit(parts._replace(netloc=f"{parts.username}:***@{host}"))
+    host = parts.netloc if password is None else f"{parts.username}:***@{parts.netloc.rpartition('@')[2]}"
+    return urllib.parse.urlunsplit(parts._replace(netloc=host, query=query))

@@ -391,6 +391,8 @@ def ratio_finding(ratio: float, layout: Layout) -> Finding:
     """Finding for a whole gradient that is `ratio` times the right one, with the right loss."""
     world, accumulation = layout.world_size, layout.accumulation
     times = f"the gradient is {ratio:.6g} times that of one process in every parameter"
+    if abs(ratio) < SAME_RATIO:
+        return Finding(Cause.MISSING_SYNCHRONISATION, f"{times}: it is not there")
     by_accumulation = is_near(ratio, accumulation) or is_near(ratio, 1 / accumulation)
     if by_accumulation and (world != accumulation or layout.is_right_without_accumulation):
         return Finding(Cause.LOSS_NORMALISATION, f"{times}: the {accumulation} accumulation steps count wrongly")

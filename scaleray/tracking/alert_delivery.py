@@ -14,9 +14,9 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from scaleray.config.alerts import without_secret
+from scaleray.no_redirects import open_without_redirects
 
 MOST_WAITING = 100
 """Alerts that wait for a receiver; of more the newest are left out."""
@@ -104,21 +104,13 @@ class Delivery:
         self._has_failed = True
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirection would lose the body, and may lead anywhere."""
-
-    def redirect_request(self, *arguments: Any) -> None:
-        return None
-
-
 def to_webhook(address: str, *, timeout_s: float) -> Callable[[bytes], None]:
     """One attempt to post a body to an address."""
-    opener = urllib.request.build_opener(_NoRedirects)
 
     def send(body: bytes) -> None:
         request = urllib.request.Request(address, data=body, headers={"Content-Type": "application/json"})
         try:
-            with opener.open(request, timeout=timeout_s) as answer:
+            with open_without_redirects(request, timeout_s=timeout_s) as answer:
                 answer.read(SHOWN_ANSWER)
         except urllib.error.HTTPError as exc:
             may_later = exc.code >= 500 or exc.code in TRIED_AGAIN

@@ -42,11 +42,10 @@ def uri_of_environment() -> str | None:
 
 def resolve_uri(uri: str | None) -> str:
     """The tracking URI to use, always absolute: the given one (an option, or a config's `tracking.uri`), that of the
-    environment, or an SQLite file in ~/scaleray."""
-    if uri is not None and ":***@" in uri:
-        raise TrackingError(
-            "tracking.uri", uri, "it is a saved one, whose password is not kept", "give it again with --tracking.uri"
-        )
+    environment, or an SQLite file in ~/scaleray. A saved one, without its password, is that of the environment if they
+    differ by the password alone. Raises TrackingError."""
+    if uri is not None and (":***@" in uri or "=***" in uri):
+        uri = _with_its_password(uri)
     uri = uri or uri_of_environment() or f"sqlite:///{Path.home() / 'scaleray' / 'mlflow.db'}"
     if uri.startswith("sqlite:///"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).expanduser().absolute()}"
@@ -66,6 +65,14 @@ def named_or_in_use(recorded: object, uri: str | None) -> str | None:
     None for another. A file from elsewhere must not decide which server gets credentials, or which database tables."""
     in_use = resolve_uri(uri)
     return in_use if uri is not None or without_password(in_use) == recorded else None
+
+
+def _with_its_password(saved: str) -> str:
+    given = uri_of_environment()
+    if given is None or without_password(given) != saved:
+        hint = "set MLFLOW_TRACKING_URI to the address with its password"
+        raise TrackingError("tracking.uri", saved, "it is a saved one, whose password is not kept", hint)
+    return given
 
 
 def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:

@@ -20,10 +20,9 @@ def serve(uri: str | None, *, port: int) -> int:
     Raises TrackingError when the port is taken or the URI is a server already.
     """
     uri = store.resolve_uri(uri)
+    shown = store.without_password(uri)
     if uri.startswith("http"):
-        raise TrackingError(
-            "tracking.uri", store.without_password(uri), "it is a server already", f"open {uri} in a browser"
-        )
+        raise TrackingError("tracking.uri", shown, "it is a server already", f"open {shown} in a browser")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -34,19 +33,15 @@ def serve(uri: str | None, *, port: int) -> int:
     store.check_reachable(uri)
     if importlib.util.find_spec("mlflow") is None:
         raise ModuleNotFoundError("No module named 'mlflow'", name="mlflow")
-    print(
-        f"MLflow for {store.without_password(uri)}: http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning",
-        flush=True,
-    )
+    print(f"MLflow for {shown}: http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning", flush=True)
     # MLflow's background jobs would start eight more processes that nothing here uses
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment["MLFLOW_BACKEND_STORE_URI"] = uri  # not an option: other users see those in the list of processes
     command = [
         sys.executable,
         "-m",
         "mlflow",
         "server",
-        "--backend-store-uri",
-        uri,
         "--host",
         "127.0.0.1",
         "--port",

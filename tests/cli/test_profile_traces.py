@@ -103,3 +103,10 @@ def test_ranks_that_are_not_there_and_options_without_a_trace_are_refused(tmp_pa
     )
     assert "add --trace, or --memory" in said_of(capsys, *train, "--ranks", "0", code=2)
     assert "a training with -c FILE, or a RUN alone" in said_of(capsys, tmp_path, "--trace", code=2)
+
+
+def test_brackets_in_the_name_of_a_folder_are_printed_as_they_are(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    named = folder.with_name("traces [x]")
+    folder.rename(named)
+    assert f"report: {named}/report.html" in said_of(capsys, named)

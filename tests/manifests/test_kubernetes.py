@@ -276,6 +276,19 @@ def test_a_network_policy_lets_nobody_in_but_pods_of_a_training_the_operator_and
     }
 
 
+def test_no_pod_writes_a_database_file_on_the_volume_of_all_nodes():
+    """SQLite's locks do not hold there, and every job of the namespace would write the same file."""
+    pods = [pod for document in RAY.values() for pod in _pods(document)]
+    given = [one["value"] for pod in pods for one in pod["containers"][0].get("env", ()) if "TRACKING" in one["name"]]
+    assert set(given) == {"http://mlflow:5000"}
+    ports = [
+        port["port"]
+        for rule in OBJECTS["base/NetworkPolicy scaleray"]["spec"]["egress"]
+        for port in rule.get("ports", ())
+    ]
+    assert 5000 in ports
+
+
 def test_fields_that_an_older_operator_does_not_know_are_named(tmp_path, capsys):
     job = RAY["job-gpu/RayJob scaleray-train-gpu"]
     assert too_new_fields(job) == {} and too_new_fields(job, "1.6.0") == {}

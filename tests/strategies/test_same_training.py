@@ -42,7 +42,15 @@ TRAININGS = [
 IDS = [f"{number}-{strategy}-{size}" for number, (strategy, size, _, _) in enumerate(TRAININGS)]
 
 
-@pytest.mark.parametrize("number", range(len(TRAININGS)), ids=IDS)
+LONG = [
+    number
+    for number, (_, size, workload, _) in enumerate(TRAININGS)
+    if size > 2 or isinstance(workload(), SmallTransformer)
+]
+CASES = [pytest.param(n, marks=pytest.mark.combination if n in LONG else (), id=IDS[n]) for n in range(len(TRAININGS))]
+
+
+@pytest.mark.parametrize("number", CASES)
 def test_several_workers_train_what_one_process_trains(gloo, number):
     outcomes = gloo.run(TRAININGS[number][1], judged, number)[0]
     assert {one.verdict for one in outcomes} <= {"equal", "as promised"}, outcomes

@@ -330,6 +330,8 @@ def test_sqlite_paths_become_absolute(monkeypatch, tmp_path):
 def test_passwords_are_neither_shown_nor_stored():
     assert store.without_password("postgresql://me:secret@db:5432/mlflow") == "postgresql://me:***@db:5432/mlflow"
     assert store.without_password("http://server:5000") == "http://server:5000"
+    given = "postgresql://db/mlflow?user=me&Password=secret&sslmode=require"
+    assert store.without_password(given) == given.replace("secret", "***")
 
 
 def create_run(uri, name):

@@ -232,7 +232,7 @@ def test_a_study_ends_although_mlflow_stays_away_and_its_record_can_be_sent_late
     assert known.run_id == run.run_id and known.curves[0].points[0].point.run_id == ""
     assert children(uri, run) == []
     for _ in range(2):  # the second time changes nothing
-        assert send_record(tmp_path / "record.json") is None
+        assert send_record(tmp_path / "record.json", uri=uri) is None
     assert len(children(uri, run)) == 4
     assert history(uri, run.run_id, "scaling/ideal_speedup") == [(n, float(n)) for n in (1, 2, 4, 8)]
     assert client(uri).get_run(run.run_id).info.status == "FINISHED"

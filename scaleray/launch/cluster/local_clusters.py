@@ -33,6 +33,7 @@ from scaleray.launch.cluster.local_state import MARK, ClusterState, NodeState
 from scaleray.launch.cluster.node_process import NodeProcess
 from scaleray.launch.cluster.own_ray import free_port
 from scaleray.launch.cluster.token import MODE, ensure_token, headers
+from scaleray.no_redirects import open_without_redirects
 from scaleray.progress import stage
 
 HEAD = "head"
@@ -255,7 +256,7 @@ def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:
     else."""
     request = urllib.request.Request(f"{dashboard}/api/v0/nodes?limit=10000&detail=1", headers=headers())
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with open_without_redirects(request, timeout_s=ANSWER_S) as answer:
             return list(json.loads(answer.read())["data"]["result"]["result"])
     except urllib.error.HTTPError as exc:
         if exc.code in (401, 403):

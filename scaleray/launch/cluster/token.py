@@ -38,6 +38,11 @@ def has_token() -> bool:
     return True
 
 
+def is_given() -> bool:
+    """Whether the environment names the token for a cluster; the file of this user is no answer to that."""
+    return TOKEN in os.environ or os.environ.get(TOKEN_PATH, str(_without_home())) != str(_without_home())
+
+
 def ensure_token() -> None:
     """Make the token file before Ray does, which would leave it readable for everybody, and mend one that is."""
     if os.environ.get(MODE) != "token" or any(name in os.environ for name in (TOKEN, TOKEN_PATH)):

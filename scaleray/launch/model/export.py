@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.model_layout import TRAINED
 from scaleray.checkpoints.peft_adapter import write_adapter
 from scaleray.errors import CheckpointError, StorageError, WorkloadError
+from scaleray.filesystems import set_aside
 from scaleray.launch.model.trained_run import TrainedRun, find_trained, workload_of
 from scaleray.launch.model.weights import Weights, read_adapters, read_run_weights
 from scaleray.progress import stage
@@ -47,6 +47,8 @@ def export_folder(
     of a run with `averaging`; None is the average. adapter: write the low-rank
     adapters alone, as `PeftModel.from_pretrained` reads them. The folder appears when it is whole. Raises
     CheckpointError, WorkloadError and StorageError.
+
+    overwrite: rename a folder that exists to `FOLDER.before-1` or the next free number.
     """
     target = Path(folder).expanduser().absolute()
     if target.exists() and not overwrite:
@@ -69,9 +71,10 @@ def export_folder(
         method = _export_of(workload)
         more = {"adapter": True} if adapter else {}
         write = lambda place: method(tensors, place, **more)
-    _write(write, target)
+    former = _write(write, target)
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
-    return Exported(str(target), f"{chosen.words} of {trained.name}", chosen.step, size)
+    words = f"{chosen.words} of {trained.name}" + (f"; what was there is in {former}" if former else "")
+    return Exported(str(target), words, chosen.step, size)
 
 
 def _export_of(workload: Any) -> Callable[..., None]:
@@ -104,15 +107,16 @@ def _with_adapters(trained: TrainedRun, step: int | None, which: str | None) -> 
     return read_run_weights(trained, newest.step, which)
 
 
-def _write(write: Callable[[Path], None], target: Path) -> None:
+def _write(write: Callable[[Path], None], target: Path) -> Path | None:
+    """Write the folder and set a former one aside, whose files may be others than an export's: returns its new name."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
             made = Path(place) / "new"
             with stage("writing the folder"):
                 call_user_code(lambda: write(made), what="export()", doing="writing the folder")
-            if target.is_dir():
-                shutil.rmtree(target)
+            former = set_aside(target)
             made.rename(target)
+            return former
     except OSError as exc:
         raise StorageError("the folder to export to", str(target), f"it cannot be written: {exc}") from exc

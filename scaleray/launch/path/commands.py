@@ -106,13 +106,6 @@ def folder_of(words: Sequence[str]) -> Path | None:
     return Path(words[words.index("--checkpoint.storage-path") + 1]) / words[words.index("--tracking.run-name") + 1]
 
 
-def set_aside(folder: Path) -> None:
-    """Give a folder that is there a name of its own, `NAME.before-1` and so on, where it can still be looked at."""
-    if folder.is_dir():
-        number = sum(one.name.startswith(f"{folder.name}.before-") for one in folder.parent.iterdir())
-        folder.rename(folder.with_name(f"{folder.name}.before-{number + 1}"))
-
-
 def is_finished(folder: Path) -> bool:
     """Whether the training in a folder has come to its end."""
     try:

@@ -17,9 +17,10 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import Incomplete
 from scaleray.config.base import Target
 from scaleray.errors import ScaleRayError
+from scaleray.filesystems import set_aside
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.policy_file import read_policy
-from scaleray.launch.path.commands import Outcome, folder_of, is_finished, log_of, of_training, ran, set_aside
+from scaleray.launch.path.commands import Outcome, folder_of, is_finished, log_of, of_training, ran
 from scaleray.launch.path.figures import numbers_of
 from scaleray.launch.path.tasks import CANDIDATE, POLICY, run_folder
 from scaleray.records.path import PathRecord, PathTask

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from scaleray.config.base import without_password
 from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import UsageError
 from scaleray.launch.path.state import copy_in_mlflow, read, write
@@ -24,9 +25,10 @@ def fetch_path(name: str, *, storage_path: str | None = None, uri: str | None = 
     know, and where the path's folder is there.
     """
     store = resolve_uri(uri)
+    shown = without_password(store)
     found = copy_in_mlflow(store, name)
     if found is None:
-        raise UsageError("the path", name, "MLflow has none of this name", f"it looked in {store}; --uri names another")
+        raise UsageError("the path", name, "MLflow has none of this name", f"it looked in {shown}; --uri names another")
     folder = Path(storage_path or default_storage_path()).expanduser().absolute() / f"path-{name}"
     for place in (folder, Path(found.data.params.get("folder", folder))):
         if (place / STATE).exists():
@@ -42,5 +44,5 @@ def fetch_path(name: str, *, storage_path: str | None = None, uri: str | None = 
     skipped = {task.key: task for task in path.tasks if task.status == "skipped"}
     note = f"fetched from MLflow without its runs: {BEFORE} has what they measured"
     return write(
-        replace(path, tracking_uri=store, tasks=[skipped.get(one.key, one) for one in fresh], notes=[*path.notes, note])
+        replace(path, tracking_uri=shown, tasks=[skipped.get(one.key, one) for one in fresh], notes=[*path.notes, note])
     )

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from scaleray.errors import UsageError
-from scaleray.launch.path.commands import Outcome, folder_of, going_on, ran, set_aside
+from scaleray.filesystems import set_aside
+from scaleray.launch.path.commands import Outcome, folder_of, going_on, ran
 from scaleray.launch.path.endurance import judged_soak, killed_and_gone_on
 from scaleray.launch.path.runbook import write_runbook
 from scaleray.launch.path.state import find_path, locked, write

@@ -16,13 +16,13 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 
 from scaleray.config import RunConfig, Target, load_config
-from scaleray.config.base import Duration, absolute_path
+from scaleray.config.base import Duration, absolute_path, without_password
 from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import ConfigError, TrackingError, UsageError, first_line
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.path.tasks import JOB, POLICY, STATE, tasks_of
-from scaleray.launch.promote.schedules import KINDS
+from scaleray.launch.promote.pipeline import KINDS
 from scaleray.launch.session.start import with_absolute_paths
 from scaleray.records.json_record import jsonable
 from scaleray.records.path import PathRecord
@@ -94,7 +94,7 @@ def start_path(
         kind=kind,
         soak=_soak(soak, whole),
         notes=[*_notes(runs, held), *_of_code(held)],
-        tracking_uri=resolve_uri(whole.tracking.uri),
+        tracking_uri=without_password(resolve_uri(whole.tracking.uri)),
     )
     _refuse_taken(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,11 +150,12 @@ def _refuse_taken(path: PathRecord) -> None:
         taken = f"MLflow has a path of this name, which {by} began in {where}"
         hint = "go on with that one, where its folder is gone after scaleray path fetch, or name this one otherwise"
         raise UsageError("--name", path.name, taken, hint)
-    check_reachable(path.tracking_uri)
+    check_reachable(resolve_uri(path.tracking_uri))
 
 
 def copy_in_mlflow(uri: str, name: str) -> Run | None:
     """MLflow's run of the path of this name, with its state; None where there is none. Raises TrackingError."""
+    uri = resolve_uri(uri)
     if uri.startswith("sqlite:") and not sqlite_path(uri).exists():
         return None
     check_reachable(uri)
@@ -234,8 +235,9 @@ def write(path: PathRecord) -> PathRecord:
     if not path.run_id:
         return path
     try:
-        check_reachable(path.tracking_uri, timeout_s=2.0)
-        store = RunStore(path.tracking_uri, path.run_id, path.experiment_id)
+        uri = resolve_uri(path.tracking_uri)
+        check_reachable(uri, timeout_s=2.0)
+        store = RunStore(uri, path.run_id, path.experiment_id)
         store.send(LogArtifact(str(Path(path.folder) / STATE)))
         following = path.next_task()
         store.send(SetTags({"scaleray.path.next": "" if following is None else following.key}))
@@ -304,7 +306,7 @@ def _is_locked(folder: Path) -> bool:
 def _with_run(path: PathRecord) -> PathRecord:
     try:
         store = RunStore.create(
-            path.tracking_uri,
+            resolve_uri(path.tracking_uri),
             experiment=EXPERIMENT,
             run_name=path.name,
             tags={"scaleray.kind": "path", "mlflow.user": path.by, NAME: path.name},

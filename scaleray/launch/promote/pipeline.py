@@ -1,5 +1,5 @@
-"""The repeatable pipeline of a promoted model, a folder of its own: what trains it again, where and when, the limits of
-its alerts, and the check for drift.
+"""The repeatable pipeline of a promoted model, a folder of its own: what trains it again and where, the limits of its
+alerts, and the check for drift. A scheduler of the user's runs its scripts.
 
 It lies among the files of the version, so that its statement knows every byte of it.
 """
@@ -10,6 +10,7 @@ import json
 import math
 import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,6 @@ from scaleray.gates.statement import digests
 from scaleray.launch.gate.evidence import training
 from scaleray.launch.model.trained_run import CODE
 from scaleray.launch.promote.measured_limits import SLOWER, MeasuredLimits, measured_limits
-from scaleray.launch.promote.schedules import KINDS, SEED, WEEKLY, check_schedule, days_of, schedule_files
 from scaleray.manifests.files import files as manifest_files
 from scaleray.manifests.machines import MACHINES, Machine
 from scaleray.manifests.wanted import Wanted
@@ -43,6 +43,8 @@ from scaleray.tracking.find_record import FoundRun
 FOLDER = "pipeline"
 """Name among the files of a version."""
 JOB, PINS = "job.yaml", "pipeline.json"
+KINDS = ("local", "kubernetes", "slurm", "ray-up")
+"""Kinds of cluster that a pipeline is for."""
 
 
 def write_pipeline(
@@ -52,7 +54,6 @@ def write_pipeline(
     *,
     model: str,
     cluster: str = "local",
-    schedule: str = WEEKLY,
     policy: Policy | None = None,
     uri: str,
 ) -> None:
@@ -60,9 +61,9 @@ def write_pipeline(
     folder, whose code is copied; model: NAME@ALIAS; policy: that it is promoted with, None for the usual one; uri: of
     the MLflow that it is registered in.
 
-    Raises UsageError for a kind of cluster or a schedule that is not known.
+    Raises UsageError for a kind of cluster that is not known.
     """
-    check_pipeline(cluster, schedule)
+    check_cluster(cluster)
     run, measured = training(runs[0]), measured_limits(runs)
     if (packed / CODE).is_dir():
         shutil.copytree(packed / CODE, out / CODE, ignore=shutil.ignore_patterns("__pycache__"))
@@ -75,11 +76,10 @@ def write_pipeline(
     texts = {
         **manifests,
         JOB: _head(run, model) + yaml.safe_dump(jsonable(job), sort_keys=False, width=110),
-        PINS: json.dumps(jsonable(_pins(run, model, cluster, schedule, measured)), indent=1) + "\n",
+        PINS: json.dumps(jsonable(_pins(run, model, cluster, measured)), indent=1) + "\n",
         ALERTS: _alerts(run, model, measured),
         "retrain.sh": _retrain(model, cluster),
-        "drift.sh": _drift(model, uri, schedule, policy or Policy()),
-        **schedule_files(cluster, model, schedule, manifests, gpus=machine is not None),
+        "drift.sh": _drift(model, uri, policy or Policy()),
     }
     for name, text in texts.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
@@ -88,11 +88,10 @@ def write_pipeline(
             (out / name).chmod(0o755)
 
 
-def check_pipeline(cluster: str, schedule: str) -> None:
-    """Raise UsageError for a kind of cluster or a schedule that is not known."""
+def check_cluster(cluster: str) -> None:
+    """Raise UsageError for a kind of cluster that is not known."""
     if cluster not in KINDS:
         raise UsageError("--cluster", cluster, f"kinds are {', '.join(KINDS)}")
-    check_schedule(schedule)
 
 
 def copy_pipeline(folder: Path, to: str | Path) -> None:
@@ -147,7 +146,7 @@ def _head(run: RunRecord, model: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _pins(run: RunRecord, model: str, cluster: str, schedule: str, measured: MeasuredLimits) -> dict[str, Any]:
+def _pins(run: RunRecord, model: str, cluster: str, measured: MeasuredLimits) -> dict[str, Any]:
     """What the pipeline was made from, for programs."""
     facts = run.environment.get("environment") or {}
     return {
@@ -155,7 +154,6 @@ def _pins(run: RunRecord, model: str, cluster: str, schedule: str, measured: Mea
         "run": run.name,
         "run_id": run.run_id,
         "cluster": cluster,
-        "schedule": schedule,
         "code": facts.get("git") or {},
         "packages": facts.get("packages") or {},
         "data": {
@@ -195,29 +193,37 @@ def _alerts(run: RunRecord, model: str, measured: MeasuredLimits) -> str:
 
 def _retrain(model: str, cluster: str) -> str:
     words = f'-c {JOB} --seed "$seed" "$@"'
-    start = f'"${{PYTHON:-python}}" -m scaleray train {words} --resume auto'
-    if cluster == "slurm":
-        start = f"sbatch slurm/train.sbatch {words}"  # which resumes by itself
+    before, start = _find_python(), f'"$python" -m scaleray train {words} --resume auto'
+    if cluster == "slurm":  # whose script finds Python and resumes by itself
+        sbatch = shlex.quote(shutil.which("sbatch") or "sbatch")
+        before, start = "export SLURM_SCRIPTS=slurm\n", f"{sbatch} slurm/train.sbatch {words}"
     return f"""#!/bin/bash
 # Trains {model} again, with a seed of the day: runs of one seed would say nothing of their noise.
 # Nothing is promoted: scaleray promote RUN --as ALIAS asks the gates.
 set -euo pipefail
 cd "$(dirname "$0")"
-seed=${{SEED:-{SEED}}}
-{"export SLURM_SCRIPTS=slurm" + chr(10) if cluster == "slurm" else ""}exec {start}
+{before}seed=${{SEED:-$(date +%Y%j)}}
+exec {start}
 """
 
 
-def _drift(model: str, uri: str, schedule: str, policy: Policy) -> str:
+def _drift(model: str, uri: str, policy: Policy) -> str:
     runs = max(policy.drift.min_runs, policy.convergence.min_runs)
-    days = days_of(schedule, runs)
-    words = shlex.join(["drift", model, "--days", str(days), "--uri", without_password(uri)])
+    words = shlex.join(["drift", model, "--uri", without_password(uri)])
     return f"""#!/bin/bash
-# Holds the runs of {days} days against {model}: by its schedule at least {runs}, as many as the policy asks for.
+# Compares the runs of the last days with {model}. The policy asks for {runs}: by default as many weeks and a day, and
+# DAYS is for another rhythm.
 # Exit code 0: as promoted; 1: one gate fails; 3: too few runs to tell, as until {runs} have been trained since.
 set -euo pipefail
-exec "${{PYTHON:-python}}" -m scaleray {words} "$@"
+{_find_python()}exec "$python" -m scaleray {words} --days "${{DAYS:-{7 * runs + 1}}}" "$@"
 """
+
+
+def _find_python() -> str:
+    """Lines that set `python`, also under cron, in whose PATH no environment is: PYTHON, this interpreter, or `python`
+    on a machine that does not have it."""
+    default = f"python=${{PYTHON:-{shlex.quote(sys.executable)}}}"
+    return f'{default}\ncommand -v "$python" > /dev/null || python=python\n'
 
 
 def _machine(run: RunRecord) -> Machine | None:

@@ -27,8 +27,7 @@ from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.model.load import find_parts
 from scaleray.launch.model.packed import pack
 from scaleray.launch.model.trained_run import find_trained
-from scaleray.launch.promote.pipeline import FOLDER, check_pipeline, copy_pipeline, write_pipeline
-from scaleray.launch.promote.schedules import WEEKLY
+from scaleray.launch.promote.pipeline import FOLDER, check_cluster, copy_pipeline, write_pipeline
 from scaleray.progress import stage
 from scaleray.records.promotion import Promotion
 from scaleray.records.run import RunRecord, Say
@@ -64,7 +63,6 @@ def promote(
     workload: Any = None,
     pipeline: str | Path | None = None,
     cluster: str = "local",
-    schedule: str = WEEKLY,
     uri: str | None = None,
     say: Say = lambda text: None,
 ) -> Promotion:
@@ -74,7 +72,7 @@ def promote(
     that of the run's experiment. against, policy, study, certificates: as for `gate`. step, weights, workload: as for
     `load`. Without an alias a version is made whatever the gates answer, with their answers; with one nothing is made
     unless all pass, and the version has the pipeline that trains it again on a kind of cluster (local, kubernetes,
-    slurm or ray-up) by a schedule of cron. pipeline: folder to copy that to. Raises UsageError for what the user can
+    slurm or ray-up). pipeline: folder to copy that to. Raises UsageError for what the user can
     mend, TrackingError where MLflow cannot be asked: then the alias names what it named before, and the same call goes
     on where it was.
     """
@@ -86,7 +84,7 @@ def promote(
         check_alias(alias)
     elif pipeline is not None:
         raise UsageError("--pipeline", str(pipeline), "it is written for an alias", "scaleray promote RUN --as ALIAS")
-    check_pipeline(cluster, schedule)
+    check_cluster(cluster)
     held = read_policy(policy)
     with tempfile.TemporaryDirectory(prefix="scaleray-promote-") as place:
         out = Path(place) / "model"
@@ -110,7 +108,7 @@ def promote(
         words = _write(names[0], out, Path(place), gates, run, step=step, weights=weights, workload=workload, uri=uri)
         if alias is not None:
             write_pipeline(evidence.candidates, out / MODEL, out / FOLDER, model=str(Named(name, alias)),
-                           cluster=cluster, schedule=schedule, policy=held, uri=registry.uri)  # fmt: skip
+                           cluster=cluster, policy=held, uri=registry.uri)  # fmt: skip
         chosen = dataclasses.replace(found, promotion=_id(out, name, held), weights=words)
         done = _registered(registry, chosen, out, run, gates, say=say)
         if pipeline is not None:

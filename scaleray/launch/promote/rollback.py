@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 
 from scaleray.errors import TrackingError, UsageError
-from scaleray.gates.record import GateRecord
-from scaleray.launch.promote.check import check_promoted
+from scaleray.launch.promote.promote import EVIDENCE
+from scaleray.own_folder import cache_folder
+from scaleray.tracking.registry.fetched import changes
 from scaleray.tracking.registry.models import ModelRegistry, ModelVersion, Named
 from scaleray.user_name import user_or_somebody
 
 
-def rollback(model: str, *, to: int | None = None, uri: str | None = None) -> tuple[int, GateRecord]:
-    """Let an alias name an earlier version again, once that one has been checked. Gives the version that it names then,
-    and the check, which moves nothing unless it passes.
+def rollback(model: str, *, to: int | None = None, unchecked: str | None = None, uri: str | None = None) -> int:
+    """Let an alias name an earlier version again, if its files are those of its promotion. Returns that version.
 
     model: `NAME@ALIAS`. to: version; None is the one that had the alias last before the present one, without those from
-    which it was taken back. Raises UsageError where there is no such version.
+    which it was taken back. unchecked: reason for not looking at its files, kept in a tag of the version. Runs and
+    evidence are not asked for: in an incident they may be away. Raises UsageError where there is no such version,
+    TrackingError for changed files and those that cannot be fetched; the alias stays then.
     """
     named = Named.parse(model)
     if named.alias is None:
@@ -39,13 +43,25 @@ def rollback(model: str, *, to: int | None = None, uri: str | None = None) -> tu
     if known[chosen].given_at(named.alias) is None:
         allowed = f"it was never promoted as {named.alias}, so that no gate let it through"
         raise UsageError("--to", chosen, allowed, f"scaleray promote RUN --as {named.alias}")
-    check = check_promoted(f"{named.model}/{chosen}", uri=registry.uri)
-    if check.answer != "pass":
-        return now, check
-    user = user_or_somebody()
+    if unchecked is None:
+        _check_files(registry, known[chosen])
+    user = user_or_somebody() + (f", unchecked: {unchecked}" if unchecked else "")
     if chosen != now:  # first: cut off here, the alias names what it named, and the same command goes on
         registry.withdraw(known[now], named.alias, by=user)
-    return registry.give(known[chosen], named.alias, by=user).number, check
+    return registry.give(known[chosen], named.alias, by=user).number
+
+
+def _check_files(registry: ModelRegistry, version: ModelVersion) -> None:
+    """Raise TrackingError unless the files are those of the promotion; the evidence may have gone."""
+    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place:
+        try:
+            wrong = changes(registry.download(version, Path(place)), version)
+        except TrackingError as exc:
+            wrong = [str(exc)]
+    if wrong := [one for one in wrong if not one.startswith(f"{EVIDENCE}/")]:
+        what, found = f"the model {version.model}/{version.number}", f"not what was promoted: {'; '.join(wrong[:3])}"
+        hint = "name another with --to, or move the alias without this check: --unchecked REASON"
+        raise TrackingError(what, found, "its files must be those of its promotion", hint)
 
 
 def had_before(known: Mapping[int, ModelVersion], now: ModelVersion, alias: str) -> list[int]:

@@ -144,7 +144,8 @@ class RunFolder:
         if self.is_local:
             with contextlib.suppress(OSError):
                 if {entry.name for entry in Path(self.path).iterdir()} <= {".lock"}:
-                    shutil.rmtree(self.path)
+                    Path(self.path, ".lock").unlink(missing_ok=True)
+                    Path(self.path).rmdir()  # not if a file has come meanwhile
 
     def remove_without_checkpoints(self) -> bool:
         """Take away a folder in which nothing was trained; False where it holds a checkpoint, which stays."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,6 +128,14 @@ def _named() -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise ConfigError(str(path), values, f"it holds clusters by name: {FORMS}", "mine: http://10.0.0.1:8265")
     return {str(name): value for name, value in values.items()}
+
+
+def is_named(url: str) -> bool:
+    """Whether the user's file has a Ray at this address."""
+    with contextlib.suppress(ConfigError):
+        given = (one.get("url") if isinstance(one, Mapping) else one for one in _named().values())
+        return any(str(one).rstrip("/") == url.rstrip("/") for one in given)
+    return False
 
 
 def _read(name: str, given: Any) -> Cluster:

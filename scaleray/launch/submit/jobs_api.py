@@ -10,15 +10,19 @@ import json
 import logging
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from scaleray.errors import ClusterError, first_line
+from scaleray.launch.cluster import loopback
 from scaleray.launch.cluster.connection import set_auth_mode
-from scaleray.launch.cluster.token import headers
+from scaleray.launch.cluster.token import headers, is_given
+from scaleray.launch.submit.clusters import clusters_file, is_named
 from scaleray.launch.submit.job import GIVE_UP_S, JobNow, LostConnectionError
 from scaleray.launch.submit.versions import PROBE, Versions, versions_in
+from scaleray.no_redirects import open_without_redirects
 
 ANSWER_S = 10.0
 REQUEST_S = 120.0
@@ -162,10 +166,12 @@ def _client_of(url: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
-        """Ray's, which would wait for ever for a head that hangs."""
+        """Ray's, which would wait for ever for a head that hangs, and send the token to every address."""
 
         def _do_request(self, method: str, endpoint: str, **named: Any) -> Any:
-            return super()._do_request(method, endpoint, **{"timeout": (ANSWER_S, REQUEST_S), **named})
+            self._headers = _headers(url)
+            limits = {"timeout": (ANSWER_S, REQUEST_S), "allow_redirects": False}
+            return super()._do_request(method, endpoint, **{**limits, **named})
 
     client = Client(url)
     for name in ("dashboard_sdk", "job.sdk"):  # what they say of packages and connections, this command says itself
@@ -203,10 +209,17 @@ def _check(url: str) -> tuple[str, str]:
     return version, ""
 
 
+def _headers(url: str) -> dict[str, str]:
+    """Header with the token, if it may go to this address: this user's own stays on this machine and with clusters of
+    the user's file, one that the environment names goes to every cluster."""
+    is_here = urllib.parse.urlsplit(url).hostname in loopback.NAMES
+    return headers() if is_here or is_given() or is_named(url) else {}
+
+
 def _get(url: str, path: str) -> dict[str, Any]:
-    request = urllib.request.Request(url + path, headers=headers())
+    request = urllib.request.Request(url + path, headers=_headers(url))
     try:
-        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+        with open_without_redirects(request, timeout_s=ANSWER_S) as answer:
             values = json.loads(answer.read())
             return values if isinstance(values, dict) else {}
     except urllib.error.HTTPError as exc:
@@ -214,6 +227,9 @@ def _get(url: str, path: str) -> dict[str, Any]:
             raise _refused(url) from exc
         if exc.code == 404:
             return {}
+        if 300 <= exc.code < 400:
+            hint = "give the address that it ends at"
+            raise ClusterError("--to", url, f"it sends elsewhere ({exc.code})", hint) from exc
         raise ClusterError("--to", url, f"it answers with {exc.code} {exc.reason}", "look at the head's logs") from exc
     except json.JSONDecodeError:
         return {}
@@ -230,10 +246,11 @@ def _get(url: str, path: str) -> dict[str, Any]:
 
 
 def _refused(url: str) -> ClusterError:
-    has_token = bool(headers())
+    has_token = bool(_headers(url))
+    withheld = f" (yours goes there once {clusters_file()} has its address)" if headers() and not has_token else ""
     return ClusterError(
         "the token",
         "not accepted" if has_token else None,
         f"the cluster at {url} asks for {'another one' if has_token else 'one'}",
-        "put the cluster's token into RAY_AUTH_TOKEN, or its file's path into RAY_AUTH_TOKEN_PATH",
+        f"put the cluster's token into RAY_AUTH_TOKEN, or its file's path into RAY_AUTH_TOKEN_PATH{withheld}",
     )

@@ -17,6 +17,7 @@ from typing import Any
 from scaleray.errors import RunFailedError, UsageError
 from scaleray.monitoring.dashboards.files import DASHBOARDS
 from scaleray.monitoring.dashboards.grafana import as_grafana
+from scaleray.no_redirects import open_without_redirects
 
 TIMEOUT_S = 30.0
 SHOWN = 300
@@ -89,7 +90,7 @@ class Grafana:
             },
         )
         try:
-            with _opener().open(request, timeout=TIMEOUT_S) as answer:
+            with open_without_redirects(request, timeout_s=TIMEOUT_S) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as exc:
             raise self._refused(exc, path) from None  # what it came from has the headers
@@ -122,17 +123,6 @@ class Grafana:
             )
             return RunFailedError(f"{where} does not take the dashboard ({exc.code}): {said}.\n  {hint}")
         return RunFailedError(f"{where} failed ({exc.code}): {said}.\n  Its own log says more; try again later")
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Follows nothing: a POST would become a GET, and the token would go to whatever host an answer names."""
-
-    def redirect_request(self, *args: Any, **more: Any) -> None:
-        return None
-
-
-def _opener() -> urllib.request.OpenerDirector:
-    return urllib.request.build_opener(_NoRedirect)
 
 
 def _message_of(exc: urllib.error.HTTPError) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from scaleray.progress import Stage
 from scaleray.records import start
@@ -158,7 +159,7 @@ class Terminal:
             **{name: f"{value:.4g}" for name, value in sorted(self._metrics.items())},
         }
         for name, value in rows.items():
-            table.add_row(name, value)
+            table.add_row(Text(name), value)
         return table
 
 

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
+from rich.text import Text
 
 from scaleray.progress import Stage, shown_by
 
@@ -116,7 +117,7 @@ class StageDisplay:
             is_long = stage.total and (stage.elapsed_s + (stage.left_s or 0.0)) >= BAR_S
             has_bar = is_long and width >= LEAST_BAR_WIDTH
             bar = ProgressBar(total=stage.total, completed=stage.done, width=width) if has_bar else ""
-            rows.add_row(self._spinner, stage.name, bar, words)
+            rows.add_row(self._spinner, Text(stage.name), bar, Text(words))
         return Group(*([above] if above is not None else []), *([rows] if stages else []))
 
 

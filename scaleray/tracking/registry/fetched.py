@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import re
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 from scaleray.errors import TrackingError, first_line
 from scaleray.gates.statement import STATEMENT, digests, file_digest, subjects
-from scaleray.own_folder import own_folder
+from scaleray.own_folder import cache_folder
 from scaleray.parsing import load_json, load_yaml
 from scaleray.tracking.registry.models import STATEMENT_TAG, ModelRegistry, ModelVersion, Named
 
@@ -18,10 +22,14 @@ NAMED_BY_MLFLOW = "registered_model_meta"
 that is local."""
 MODEL = Path("data/packed")
 """Folder of the packed model among the files of a version."""
+KEPT = 3
+"""Fetched versions that stay, however long ago they were used."""
+UNUSED_S = 86400.0
+"""Seconds since its last use after which another version may be removed: a process may read it."""
 
 
 def fetch_model(name: str, *, uri: str | None = None) -> Path:
-    """The packed model that `models:/NAME@ALIAS` or `models:/NAME/3` names, in a folder of this user's.
+    """The packed model that `models:/NAME@ALIAS` or `models:/NAME/3` names, in the folder of this user's cache.
 
     Every file is compared with the statement of its promotion. Raises TrackingError for a version that is not there,
     was not promoted by scaleray, or has been changed since.
@@ -32,18 +40,18 @@ def fetch_model(name: str, *, uri: str | None = None) -> Path:
     if not version.tags.get(STATEMENT_TAG):
         allowed = "it was not made by scaleray promote, and says not what it was made from"
         raise TrackingError("the model", str(named), allowed, "MLflow itself loads it: mlflow.pyfunc.load_model")
-    place = own_folder() / "models" / version.tags[STATEMENT_TAG][:32]
-    if place.is_dir() and not changes(place, version):
+    models = cache_folder("models")
+    if (place := _whole(models, version)) is not None:
         return place / MODEL
-    place.parent.mkdir(mode=0o700, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=models) as folder:
         found = registry.download(version, Path(folder))
         if wrong := changes(found, version):
             allowed = "its files must be those of its promotion"
             check = f"scaleray promote --verify {named}"
             raise TrackingError(f"the model {named}", f"changed: {'; '.join(wrong[:3])}", allowed, check)
-        shutil.rmtree(place, ignore_errors=True)
-        found.rename(place)
+        # another process may have fetched it meanwhile, and reads it: nothing is replaced
+        place = _whole(models, version) or found.rename(models / f"{_digest(version)}-{Path(folder).name}")
+    _remove_unused(models)
     return place / MODEL
 
 
@@ -64,6 +72,30 @@ def check_served(packed: Path, *, uri: str | None) -> None:
     if wrong := changes(folder, version):
         allowed = "its files must be those of its promotion"
         raise TrackingError(f"the model in {folder}", f"changed: {'; '.join(wrong[:3])}", allowed, "download it again")
+
+
+def _digest(version: ModelVersion) -> str:
+    """The statement's hash as the version's tag has it; empty if the tag holds something else, such as a path."""
+    tag = version.tags.get(STATEMENT_TAG, "")
+    return tag[:32] if re.fullmatch("[0-9a-f]{64}", tag) else ""
+
+
+def _whole(models: Path, version: ModelVersion) -> Path | None:
+    """A folder with the files of a version, marked as used now; None if there is none."""
+    for place in sorted(models.glob(f"{_digest(version)}-*")) if _digest(version) else ():
+        if not changes(place, version):
+            os.utime(place)
+            return place
+    return None
+
+
+def _remove_unused(models: Path) -> None:
+    """Remove models, and downloads that were cut off, that were not used for a day, but for the newest ones."""
+    with contextlib.suppress(FileNotFoundError):  # another process removes them
+        used = sorted((place.stat().st_mtime, place) for place in models.iterdir())
+        for at, place in used[:-KEPT]:
+            if time.time() - at > UNUSED_S:
+                shutil.rmtree(place, ignore_errors=True)
 
 
 def changes(folder: Path, version: ModelVersion | None) -> list[str]:

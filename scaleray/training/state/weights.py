@@ -88,7 +88,7 @@ def forget(run_path: str) -> None:
     """Remove the indexes of a run that goes on: what is in its folders is not the whole of its weights any more."""
     store = Store(run_path)
     for name in (FINAL_WEIGHTS, TRAINED_WEIGHTS, ADAPTERS):
-        for file in (f"{name}/{INDEX}", f"{name}/{PENDING}", sums_name(f"{name}/{INDEX}"), sums_name(plain_file(name))):
+        for file in (f"{name}/{INDEX}", f"{name}/{PENDING}", sums_name(f"{name}/{INDEX}")):
             store.delete(file)
 
 

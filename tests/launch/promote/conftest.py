@@ -18,6 +18,14 @@ POLICY = {
 """A policy that runs of any quality pass: what is promoted is not judged here."""
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_the_tests(tmp_path_factory):
+    """Fetched models lie in a folder of the tests: those of this machine's user stay as they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def four_runs(tmp_path_factory, empty_database):
     """The records of four trainings of the same but the seed, of which two are the baseline's."""

@@ -6,10 +6,10 @@ import dataclasses
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from optional_programs import needs, program
 
 import scaleray
@@ -20,8 +20,6 @@ from scaleray.launch.promote.check import check_promoted
 from scaleray.launch.promote.measured_limits import measured_limits
 from scaleray.launch.promote.pipeline import write_pipeline
 from scaleray.launch.promote.promote import promote
-from scaleray.launch.promote.schedules import days_of
-from scaleray.manifests.rules.read import check_manifests
 from scaleray.tracking.find_record import FoundRun, find_run
 from tests.launch.promote.conftest import POLICY
 from tests.recorded_runs import a_run
@@ -68,63 +66,49 @@ def test_the_job_trains_what_was_promoted_and_the_version_has_the_pipeline(sides
         promote(candidates, "champion", against=baselines, policy=POLICY, pipeline=folder, uri=uri)
 
 
-def test_each_kind_of_cluster_has_its_manifests_and_its_schedule(four_runs, packed, tmp_path):
+def test_each_kind_of_cluster_has_its_manifests(four_runs, packed, tmp_path):
     common = {"job.yaml", "pipeline.json", "alerts.yaml", "retrain.sh", "drift.sh", "code/corners.py"}
-    assert written(four_runs, packed, tmp_path / "local") == common | {"crontab.txt"}
-    slurm = written(four_runs, packed, tmp_path / "slurm", cluster="slurm", schedule="30 2 * * *")
-    assert common | {"crontab.txt", "slurm/train.sbatch", "slurm/settings.sh"} <= slurm
-    lines = (tmp_path / "slurm/crontab.txt").read_text().splitlines()
-    assert lines[3] == "#SCRON --time=00:10:00" and lines[4] == "30 2 * * * $PIPELINE/retrain.sh"
+    assert written(four_runs, packed, tmp_path / "local") == common
+    slurm = written(four_runs, packed, tmp_path / "slurm", cluster="slurm")
+    assert common | {"slurm/train.sbatch", "slurm/settings.sh"} <= slurm
     assert "sbatch slurm/train.sbatch -c job.yaml" in (tmp_path / "slurm/retrain.sh").read_text()
     assert "ray_up/aws.yaml" in written(four_runs, packed, tmp_path / "ray", cluster="ray-up")
     kubernetes = written(four_runs, packed, tmp_path / "kubernetes", cluster="kubernetes")
-    assert common | {"kubernetes/retrain.yaml", "kubernetes/drift.yaml", "kubernetes/base/storage.yaml"} <= kubernetes
+    assert common | {"kubernetes/base/storage.yaml"} <= kubernetes
 
 
-def test_jobs_on_kubernetes_keep_the_rules_and_see_the_shared_folder(four_runs, packed, tmp_path):
-    written(four_runs, packed, tmp_path / "out", cluster="kubernetes")
-    retrain, drift = (
-        yaml.safe_load((tmp_path / f"out/kubernetes/{name}.yaml").read_text()) for name in ("retrain", "drift")
-    )
-    assert (retrain["kind"], retrain["spec"]["schedule"]) == ("RayCronJob", "0 3 * * 1")
-    job = {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": retrain["metadata"],
-        "spec": retrain["spec"]["jobTemplate"],
-    }
-    (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
-    assert check_manifests(tmp_path / "job.yaml") == {"manifests": 1, "faults": []}
-    pod = drift["spec"]["jobTemplate"]["spec"]["template"]["spec"]
-    assert pod["containers"][0]["command"] == ["bash", "/mnt/scaleray/pipelines/corners-champion/drift.sh"]
-    assert {"name": "shared", "mountPath": "/mnt/scaleray"} in pod["containers"][0]["volumeMounts"]
-    assert {one["name"] for one in pod["volumes"]} == {one["name"] for one in pod["containers"][0]["volumeMounts"]}
+def run_as_cron_does(script, *words, **variables):
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(script.parent), **variables}
+    return subprocess.run([script, *words], env=environment, cwd="/", capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "runs", "days"),
-    [
-        ("0 3 * * 1", 5, 36),  # five weeks, and a day
-        ("0 3 * * MON", 3, 22),
-        ("30 2 1 * *", 5, 154),  # five of the longest months
-        ("0 3 * * 1-5", 5, 8),
-        ("0 3 * * *", 5, 6),
-        ("0 */6 * * *", 4, 2),
-        ("0 3 1 1 *", 2, 732),
-        ("0 3 29 2 *", 1, 1462),
-        ("0 0 13 * 7", 1, 8),  # of a day of the month and one of the week cron asks for either
-    ],
-)
-def test_the_days_of_a_schedule_hold_as_many_runs_as_are_asked_for(schedule, runs, days):
-    assert days_of(schedule, runs) == days
+@pytest.mark.parametrize("name", ["retrain.sh", "drift.sh"])
+def test_the_scripts_run_in_the_environment_of_cron(four_runs, packed, tmp_path, name):
+    script = tmp_path / "a folder" / name
+    written(four_runs, packed, script.parent)
+    done = run_as_cron_does(script, "--help")
+    assert done.returncode == 0 and "Usage: scaleray" in done.stdout, done.stderr
 
 
-def test_the_check_for_drift_looks_back_as_far_as_its_schedule_and_policy_need(four_runs, packed, tmp_path):
+def test_the_scripts_take_another_interpreter_where_this_one_is_not(four_runs, packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/of/another machine/python")
+    written(four_runs, packed, tmp_path / "out")
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$0 $@"\n')
+    (tmp_path / "python").chmod(0o755)
+    script = tmp_path / "out" / "drift.sh"
+    for given in ({"PYTHON": str(tmp_path / "python")}, {"PATH": f"{tmp_path}:/usr/bin:/bin"}):
+        done = run_as_cron_does(script, **given)
+        assert done.stdout.startswith(f"{tmp_path}/python -m scaleray drift corners@champion"), done.stderr
+
+
+def test_the_check_for_drift_looks_back_as_many_weeks_as_the_policy_needs_runs(four_runs, packed, tmp_path):
     policy = Policy.model_validate({"drift": {"min_runs": 3}, "convergence": {"min_runs": 2}})
     written(four_runs, packed, tmp_path / "usual")
-    written(four_runs, packed, tmp_path / "daily", schedule="0 3 * * *", policy=policy)
-    assert "scaleray drift corners@champion --days 36 --uri" in (tmp_path / "usual/drift.sh").read_text()
-    assert "scaleray drift corners@champion --days 4 --uri" in (tmp_path / "daily/drift.sh").read_text()
+    written(four_runs, packed, tmp_path / "few", policy=policy)
+    echo = {"PYTHON": "/bin/echo"}
+    assert "--days 36" in run_as_cron_does(tmp_path / "usual/drift.sh", **echo).stdout
+    assert "--days 22" in run_as_cron_does(tmp_path / "few/drift.sh", **echo).stdout
+    assert "--days 4" in run_as_cron_does(tmp_path / "few/drift.sh", **echo, DAYS="4").stdout
 
 
 @needs("promtool")
@@ -182,20 +166,9 @@ class TestMeasuredLimits:
         assert measured_limits([self.found(run)]).limits.memory_share == 0.8
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"cluster": "mesos"}, "kinds are local, kubernetes, slurm, ray-up"),
-        ({"schedule": "weekly"}, "five fields of cron"),
-        ({"schedule": "0 3 * * ;"}, "five fields of cron"),
-        ({"schedule": "0 24 * * 1"}, "the field '24' must be within 0 and 23"),
-        ({"schedule": "0 3 * * 5-1"}, "the field '5-1' must be within 0 and 7"),
-        ({"schedule": "0 3 31 2 *"}, "it is too rare"),
-    ],
-)
-def test_an_unknown_cluster_and_a_schedule_with_a_slip_are_refused_before_anything_is_asked(more, message):
-    with pytest.raises(UsageError, match=message):
-        promote("nowhere", "champion", **more)
+def test_an_unknown_cluster_is_refused_before_anything_is_asked():
+    with pytest.raises(UsageError, match="kinds are local, kubernetes, slurm, ray-up"):
+        promote("nowhere", "champion", cluster="mesos")
 
 
 def test_a_pipeline_without_an_alias_is_refused(tmp_path):

@@ -188,24 +188,43 @@ class TestRollback:
         _, uri = promoted
         second = promote(sides[0][1], "champion", against=sides[1], policy=ALONE, uri=uri)
         assert (second.version, second.was) == (2, 1), second.not_passed
-        number, check = rollback("corners@champion", uri=uri)
-        assert (number, check.answer) == (1, "pass")
+        assert rollback("corners@champion", uri=uri) == 1
         assert check_promoted("corners@champion", uri=uri).answer == "pass"
         with pytest.raises(UsageError, match="version 1 is the first"):
             rollback("corners@champion", uri=uri)
         third = promote(sides[0][0], "champion", against=sides[1], policy=ALONE, uri=uri)
         assert third.version == 3, third.not_passed
-        assert rollback("corners@champion", uri=uri)[0] == 1, "version 2 was taken back"
-        assert rollback("corners@champion", to=2, uri=uri)[0] == 2
+        assert rollback("corners@champion", uri=uri) == 1, "version 2 was taken back"
+        assert rollback("corners@champion", to=2, uri=uri) == 2
 
-    def test_a_version_that_was_changed_is_not_gone_back_to(self, promoted, sides):
+    @pytest.fixture
+    def second(self, promoted, sides):
+        """The files of version 1, beside which a second one has the alias, and the URI."""
         _, uri = promoted
-        promote(sides[0][1], "champion", against=sides[1], policy=ALONE, uri=uri)
-        source = Path(ModelRegistry(uri).find(Named("corners", number=1)).source)
-        (source / "gates.json").write_text("{}")
-        number, check = rollback("corners@champion", uri=uri)
-        assert (number, check.answer) == (2, "fail")
+        assert promote(sides[0][1], "champion", against=sides[1], policy=ALONE, uri=uri).version == 2
+        return Path(ModelRegistry(uri).find(Named("corners", number=1)).source), uri
+
+    @pytest.mark.parametrize("gone", [False, True])
+    def test_a_version_that_was_changed_or_is_gone_takes_the_alias_only_for_a_reason(self, second, gone):
+        source, uri = second
+        if gone:
+            source.rename(source.with_name("elsewhere"))
+        else:
+            (source / "data/packed/code/corners.py").write_text("raise SystemExit('code of somebody else')")
+        with pytest.raises(TrackingError, match=r"(?s)not what was promoted.*--unchecked REASON"):
+            rollback("corners@champion", uri=uri)
         assert ModelRegistry(uri).find(Named.parse("corners@champion")).number == 2
+        assert rollback("corners@champion", unchecked="version 2 answers nonsense", uri=uri) == 1
+        found = ModelRegistry(uri).find(Named.parse("corners@champion"))
+        assert found.tags["scaleray.given.champion"].endswith("unchecked: version 2 answers nonsense")
+
+    def test_in_an_incident_neither_run_nor_evidence_nor_baselines_are_asked_for(self, second, monkeypatch):
+        source, uri = second
+        registry = ModelRegistry(uri)
+        registry.client.delete_run(registry.find(Named("corners", number=1)).run_id)
+        shutil.rmtree(source / "evidence")
+        monkeypatch.setattr("scaleray.tracking.find_record.find_run", lambda *words, **more: 1 / 0)
+        assert rollback("corners@champion", uri=uri) == 1
 
     def test_a_version_that_no_gate_let_through_is_refused(self, promoted, sides):
         _, uri = promoted
@@ -238,9 +257,7 @@ class TestUse:
         _, uri = promoted
         source = Path(ModelRegistry(uri).find(Named("corners", number=1)).source)
         (source / "data/packed/code/corners.py").write_text("raise SystemExit('code of somebody else')")
-        from scaleray.tracking.registry import fetched
-
-        monkeypatch.setattr(fetched, "own_folder", lambda: tmp_path)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         with pytest.raises(TrackingError, match=r"corners.py was changed"):
             scaleray.load("models:/corners@champion", uri=uri)
 
@@ -282,8 +299,8 @@ def test_a_deleted_run_is_not_promoted(sides):
     candidates, baselines, uri = sides
     run_id = json.loads((Path(candidates[0]) / "record.json").read_text())["run_id"]
     ModelRegistry(uri).client.delete_run(run_id)
-    with pytest.raises(TrackingError, match="it is deleted"):
-        promote(candidates, "champion", against=baselines, policy=POLICY, uri=uri)
+    found = promote(candidates, "champion", against=baselines, policy=POLICY, uri=uri)
+    assert found.answer == "fail" and "it was deleted" in str(found.not_passed)
 
 
 def test_a_class_that_is_in_no_file_is_refused_with_what_to_do(sides):

@@ -11,8 +11,10 @@ import pytest
 from aiohttp import web
 
 from scaleray.errors import ClusterError
-from scaleray.launch.cluster import local_clusters
+from scaleray.launch.cluster import local_clusters, loopback
+from scaleray.launch.cluster.ray_settings import read_again
 from scaleray.launch.submit import jobs_api
+from scaleray.launch.submit.clusters import clusters_file
 from scaleray.launch.submit.jobs_api import Jobs
 
 ABOUT_RAY = {"version": "4", "ray_version": "2.60.0", "ray_commit": "x", "session_name": "x"}
@@ -126,6 +128,8 @@ def server():
             seen.append((self.path, self.headers.get("Authorization")))
             code, text = answers.get(self.path, (404, "no"))
             self.send_response(code)
+            if code == 302:
+                self.send_header("Location", text)
             self.end_headers()
             self.wfile.write(text.encode())
 
@@ -203,3 +207,59 @@ def test_an_address_at_which_nothing_answers_or_never_is_one_message(project, mo
     monkeypatch.setattr(jobs_api, "ANSWER_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ClusterError, match="does not answer within"):
         Jobs(f"http://127.0.0.1:{silent.getsockname()[1]}")
+
+
+@pytest.fixture
+def token_of_this_user(project, tmp_path, monkeypatch):
+    """A token in the home alone, and an address that is not of this machine by its name."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("of-this-user")
+    read_again()
+    monkeypatch.setattr(loopback, "NAMES", ("localhost",))
+    yield tmp_path
+    monkeypatch.undo()
+    read_again()
+
+
+def tokens_seen(server):
+    server.answers["/api/version"] = (200, '{"version": "4", "ray_version": "2.60.0"}')
+    server.answers["/api/jobs/"] = (200, "[]")
+    server.seen.clear()
+    Jobs(server.url).list()
+    return dict(server.seen)
+
+
+def test_the_token_of_this_user_goes_to_no_address_that_nobody_has_named(token_of_this_user, server):
+    assert set(tokens_seen(server).values()) == {None}
+    server.answers["/api/version"] = (401, "no")
+    with pytest.raises(ClusterError, match="the token is missing") as raised:
+        Jobs(server.url)
+    assert "clusters.yaml has its address" in str(raised.value)
+
+
+@pytest.mark.parametrize("named", ["as this machine", "in the file", "in the environment"])
+def test_the_token_goes_to_this_machine_and_where_the_user_sends_it(token_of_this_user, server, monkeypatch, named):
+    file = token_of_this_user / ".ray" / "auth_token"
+    if named == "as this machine":
+        monkeypatch.setattr(loopback, "NAMES", ("127.0.0.1",))
+    elif named == "in the environment":
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(file))
+    else:
+        clusters_file().parent.mkdir(parents=True)
+        clusters_file().write_text(f"mine:\n  url: {server.url}/\nother: http://10.0.0.1:8265\n")
+    assert set(tokens_seen(server).values()) == {"Bearer of-this-user"}
+
+
+@pytest.mark.parametrize("path", ["/api/version", "/api/jobs/"])
+def test_the_token_follows_no_redirect(token_of_this_user, server, monkeypatch, path):
+    monkeypatch.setattr(loopback, "NAMES", ("127.0.0.1",))
+    server.answers["/api/version"] = (200, '{"version": "4", "ray_version": "2.60.0"}')
+    server.answers[path] = (302, f"{server.url}/elsewhere")
+    with pytest.raises(ClusterError):
+        Jobs(server.url).list()
+    assert "/elsewhere" not in dict(server.seen)

@@ -1,6 +1,7 @@
 """What of a working directory travels to a cluster, and what is refused before anything is read."""
 
 import os
+import subprocess
 import zipfile
 
 import pytest
@@ -44,16 +45,17 @@ def test_all_files_travel_but_those_that_ignore_files_name_and_no_job_needs(tmp_
     assert "5 files" in found.in_words() and "7 left out" in found.in_words()
 
 
-def test_a_link_to_a_folder_stays_and_is_said_and_one_to_a_file_travels_as_the_file(tmp_path):
+def test_links_to_folders_and_outside_stay_and_are_named_and_others_travel_as_the_file(tmp_path):
     made(tmp_path, project__a="1", elsewhere__b="22")
     folder = tmp_path / "project"
     (folder / "data").symlink_to(tmp_path / "elsewhere")
     (folder / "round").symlink_to(folder)
     (folder / ".venv").symlink_to(tmp_path / "elsewhere")
     (folder / "b").symlink_to(tmp_path / "elsewhere" / "b")
+    (folder / "c").symlink_to(folder / "a")
     found = contents_of(folder, max_mib=1)
-    assert found.files == {"a": 1, "b": 2} and found.linked == ("data", "round") and found.left_out == 1
-    assert "links to folders stay here: data, round" in found.in_words()
+    assert found.files == {"a": 1, "c": 1} and found.linked == ("data", "round", "b") and found.left_out == 1
+    assert "links to folders and outside stay here: data, round, b" in found.in_words()
     with pytest.raises(ConfigError, match="outside of the working directory"):
         check_is_in(found, folder / "data" / "b", what="--config")
 
@@ -97,7 +99,7 @@ def test_a_config_outside_or_left_out_or_missing_is_refused_with_the_reason(tmp_
     assert check_is_in(found, here / "jobs" / ".." / "jobs" / "a", what="--config") == "jobs/a"
     for path, words in (
         (tmp_path / "there" / "b", "it lies outside of the working directory"),
-        (here / "hidden", "left out by one of .gitignore, .rayignore"),
+        (here / "hidden", "left out by git or one of .gitignore, .rayignore"),
         (here / "none", "it does not exist"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -114,3 +116,57 @@ def test_a_package_is_the_same_for_the_same_contents_and_keeps_what_may_be_run(t
     with zipfile.ZipFile(tmp_path / "first.zip") as file:
         assert file.namelist() == ["a", "b/run"] and file.read("a") == b"1"
         assert file.getinfo("b/run").external_attr >> 16 == 0o755
+
+
+def git(folder, *words):
+    subprocess.run(
+        ["git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True, capture_output=True
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    folder = tmp_path / "repository"
+    made(folder, training__job="1", training__old__log="2", training__kept="3", training__data__big="4")
+    git(tmp_path, "init", "-q", folder)
+    write(folder, ".gitignore", "passwords\nold/\nkept\ndata/\n")
+    write(folder, ".git/info/exclude", "private\n")
+    git(folder, "add", "-f", "training/kept")
+    for name in ("passwords", "private"):
+        write(folder / "training", name, "secret")
+    return folder / "training"
+
+
+def test_below_the_top_of_a_checkout_what_git_would_not_send_stays(checkout):
+    assert names(checkout) == ["job", "kept"]
+    write(checkout, ".rayignore", "!data/\njob\n")
+    assert names(checkout) == [".rayignore", "data/big", "kept"]
+
+
+def test_a_checkout_in_the_folder_has_its_own_ignored_files(checkout):
+    git(checkout, "init", "-q", checkout / "module")
+    made(checkout / "module", a="1", b="2")
+    write(checkout / "module", ".gitignore", "b\n")
+    assert names(checkout) == ["job", "kept", "module/.gitignore", "module/a"]
+
+
+def test_a_git_that_does_not_answer_is_an_error_and_not_a_folder_without_one(checkout, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="git cannot list what it ignores there"):
+        names(checkout)
+    assert names(made(checkout.parents[1] / "plain", a="1")) == ["a"]
+
+
+SECRET = (".env", ".env.local", ".netrc", "server.PEM", "tls.key", "id_rsa", ".ssh/config", ".git-credentials")
+
+
+@pytest.mark.parametrize("name", SECRET)
+def test_secrets_stay_whatever_ignore_files_say(tmp_path, name):
+    made(tmp_path, a="1")
+    write(tmp_path, name, "x")
+    write(tmp_path, ".rayignore", "!*\n")
+    (tmp_path / "harmless").symlink_to(tmp_path / name)
+    found = contents_of(tmp_path, max_mib=1)
+    assert set(found.files) == {".rayignore", "a"}
+    with pytest.raises(ConfigError, match="the name of a secret, which never travels"):
+        check_is_in(found, tmp_path / name, what="--config")

@@ -187,3 +187,14 @@ def test_what_was_done_before_does_not_count_for_the_time_left(clock):
         assert trials.done == 6 and trials.left_s is None
         trials.advance(2)
         assert trials.left_s == 20
+
+
+def test_brackets_in_names_of_stages_and_metrics_are_no_markup(clock):
+    shown = display(is_terminal=True)
+    with progress.shown_by(shown), progress.stage("reading /data[/x]/a[b]"):
+        shown.console.print(shown.view())
+    assert "reading /data[/x]/a[b]" in printed(shown)
+    terminal = Terminal(Console(file=io.StringIO(), width=100, force_terminal=True), interval_s=2.0)
+    terminal.show([EvaluationRecord(10, {"val/top[5]": 0.5, "val/[/x]": 0.5}, 9.0)])
+    terminal.console.print(terminal._table([step_record(11)]))
+    assert "val/top[5]" in printed(terminal) and "val/[/x]" in printed(terminal)
