@@ -26,8 +26,8 @@ from scaleray.records.run import RunRecord
 
 SPEED, DATA = "speed", "data"
 NONE_TODAY = "there is no run of today to compare"
-PROMOTE_AGAIN = "promote a run of this version again, to have it recorded"
-MEDIUM_LARGEST = 1.224
+TRAIN_AGAIN = "train and promote it again: records keep the distribution of each column now"
+LARGEST_OF_NINE_IN_TEN = 1.224
 """Largest difference of 9 in 10 pairs of samples of the same data, in units of a share's noise (Kolmogorov 1933)."""
 CHECKS_A_COLUMN = 3
 """Most checks of the values of one column."""
@@ -141,10 +141,14 @@ def _values(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: 
     sides, rows = (mine, theirs), (mine["rows"], theirs["rows"])
     if any(isinstance(one.get("values"), list) or ("mean" in one and "quantiles" not in one) for one in sides):
         words = "an earlier version of scaleray recorded too little of it"
-        return [Check(what=f"distribution of {where}", answer="inconclusive", words=words, remedy=PROMOTE_AGAIN)]
+        return [Check(what=f"distribution of {where}", answer="inconclusive", words=words, remedy=TRAIN_AGAIN)]
     if not min(rows):
         return []
-    checks, known = [], theirs.get("values", {})
+    checks: list[Check] = []
+    known = theirs.get("values", {})
+    if known and "values" not in mine and "quantiles" not in mine:
+        words = f"there were {len(known)} values, and there are too many now to be counted one by one"
+        checks.append(Check(what=f"values of {where}", answer="inconclusive", words=words))
     if known and "values" in mine:
         new = {value: count for value, count in mine["values"].items() if value not in known}
         once = sum(count == 1 for count in known.values())
@@ -181,7 +185,7 @@ def _apart(what: str, distance: float, rows: Sequence[int], policy: DriftPolicy,
     within = distance + float(ndtri(1 - policy.alpha)) / 2 / math.sqrt(number)
     answer: Answer = "fail" if beyond > margin else "pass" if within < margin else "inconclusive"
     words = f"shares of rows differ by {distance:.3g} at most, where {margin:g} is allowed"
-    needed = math.ceil(2 * ((MEDIUM_LARGEST + float(ndtri(1 - policy.alpha)) / 2) / margin) ** 2)
+    needed = math.ceil(2 * ((LARGEST_OF_NINE_IN_TEN + float(ndtri(1 - policy.alpha)) / 2) / margin) ** 2)
     if answer == "inconclusive":
         words += f"; {rows[0]} and {rows[1]} rows were looked at"
     return Check(what=what, answer=answer, words=words, numbers={"distance": distance, "least": max(0.0, beyond)},

@@ -166,6 +166,11 @@ class TestData:
             today = [dataclasses.replace(a_run("nightly", data=one), samples_per_s=1.0) for one in order]
             assert data_gate(today, runs([1.0], data=data_of()), policy=POLICY).answer == "fail"
 
+    def test_labels_that_have_become_too_many_to_count_do_not_pass(self):
+        many = np.array([f"{number:03}" for number in range(200)] * 10)
+        found = answers(self.gate(data_of(sha256="bb", seed=1, word=many), data_of()))
+        assert found["values of word in train of run0"] == "inconclusive"
+
     def test_facts_of_an_earlier_version_are_inconclusive(self):
         before = data_of()
         for facts in before["train"]["columns"].values():

@@ -105,7 +105,7 @@ def _since(registry: ModelRegistry, named: Named, kept: Evidence, days: float, n
         except TrackingError:
             if status == "FINISHED":
                 raise
-            notes.append(f"run {run_id} failed and has no record, so that nobody knows whether it trained the same")
+            notes.append(f"run {run_id} failed and has no record: whether it trained the same is not known")
             continue
         if one is not None and isinstance(one.record, RunRecord) and _training_of(one.record) == own:
             found.append(one)

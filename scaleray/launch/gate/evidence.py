@@ -30,7 +30,7 @@ from scaleray.tracking.find_record import FoundRun, find_run
 CERTIFICATE = "certificate.json"
 NO_CERTIFICATE = f"it holds no {CERTIFICATE} of `scaleray verify`"
 READERS = 8
-"""Folders beside a run's own that are read at once: a bucket takes 50 ms for each file."""
+"""Number of neighbouring folders that are read at once, as a bucket answers each request late."""
 MOST_NEIGHBOURS = 500
 """Most folders beside a run's own that are looked at for its repeats, certificates and studies, the newest first."""
 

@@ -118,7 +118,9 @@ def _(at: Recorded) -> None:
 
 
 @tampering(
-    "record", "it and MLflow's copy are rewritten alike", missed="nothing is signed: who may write both may say all"
+    "record",
+    "it and MLflow's copy are rewritten alike",
+    missed="nothing is signed, so that a change of both copies leaves no trace",
 )
 def _(at: Recorded) -> None:
     edit(at.root / "run/record.json", lambda v: v.update(total_time_s=1.0))
@@ -309,7 +311,7 @@ def _(at: Recorded) -> None:
 
 
 @tampering("statement", "it, the code and its hash in the registry are rewritten alike", VERIFY,
-           missed="nothing is signed: who may write files and registry may say all")  # fmt: skip
+           missed="nothing is signed, so that a change of both copies leaves no trace")  # fmt: skip
 def _(at: Recorded) -> None:
     _bytes("data/packed/code/corners.py", lambda c: c + b"\n# changed\n")(at)
     at.client.set_model_version_tag("corners", "1", STATEMENT_TAG, _restate(at))
@@ -323,7 +325,7 @@ def _negate(file: Path) -> None:
     save_file({**tensors, last: -tensors[last]}, file, metadata={"format": "pt"})
 
 
-@tampering("registry", "the alias is set on a version that nobody promoted", VERIFY)
+@tampering("registry", "the alias is set by hand on another version", VERIFY)
 def _(at: Recorded) -> None:
     made = at.client.create_model_version("corners", str(at.source), run_id=at.run_id)
     at.client.set_registered_model_alias("corners", "champion", made.version)
