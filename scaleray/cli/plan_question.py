@@ -166,9 +166,11 @@ def _counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelPr
 
     kept = cache_folder("profiles") / f"{_fingerprint(config, path)}.json"
     if not kept.exists():
-        command = [sys.executable, "-m", "scaleray.launch.count_workload", str(path), *overrides]
+        command = [sys.executable, "-m", "scaleray.launch.count_workload", str(path)]
         try:
-            done = subprocess.run(guarded(command), capture_output=True, text=True, timeout=COUNTING_LIMIT_S)
+            done = subprocess.run(
+                guarded(command), input=json.dumps(overrides), capture_output=True, text=True, timeout=COUNTING_LIMIT_S
+            )
         except subprocess.TimeoutExpired:
             raise UsageError(
                 "counting the workload", f"longer than {COUNTING_LIMIT_S} s", "it must end", "name the model: --model"

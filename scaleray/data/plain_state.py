@@ -1,7 +1,7 @@
 """State of an object as JSON and back: numbers, text, arrays and their containers, and objects that hold nothing else.
 
-Nothing is run on the way back but the import of the classes that are named, which must transform rows, and their
-`__setstate__`.
+On the way back classes and functions are looked up among the modules that the workload has imported and in
+ray.data.preprocessors; no other module is imported. A class must transform rows, and its `__setstate__` is called.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import collections
 import importlib
 import io
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -93,8 +94,11 @@ def _decoded_object(kind: str, content: Any, found: dict[str, Any]) -> Any:
         import pandas as pd
 
         return pd.CategoricalDtype(decoded(content), ordered=found["ordered"])
-    if kind == "function" and content.startswith(TRUSTED_FUNCTIONS):
-        return _named(content)
+    if kind == "function":
+        function = _named(content)
+        if not str(getattr(function, "__module__", "")).startswith(TRUSTED_FUNCTIONS):
+            raise ValueError(f"{content} is not a function of ray.data.preprocessors")
+        return function
     if kind == "class":
         made_of = _named(content)
         if not (isinstance(made_of, type) and _transforms(made_of)):
@@ -114,13 +118,20 @@ def _transforms(kind: type) -> bool:
 
 
 def _named(path: str) -> Any:
+    """The class or function of that name. A module runs code when it is imported, so that only Ray's own are."""
     module, _, name = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        if f"{module}.".startswith(TRUSTED_FUNCTIONS):
+            importlib.import_module(module)
+        elif module not in sys.modules:
+            raise ImportError(f"no module that is in use has the name {module!r}")
+        found: Any = sys.modules[module]
         for part in name.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as exc:
-        raise ValueError(f"{path} cannot be imported here ({exc}); load its workload first") from exc
+        raise ValueError(
+            f"{path} cannot be found here ({exc}); import it in the workload's file, and load its workload first"
+        ) from exc
     return found
 
 

@@ -1,12 +1,16 @@
 """Counts what one sample of a config's workload costs, in a process of its own: the planner reads the answer without
 importing torch.
 
-python -m scaleray.launch.count_workload CONFIG [--key value ...]    prints the profile as JSON
+python -m scaleray.launch.count_workload CONFIG    prints the profile as JSON
+
+Standard input holds the config's settings of the command line as a JSON list: among them may be a password, which the
+list of processes must not show.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from pathlib import Path
 
@@ -26,7 +30,7 @@ def main(arguments: list[str]) -> int:
     """Print the profile; errors go to stderr in one message."""
     path = Path(arguments[0])
     try:
-        config = load_config(path, flags=arguments[1:])
+        config = load_config(path, flags=json.load(sys.stdin))
         with contextlib.redirect_stdout(sys.stderr):  # what a workload prints must not mix with the answer
             workload = load_workload(config.workload.name, config.workload.args, base_dir=path.resolve().parent)
             with no_exit("the workload's code"):

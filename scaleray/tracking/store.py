@@ -17,6 +17,7 @@ from typing import Any, Self, TypeVar
 
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
+from scaleray.filesystems import shared_filesystem
 from scaleray.progress import stage
 from scaleray.tracking.accepted import acceptable_name, acceptable_text
 from scaleray.tracking.operations import LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
@@ -46,7 +47,7 @@ def resolve_uri(uri: str | None) -> str:
     differ by the password alone. Raises TrackingError."""
     if uri is not None and (":***@" in uri or "=***" in uri):
         uri = _with_its_password(uri)
-    uri = uri or uri_of_environment() or f"sqlite:///{Path.home() / 'scaleray' / 'mlflow.db'}"
+    uri = uri or uri_of_environment() or _file_at_home()
     if uri.startswith("sqlite:///"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).expanduser().absolute()}"
     scheme = urllib.parse.urlparse(uri).scheme
@@ -58,6 +59,19 @@ def resolve_uri(uri: str | None) -> str:
             "MLflow 3 does not keep runs in plain folders any more; use sqlite:///mlflow.db",
         )
     return uri
+
+
+def _file_at_home() -> str:
+    """URI of the SQLite file in ~/scaleray. Raises TrackingError for a home that several machines share."""
+    file = Path.home() / "scaleray" / "mlflow.db"
+    if kind := shared_filesystem(file):
+        raise TrackingError(
+            "tracking.uri",
+            None,
+            f"{Path.home()} is on {kind}, where SQLite loses data (https://sqlite.org/faq.html#q5)",
+            "--tracking.uri http://SERVER:5000, or sqlite:////FILE on a disk of this machine",
+        )
+    return f"sqlite:///{file}"
 
 
 def named_or_in_use(recorded: object, uri: str | None) -> str | None:

@@ -1,6 +1,7 @@
 """`scaleray plan`: the commands of its help, what they print, and one message for each slip."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -132,8 +133,15 @@ def test_a_config_that_train_would_refuse_is_not_left_behind(capsys, tmp_path):
 def test_a_configs_workload_is_counted_once_in_a_process_of_its_own(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ("-c", "jobs/digits.yaml", "--cluster", "h100:8", "--strategies", "ddp", "--json")
+    words = (*words, "--tracking.uri", "postgresql://me:secret@db/mlflow")
+    commands = []
+    run_process = subprocess.run
+    monkeypatch.setattr(
+        "subprocess.run", lambda command, **more: commands.append(command) or run_process(command, **more)
+    )
     code, out, err = run(capsys, *words)
     assert code == 0, err
+    assert len(commands) == 1 and "secret" not in str(commands)
     first = json.loads(out)
     assert first["global_batch"] == 64 and first["num_params"] > 1000
     kept = list((tmp_path / "scaleray" / "profiles").glob("*.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import sys
 
 import numpy as np
 import pandas as pd
@@ -200,8 +201,13 @@ def test_what_is_more_than_data_is_refused_with_its_place(kept, tmp_path):
         ("{", "cannot be read"),
         ('{"format": 2, "preprocessor": null}', "use a newer scaleray"),
         ('{"format": 1, "preprocessor": {"class": "subprocess:Popen", "state": {}}}', "no class that transforms rows"),
-        ('{"format": 1, "preprocessor": {"function": "os:system"}}', "not known"),
+        ('{"format": 1, "preprocessor": {"function": "os:system"}}', "not a function of ray.data"),
+        (
+            '{"format": 1, "preprocessor": {"function": "ray.data.preprocessors.utils:hashlib.sha256"}}',
+            "not a function of",
+        ),
         ('{"format": 1, "preprocessor": {"class": "no_such_file:X", "state": {}}}', "load its workload first"),
+        ('{"format": 1, "preprocessor": {"class": "antigravity:X", "state": {}}}', "that is in use has the name"),
         ('{"format": 1, "preprocessor": {"array": "gASVCwAAAAAAAABLAS4="}}', "cannot be read"),
     ],
 )
@@ -209,6 +215,7 @@ def test_a_file_of_somebody_else_runs_nothing(content, words, tmp_path):
     (tmp_path / preprocessing.FILE).write_text(content)
     with pytest.raises(CheckpointError, match=words):
         preprocessing.load(str(tmp_path))
+    assert "antigravity" not in sys.modules
 
 
 def test_rays_preprocessors_are_fitted_without_ray_to_what_their_names_say(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -325,6 +326,18 @@ def test_a_folder_store_is_refused_with_what_to_use(tmp_path):
 def test_sqlite_paths_become_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert store.resolve_uri("sqlite:///runs.db") == f"sqlite:///{tmp_path / 'runs.db'}"
+
+
+@pytest.mark.parametrize(("kind", "is_refused"), [("nfs4", True), ("lustre", True), ("ext4", False)])
+def test_no_database_is_made_by_default_in_a_home_that_machines_share(kind, is_refused, monkeypatch, tmp_path):
+    mounts = [SimpleNamespace(mountpoint=place, fstype=of) for place, of in [("/", "ext4"), (str(tmp_path), kind)]]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("SCALERAY_TRACKING__URI", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(TrackingError, match=f"{kind}.*SQLite") if is_refused else contextlib.nullcontext():
+        assert store.resolve_uri(None) == f"sqlite:///{tmp_path}/home/scaleray/mlflow.db"
+    assert store.resolve_uri(f"sqlite:///{tmp_path}/named.db")
 
 
 def test_passwords_are_neither_shown_nor_stored():

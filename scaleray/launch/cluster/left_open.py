@@ -87,7 +87,7 @@ class LeftOpen:
         deadline = time.monotonic() + LOCK_S
         while True:
             try:
-                with open(lock) as file:
+                with open(lock, "a") as file:  # NFS locks what is open for writing alone
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     return True
             except OSError:

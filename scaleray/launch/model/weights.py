@@ -32,6 +32,7 @@ from scaleray.checkpoints.weight_sums import sums_name
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.launch.model.trained_run import PACKED, TrainedRun
 from scaleray.launch.model.workload_state import read_state
+from scaleray.own_folder import cache_folder
 from scaleray.tracking.model_files import fetch_model_files
 from scaleray.training.state.items import WORKLOAD, nested, tensors_of
 from scaleray.training.state.weights import read_weights
@@ -96,7 +97,7 @@ def _final(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
         return found
     if _has_checkpoints(run):
         return None
-    with tempfile.TemporaryDirectory() as copy:
+    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as copy:
         inside = fetch_model_files(run.about, Path(copy), name)
         if inside is None:
             return None
@@ -116,7 +117,7 @@ def _in_folder(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
     files = _final_files(folder, name)
     if not files or folder.is_local:
         return read_weights(folder.root, name, recorded=_recorded(run)) if files else None
-    with tempfile.TemporaryDirectory() as copy:
+    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as copy:
         for file in files:
             Store(copy).copy_from(folder, file)
         return read_weights(copy, name, recorded=_recorded(run))

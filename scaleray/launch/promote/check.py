@@ -18,6 +18,7 @@ from scaleray.launch.gate.kept_evidence import read_evidence
 from scaleray.launch.model.load import find_parts
 from scaleray.launch.promote.pipeline_check import pipeline_checks
 from scaleray.launch.promote.promote import EVIDENCE, PASSED
+from scaleray.own_folder import cache_folder
 from scaleray.progress import stage
 from scaleray.tracking.registry.fetched import MODEL, changes
 from scaleray.tracking.registry.models import STATEMENT_TAG, ModelRegistry, ModelVersion, Named
@@ -37,7 +38,7 @@ def check_promoted(model: str, *, pipeline: str | Path | None = None, uri: str |
     named = Named.parse(model)
     registry = ModelRegistry(uri)
     version = registry.find(named)
-    with tempfile.TemporaryDirectory(prefix="scaleray-check-") as place, stage("checking what was promoted"):
+    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place, stage("checking what was promoted"):
         checks = [_alias(registry, named, version), *_kept(registry, version, Path(place), pipeline)]
     result = gate_of("promotion", checks)
     return GateRecord(

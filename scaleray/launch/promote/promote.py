@@ -28,6 +28,7 @@ from scaleray.launch.model.load import find_parts
 from scaleray.launch.model.packed import pack
 from scaleray.launch.model.trained_run import find_trained
 from scaleray.launch.promote.pipeline import FOLDER, check_cluster, copy_pipeline, write_pipeline
+from scaleray.own_folder import cache_folder
 from scaleray.progress import stage
 from scaleray.records.promotion import Promotion
 from scaleray.records.run import RunRecord, Say
@@ -86,7 +87,7 @@ def promote(
         raise UsageError("--pipeline", str(pipeline), "it is written for an alias", "scaleray promote RUN --as ALIAS")
     check_cluster(cluster)
     held = read_policy(policy)
-    with tempfile.TemporaryDirectory(prefix="scaleray-promote-") as place:
+    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place:
         out = Path(place) / "model"
         with stage("asking the gates"):
             evidence = collect(names, against=against, study=study, certificates=certificates, uri=uri)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import secrets
 import shutil
 import tempfile
@@ -96,11 +97,14 @@ class RunFolder:
             lock = open(f"{self.path}/.lock", "w")  # noqa: SIM115 - the kernel frees it when the process is gone
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
+            except BlockingIOError:
                 lock.close()
                 raise StorageError(
                     "the run folder", self.path, "another process is writing it", "wait until that run has ended"
                 ) from None
+            except OSError as exc:
+                text = "%s cannot be locked (%s): start no second process that writes this run"
+                logging.getLogger(__name__).warning(text, self.path, exc.strerror)
             _LOCKS[self.path] = lock
         return self
 

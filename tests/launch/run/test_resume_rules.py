@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 
 import pytest
 
 from scaleray import train
 from scaleray.config import load_config
-from scaleray.errors import CheckpointError, ConfigError
+from scaleray.errors import CheckpointError, ConfigError, StorageError
 from scaleray.launch.run import resume
 from scaleray.launch.run.resume import check_changes, config_of, find
 from scaleray.launch.session.folder import RunFolder
@@ -145,6 +147,17 @@ def test_a_name_in_use_says_how_to_continue_and_a_leftover_can_be_taken(tmp_path
     (leftover / ".lock").touch()
     folder = RunFolder.reserve(config(tmp_path, tracking__run_name="killed-early"))
     folder.unlock()
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_a_folder_that_cannot_be_locked_is_not_said_to_be_in_use(is_locked, monkeypatch, caplog, tmp_path):
+    def refused(*_):
+        raise OSError(errno.EAGAIN if is_locked else errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    with pytest.raises(StorageError, match="another process") if is_locked else contextlib.nullcontext():
+        RunFolder.reserve(config(tmp_path, tracking__run_name="unlockable")).unlock()
+    assert ("cannot be locked (no locks available)" in caplog.text) is not is_locked
 
 
 def test_copies_of_another_run_of_that_name_are_not_taken_for_ones_own(tmp_path):
