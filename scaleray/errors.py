@@ -18,7 +18,7 @@
         |-- PeerLostError          a collective failed, as another worker is gone or hangs
         `-- LeftEarly              the run was asked to stop, saved its state and can be resumed
 
-A message has four parts: what, the value found, what is allowed, what to do next. Arguments are the
+A message has four parts: what, the value found, the reason or what is allowed, and what to do next. Arguments are the
 positional `args` of the exception, so that each one survives the pickling that carries it from a worker.
 """
 
@@ -35,7 +35,8 @@ class ScaleRayError(Exception):
 
 
 class UsageError(ScaleRayError):
-    """Something the user gave cannot be used. what, found and allowed make the sentence, hint the next line."""
+    """Something the user gave cannot be used. The text is `WHAT is FOUND: ALLOWED.` with the hint on the next line; a
+    value that was not given, None, is called required or missing."""
 
     exit_code = 2
 
@@ -44,7 +45,11 @@ class UsageError(ScaleRayError):
         self.what, self.found, self.allowed, self.hint = what, found, allowed, hint
 
     def __str__(self) -> str:
-        sentence = f"{self.what} is {_shown(self.found)}, but {self.allowed}."
+        found = _shown(self.found)
+        if self.found is None:
+            found = "required" if isinstance(self, ConfigError) or self.what.startswith("--") else "missing"
+        reason = f": {self.allowed}" if self.allowed else ""
+        sentence = f"{self.what} is {found}{reason}."
         return f"{sentence}\n  {self.hint}" if self.hint else sentence
 
 
@@ -132,10 +137,11 @@ def first_line(error: BaseException) -> str:
 
 
 def _shown(found: object) -> str:
-    if found is None:
-        return "missing"
     try:
-        text = found if isinstance(found, str) and " " in found and found.isprintable() else repr(found)
+        is_words = (
+            isinstance(found, str) and found.isprintable() and (" " in found or (found.isalpha() and found.islower()))
+        )
+        text = str(found) if is_words else repr(found)
     except (ValueError, RecursionError):  # an integer of thousands of digits, a list in a list in a list ...
         text = f"a value of type {type(found).__name__} that is too large to print"
     return text if len(text) <= 200 else text[:197] + "..."

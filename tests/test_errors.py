@@ -30,14 +30,14 @@ def test_what_the_user_can_mend_exits_with_2_and_the_rest_with_1(error):
 @pytest.mark.parametrize(
     ("found", "shown"),
     [
-        (None, "missing"), ("word", "'word'"), ("two words", "two words"), ("two\nlines", "'two\\nlines'"), (3, "3"), ([1, 2], "[1, 2]"),
+        (None, "required"), ("word", "word"), ("Odd", "'Odd'"), ("two words", "two words"), ("two\nlines", "'two\\nlines'"), (3, "3"), ([1, 2], "[1, 2]"),
         ("x" * 500, "'" + "x" * 196 + "..."),
         ("\udcff bytes", "'\\udcff bytes'"),
     ],
 )  # fmt: skip
 def test_a_message_shows_what_was_found_briefly_and_printably(found, shown):
     message = str(ConfigError("batch.global_size", found, "it must be 64", "use 64"))
-    assert message == f"batch.global_size is {shown}, but it must be 64.\n  use 64"
+    assert message == f"batch.global_size is {shown}: it must be 64.\n  use 64"
     message.encode()
 
 
@@ -46,7 +46,7 @@ def test_a_number_that_python_refuses_to_print_does_not_break_the_message():
 
 
 def test_a_message_without_a_hint_is_one_line():
-    assert str(ConfigError("seed", -1, "it must be 0 or more")) == "seed is -1, but it must be 0 or more."
+    assert str(ConfigError("seed", -1, "it must be 0 or more")) == "seed is -1: it must be 0 or more."
 
 
 def test_a_config_error_knows_its_key_without_the_place():

@@ -23,7 +23,7 @@ def test_a_missing_program_is_one_message_that_says_how_to_install_it(monkeypatc
     monkeypatch.delenv("PROMETHEUS", raising=False)
     assert watch.main([]) == 2
     said = capsys.readouterr().err
-    assert "Prometheus is missing, but prometheus is not on the PATH" in said
+    assert "Prometheus is missing: prometheus is not on the PATH" in said
     assert "apt-get install prometheus prometheus-alertmanager" in said and "Traceback" not in said
 
 

@@ -309,7 +309,7 @@ def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> Conf
     what = f"{entry.where} {key}" if entry is not None else key
     help_text = " ".join((known[key].description or "").split()) if key in known else ""
     if problem["type"] == "missing":
-        return ConfigError(what, None, "it is required", help_text)
+        return ConfigError(what, None, "", help_text)
     default = known[key].default if key in known and len(problem["loc"]) < 2 else problem.get("input")
     found = entry.value if entry is not None else default
     if key == WEBHOOK and isinstance(found, str):

@@ -46,4 +46,4 @@ class OptimizerSettings(Settings):
 
 def missing_rate(why: str) -> ConfigError:
     """The error of a config without a learning rate, where somebody needs one."""
-    return ConfigError("optimizer.learning_rate", None, f"it is required: {why}", "such as 1e-3")
+    return ConfigError("optimizer.learning_rate", None, why, "such as 1e-3")

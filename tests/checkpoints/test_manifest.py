@@ -84,7 +84,7 @@ def test_a_manifest_that_is_cut_is_none(length):
 
 def test_a_newer_format_is_refused_with_what_to_do():
     with pytest.raises(
-        CheckpointError, match=rf"is {FORMAT + 1}, but this version reads formats up to {FORMAT}.\n.*upgrade"
+        CheckpointError, match=rf"is {FORMAT + 1}: this version reads formats up to {FORMAT}.\n.*upgrade"
     ):
         Manifest.from_json(example(format=FORMAT + 1).to_json().encode(), where="here")
 

@@ -204,7 +204,7 @@ def test_the_shares_of_a_sharded_run_become_one_file(run, tmp_path, capsys):
         (["list", "{tmp}/file"], ["no complete checkpoint|cannot be read"]),
         (["list", "s3:/"], ["there is nothing"]),
         (["list", "nowhere://x"], ["cannot be read"]),
-        (["verify", "{run}", "--step", "11"], ["step 11 is 'missing'", "complete ones: 40, 30, 20, 10"]),
+        (["verify", "{run}", "--step", "11"], ["step 11 is missing", "complete ones: 40, 30, 20, 10"]),
         (["verify", "{run}/checkpoints/step-000000011"], ["there is no such checkpoint|there is nothing"]),
         (["export", "{run}", "{tmp}/w.onnx"], ["w.onnx", "must end in .pt, .pth or .safetensors"]),
         (["export", "{run}", "{tmp}/file/w.pt"], ["cannot be written"]),

@@ -119,13 +119,13 @@ def test_a_port_that_nobody_listens_on_is_one_message(grafana, capsys):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     said = refusal(capsys, 2, f"http://127.0.0.1:{port}")
-    assert f"--grafana is 'http://127.0.0.1:{port}', but it does not answer: [Errno 111] Connection refused." in said
+    assert f"--grafana is 'http://127.0.0.1:{port}': it does not answer: [Errno 111] Connection refused." in said
 
 
 @pytest.mark.parametrize(
     ("answer", "code", "words"),
     [
-        ((401, {}, b'{"message": "Invalid API key"}'), 2, "refused (401), but Grafana at"),
+        ((401, {}, b'{"message": "Invalid API key"}'), 2, "refused (401): Grafana at"),
         ((403, {}, b'{"message": "no access"}'), 2, "a token that may edit dashboards and folders"),
         ((404, {}, b"nothing here"), 2, "nothing is at /api/folders?limit=1000 there"),
         ((412, {}, b'{"message": "version-mismatch"}'), 1, "does not take the dashboard (412): version-mismatch."),

@@ -321,7 +321,7 @@ def test_a_plan_is_recorded_where_that_is_asked_for_and_held_against_the_teams_p
     (tmp_path / "team.yaml").write_text("invariants:\n  purpose: required\n")
     monkeypatch.setenv("SCALERAY_TRACKING__POLICY", str(tmp_path / "team.yaml"))
     code, out, err = run(capsys, *SMALL)
-    assert code == 2 and "team.yaml:2 purpose is missing" in err and "recommended" not in out
+    assert code == 2 and "team.yaml:2 purpose is required" in err and "recommended" not in out
     monkeypatch.setenv("SCALERAY_TRACKING__PURPOSE", "before we buy")
     assert run(capsys, *SMALL)[0] == 0
     assert [one.values.get("purpose") for one in list_experiments(uri=uri)] == ["before we buy", None]

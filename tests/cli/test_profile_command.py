@@ -63,7 +63,7 @@ def test_json_has_the_verdict_and_the_profile_and_nothing_else_is_on_stdout(tmp_
 
 def test_a_run_that_has_too_few_steps_or_no_profile_is_refused(tmp_path, capsys):
     short = saved(tmp_path / "short", measured(0, num_steps=8))
-    assert "4 steps, but they are too few" in refused(capsys, short)
+    assert "4 steps: they are too few" in refused(capsys, short)
     old = saved(tmp_path / "old")
     said = refused(capsys, old)
     assert "missing" in said and f"scaleray profile -c {old}/config.yaml" in said
@@ -88,7 +88,7 @@ def test_words_that_make_no_sense_together_are_refused(tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text("workload: {name: x.py:X}\nbatch: {global_size: 4}\nstop: {after: 1 epochs}\n")
     assert "no run" in refused(capsys, tmp_path, "-c", config)
-    assert "--steps is 5, but it must be at least 20" in refused(capsys, "-c", config, "--local", "--steps", 5)
+    assert "--steps is 5: it must be at least 20" in refused(capsys, "-c", config, "--local", "--steps", 5)
 
 
 def test_a_short_training_is_profiled_and_its_length_and_schedule_are_its_own(tmp_path, mlflow_database):

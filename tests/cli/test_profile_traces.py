@@ -84,7 +84,7 @@ def test_what_cannot_be_read_is_refused_with_one_message(folder, tmp_path, capsy
     whole = (folder / "rank0.json.gz").read_bytes()
     (broken / "rank0.json.gz").write_bytes(whole[: len(whole) // 2])
     assert "is cut off behind event" in said_of(capsys, broken, code=2)
-    assert "not readable, but a trace is a file" in said_of(capsys, tmp_path / "nothing.json", code=2)
+    assert "not readable: a trace is a file" in said_of(capsys, tmp_path / "nothing.json", code=2)
     MadeTrace().kernel("gemm", 0, 5, launched=0).write(broken / "rank0.json.gz")
     assert "a trace without step marks" in said_of(capsys, broken, code=2)
     gpu_step(0).write(broken / "rank0.json.gz")
@@ -97,7 +97,7 @@ def test_ranks_that_are_not_there_and_options_without_a_trace_are_refused(tmp_pa
     config.write_text("workload: {name: x.py:X}\nbatch: {global_size: 4}\nstop: {after: 1 epochs}\n")
     train = ("-c", config, "--local", "--scale.workers", 2)
     said = said_of(capsys, *train, "--trace", "--ranks", "0,2", code=2)
-    assert "--ranks is 2, but the ranks of 2 workers are 0 to 1" in said
+    assert "--ranks is 2: the ranks of 2 workers are 0 to 1" in said
     assert "it lists numbers of ranks, slowest and one-a-node" in said_of(
         capsys, *train, "--trace", "--ranks", "all", code=2
     )

@@ -18,11 +18,11 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
         (["sweep"], "workload.name"),
         ([*DIGITS, "--batch-sizes", "2048..32"], "--batch-sizes is '2048..32'"),
         ([*DIGITS, "--batch-sizes", "32..x"], "such as 32..2048, which doubles"),
-        ([*DIGITS, "--rules", "linear,cubic"], "--rules is 'cubic'"),
-        ([*DIGITS, "--learning-rates", "fast"], "--learning-rates is 'fast'"),
+        ([*DIGITS, "--rules", "linear,cubic"], "--rules is cubic"),
+        ([*DIGITS, "--learning-rates", "fast"], "--learning-rates is fast"),
         ([*DIGITS, "--vary", "optimizer.weight_decay"], "a key and its values are needed"),
         ([*DIGITS, "--search", "grid", "--learning-rates", "1e-4..1e-2"], "has no grid"),
-        ([*DIGITS, "--search", "optuna"], "--trials is missing"),
+        ([*DIGITS, "--search", "optuna"], "--trials is required"),
         ([*DIGITS, "--trials", "0"], "--trials is 0"),
         ([*DIGITS, "--scheduler", "genetic"], "--scheduler"),
         ([*DIGITS, "--batch-size", "32"], "batch_size"),
@@ -34,13 +34,10 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
         (["sweep", "--continue", "/nowhere/at/all"], "/nowhere/at/all"),
         (
             ["sweep", "--continue", "nothing://bucket/sweep"],
-            "--continue is 'nothing://bucket/sweep/sweep.json', but it cannot be read",
+            "--continue is 'nothing://bucket/sweep/sweep.json': it cannot be read",
         ),
-        ([*DIGITS, "--against-grid", "/nowhere"], "--against-grid is '/nowhere', but only a guided sweep"),
-        (
-            [*DIGITS, "--guided", "--against-grid", "nothing://b/grid"],
-            "--against-grid is 'nothing://b/grid', but there is",
-        ),
+        ([*DIGITS, "--against-grid", "/nowhere"], "--against-grid is '/nowhere': only a guided sweep"),
+        ([*DIGITS, "--guided", "--against-grid", "nothing://b/grid"], "--against-grid is 'nothing://b/grid': there is"),
     ],
 )
 def test_bad_usage_is_one_message_and_exit_code_2(words, message, capsys):

@@ -261,7 +261,7 @@ def test_a_wrong_value_of_any_key_names_the_key_and_where_it_stands(load, key):
 def test_a_missing_required_key_is_named(key):
     given = {k: v for k, v in REQUIRED.items() if k != key}
     message = str(refused(load_config, flags=given, environ={}))
-    assert message.startswith(f"{key} is missing, but it is required")
+    assert message.startswith(f"{key} is required.")
 
 
 @pytest.mark.parametrize(
@@ -287,12 +287,12 @@ def test_impossible_values_are_refused_by_name(key, value):
 
 def test_a_value_in_a_file_is_refused_with_its_line(load):
     message = str(refused(load, TEXT.replace("2e-3", "fast")))
-    assert "job.yaml:9 optimizer.learning_rate is 'fast'" in message
+    assert "job.yaml:9 optimizer.learning_rate is fast" in message
 
 
 def test_a_value_from_the_environment_is_refused_with_the_variable(load):
     message = str(refused(load, environ={"SCALERAY_SCALE__WORKERS": "two"}))
-    assert "environment variable SCALERAY_SCALE__WORKERS scale.workers is 'two'" in message
+    assert "environment variable SCALERAY_SCALE__WORKERS scale.workers is two" in message
 
 
 def test_a_target_needs_evaluations_to_look_at():

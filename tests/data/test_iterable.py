@@ -121,7 +121,7 @@ def test_an_iterator_and_a_stream_that_ends_early_are_refused():
     stream = Stream()
     source = as_source(stream, split="train")
     stream.rows = rows(20)
-    with pytest.raises(DataError, match="with 20 rows in epoch 1, but it had 26 at the start"):
+    with pytest.raises(DataError, match="with 20 rows in epoch 1: it had 26 at the start"):
         bits(source, shuffle=False)
 
 
@@ -252,9 +252,7 @@ def test_what_dealing_promises_and_refuses_is_said_by_name():
 
 
 def test_parts_of_unequal_size_end_in_one_clear_error():
-    with pytest.raises(
-        DataError, match=r"InHalves.shard for worker 0 of 2 with 9 rows in epoch 1, but of 28 rows each"
-    ):
+    with pytest.raises(DataError, match=r"InHalves.shard for worker 0 of 2 with 9 rows in epoch 1: of 28 rows each"):
         dealt(as_source(InHalves(28), split="train"))
 
 
@@ -336,5 +334,5 @@ def test_a_stream_that_ends_although_it_was_not_counted_is_refused(short_counts)
 
     source = as_source(Slow(), split="train", in_steps=True)
     plan = StepPlan(source.num_rows, 13, shuffle=False)
-    with pytest.raises(DataError, match=r"with 26 rows in epoch 1, but its end was not reached"):
+    with pytest.raises(DataError, match=r"with 26 rows in epoch 1: its end was not reached"):
         source.opened().read_on(plan.positions(2), plan)

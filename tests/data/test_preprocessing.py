@@ -117,7 +117,7 @@ def test_text_becomes_numbers_on_the_way_in_arrays_and_parquet(tmp_path):
 def test_text_that_nothing_makes_numbers_of_is_refused():
     workload = Cities()
     workload.made = Standard([])
-    with pytest.raises(DataError, match="column city is '<U4', but columns hold numbers"):
+    with pytest.raises(DataError, match="column city is '<U4': columns hold numbers"):
         load_sources(workload)
 
 
@@ -247,7 +247,7 @@ def test_a_fit_that_asks_for_more_than_there_is_without_ray_says_so():
 def test_what_is_no_preprocessor_is_refused():
     workload = Standardised()
     workload.made = 5
-    with pytest.raises(WorkloadError, match=r"preprocessor\(\) is a int, but it must return one of ray.data"):
+    with pytest.raises(WorkloadError, match=r"preprocessor\(\) is a int: it must return one of ray.data"):
         load_sources(workload)
 
 

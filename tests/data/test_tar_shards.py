@@ -87,7 +87,7 @@ def test_images_and_text_become_columns(tmp_path):
     found = load_sources(workload_of(source, transform=transform))["train"].read(np.array([1, 5]))
     assert found["image"].shape == (2, 4, 5, 3) and found["number"].tolist() == [2, 1]
     assert found["image"][:, 0, 0, 0].tolist() == [2, 1]
-    with pytest.raises(DataError, match=r"column txt is .*, but columns hold numbers"):
+    with pytest.raises(DataError, match=r"column txt is .*: columns hold numbers"):
         load_sources(workload_of(source))
 
 

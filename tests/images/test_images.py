@@ -114,7 +114,7 @@ def test_folders_that_hold_no_classes_or_other_ones_are_refused(folder, tmp_path
         small(tmp_path / "nowhere").datasets()
     with pytest.raises(DataError, match="it has no folders"):
         small(folder / "cat").datasets()
-    with pytest.raises(DataError, match="'dog', but the classes are cat"):
+    with pytest.raises(DataError, match="dog: the classes are cat"):
         small(folder, classes=["cat"]).datasets()
     (tmp_path / "empty" / "a").mkdir(parents=True)
     with pytest.raises(DataError, match="files end in"):
@@ -299,5 +299,5 @@ def test_linked_folders_and_names_that_are_not_utf_8_are_read(tmp_path):
 def test_pages_are_refused_and_an_animation_gives_its_first_picture(tmp_path):
     more = [Image.fromarray(255 - RAMP)]
     assert np.array_equal(one_image(tmp_path, RAMP, name="1.gif", save_all=True, append_images=more)[0], RAMP)
-    with pytest.raises(DataError, match=r"1\.tif is a TIFF of 2 pages, but one page is read"):
+    with pytest.raises(DataError, match=r"1\.tif is a TIFF of 2 pages: one page is read"):
         one_image(tmp_path, RAMP, name="1.tif", save_all=True, append_images=more)

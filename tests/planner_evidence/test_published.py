@@ -198,7 +198,7 @@ def test_a_row_without_a_cell_for_each_column_is_skipped_alone(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps({"tables": [table]}))
     seen, skipped = observations(read_folder(tmp_path))
     assert len(seen) == 1 and [one.reason for one in skipped] == [
-        "the row is 'ragged', but it must have a cell for each column of its table."
+        "the row is ragged: it must have a cell for each column of its table."
     ]
 
 

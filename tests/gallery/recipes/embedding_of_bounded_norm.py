@@ -3,7 +3,7 @@
 from recipe import Recipe, X, Y
 from torch import nn
 
-REFUSED_ON_TWO = r"max_norm is 0\.5, but its forward pass changes the rows"
+REFUSED_ON_TWO = r"max_norm is 0\.5: its forward pass changes the rows"
 
 
 class Workload(Recipe):

@@ -2,7 +2,7 @@
 
 from recipe import Recipe, Y
 
-REFUSED = "column x is .<U6., but columns hold numbers"
+REFUSED = "column x is .<U6.: columns hold numbers"
 
 
 class Workload(Recipe):

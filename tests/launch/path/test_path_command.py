@@ -86,7 +86,7 @@ def test_a_trial_is_tried_as_it_is_typed(alone, commands, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["try", "larger"], "a change is 'missing'"),
+        (["try", "larger"], "a change is missing"),
         (["try", "larger", "--batch.global-size"], "it is a key of the config and its value"),
         (["next", "--until", "the end"], "steps are baseline"),
         (["next", "--print", "--until", "the end"], "steps are baseline"),

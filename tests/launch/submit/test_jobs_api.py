@@ -156,7 +156,7 @@ def test_a_dashboard_tells_its_versions_to_whoever_has_its_token(project, server
 @pytest.mark.parametrize(
     ("answer", "token", "said"),
     [
-        ((401, "no"), None, "the token is missing, but the cluster at .* asks for one"),
+        ((401, "no"), None, "the token is missing: the cluster at .* asks for one"),
         ((401, "no"), "wrong", "the token is 'not accepted'|the token is not accepted"),
         ((500, "oops"), None, "it answers with 500"),
         ((404, ""), None, "no Ray dashboard"),

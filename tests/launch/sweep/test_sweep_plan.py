@@ -109,7 +109,7 @@ def test_a_workload_without_an_evaluation_is_refused():
     [
         ("optimizer.wait_decay=0,1", "did you mean optimizer.weight_decay"),
         ("optimizer.weight_decay=0,-1", "optimizer.weight_decay is -1"),
-        ("optimizer.momentum=0.9,fast", "optimizer.momentum is 'fast'"),
+        ("optimizer.momentum=0.9,fast", "optimizer.momentum is fast"),
     ],
 )
 def test_keys_and_values_that_are_varied_are_checked_before_data_is_loaded(vary, message):

@@ -73,7 +73,7 @@ def test_categories_of_torch_1_are_those_of_today():
 def test_a_trace_that_is_cut_off_says_behind_which_event():
     text = gpu_step().text()
     for end in (len(text) // 2, text.rindex("]"), len(text) - 1):
-        with pytest.raises(TraceError, match=r"a.json is cut off behind event \d+, but a whole trace ends with"):
+        with pytest.raises(TraceError, match=r"a.json is cut off behind event \d+: a whole trace ends with"):
             read(text[:end])
 
 
@@ -91,7 +91,7 @@ def test_a_cut_gzip_file_is_cut_off_too():
         ('{"traceEvents": [{"ph": "X"} nonsense]}', "is not JSON behind event 1"),
         ('{"traceEvents" 5}', "is not JSON behind event 0 .no : behind a key."),
         ('{"traceEvents": []}', "is a trace without events"),
-        ('{"schemaVersion": 2, "traceEvents": []}', "the schema of a.json is 2, but this version reads schema 1"),
+        ('{"schemaVersion": 2, "traceEvents": []}', "the schema of a.json is 2: this version reads schema 1"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_one_message(text, message):

@@ -172,26 +172,26 @@ def test_arrows_of_ranks_with_clocks_apart_go_from_the_rank_that_really_came_fir
 
 
 def test_a_trace_of_another_rank_count_is_refused():
-    with pytest.raises(TraceError, match=r"the number of ranks in rank1.json is 8, but rank0.json is of a run with 2"):
+    with pytest.raises(TraceError, match=r"the number of ranks in rank1.json is 8: rank0.json is of a run with 2"):
         report(gpu_step(0), gpu_step(1, world_size=8))
 
 
 def test_a_trace_of_another_torch_is_refused():
-    with pytest.raises(TraceError, match=r"the torch of rank1.json is '2.9.1', but rank0.json is of torch 2.13.0"):
+    with pytest.raises(TraceError, match=r"the torch of rank1.json is '2.9.1': rank0.json is of torch 2.13.0"):
         report(gpu_step(0), gpu_step(1, torch="2.9.1"))
 
 
 def test_traces_of_other_steps_are_refused():
-    with pytest.raises(TraceError, match=r"the steps of rank1.json is \[8\], but rank0.json has \[7\]"):
+    with pytest.raises(TraceError, match=r"the steps of rank1.json is \[8\]: rank0.json has \[7\]"):
         report(rank_with([100]), MadeTrace(1).steps(0, 1000, first=8))
 
 
 def test_two_traces_of_one_rank_are_refused_and_so_is_one_without_a_rank():
-    with pytest.raises(TraceError, match=r"the rank of rank0.json is 0, but rank0.json is of the same rank"):
+    with pytest.raises(TraceError, match=r"the rank of rank0.json is 0: rank0.json is of the same rank"):
         ranks_of([gpu_step(0).read(), gpu_step(0).read()])
     nobody = gpu_step(0)
     nobody.values["distributedInfo"]["rank"] = None
-    with pytest.raises(TraceError, match="not in it, but each trace of several says its rank"):
+    with pytest.raises(TraceError, match="not in it: each trace of several says its rank"):
         ranks_of([gpu_step(1).read(), nobody.read()])
     assert list(ranks_of([nobody.read()])) == [0]
 

@@ -20,11 +20,11 @@ def flags(tmp_path, uri):
 
 
 def test_a_training_that_breaks_the_policy_leaves_nothing_and_one_that_keeps_it_is_known_in_full(flags, tmp_path, uri):
-    with pytest.raises(ConfigError, match=r"team\.yaml:2 purpose is missing"):
+    with pytest.raises(ConfigError, match=r"team\.yaml:2 purpose is required"):
         scaleray.train(flags, Classify(), local=True)
     assert not (tmp_path / "runs").exists()
     flags["tracking.purpose"] = "a baseline"
-    with pytest.raises(ConfigError, match=r"team\.yaml:4 global_batch is 8, but it must be <= 4 by a constraint"):
+    with pytest.raises(ConfigError, match=r"team\.yaml:4 global_batch is 8: it must be <= 4 by a constraint"):
         scaleray.train(flags, Classify(), local=True)
     scaleray.train({**flags, "tracking.policy_reason": "four are too noisy"}, Classify(), local=True)
     [run] = scaleray.list_experiments(uri=uri, where="exceptions is known")

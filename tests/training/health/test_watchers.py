@@ -363,7 +363,7 @@ def test_a_rank_that_cannot_measure_noise_goes_on_with_the_others(gloo, way, sin
     assert first.summary.noise.get("num_measurements", 0) <= (1 if since == "later" else 0)
 
 
-@pytest.mark.parametrize(("error", "said"), [(RuntimeError("odd"), "RuntimeError: odd"), (UsageError("a", 1, "b"), "a is 1, but b.")])  # fmt: skip
+@pytest.mark.parametrize(("error", "said"), [(RuntimeError("odd"), "RuntimeError: odd"), (UsageError("a", 1, "b"), "a is 1: b.")])  # fmt: skip
 def test_a_model_whose_operations_cannot_be_counted_is_studied_without_mfu(monkeypatch, error, said):
     monkeypatch.setattr(running, "profile_workload", mock.Mock(side_effect=error))
     split = SimpleNamespace(gives_tuples=False)

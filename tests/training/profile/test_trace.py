@@ -148,14 +148,14 @@ def test_ranks_are_named_by_number_and_by_word():
 
 
 def test_a_rank_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match=r"--ranks is 5, but the ranks of 2 workers are 0 to 1"):
+    with pytest.raises(ConfigError, match=r"--ranks is 5: the ranks of 2 workers are 0 to 1"):
         trace_request("0,5").check_ranks(2)
     trace_request("0,1").check_ranks(2)
 
 
 def test_a_training_that_is_too_short_for_a_trace_is_refused():
     assert TraceRequest().first_step(6) == 1
-    with pytest.raises(ConfigError, match="--steps is 5, but tracing needs 6: 3 to warm up"):
+    with pytest.raises(ConfigError, match="--steps is 5: tracing needs 6: 3 to warm up"):
         TraceRequest().first_step(5)
 
 

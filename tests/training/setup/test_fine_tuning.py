@@ -241,7 +241,7 @@ def change(folder, name, value):
             torch.zeros(41, 24),
             r"blocks\.1\.feed_forward\.up\.weight is \[40, 24\]",
         ),
-        ("model.norm.weight", None, r"norm\.weight is \[24\] float32, but .* has no such tensor"),
+        ("model.norm.weight", None, r"norm\.weight is \[24\] float32: .* has no such tensor"),
         (
             "model.layers.2.mlp.up_proj.weight",
             torch.zeros(40, 24),

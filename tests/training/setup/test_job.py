@@ -67,7 +67,7 @@ def warnings_of_stream(settings):
 
 
 def test_an_empty_ray_dataset_is_refused():
-    with pytest.raises(DataError, match="the train data is 'empty'"):
+    with pytest.raises(DataError, match="the train data is empty"):
         as_source(Stream(0), split="train")
 
 

@@ -122,7 +122,7 @@ def test_what_it_ignores_of_the_section_schedule_is_said():
 
 
 def test_a_rule_or_a_swept_value_that_would_change_nothing_is_refused():
-    with pytest.raises(ConfigError, match=r"optimizer\.rule is 'linear'.*largest rate is 0\.0495388, not 0\.02"):
+    with pytest.raises(ConfigError, match=r"optimizer\.rule is linear.*largest rate is 0\.0495388, not 0\.02"):
         look("one_cycle", {"optimizer.rule": "linear", "optimizer.reference_batch_size": 4})
     with pytest.raises(ConfigError, match=r"optimizer\.learning_rate.*0\.0495388 in every trial"):
         look("one_cycle", varied=("optimizer.learning_rate",))

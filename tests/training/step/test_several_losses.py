@@ -230,7 +230,7 @@ class NotOptimizers(Gan):
         (OneOptimizer(), r"losses\(\).*optimizer\(\) returns a single one"),
         (WithoutLosses(), r"optimizer\(\).*several of them hold one parameter"),
         (OtherNames(), r"critic, generator.*discriminator, generator"),
-        (NotOptimizers(), r"optimizer\(\) is 'int'"),
+        (NotOptimizers(), r"optimizer\(\) is int"),
     ],
 )
 def test_what_does_not_fit_together_is_one_clear_error(workload, text):
