@@ -43,6 +43,13 @@ def shared_filesystem(path: Path) -> str:
     return kind if kind in SHARED else ""
 
 
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a local file whole or not at all: an interrupted writer leaves the old file. Raises OSError."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    part.replace(path)
+
+
 def set_aside(folder: Path) -> Path | None:
     """Rename a folder to the first free one of `NAME.before-1`, `NAME.before-2`, ...; None if there is no folder."""
     if not folder.is_dir():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from time import time as wall_clock
 from typing import Any
 
+from scaleray.filesystems import write_whole
 from scaleray.records.live import FILE, RUNNING, STARTING, LiveState, RankNow, late_s
 from scaleray.records.phases import Phase
 from scaleray.records.profile import Goodput
@@ -241,9 +241,7 @@ class LiveFile:
     def write(self) -> None:
         """Put the newest state in the place of the last one; a disk that is full has no place for it."""
         with self._lock, contextlib.suppress(OSError):
-            temporary = self._path.with_name(f".{FILE}.part")
-            temporary.write_text(json.dumps(self._state().to_dict()))
-            os.replace(temporary, self._path)
+            write_whole(self._path, json.dumps(self._state().to_dict()))
 
     def _write_now_and_then(self) -> None:
         while not self._stop.wait(WRITE_EVERY_S):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scaleray.checkpoints.storage import Store
+from scaleray.filesystems import write_whole
 from scaleray.records.run import LoggedFile
 from scaleray.tracking.operations import LogArtifact
 
@@ -29,9 +30,7 @@ class LoggedFiles:
         if path.exists() and path.read_bytes() == content:
             return  # a step that was taken again
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".part")
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        write_whole(path, content)
         if self.elsewhere is not None:
             self.elsewhere.write(f"{FOLDER}/{file.path}", [content])
         self.upload(LogArtifact(str(path), str(Path(FOLDER) / Path(file.path).parent)))

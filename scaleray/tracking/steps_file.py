@@ -15,6 +15,7 @@ from typing import Any
 
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError
+from scaleray.filesystems import write_whole
 from scaleray.records.run import StepRecord
 from scaleray.tracking.published_steps import read
 
@@ -138,9 +139,7 @@ class StepsFile:
         for line in lines:
             values = line.split(",")
             self._count(int(values[0]), float(values[1]), values[STEP_COLUMNS.index("is_finite")] == "True")
-        temporary = self.path.with_suffix(".part")  # a kill in between must not cost the steps so far
-        temporary.write_text("".join([",".join(STEP_COLUMNS) + "\n", *lines]))
-        temporary.replace(self.path)
+        write_whole(self.path, "".join([",".join(STEP_COLUMNS) + "\n", *lines]))
         self.version += 1
         self._written_bytes = self.path.stat().st_size
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from scaleray.filesystems import write_whole
 from scaleray.reports.page.drawing import Drawing
 from scaleray.text.tables import Table
 
@@ -91,13 +92,13 @@ def write(page: Page, folder: str | Path, *, rows: Mapping[str, Sequence[Mapping
     figures = folder / "figures"
     figures.mkdir(parents=True, exist_ok=True)
     html = folder / "report.html"
-    _write(html, render(page).encode())
+    write_whole(html, render(page))
     written = [html]
     for name, table in rows.items():
-        _write(folder / f"{name}.csv", as_csv(table).encode())
+        write_whole(folder / f"{name}.csv", as_csv(table))
         written.append(folder / f"{name}.csv")
     for drawing in page.drawings:
-        _write(figures / f"{drawing.name}.png", drawing.png())
+        write_whole(figures / f"{drawing.name}.png", drawing.png())
     return [*written, figures]
 
 
@@ -131,10 +132,3 @@ def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 def _cell(value: Any) -> Any:
     """The value for a spreadsheet: text that it would take for a formula gets a quote in front, which keeps it text."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write the file whole or not at all: an interrupted writer leaves the old file."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_bytes(content)
-    temporary.replace(path)
