@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from cyclopts import App, Parameter
 
 from scaleray.cli.options import Flag, Json
-from scaleray.cli.output import print_json
-from scaleray.cli.submit import LEFT
+from scaleray.cli.output import STOPPED, print_json
 
 jobs_app = App(name="jobs", help="Jobs of a cluster that is elsewhere.", help_format="plaintext")
 To = Annotated[
@@ -81,7 +80,7 @@ def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
         ended = jobs.follow(job, write, lambda text: print(text, file=sys.stderr))
     except KeyboardInterrupt:
         print(f"job {job} goes on", file=sys.stderr)
-        return LEFT
+        return STOPPED
     return 0 if ended.status == "SUCCEEDED" else 1
 
 

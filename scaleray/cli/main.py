@@ -1,4 +1,4 @@
-"""`scaleray`: one noun a command. Exit codes: 0 done, 1 failed, 2 bad usage; 3 of `compare`, see there."""
+"""`scaleray`: one noun a command. Exit codes: 0 done, 1 failed, 2 bad usage, 3 inconclusive, 130 stopped."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from scaleray.cli.export import export
 from scaleray.cli.gate import gate
 from scaleray.cli.init import init
 from scaleray.cli.jobs import jobs_app
+from scaleray.cli.output import STOPPED
 from scaleray.cli.path import path_app
 from scaleray.cli.plan import plan_app
 from scaleray.cli.predict import predict
@@ -158,7 +159,7 @@ def run_command(arguments: list[str]) -> int:
             return 1
         return _fail(f"RunFailedError: the command was ended by a call of sys.exit({exc.code!r}) before it was done", 1)
     except KeyboardInterrupt as exc:
-        return _fail(f"stopped; {MARKED_KILLED}" if MARKED_KILLED in exc.args else "stopped", 1)
+        return _fail(f"stopped; {MARKED_KILLED}" if MARKED_KILLED in exc.args else "stopped", STOPPED)
 
 
 def _usage(exc: CycloptsError) -> str:

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+STOPPED = 130
+"""Exit code of a command that Ctrl-C ended, as of other programs (128 + SIGINT)."""
+
 
 class Output:
     """json: stdout is for JSON alone. width: columns of a console that is no terminal; None leaves rich's own."""

@@ -10,11 +10,9 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from scaleray.cli.options import Flag, Overrides, Several
-from scaleray.cli.output import Output, print_json
+from scaleray.cli.output import STOPPED, Output, print_json
 
 FAILED = 1
-LEFT = 130
-"""Exit code of who stops looking, as of any command that Ctrl-C ends: how the job ends is not known."""
 
 
 def submit(
@@ -113,7 +111,7 @@ def _follow(jobs: Any, job: str, output: Output) -> int:
                 output.say(f"job {job} is asked to save and stop")
                 continue
             output.say(f"job {job} goes on; scaleray jobs logs {job}, scaleray jobs stop {job}")
-            return LEFT
+            return STOPPED
         code = f", exit code {ended.exit_code}" if ended.exit_code else ""
         output.say(f"job {job}: {ended.status}{code}" + (f" ({ended.message})" if ended.message else ""))
         return 0 if ended.status == "SUCCEEDED" else FAILED

@@ -115,7 +115,7 @@ class _Check:
 
     def _job(self, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
         """The training on one worker; the config's own number of workers must fit as well."""
-        derive(self.config, size_of(sources))
+        recipe = derive(self.config, size_of(sources))
         config = self.config.model_copy(
             update={
                 "scale": self.config.scale.model_copy(update={"workers": 1, "gpus_per_worker": 0}),
@@ -124,7 +124,6 @@ class _Check:
             }
         )
         splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
-        recipe = derive(self.config, size_of(sources))
         alone = replace(recipe, strategy="single", model_parallel_size=1)
         job = TrainJob(config, alone, workload, splits, steady_time())
         self.record.figures["global_batch_size"] = recipe.global_batch_size

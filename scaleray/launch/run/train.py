@@ -246,12 +246,12 @@ class _Run:
             advice = "resume with the same data, or start a new run from its weights: --workload.weights RUN_FOLDER"
             check_same_data(known.get(TRAIN), self.data[TRAIN].get("sha256"), what="run", advice=advice)
         if config.scale.is_elastic:
-            self._check_every_size(config, sources)
+            self._check_every_size(config, self.recipe, sources)
         start.end(DATA)
         self.job = TrainJob(config, self.recipe, workload, splits, start.started_at, start_ends=start.ends)
 
     @staticmethod
-    def _check_every_size(config: RunConfig, sources: Mapping[str, Source]) -> None:
+    def _check_every_size(config: RunConfig, full: Recipe, sources: Mapping[str, Source]) -> None:
         """Refuse now what would fail when the number of workers changes."""
         if Split.of(TRAIN, sources[TRAIN]).is_streamed:
             raise ConfigError(
@@ -260,7 +260,6 @@ class _Run:
                 "a Ray Dataset is dealt out once, for a fixed number of workers",
                 "give one number, or data that can be read by index",
             )
-        full = derive(config, size_of(sources))
         for workers in range(config.scale.min_workers, min(config.scale.max_workers, config.scale.min_workers + 1000)):
             resized = rescaled(config, full, workers) if config.scale.on_resize == "rescale" else config
             derive(resized, size_of(sources), workers=workers)

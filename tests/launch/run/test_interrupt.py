@@ -86,7 +86,7 @@ def test_a_signal_ends_the_run_as_killed_and_frees_everything(ray_session, tmp_p
     wait_until(lambda: (tmp_path / "marker").exists() or process.poll() is not None)
     process.send_signal(number)
     output = "".join(process.communicate(timeout=600))
-    assert process.returncode == 1, output
+    assert process.returncode == 130, output
     assert "stopped; the MLflow run is marked KILLED" in output
     assert "Traceback" not in output
     assert run_status(tmp_path) == "KILLED"

@@ -149,7 +149,7 @@ def test_a_signal_before_there_is_a_run_neither_blames_the_users_code_nor_claims
     command = start(tmp_path, "train", *words, workload=f"{tmp_path / 'slow.py'}:Slow")
     wait_until(lambda: (tmp_path / "marker").exists() or command.poll() is not None, seconds=120)
     command.send_signal(number)
-    assert command.wait(timeout=60) == 1
+    assert command.wait(timeout=60) == 130
     lines = said(tmp_path).splitlines()
     assert lines[-1] == "stopped", lines
     assert "datasets()" not in said(tmp_path) and "SIGTERM received" not in said(tmp_path)

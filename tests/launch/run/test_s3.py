@@ -117,7 +117,7 @@ def test_a_sweep_in_a_bucket_is_interrupted_and_continued(bucket, tmp_path):
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=600)
-    assert process.returncode == 1 and f"to continue: scaleray sweep --continue {sweeps_of(tmp_path)}/" in output, (
+    assert process.returncode == 130 and f"to continue: scaleray sweep --continue {sweeps_of(tmp_path)}/" in output, (
         output
     )
     before = trials_in(store)

@@ -182,7 +182,7 @@ def test_an_interrupted_sweep_frees_everything_and_goes_on_where_it_was(ray_sess
     output, _ = process.communicate(timeout=600)
     assert "Traceback" not in output, output
     if number != signal.SIGKILL:
-        assert process.returncode == 1 and "to continue: scaleray sweep --continue" in output
+        assert process.returncode == 130 and "to continue: scaleray sweep --continue" in output
     wait_until(lambda: not placement_groups())
     wait_for_no_actors()
     before = {path.name: path.read_text() for path in done_trials(tmp_path)}
@@ -209,7 +209,7 @@ def test_ctrl_c_while_workers_start_frees_everything(ray_session, tmp_path):
     wait_until(lambda: placement_groups() or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=600)
-    assert process.returncode == 1 and "Traceback" not in output, output
+    assert process.returncode == 130 and "Traceback" not in output, output
     wait_until(lambda: not placement_groups())
     wait_for_no_actors()
     assert not done_trials(tmp_path)
