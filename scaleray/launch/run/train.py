@@ -63,6 +63,7 @@ from scaleray.records.start import DATA, IMPORTS, RAY, StartClock, steady_time
 from scaleray.records.trace_request import TraceRequest
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.recipe.derive import derive, resolve_strategy
+from scaleray.scaling.recipe.values import Recipe
 from scaleray.tracking import store
 from scaleray.tracking.metrics_endpoint import chosen_port
 from scaleray.tracking.model_files import ARTIFACTS
