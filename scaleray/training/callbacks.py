@@ -24,9 +24,8 @@ from scaleray.user_code import call_user_code
 
 
 class RunContext(Logger):
-    """What a callback is given: where the training stands, its model, and what it may ask for.
-
-    step: number of optimizer steps taken. epoch: passes over the training data, with fraction. metrics: by name, as in
+    """State that a callback gets: the progress of the training, its model, and the requests that it may make. step:
+    number of optimizer steps taken. epoch: passes over the training data, with fraction. metrics: by name, as in
     MLflow: of the step in `on_step`, of the last evaluation elsewhere. rank, world_size: of this worker.
     """
 
@@ -44,7 +43,7 @@ class RunContext(Logger):
         return self._setup.parallel.module
 
     def on_model(self, compute: Callable[[nn.Module], Any]) -> Any:
-        """What `compute(model)` gives, in the mode of evaluations. Collective: every worker calls it alike."""
+        """Result of `compute(model)` in evaluation mode. Collective: every worker calls it alike."""
         parallel = self._setup.parallel
         modes = [(part, part.training) for part in parallel.module.modules()]
         parallel.module.eval()
@@ -109,11 +108,11 @@ class Callbacks(Observer):
         self._call("on_end", metrics=metrics)
 
     def signals(self) -> tuple[float, ...]:
-        """What the ranks tell each other with every step: whether a callback asks for the end."""
+        """Signal that the ranks share with every step: whether a callback requests the end."""
         return (float(self.context._wish is not None),) if self.context is not None else ()
 
     def verdict(self, signals: tuple[float, ...]) -> str | None:
-        """Why the training is to end, after a step in which the ranks told each other this. Collective."""
+        """Reason for ending the training, after a step in which the ranks shared it. Collective."""
         return self._agreed() if self.callbacks and signals and signals[-1] > 0 else None
 
     @property
@@ -133,8 +132,9 @@ class Callbacks(Observer):
         return {"states": states, "logged_bytes": self.context.logged_bytes}
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the states of all workers, in the order of ranks. A callback that had none before begins anew; on
-        another number of workers each says what it makes of them, or has rank 0's."""
+        """Restore the callbacks from the states of all workers, in the order of ranks. A callback without a saved state
+        starts from scratch. On another number of workers each callback converts the states itself, or gets rank 0's.
+        """
         if self.context is None or not states or not states[0]:
             return
         self.context.logged_bytes = states[0].get("logged_bytes", 0)

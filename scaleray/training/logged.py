@@ -1,7 +1,7 @@
-"""What user code logs while it trains: images, text, tables and figures, as files of the run.
+"""Output that user code logs during training: images, text, tables and figures, as files of the run.
 
-Each is named after its step, so that a step which is taken again after an interruption writes the same file. The files
-are written, and images are encoded, by the recorder, beside the training.
+Each is named after its step, so that a step which is repeated after an interruption writes the same file. The recorder
+encodes images and writes the files, concurrently with the training.
 """
 
 from __future__ import annotations

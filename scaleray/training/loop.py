@@ -344,7 +344,7 @@ class _Run:
         step.noise = self.noise.start(job.config, self.job.recipe, setup, self.place, self.reporter.say)
 
     def _use(self, recipe: Recipe, setup: Setup, *, was_halved: bool = False) -> None:
-        """Go on with smaller micro-batches, in evaluations too."""
+        """Continue with smaller micro-batches, in evaluations too."""
         if was_halved:
             self.micro_sizes.say_halved(self.job.recipe, recipe, step=self.state.step)
         self.micro_sizes.now = recipe.micro_batch_size

@@ -272,4 +272,4 @@ _FREE = {
     _aten._unsafe_view, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.lift_fresh, _aten.detach,
     _aten._local_scalar_dense, torch.ops.prim.device,  # operations that only ask a tensor for something
 }  # fmt: skip
-"""Operations that move no bytes, beside views."""
+"""Operations that move no bytes, apart from views."""

@@ -1,7 +1,7 @@
-"""What is known of a step once it is taken, and the one way in which a training is watched.
+"""Facts of a step that was taken, and the one way in which a training is observed.
 
-An observer looks and tells; without it the weights come out the same to the bit. What decides about the training (its
-target, its checkpoints, the shares of its workers) stands in the loop itself.
+An observer reads and reports; without it the weights are the same to the bit. Everything that decides about the
+training (its target, its checkpoints, the shares of its workers) is in the loop itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scaleray.training.setup.model_setup import Setup
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, over all workers. grad_norm: before clipping; None where nobody asked for it."""
+    """Result of a step over all workers. grad_norm: before clipping; None unless it was requested."""
 
     loss: float
     count: float
@@ -29,7 +29,7 @@ class StepResult:
     nonfinite_in_a_row: int = 0
     """How many of the last steps were not finite, on the rank that had most in a row. In a meeting, like the above."""
     signals: tuple[float, ...] = ()
-    """What the ranks told each other with this step, summed."""
+    """Signals that the ranks shared with this step, summed."""
     loss_scale: float | None = None
     """Factor of the loss in this step; None without loss scaling."""
     losses: Mapping[str, float] = field(default_factory=dict)
@@ -70,11 +70,12 @@ class Observer:
         return None
 
     def after_launch(self) -> None:
-        """Take note of what a step has measured beside its result, which may be known later."""
+        """Receive a measurement of a step in addition to its result; it may be known later."""
 
     def after_step(self, taken: TakenStep) -> None:
-        """Look at a step whose result is known: all of them, in order. On a device that computes beside the host, the
-        training may be some steps further. Raises where it must not go on as it was asked to."""
+        """Receive a step whose result is known: all of them, in order. On a device that computes asynchronously the
+        training may be some steps further. Raises an error if the training must not continue as requested.
+        """
 
     def close(self) -> None:
         """Leave the model as it was. Called at the end, after errors too."""

@@ -20,7 +20,7 @@ from scaleray.records.run import WorkerMessage
 
 PUBLISH_EVERY_S = 5.0
 RAYS_PREFIX = "ray_"
-"""What Ray puts before every name by itself."""
+"""Prefix that Ray adds to every name."""
 
 
 class RayMetrics:

@@ -42,14 +42,14 @@ HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a worker receives. recorder: handle of the recorder actor."""
+    """Input of a worker. recorder: handle of the recorder actor."""
 
     job: TrainJob
     sources: RaySources
     recorder: Any
     run_path: str
     facts: Mapping[str, Any]
-    """What every checkpoint says of the run beside its state."""
+    """Facts of the run that every checkpoint holds in addition to its state."""
     published_as: tuple[str, str] | None = None
     """Name and id of the run in the metrics of Ray's nodes; None where these publish none."""
     can_be_preempted: bool = False
@@ -128,7 +128,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
 
 
 def received(task: Any) -> Any:
-    """What the driver sent to this worker. Raises WorkloadError where it needs a module that is not here."""
+    """The payload that the driver sent to this worker. Raises WorkloadError if it needs a module that is not here."""
     import ray
 
     try:
@@ -170,7 +170,7 @@ def _nodes_to_go() -> frozenset[str]:
 
 
 class SignsOfLife:
-    """What a worker tells the recorder of its own state: where it is in a step, and that it hangs."""
+    """Messages of a worker to the recorder about its own state: its place in a step, and that it hangs."""
 
     def __init__(self, recorder: Any, place: Place, sender: Sender, progress: Progress, *, tail: deque[str]) -> None:
         self.recorder, self.place, self.sender, self.progress, self.tail = recorder, place, sender, progress, tail
@@ -243,8 +243,9 @@ class Sender:
         return False
 
     def durable(self) -> Any:
-        """What the recorder says of a run whose messages so far it has all written down. Raises RuntimeError where it
-        has not: a run resumed from here would lack the steps that it has not heard of."""
+        """State of the recorder for a run whose messages it has all written. Raises RuntimeError if it has not: a run
+        resumed from here would lack the steps that it has not received.
+        """
         import ray
 
         if not self.flush():
@@ -283,7 +284,7 @@ class Sender:
 
 
 def place_under_ray(*, uses_gpu: bool) -> Place:
-    """Where this process stands among Ray Train's workers; its GPU, if it uses one, becomes the current device."""
+    """This process among Ray Train's workers; its GPU, if it uses one, becomes the current device."""
     import ray
     import ray.train.torch
 

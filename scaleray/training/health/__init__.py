@@ -1,1 +1,1 @@
-"""What watches a training: progress, failures, memory, time, and the node."""
+"""Observers of a training: progress, failures, memory, time, and the node."""

@@ -1,4 +1,4 @@
-"""What was compiled, said after the first step, which compiles, and reported at the end."""
+"""Report of compilation: logged after the first step, which compiles, and summed up at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CompilationWatch(Observer):
             self.reporter.say(text, is_warning=True, step=taken.number)
 
     def report(self) -> dict[str, Any]:
-        """What was compiled, for the summary."""
+        """Compiled parts, for the summary."""
         if self._compilation is None:
             return {}
         return self.reporter.guard(Watcher.NOTES, self._compilation.report, {}, part="compilation")

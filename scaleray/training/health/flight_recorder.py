@@ -1,8 +1,8 @@
-"""torch's Flight Recorder, which remembers the last collectives of a process: switched on, and read.
+"""torch's Flight Recorder, which keeps the last collectives of a process: switching it on and reading it.
 
-Its functions are private, so all of them stand here, behind one check; where they are gone or changed, a dump goes
-without collectives. What torch 2.13 does with gloo: `state` and the times say nothing, `retired` tells whether a
-collective is over; the names of groups are wanting, and are filled in from the groups themselves.
+Its functions are private, so all of them are in this file, behind one check; if they are missing or changed, a dump has
+no collectives. With gloo, torch 2.13 fills neither `state` nor the times, `retired` shows whether a collective is over,
+and the names of groups are missing: they are filled in from the groups themselves.
 """
 
 from __future__ import annotations

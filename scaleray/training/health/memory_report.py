@@ -1,7 +1,7 @@
-"""What fills the memory of a worker: parameters, gradients, optimizer state, buffers and activations, in bytes.
+"""Memory of a worker by use: parameters, gradients, optimizer state, buffers and activations, in bytes.
 
-On a GPU the sums are the caching allocator's. On the CPU, whose allocator keeps no books, tensors are counted and the
-resident memory of the process stands beside them: it holds Python, torch and the input pipeline as well.
+On a GPU the sums are the caching allocator's. The CPU's allocator keeps no books, so tensors are counted, and the
+resident memory of the process is reported with them: it includes Python, torch and the input pipeline.
 """
 
 from __future__ import annotations

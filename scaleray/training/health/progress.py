@@ -1,4 +1,4 @@
-"""What a worker is doing right now, told to the outside by a thread of its own, which also notices when it hangs."""
+"""Current activity of a worker, sent by a thread of its own, which also detects that the worker hangs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Progress:
         self.on_enter: Callable[[Phase], None] = lambda phase: None
         """Called with every phase that is entered."""
         self.recent: RecentSteps | None = None
-        """What the last steps took; None before the second one."""
+        """Durations of the last steps; None before the second one."""
         if on_new is not None:
             on_new(self)
 
@@ -74,7 +74,7 @@ class Progress:
 
 
 on_new: Callable[[Progress], None] | None = None
-"""What hears of each `Progress` that is made in this process: the watch of a group that runs many trainings."""
+"""Listener for each `Progress` that is made in this process: the watch of a group that runs many trainings."""
 
 
 class Watchdog:
@@ -192,7 +192,7 @@ class Tail:
 
 
 class TailHandler(logging.Handler):
-    """Remembers the last lines that were logged, beside those that were printed."""
+    """Store the last lines that were logged, in addition to those that were printed."""
 
     def __init__(self, lines: deque[str]) -> None:
         super().__init__(logging.INFO)

@@ -1,6 +1,5 @@
-"""What a worker tells while it trains: lines for the user, a record of each step, its node's utilisation.
-
-Decides nothing.
+"""Reports of a worker during training: lines for the user, a record of each step, utilisation of its node. It decides
+nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Reporter(Observer):
                 self.say(text, is_warning=True)
 
     def after_launch(self) -> None:
-        """Keep what a step has measured beside its result, which may be known later."""
+        """Store a measurement of a step in addition to its result; it may be known later."""
         sent_bytes = self.guard(Watcher.FIGURES, self._setup.parallel.bytes_sent, self._sent_bytes, part="bytes sent")
         if self._is_first:
             self._kept.append((sent_bytes - self._sent_bytes, self._figures()))
@@ -101,7 +100,7 @@ class Reporter(Observer):
         self._sent_bytes = self._setup.parallel.bytes_sent()
 
     def _say_values_in_use(self) -> None:
-        """What became of the derived values in an optimizer or a schedule of the workload's own."""
+        """Values of a workload's own optimizer or schedule that differ from the derived ones."""
         in_use = self._setup.in_use
         if brings_optimizer(self.job.workload) or brings_schedule(self.job.workload):
             derived = {name: getattr(self.job.recipe, name) for name in MOVED_BY_RULES}
@@ -134,7 +133,7 @@ class Reporter(Observer):
         )
 
     def _figures(self) -> Metrics:
-        """What strategy, pruning and others measured in the last step."""
+        """Measurements of the last step by the strategy, pruning and others."""
         look, pruning = partial(self.guard, Watcher.FIGURES), self._setup.pruning
         return {
             **look(self._setup.parallel.metrics, {}, part=self.job.recipe.strategy),

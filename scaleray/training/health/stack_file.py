@@ -1,4 +1,4 @@
-"""Where a process stands that cannot speak: a file into which the interpreter's fault handler writes its stacks.
+"""Stacks of a process that cannot report itself: a file into which the interpreter's fault handler writes them.
 
 Two cases leave no other trace: a C++ loop that holds the interpreter's lock, so that no other thread of the process
 runs, and a process that ends by a signal, as gloo ends one that receives more than it has room for. The fault handler
@@ -38,8 +38,9 @@ class StackFile:
         faulthandler.enable(self._file, all_threads=True)
 
     def expect_look(self, within_s: float) -> None:
-        """Let the stacks be written unless this is called again within so many seconds. What was written before is
-        forgotten: whoever calls this runs, so nothing holds the lock."""
+        """Schedule the stacks to be written unless this is called again within so many seconds. Earlier content is
+        removed: a process that calls this runs, so nothing holds the lock.
+        """
         if os.fstat(self._file.fileno()).st_size > self._length:
             os.write(self._file.fileno(), LOOKED.encode())  # the handler may be writing at this moment
             self._length = os.fstat(self._file.fileno()).st_size
@@ -61,8 +62,9 @@ class StackFile:
 
 
 def read_stacks(text: str, *, step: int, phase: str, recorded_at: float) -> RankDump | None:
-    """What a rank's file says of it; None where nothing was written, or not by `StackFile`. step and phase: the last
-    that is known of the rank."""
+    """Account of a rank from its file; None if nothing was written, or not by `StackFile`. step and phase: the last
+    ones known of the rank.
+    """
     header = HEADER.match(text)
     _, fatal, body = text.rpartition(FATAL)
     why = body.partition("\n")[0]

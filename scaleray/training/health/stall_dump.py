@@ -1,4 +1,4 @@
-"""What this process is doing: its last collectives, and where each of its threads stands."""
+"""Account of this process: its last collectives, and the line at which each of its threads is."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def rank_dump(
     read: Callable[[Callable[[], Any], Any], Any],
     since_ns: int = 0,
 ) -> RankDump:
-    """This rank's account. with_lines: look up lines of Python too. after_error: lines that a collective's error came
-    from. read: calls one of torch's private functions, or gives what it is told where that fails. since_ns: wall clock
-    before which collectives were those of a group that is gone."""
+    """This rank's account. with_lines: look up lines of Python too. after_error: lines at which a collective's error
+    was raised. read: calls one of torch's private functions, or returns the given default if that fails. since_ns: wall
+    clock; earlier collectives belong to a group that is gone.
+    """
     reader = flight_recorder.entries_with_frames if with_lines else flight_recorder.entries_without_lines
     remembered = read(reader, None)
     entries = [one for one in remembered or () if int(one["time_created_ns"]) >= since_ns]

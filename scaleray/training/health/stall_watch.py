@@ -1,8 +1,8 @@
-"""Notices that this worker stands still, and writes down what it is doing before anybody gives up.
+"""Detects that this worker stalls, and writes an account of it before any worker gives up.
 
-Every rank watches itself, by its own clock and without a word to the others: when a step hangs, all of them stand still
-within a moment of each other, and each writes its own account into the run's folder. The others' wait for a collective
-lasts longer than this watch's limit, so that the accounts are complete when the first one fails.
+Every rank watches itself, by its own clock and without messages to the others: when a step hangs, all ranks stall
+within a moment of each other, and each writes its own account into the run's folder. The limit of this watch is shorter
+than that of a collective, so that the accounts are complete when the first rank fails.
 """
 
 from __future__ import annotations
@@ -34,11 +34,9 @@ GROUP_VARIABLE = "WORKERS_STARTED_AT"
 
 
 class StallWatch:
-    """Context of a training, whose `look` a thread calls again and again.
-
-    say: called once for each stall with where it is; for a worker that nobody else waits for. group: name of this group
-    of workers, the same on all of them; else that of the environment. since_ns: wall clock from which on collectives
-    are those of this group.
+    """Context of a training, whose `look` a thread calls again and again. say: called once for each stall with its
+    place, for a worker on which no other one waits. group: name of this group of workers, the same on all of them; None
+    takes that of the environment. since_ns: wall clock from which collectives are those of this group.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class StallWatch:
 
     @property
     def limit_s(self) -> float:
-        """Seconds in one phase after which the training stands still."""
+        """Seconds in one phase after which the training counts as stalled."""
         return STALL_SHARE * self.progress.others_wait_s(self.collective_timeout_s)
 
     def _watched(self, act: Callable[[], None]) -> None:
@@ -140,8 +138,9 @@ class StallWatch:
             self.store.parent.delete_folder(self.store.name)
 
     def _dump(self, why: str, *, after_error: tuple[Line, ...] = ()) -> tuple[Line, ...]:
-        """Write the account, and give the lines on which it stands. The first of its two parts needs nothing of
-        Python's state: looking up lines was seen to wait for locks."""
+        """Write the account, and return the lines at which the threads are. The first of its two parts needs nothing of
+        Python's state, since looking up lines can wait for locks.
+        """
         about = partial(
             rank_dump,
             self.progress,
@@ -157,7 +156,7 @@ class StallWatch:
         return dump.stands_on
 
     def _newest_call(self) -> int:
-        """When the newest collective was called; 0 where nobody knows."""
+        """Time of the newest collective's call; 0 if it is not known."""
         entries = self._read(entries_without_lines, None)
         return int(entries[-1]["time_created_ns"]) if entries else 0
 

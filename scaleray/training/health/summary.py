@@ -1,4 +1,4 @@
-"""What a worker says of its training when it has ended."""
+"""Summary of a worker's training at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scaleray.watchers import Guard, Watcher
 
 
 class Ended(Protocol):
-    """Where the loop stands at its end."""
+    """State of the loop at its end."""
 
     step: int
     nonfinite_steps: int

@@ -1,4 +1,4 @@
-"""What an error in a worker means: whose it is, where it happened, and what the user can do about it."""
+"""Meaning of an error in a worker: its owner, its place, and the remedy for the user."""
 
 from __future__ import annotations
 
@@ -92,8 +92,7 @@ def is_lost_peer(exc: BaseException) -> bool:
 
 
 def explained(exc: Exception) -> DataError | WorkloadError | None:
-    """What an error of torch means for the user, where its text tells; None for any other, such as a list's
-    IndexError."""
+    """Meaning of an error of torch for the user, if its text shows it; None for any other, such as a list's IndexError."""
     text = str(exc)
     if isinstance(exc, IndexError) and any(words in text for words in ("out of bounds", "index out of range in self")):
         return DataError(

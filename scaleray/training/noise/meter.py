@@ -78,7 +78,7 @@ class NoiseMeter:
         return self._guard(Watcher.NOISE, look, otherwise)
 
     def begin(self, step: int, *, is_local: bool) -> None:
-        """Begin step `step`, counted from 1, or begin it anew with smaller micro-batches."""
+        """Begin step `step`, counted from 1, or begin it again with smaller micro-batches."""
         every = self.settings.every_steps
         if self.is_measuring:  # the step before did not come to its end
             self._source.end()
@@ -147,8 +147,7 @@ class NoiseMeter:
         return float(parallel.total_norm(gradients)) * correction, 0.0
 
     def settle(self, num_samples: int) -> None:
-        """Add the measurement of a step that is complete, which the ranks have summed beside the optimizer's update.
-
+        """Add the measurement of a complete step, which the ranks have summed during the optimizer's update.
         num_samples: samples of the step's global batch.
         """
         if self._pending is not None:
@@ -213,7 +212,7 @@ class NoiseMeter:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint's averages, unless they are of another kind, or biased and these are not."""
+        """Continue with a checkpoint's averages, unless they are of another kind, or biased and these are not."""
         averages = NoiseAverages.from_state(state["averages"])
         self._samples = int(state["samples"])
         if state["preconditioned"] != self.settings.preconditioned or averages.is_biased > self.averages.is_biased:

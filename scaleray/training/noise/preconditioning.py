@@ -48,7 +48,7 @@ class View:
         self._row: Row | None = None
 
     def begin(self) -> None:
-        """Begin a step in which gradients are looked at, or begin it anew."""
+        """Begin a step whose gradients are measured, or begin it again."""
 
     def end(self) -> None:
         """Forget what was learned about the step."""
@@ -176,7 +176,7 @@ class OwnNorm:
         return taken
 
     def forget(self) -> None:
-        """Forget all pieces so far: the step begins anew."""
+        """Drop all pieces so far: the step begins again."""
         if self._has_small and self._row is not None:
             self._row.values.zero_()
         self._norms, self._has_small = [], False

@@ -23,7 +23,7 @@ from scaleray.training.setup.place import Place
 
 NOTHING = Parts(0.0, 0.0, 0.0)
 SPOILED = Parts(math.nan, math.nan, math.nan)
-"""Parts of a rank whose measurement failed: it goes on summing with the others, and the sum does not count."""
+"""Parts of a rank whose measurement failed: it keeps summing with the others, and the sum does not count."""
 Look = Callable[[Callable[[], Any], Any], Any]
 """Function that calls something of this rank's own, which may fail, and returns its result; where it fails, the second
 argument. Collectives stay outside of it."""
@@ -66,7 +66,7 @@ class Source(Protocol):
     """Source that sees a step's gradients at another batch size than the whole batch."""
 
     def begin(self, *, is_local: bool) -> None:
-        """Begin a step that is measured, or begin it anew."""
+        """Begin a step that is measured, or begin it again."""
 
     def before_pass(self, weight: int, count: Number) -> None:
         """Note that a forward pass of `weight` rows comes, 0 for a placeholder; passes so far counted `count`."""

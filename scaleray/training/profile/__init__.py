@@ -1,1 +1,1 @@
-"""What a worker measures of itself in every run: the time of its phases. Without it the weights are the same."""
+"""Measurements that a worker takes in every run: the time of its phases. Without them the weights are the same."""

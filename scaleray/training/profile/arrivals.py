@@ -1,7 +1,7 @@
-"""When this rank comes to the collectives of each step, beside which ranks are compared when the run has ended.
+"""Times at which this rank arrives at the collectives of each step, for a comparison of ranks after the run.
 
-Nothing is sent for it: each rank keeps its own moments, and `profiling/lateness.py` puts those of all ranks together.
-On a GPU a moment is an event in the stream that passes it: that has been reviewed, not run.
+Nothing is sent for it: each rank keeps its own timestamps, and `profiling/lateness.py` matches those of all ranks. On a
+GPU a timestamp is an event in the stream that passes it: that code has been reviewed, not run.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ArrivalTimes(Observer):
         self._source = None  # and the model with it
 
     def measurements(self) -> RankArrivals | None:
-        """What was measured; None where there were no collectives to come to. Waits for the device."""
+        """Measured arrivals; None if there were no collectives. Waits for the device."""
         if self._places is None:
             return None
         self._stamps.wait()
@@ -115,7 +115,7 @@ class ArrivalTimes(Observer):
         return rows
 
     def added_to(self, measured: RankMeasurements) -> RankMeasurements:
-        """What this rank measured, its arrivals, and the strategy's own count of collectives; to be asked once."""
+        """Measurements of this rank, its arrivals, and the strategy's own count of collectives. Call it once."""
         look = partial(self.guard, Watcher.FIGURES)
         none: list[CollectiveRow] = []
         collectives = look(self._parallel.collectives, none, part="collectives")
@@ -202,11 +202,11 @@ class StepMoments(NamedTuple):
     earlier: list[Pass]
 
     def row(self, seconds: Callable[[Any, Any], float], met_at: float) -> list[float]:
-        """Number, and times of the begin, the end and each place. seconds: from one moment to another one; met_at: time
-        of the end.
+        """Number of collectives, and times of the begin, the end and each place. seconds: from one timestamp to
+        another; met_at: time of the end.
 
-        Passes of micro-batches before the last one, in which nobody waits, are counted as if each had taken place
-        together with it, part by part: a delay in some layers is then late at these.
+        Passes of micro-batches before the last one, in which no rank waits, are counted as if each had taken place
+        together with it, part by part: a delay in some layers then shows as lateness at these layers.
         """
         earlier_s, before = 0.0, [0.0] * len(self.came)
         for begun, end, came in self.earlier:

@@ -1,7 +1,7 @@
-"""Which link is slow in a run that lives: its pairs of ranks are measured once somebody asks for it.
+"""Slow links of a running training: its pairs of ranks are measured on request.
 
-A collective cannot tell, as all ranks end it together. Measured is after a step that all ranks agree on, for some
-seconds at most; the training waits meanwhile, and its numbers stay the same.
+A collective cannot show which link is slow, as all ranks end it together. The measurement follows a step that all ranks
+agree on and takes some seconds at most; the training waits meanwhile, and its numbers stay the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LEAST_FREE_BYTES = 2**30
 
 
 class AsksForLinks(Protocol):
-    """Whoever knows what was asked of the workers."""
+    """Source of the requests to the workers."""
 
     def asks_for_links(self, signals: Sequence[float]) -> bool: ...
 

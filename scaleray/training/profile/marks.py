@@ -27,7 +27,8 @@ StepParts = tuple[float, list[float]]
 
 
 Told = Mapping[Phase, Callable[[], None]]
-"""What is called when a phase begins, beside the mark: a call in every phase would cost as much as the marks."""
+"""Function called when a phase begins, in addition to the mark. A call in every phase would cost as much as the marks.
+"""
 
 
 class Marks(Protocol):

@@ -19,7 +19,8 @@ from scaleray.training.profile import used_memory
 
 LOOK_EVERY_S = 1.0
 PEAK_EVERY_S = 0.1
-"""Seconds between two looks at the peak: of steps that come closer after each other, the last one stands for all."""
+"""Seconds between two samples of the peak: of steps that follow each other more closely, the last one counts for all.
+"""
 SNAPSHOT_EVERY_S = 60.0
 """A snapshot goes through every block: on a large model that takes a tenth of a second."""
 
@@ -31,7 +32,7 @@ class MemoryCurve:
     def __init__(self, device: torch.device, started_at: float, first_step: int = 0) -> None:
         self.device, self.started_at = device, started_at
         self.is_looking = True
-        """Whether phases are told: in a step that is looked at."""
+        """Whether phases are recorded: in a step that is sampled."""
         self.peak: MemoryPeak | None = None
         self.samples: list[Sample] = []
         self._phase, self._step = Phase.OTHER, first_step
@@ -43,7 +44,7 @@ class MemoryCurve:
         self._phase = phase
 
     def is_due(self) -> bool:
-        """Whether the end of this step is to be told."""
+        """Whether the end of this step is recorded."""
         return self.is_looking or time.monotonic() - self._asked_at >= PEAK_EVERY_S
 
     def end_step(self, step: int) -> None:
@@ -66,7 +67,7 @@ class MemoryCurve:
         return {**known, **({"peak_bytes": self.peak.num_bytes} if self.peak is not None else {})}
 
     def numbers(self, *, first_step: int, width: int, count: int) -> MemoryNumbers:
-        """What was found, over time in `count` buckets of `width` steps."""
+        """Measured memory over time, in `count` buckets of `width` steps."""
         self._snapshot_at = -1e9
         self._sample(time.monotonic())
         return memory_over_time(self.samples, peak=self.peak, first_step=first_step, width=width, count=count)

@@ -53,7 +53,7 @@ class MemoryHistory:
 
 
 def as_json(snapshot: dict[str, Any], addresses: dict[int, str], *, rank: int) -> bytes:
-    """A snapshot of torch's allocator as JSON. addresses: what is known of what stands where."""
+    """A snapshot of torch's allocator as JSON. addresses: known contents by address."""
     segments = [
         {
             "total_size": segment["total_size"],

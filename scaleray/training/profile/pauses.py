@@ -1,4 +1,4 @@
-"""Pauses of Python's garbage collector: whatever a step is doing stands still for them, and phases do not show why."""
+"""Pauses of Python's garbage collector: they stop everything that a step does, and phases do not show why."""
 
 from __future__ import annotations
 

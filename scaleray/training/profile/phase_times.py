@@ -1,5 +1,6 @@
-"""Where the time of each step goes on this rank: every phase that the loop enters is a mark, and the time between two
-marks is a part of the step."""
+"""Time of each step on this rank by phase: every phase that the loop enters sets a timestamp, and the time between two
+of them is a part of the step.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +30,10 @@ COLUMNS = (STEP, *PARTS, PAUSES)
 
 
 class PhaseTimes(Observer):
-    """Times the phases of which `marks.mark` is told. The first step of the process is left out, as it compiles and
-    fills caches.
-
-    enter: enters a phase inside a pass, where only the strategy knows of it. The training's clock calls `start` and
-    `cut` where its own steps begin and end, so that the parts of a step can be held against what it has measured.
+    """Times of the phases that `marks.mark` records. The first step of the process is left out, as it compiles and
+    fills caches. enter: enters a phase inside a pass, where only the strategy can see it. The training's clock calls
+    `start` and `cut` where its own steps begin and end, so that the parts of a step can be compared with its own
+    measurement.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PhaseTimes(Observer):
         self._paused: deque[float] = deque()
         """Pauses of the steps that are not known yet."""
         self.at_phase: dict[Phase, Callable[[], None]] = {}
-        """What is called when a phase begins, beside the mark."""
+        """Function called when a phase begins, in addition to the mark."""
         self._also_looking = {phase: partial(self._look_at_phase, phase) for phase in Phase}
         self.marks.told = self._also_looking
         self._is_warm, self._outside_s, self._num_steps = False, 0.0, 0
@@ -101,7 +101,7 @@ class PhaseTimes(Observer):
         return COLUMNS, self._table.num_steps, self._table.totals.copy()
 
     def measurements(self) -> RankMeasurements:
-        """What was measured. Waits for the device."""
+        """Measured times. Waits for the device."""
         self.marks.wait()
         self._take_known()
         self._fold()

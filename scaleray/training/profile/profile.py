@@ -24,13 +24,13 @@ from scaleray.watchers import Watcher
 
 
 class Emits(Tells, Protocol):
-    """Whoever hands on what a worker tells."""
+    """Receiver of a worker's messages."""
 
     emit: Emit
 
 
 class Enters(Protocol):
-    """Whoever knows when the training enters a phase."""
+    """Object that reports when the training enters a phase."""
 
     on_enter: Callable[[Phase], None]
 
@@ -82,12 +82,13 @@ class Profile(Observer):
         return [*self._parts, self]
 
     def close(self) -> None:
-        """Let go of whoever tells of phases. A strategy's hooks on gradients know it, and are known by the model: what
-        it led to, the whole training among it, would never be freed."""
+        """Release the object that reports phases. A strategy's hooks on gradients refer to it, and the model refers to
+        the hooks: otherwise everything that it refers to, the whole training among it, would never be freed.
+        """
         self._progress.on_enter = self._on_enter
 
     def measurements(self) -> RankMeasurements:
-        """What was measured, see `RunProfile`. Waits for the device; collective where links are measured."""
+        """The measured profile, see `RunProfile`. Waits for the device; collective if links are measured."""
         measured = self.arrivals.added_to(self.phases.measurements())
         if not self._probes_links:
             return measured

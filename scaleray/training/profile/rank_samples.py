@@ -1,6 +1,5 @@
-"""Samples of how this worker is doing, at intervals, for whoever watches the run while it lives.
-
-A sample costs some tenths of a millisecond and is taken between two steps; nothing is sent or waited for here.
+"""Samples of a worker's state at intervals, for live displays of the run. A sample costs some tenths of a millisecond
+and is taken between two steps; nothing is sent or waited for here.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limi
 
 
 class RankSamples(Observer):
-    """Tells of the last steps about once a second, and emits a `RankSample` after the first steps and every `every_s`
-    seconds from then on. tell: takes what heartbeats carry to whoever asks."""
+    """Reports the last steps about once a second, and emits a `RankSample` after the first steps and every `every_s`
+    seconds from then on. tell: takes the content of heartbeats.
+    """
 
     def __init__(
         self,

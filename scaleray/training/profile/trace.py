@@ -45,7 +45,7 @@ EVENTS_OF_MODULE, EVENTS_OF_PARAMETER = 40, 25
 
 
 class Tells(Protocol):
-    """Whoever a run says things to, and calls what may fail."""
+    """Log of the run, and wrapper of calls that may fail."""
 
     guard: Guard
 
@@ -91,7 +91,7 @@ class TraceRecorder(Observer):
         return self.first + self.request.warmup + self.request.steps
 
     def during_step(self, number: int) -> contextlib.AbstractContextManager[None] | None:
-        """Go on with the profiler at the beginning of a step; the step itself runs as ever."""
+        """Advance the profiler at the beginning of a step; the step itself runs as always."""
         if number < self.first or number > self._end:
             return None
         if number == self.first + self.request.warmup:
@@ -155,7 +155,7 @@ class TraceRecorder(Observer):
         return torch.profiler.profile(activities=activities, schedule=action, record_shapes=True)
 
     def _finish(self) -> None:
-        """Save what was traced, on the ranks that were chosen; all ranks decide together who is the slowest."""
+        """Save the trace on the chosen ranks; all ranks decide together which is the slowest."""
         self._unhook()
         self.guard(Watcher.TRACES, self._save_memory, None, part="memory")
         with tempfile.TemporaryDirectory() as folder:
@@ -229,7 +229,7 @@ def expected_bytes(module: nn.Module, num_micro_batches: int, num_steps: int) ->
 
 
 def named_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The parts that a trace names: repeated blocks, and what stands beside them."""
+    """The parts that a trace names: repeated blocks, and the modules next to them."""
     blocks = {id(block) for block in find_blocks(module)}
     yield from _named_parts(module, "", blocks)
 

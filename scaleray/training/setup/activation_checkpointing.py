@@ -71,7 +71,7 @@ def _checkpointed(forward: Forward, *, selective: bool) -> Forward:
 
 
 def keep_or_repeat(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """What selective checkpointing does with one operation: keep its result or compute it again."""
+    """Decision of selective checkpointing for one operation: keep its result or compute it again."""
     if operation not in KEPT or _draws_random_numbers(operation, args, kwargs):
         return CheckpointPolicy.PREFER_RECOMPUTE
     return CheckpointPolicy.MUST_SAVE

@@ -21,8 +21,7 @@ Forward = Callable[..., Any]
 
 
 def model_blocks(workload: Any, model: nn.Module, *, wanted_by: str) -> list[nn.Module]:
-    """What the workload's `blocks` gives, in its order. Raises WorkloadError, naming `wanted_by`, where it gives
-    none."""
+    """Blocks of the workload's `blocks`, in its order. Raises WorkloadError, naming `wanted_by`, if there are none."""
     method = getattr(workload, "blocks", None)
     found = call_user_code(lambda: method(model), what="blocks()", doing="naming the blocks") if method else None
     hint = "add blocks(self, model) to the workload, which returns the repeated parts, such as model.blocks"

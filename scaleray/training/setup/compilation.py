@@ -78,11 +78,9 @@ class Compilation:
 
 @contextlib.contextmanager
 def compiled(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[Compilation | None]:
-    """Compile `model` in place, names of parameters unchanged, as long as the context lasts; None where
-    nothing is to be compiled.
-
-    torch keeps counters and switches for the whole process: they start anew here, so that one run at a time is counted.
-    Raises WorkloadError where blocks are to be compiled and the workload names none.
+    """Compile `model` in place, names of parameters unchanged, as long as the context lasts; None if nothing is to be
+    compiled. torch keeps counters and switches for the whole process: they are reset here, so that one run at a time is
+    counted. Raises WorkloadError if blocks are to be compiled and the workload names none.
     """
     settings = config.compilation
     if settings.what == "nothing":

@@ -124,8 +124,9 @@ def _load_adapter(module: nn.Module, adapters: Mapping[str, torch.Tensor], where
 
 
 def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShare:
-    """Final weights with each adapter added to its layer's weight, which lies beside it in one share, under the names
-    of a model without adapters; beside them the adapters, apart."""
+    """Final weights with each adapter added to its layer's weight, which is in the same share, under the names of a
+    model without adapters; and the adapters separately.
+    """
     if not settings.lora_rank or not settings.merge:
         return share
     layout = {name: placed for name, placed in share.layout.items() if not _is_of_adapter(name)}

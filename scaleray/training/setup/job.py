@@ -43,7 +43,7 @@ class TrainJob:
     start_ends: Mapping[str, float] = field(default_factory=dict)
     """Wall clock at which each part of the start has ended, see `records/start.py`."""
     trace: TraceRequest | None = None
-    """What is traced of its last steps, if anything."""
+    """Trace of its last steps, if one is requested."""
     probes_links: bool = False
     """Whether each pair of workers is measured when the training has ended."""
 
@@ -121,7 +121,7 @@ class TrainJob:
         return dataclasses.replace(self, recipe=recipe, workers=workers)
 
     def without_files(self) -> TrainJob:
-        """The same training, which saves nothing and whose node nobody watches: it is only measured or compared."""
+        """The same training without checkpoints and without monitoring of the node: it is only measured or compared."""
         config = self.config
         updates = {
             "checkpoint": config.checkpoint.model_copy(update=NOTHING_SAVED),

@@ -1,4 +1,4 @@
-"""The order in which a model becomes a training set-up. It stands here once, with the reason beside each line."""
+"""The order in which a model becomes a training set-up. It is defined here once, with the reason next to each line."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A workload's own optimizer beside what the config asks for: which settings it uses, and which it ignores.
+"""Settings that a workload's own optimizer uses, and those that it ignores.
 
-An optimizer may well have other values than the derived ones: rates that fall with the depth of a layer, all of them a
-share of the derived rate. So where values differ, the optimizer is built again under other values: a value that then
-moves follows the config, whatever the optimizer makes of it, and a value that stays does not.
+An optimizer may have other values than the derived ones: rates that fall with the depth of a layer, all of them a share
+of the derived rate. So if values differ, the optimizer is built again under other values: a value that then moves
+follows the config, whatever the optimizer makes of it, and a value that stays does not.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _kinds(own: torch.optim.Optimizer) -> list[str]:
 
 
 def _matters(name: str, values: OptimizerValues, config: RunConfig, varied: Collection[str]) -> bool:
-    """Whether somebody asked for the value: the user, by another one than the default, or a rule."""
+    """Whether the value was requested: by the user, with another value than the default, or by a rule."""
     if getattr(config.optimizer, name) is None:
         return False
     is_moved = name in MOVED_BY_RULES and getattr(values, name) != getattr(config.optimizer, name)

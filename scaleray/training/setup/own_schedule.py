@@ -1,7 +1,7 @@
-"""A workload's own learning-rate schedule beside what the config asks for: what of it is used, and what is ignored.
+"""Settings that a workload's own learning-rate schedule uses, and those that it ignores.
 
-What it makes of them is found by rehearsing it: on a copy of the optimizer that trains nothing, and once more under
-other values. A rate that then moves follows the value, whatever the schedule makes of it.
+They are found by rehearsing the schedule: on a copy of the optimizer that trains nothing, and once more under other
+values. A rate that then moves follows the value, whatever the schedule makes of it.
 """
 
 from __future__ import annotations

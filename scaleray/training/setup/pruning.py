@@ -50,8 +50,9 @@ class Pruning:
         return is_due(self.settings, step)
 
     def prune(self, step: int) -> None:
-        """Decide the masks anew for `step` steps and apply them. Collective. Changes parameters and the optimizer's
-        state."""
+        """Choose the masks for `step` steps again and apply them. Collective. Changes parameters and the optimizer's
+        state.
+        """
         parameters, masks = list(self.parameters.values()), list(self.masks.values())
         with torch.no_grad():
             share = sparsity_at(self.settings, step)

@@ -1,4 +1,4 @@
-"""What orders and packs rows by their length, and what that cannot be combined with."""
+"""Ordering and packing of rows by their length, and the settings that they cannot be combined with."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The stores in which the workers of a process group find each other.
+"""The stores through which the workers of a process group find each other.
 
-torch's own server listens on all interfaces, and does what anybody asks who reaches it. Here it listens at the one
-address by which the other workers know it: on loopback, where all of them are on this machine.
+torch's own server listens on all interfaces and serves every client that reaches it. This one listens at the one
+address by which the other workers know it: on loopback if all of them are on this machine.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StorePlace:
-    """Where a store listens, as every worker may be told."""
+    """Address of a store, as it may be sent to every worker."""
 
     host: str
     port: int
 
 
 _listeners: dict[StorePlace, socket.socket] = {}
-"""Ports of this process for stores that have not been opened yet: told to others before torch is imported here."""
+"""Ports of this process for stores that have not been opened yet: sent to other processes before torch is imported
+here.
+"""
 
 
 class OwnedStore:

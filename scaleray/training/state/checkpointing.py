@@ -44,10 +44,9 @@ RATE_SECTIONS = ("optimizer", "schedule", "stop", "workload")
 
 @dataclass
 class Control:
-    """What reaches one worker from outside. wants_leave: save and end in good order, because somebody asked for it;
-    wants_save: save, and go on; wants_links: measure the links between the workers, and go on.
-
-    notice: the nodes of workers that the cluster will take away soon; collective, None where nobody can know.
+    """Requests from outside to one worker. wants_leave: save and end in good order; wants_save: save and continue;
+    wants_links: measure the links between the workers and continue. notice: the nodes of workers that the cluster will
+    take away soon; collective, None if that cannot be known.
     """
 
     wants_leave: threading.Event = field(default_factory=threading.Event)
@@ -173,7 +172,7 @@ class Checkpointing:
         self.saver.wait_staged()
 
     def signals(self) -> tuple[float, ...]:
-        """What this rank wants after the step that runs, to be summed over all ranks."""
+        """Requests of this rank after the step that runs, to be summed over all ranks."""
         now = time.monotonic()
         minutes = self.job.config.checkpoint.every_minutes
         is_time = minutes is not None and now - self.saved_at > minutes * 60
@@ -288,7 +287,7 @@ class Checkpointing:
         return manifest
 
     def _agreed(self, decide: Callable[[], Any]) -> Any:
-        """What rank 0 finds, on every rank; its error too."""
+        """Result of rank 0 on every rank; its error too."""
         box: list[Any] = [None]
         if self.place.rank == 0:
             try:
@@ -320,7 +319,7 @@ class Checkpointing:
 
 
 def evaluation_facts(progress: Mapping[str, Any]) -> dict[str, Any]:
-    """What a manifest says of the last evaluation: its metrics, and the step that they belong to."""
+    """The last evaluation as a manifest has it: its metrics, and the step that they belong to."""
     step = progress["evaluated_at"]
     return {"metrics": progress["metrics"], "evaluated_at": step if step >= 0 else None}
 

@@ -12,15 +12,18 @@ from scaleray.training.setup.fine_tuning import merged_share
 from scaleray.training.setup.model_setup import Setup
 
 SaveWeights = Callable[[WeightShare, str], None]
-"""Function that takes what this rank has of weights of a name: FINAL_WEIGHTS, or TRAINED_WEIGHTS beside an average."""
+"""Function that takes this rank's share of the weights of a name: FINAL_WEIGHTS, or TRAINED_WEIGHTS if there is an
+average as well.
+"""
 
 
 def hand_on_weights(
     setup: Setup, save: SaveWeights | None, config: RunConfig, *, reporter: Reporter, step: int
 ) -> None:
-    """Let the set-up go, and give what this rank has of the final weights to `save`, adapters merged: where there is an
-    average, that, and the trained weights beside it. Collective up to there: a disk that is slow costs the rank that
-    has it, and nobody's time limit. step: number of the last one."""
+    """Release the set-up, and give this rank's share of the final weights to `save`, adapters merged: the average if
+    there is one, and then the trained weights as well. Collective up to that point: a slow disk delays the rank that
+    has it, and exceeds no time limit of another one. step: number of the last one.
+    """
     save = save if config.checkpoint.save_final else None
     shares: dict[str, WeightShare] = {}
     if setup.averaging.is_on:

@@ -113,7 +113,7 @@ def plain(value: Any) -> Any:
 
 
 def unplain(value: Any) -> Any:
-    """What `plain` made plain, but for tensors."""
+    """The values that `plain` made plain, except for tensors."""
     if isinstance(value, list):
         return [unplain(item) for item in value]
     if not isinstance(value, dict) or len(value) != 1:

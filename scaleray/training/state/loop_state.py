@@ -1,4 +1,4 @@
-"""Where the loop stands between two steps, and what a checkpoint keeps of it beside the model and its optimizer."""
+"""State of the loop between two steps, and its part of a checkpoint, next to the model and its optimizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scaleray.training.step.worker_shares import WorkerShares
 
 @dataclass
 class LoopState:
-    """Where the loop stands between two steps."""
+    """State of the loop between two steps."""
 
     job: TrainJob
     """The training. Its recipe has smaller micro-batches once the memory demands it."""
@@ -42,7 +42,7 @@ class LoopState:
 
 @dataclass(frozen=True)
 class LoopCheckpoint:
-    """What a checkpoint keeps of the loop: where it stands, and the state of its parts."""
+    """The loop's part of a checkpoint: its progress, and the state of its parts."""
 
     loop: LoopState
     train_step: OptimizerStep
@@ -76,8 +76,9 @@ class LoopCheckpoint:
         }
 
     def restore(self, before: dict[str, Any]) -> None:
-        """Go on from `before`, the values of a checkpoint. Its job and shares are not in this: the loop is made with
-        them."""
+        """Continue from `before`, the values of a checkpoint. Its job and shares are not included: the loop is made
+        with them.
+        """
         self.loop.step = self.train_step.num_updates = before["step"]
         self.train_step.count_per_row = before["count_per_row"]
         self.train_step.nonfinite_in_a_row = before.get("nonfinite_in_a_row", 0)

@@ -1,7 +1,7 @@
-"""A training that waits after every evaluation until it is told to go on, to stop, or to save its state and wait again.
+"""A training that waits after every evaluation for a decision: continue, stop, or save its state and wait again.
 
-Early stopping and populations need that. The loop runs in a thread of rank 0's process and as it is on other ranks; all
-ranks learn what was decided before any of them takes another step, so that stopping leaves no collective half done.
+Early stopping and populations need that. The loop runs in a thread of rank 0's process and unchanged on other ranks;
+all ranks receive the decision before any of them takes another step, so that stopping leaves no collective half done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COURSE = "course"
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows an evaluation: go on, stop, or, with `save_to`, save the state in that folder and ask again."""
+    """Decision after an evaluation: continue, stop, or, with `save_to`, save the state in that folder and ask again."""
 
     is_stop: bool = False
     save_to: str | None = None
@@ -63,15 +63,14 @@ class Course:
         return sum(samples for samples, _ in steady) / total_s if count >= 2 and total_s > 0 else None
 
     def values(self) -> dict[str, float]:
-        """What a checkpoint keeps of it."""
+        """Its part of a checkpoint."""
         return {"samples": self.samples, "seconds": self.seconds}
 
 
 class AskingCheckpointing(Checkpointing):
-    """Checkpoints in place of the config's own: saved where and when it is told to, after evaluations.
-
-    start_from: a folder that `save_to` named, or None for the first step. ask: called on rank 0 with the number of
-    steps after each evaluation but the last; it may block. on_resumed: called with the facts of the checkpoint.
+    """Checkpoints in place of the config's own: saved where and when requested, after evaluations. start_from: a folder
+    that `save_to` named, or None for the first step. ask: called on rank 0 with the number of steps after each
+    evaluation but the last; it may block. on_resumed: called with the facts of the checkpoint.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class AskingCheckpointing(Checkpointing):
         return (0.0,)
 
     def asks_for_links(self, signals: Sequence[float]) -> bool:
-        """False: nobody asks a trial for them, and what else is among the signals says nothing of it."""
+        """False: a trial gets no such requests, and the other signals do not carry them."""
         return False
 
     def after_step(self, step: int, signals: tuple[float, ...]) -> bool:
@@ -207,7 +206,7 @@ class StepwiseTraining:
         return happened
 
     def give_up(self, error: BaseException) -> None:
-        """Let whoever waits have this error instead: the training hangs. From another thread."""
+        """Raise this error in the thread that waits: the training hangs. From another thread."""
         self._is_given_up = True
         self._happened.put(Ended(error=error))
 

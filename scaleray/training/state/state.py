@@ -78,8 +78,7 @@ class TrainState:
 
     def capture(self, *, is_saved: bool = False) -> tuple[Tensors, set[str], dict[str, Values]]:
         """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective.
-
-        is_saved: for a checkpoint, which holds the replicas' mean beside what differs between them.
+        is_saved: for a checkpoint, which holds the replicas' mean in addition to their differences.
         """
         module, parallel = self.setup.parallel.module, self.setup.parallel
         tensors, extra = model_state(module)

@@ -85,7 +85,7 @@ def save_weights(
 
 
 def forget(run_path: str) -> None:
-    """Remove the indexes of a run that goes on: what is in its folders is not the whole of its weights any more."""
+    """Remove the indexes of a run that continues: the files in its folders are no longer the whole of its weights."""
     store = Store(run_path)
     for name in (FINAL_WEIGHTS, TRAINED_WEIGHTS, ADAPTERS):
         for file in (f"{name}/{INDEX}", f"{name}/{PENDING}", sums_name(f"{name}/{INDEX}")):

@@ -29,7 +29,7 @@ class OutOfMemory(MemoryError):
 
 
 class BackOff:
-    """What a step needs in order to be repeated. Without `memory.on_out_of_memory: halve` it does nothing."""
+    """State that is needed to repeat a step. Without `memory.on_out_of_memory: halve` it does nothing."""
 
     def __init__(self, config: RunConfig, setup: Setup, place: Place) -> None:
         self.setup, self.place = setup, place

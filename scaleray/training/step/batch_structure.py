@@ -1,5 +1,6 @@
-"""Structure of the batches that a workload's `collate` makes: the same on every worker, or training would go wrong in a
-collective, where nobody could say why."""
+"""Structure of the batches that a workload's `collate` makes. It must be the same on every worker; otherwise a
+collective would fail without naming the cause.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Best:
         return {"metric": self.metric, "value": value, "step": self.step, "num_since": self.num_since}
 
     def load_state(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state`, unless another metric is watched now."""
+        """Continue from `state`, unless another metric is watched now."""
         if state and state["metric"] == self.metric:
             self.value = math.nan if state["value"] is None else state["value"]
             self.step, self.num_since = state["step"], state["num_since"]

@@ -27,9 +27,8 @@ class Figures:
 
 
 class LaunchedStep:
-    """A step that this worker has given to its device. `result` waits for it.
-
-    is_own: whether loss and count are those of this rank's samples alone. signals: what the ranks told each other.
+    """A step that this worker has given to its device. `result` waits for it. is_own: whether loss and count are those
+    of this rank's samples alone. signals: values that the ranks shared.
     """
 
     def __init__(self, figures: Figures, signals: Sequence[Number], *, is_own: bool) -> None:
@@ -43,7 +42,7 @@ class LaunchedStep:
         self._numbers.wait()
 
     def result(self) -> StepResult:
-        """What the step did. Raises WorkloadError where nothing counted in it."""
+        """Result of the step. Raises WorkloadError if its count is 0."""
         if self._result is None:
             self._result = self._read()
         return self._result

@@ -1,7 +1,7 @@
-"""Metrics that are no sum and count: torchmetrics' objects, whose state is brought together from all ranks.
+"""Metrics that are not a sum and a count: torchmetrics' objects, whose state is gathered from all ranks.
 
-Each evaluation begins anew. The state is gathered by the metric's own rules, so that a ranking such as AUROC is that of
-all rows together, whatever their shares.
+Each evaluation starts from scratch. The state is gathered by the metric's own rules, so that a ranking such as AUROC is
+that of all rows together, whatever their shares.
 """
 
 from __future__ import annotations

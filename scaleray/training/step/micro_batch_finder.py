@@ -117,12 +117,9 @@ def find(
 
 
 def next_size(sizes: list[int], trials: list[Trial], limit: float, *, may_fail: bool = True) -> int | None:
-    """What to try next: the two smallest sizes, then the largest that a straight line through the last two says will
-    fit.
-
-    sizes: ascending. may_fail: where the line sees nothing more, the next size is tried all the same, so that the
-    result is certain; small sizes bend the line, as the optimizer's step may need more than they do. None: the search
-    is over.
+    """Next size to try: the two smallest sizes, then the largest that fits by a straight line through the last two.
+    sizes: ascending. may_fail: try the next size even if the line predicts no fit, so that the result is certain; small
+    sizes bend the line, as the optimizer's step may need more than they do. None: the search is over.
     """
     most = min((t.micro_batch_size for t in trials if not t.fits), default=math.inf)
     fitting = sorted((t for t in trials if t.fits), key=lambda t: t.micro_batch_size)
@@ -239,7 +236,7 @@ class _Search:
 
 
 def _limit_bytes(config: RunConfig, device: torch.device) -> float:
-    """What this worker may use: the config's limit, and on a GPU no more than there is."""
+    """Memory that this worker may use: the config's limit, and on a GPU no more than there is."""
     limit = config.memory.limit_gib * GIB if config.memory.limit_gib is not None else math.inf
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)

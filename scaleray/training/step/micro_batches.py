@@ -57,9 +57,9 @@ def cuts(num_rows: int, size: int) -> Iterator[tuple[int, int]]:
 def collate_ahead(
     workload: Any, split: Split, cuts: Callable[[RankBatch], Iterable[tuple[int, int]]], *, may_draw: bool
 ) -> CollateAhead | None:
-    """What makes a split's micro-batches ahead of the training; None where the training has to call `collate` itself.
-
-    cuts: gives where the micro-batches of a batch begin and end. may_draw: assume that it draws random numbers.
+    """Function that makes a split's micro-batches ahead of the training; None if the training has to call `collate`
+    itself. cuts: returns where the micro-batches of a batch begin and end. may_draw: assume that it draws random
+    numbers.
     """
     look = split.collate
     if look is None or look.why_in_turn or may_draw or not getattr(workload, "collates_ahead", True):
@@ -121,10 +121,9 @@ def _put_back(batch: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def to_device(columns: dict[str, Any], device: torch.device, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """Columns as tensors on `device`; floating-point ones converted to `dtype` if it is given.
-
-    A GPU copies them beside what it computes: the host, which runs ahead, asks for the rows of the next micro-batch
-    while the last one is still being computed.
+    """Columns as tensors on `device`; floating-point ones converted to `dtype` if it is given. A GPU copies them while
+    it computes: the host, which runs ahead, takes the rows of the next micro-batch while the last one is still being
+    computed.
     """
     tensors = {n: v if isinstance(v, torch.Tensor) else torch.from_numpy(v) for n, v in columns.items()}
     if device.type == "cuda":

@@ -38,8 +38,9 @@ class MicroSizes:
         return min(most, self.now or most)
 
     def collate_ahead(self, job: Callable[[], TrainJob]) -> CollateAhead | None:
-        """What makes the micro-batches of the training's rows as they are read, if they can be made ahead. job: gives
-        the job, whose recipe may come to have smaller ones."""
+        """Function that makes the micro-batches of the training's rows as they are read, if they can be made ahead.
+        job: returns the job, whose recipe may later have smaller ones.
+        """
         cuts = lambda batch: cuts_of(batch, job().recipe.micro_batch_size)
         return collate_ahead(job().workload, job().splits[TRAIN], cuts, may_draw=self.config.deterministic)
 

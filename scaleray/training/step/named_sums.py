@@ -8,7 +8,7 @@ from scaleray.training.setup.place import Place
 
 
 class NamedSums:
-    """Adds up sums and counts of all workers. One all-reduce, as long as nobody has a name for the first time."""
+    """Sum of sums and counts over all workers. It takes one all-reduce, unless a name appears for the first time."""
 
     def __init__(self, place: Place) -> None:
         self.place = place

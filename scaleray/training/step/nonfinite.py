@@ -1,4 +1,4 @@
-"""What a run does about steps whose loss or gradient is not finite: `on_nonfinite` raise, stop or skip."""
+"""Handling of steps whose loss or gradient is not finite: `on_nonfinite` raise, stop or skip."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scaleray.errors import NonFiniteLossError
 from scaleray.training.observer import StepResult
 
 Look = Callable[[int], RowsOfStep | None]
-"""What the rows of a step hold, by its number from 1; None where nobody knows."""
+"""Description of the rows of a step, by its number from 1; None if it is not known."""
 MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training any more
 
 
@@ -48,7 +48,7 @@ def _in_rows(rows: RowsOfStep | None) -> str:
 
 
 def what_was_nonfinite(step: int, result: StepResult) -> str:
-    """What was not finite, and where."""
+    """Value that was not finite, and its place."""
     if not math.isfinite(result.loss):
         return f"the loss became {result.loss} at step {step}"
     if result.grad_norm is not None and not math.isfinite(result.grad_norm):

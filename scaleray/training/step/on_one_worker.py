@@ -1,8 +1,8 @@
-"""What a strategy could not do with the user's loss, found where it could not happen: on one worker, before anything is
-spread.
+"""Uses of the model in the user's loss that a strategy does not support, found on one worker, where they would not
+fail.
 
-A recipe that trains on one worker must not fail on two because of how its loss uses the model. Used by the look at the
-first batch, for the strategy that the config names.
+A recipe that trains on one worker must not fail on two because of how its loss uses the model. The check of the first
+batch uses this for the strategy that the config names.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class OnePass:
-    """What a model has returned for a batch. batch: the batch's tensors; only they, and views of them, are known again:
-    of any other tensor nobody can say whether its memory was another's before."""
+    """Output of a model for a batch. batch: the batch's tensors; only they, and views of them, are recognised: for any
+    other tensor it is unknown whether its memory was another's before.
+    """
 
     def __init__(self, batch: Iterable[Any]) -> None:
         self._memory = {t.untyped_storage().data_ptr() for t in tree_leaves(list(batch)) if _is_dense(t)}

@@ -1,6 +1,5 @@
-"""What the loop, and a checkpoint, know of the object that takes a training's optimizer steps.
-
-`TrainStep` takes those of one loss, `SeveralLosses` those of a workload that has several.
+"""Interface of the object that takes a training's optimizer steps, for the loop and for checkpoints. `TrainStep` takes
+those of one loss, `SeveralLosses` those of a workload that has several.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class LaunchedSteps:
             step.wait()
 
     def result(self) -> StepResult:
-        """What the step did: the losses are summed, and the norm is that of all gradients together."""
+        """Result of the step: the losses are summed, and the norm is that of all gradients together."""
         found: dict[str, StepResult] = {}
         for name, step in self._by_name.items():
             with named(name):
@@ -200,6 +200,6 @@ def named(name: str) -> Iterator[None]:
 
 
 def train_step(workload: Any, setup: Setup, *args: Any, **options: Any) -> OptimizerStep:
-    """What takes a workload's steps; see TrainStep for its arguments."""
+    """Object that takes a workload's steps; see TrainStep for its arguments."""
     kind = TrainStep if losses_of(workload) is None else SeveralLosses
     return kind(workload, setup, *args, **options)

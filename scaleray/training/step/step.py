@@ -195,7 +195,7 @@ class TrainStep:
         return dataclasses.replace(figures, loss=loss, count=count, is_finite=is_sound, nonfinite=nonfinite)
 
     def _begin_count(self) -> None:
-        """Begin to count steps that are not finite anew, as the ranks have just told each other of them."""
+        """Restart the count of steps that are not finite, after the ranks have shared them."""
         if self._ends:
             self._has_ended = self._has_ended | (self._nonfinite[0] > 0)
         self._nonfinite = (0.0, self._nonfinite[1])

@@ -1,4 +1,4 @@
-"""Errors of one rank that all ranks raise, so that nobody waits in a collective for the one that has left."""
+"""Errors of one rank that all ranks raise, so that none waits in a collective for the one that has left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 
 def told_together(place: Place, look: Callable[[], Result]) -> Result:
-    """What this rank's `look` gives. Where it raises DataError or WorkloadError on any rank, all raise: its own, or
-    that of the first rank that has one. Collective, around what is not.
+    """Result of `look` on this rank. If it raises DataError or WorkloadError on any rank, all raise: their own error,
+    or that of the first rank that has one. Collective, around code that is not.
     """
     result: list[Result] = []
     error: Exception | None = None

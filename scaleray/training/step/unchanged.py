@@ -39,9 +39,8 @@ def unchanged_model(workload: Any, module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged_buffers(workload: Any, module: nn.Module) -> Iterator[None]:
-    """Context like `unchanged_model`, but for parameters, which somebody else looks after.
-
-    Counters among the attributes of a module or of the workload, and modes, are what they were as well.
+    """Context like `unchanged_model`, except for parameters, which other code protects. Counters among the attributes
+    of a module or of the workload, and modes, are restored as well.
     """
     buffers = [(part, name, b) for part in module.modules() for name, b in part._buffers.items() if b is not None]
     values = [local_part(b).detach().clone() for _, _, b in buffers]

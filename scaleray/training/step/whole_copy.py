@@ -1,7 +1,7 @@
-"""A whole copy of the model on each worker, for code that uses it in passes that nobody can count.
+"""A whole copy of the model on each worker, for code that uses it in a number of passes that is not known.
 
-Under strategies that share out parameters every pass of one worker needs the others. An evaluation by generation takes
-as many passes as its rows need; so each worker gets the weights of now whole, for as long as it lasts.
+Under strategies that shard parameters every pass of one worker needs the others. An evaluation by generation takes as
+many passes as its rows need; so each worker gets the current weights whole, for the duration of the evaluation.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class WholeCopy:
 
 
 def _twin(workload: Any) -> Any:
-    """A workload that keeps what it builds apart: the workload itself goes on with the model that is trained."""
+    """A workload that keeps the modules it builds apart; the workload itself continues with the model that is trained."""
     if not hasattr(workload, "__dict__"):
         return workload
     twin = object.__new__(type(workload))

@@ -54,7 +54,7 @@ class WorkerShares:
         return self._recipe.measure_shares_every_steps is not None
 
     def first_words(self, *, deterministic: bool) -> list[tuple[str, bool]]:
-        """What a user must know of shares that are not equal, each with whether it is a warning."""
+        """Warnings and notes on shares that are not equal, each with whether it is a warning."""
         words = [(described(self.now, self.speeds), False)] if self.now is not None else []
         if deterministic and self._follows_speed:
             warning = (
@@ -91,7 +91,7 @@ class WorkerShares:
         return self._decide()
 
     def state(self) -> dict[str, Any] | None:
-        """State for a checkpoint: a resumed training goes on with the same shares."""
+        """State for a checkpoint: a resumed training continues with the same shares."""
         if self.speeds is None:
             return None
         return {"speeds": list(self.speeds), "shares": list(self.now or self._equal)}

@@ -47,7 +47,7 @@ class Rung:
     workers: int
     job: TrainJob
     modes: list[Mode] = field(default_factory=list)
-    """Curves that it stands on: the base stands on two."""
+    """Curves that it belongs to: the base belongs to two."""
     num_turns: int
     steps: int = 40
     seconds: float = 3.0
@@ -91,7 +91,7 @@ class Rung:
 
 
 Result = Turn | ToTarget | NoiseCourse | RankSample | str
-"""What was measured of a rung, how a worker did in a turn, or a note."""
+"""Measurement of a rung, a worker's result in a turn, or a note."""
 Tell = Callable[[tuple[str, Result]], Any]
 """Function that takes the name of a rung and a result."""
 

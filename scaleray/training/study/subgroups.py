@@ -1,8 +1,8 @@
 """Process groups of the first 1, 2, 4 ... workers of a group that is up, one after another, node by node.
 
-Strategies talk through torch's default group, so that it is made anew for each of them: a fresh gloo group costs
-milliseconds, an NCCL one costs its communicators with the first collective, which falls into a warm-up. Workers outside
-wait in a store for the others to leave.
+Strategies communicate through torch's default group, so that it is made again for each of them: a fresh gloo group
+costs milliseconds, an NCCL one costs its communicators with the first collective, which falls into a warm-up. The other
+workers wait in a store until these leave.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class SubGroups:
             leave_group()
 
     def _by_node(self) -> tuple[list[int], list[str]]:
-        """(ranks, with those of a node beside each other, in the order of each node's first rank; the node of each
-        rank)."""
+        """(ranks, with those of a node next to each other, in the order of each node's first rank; the node of each
+        rank).
+        """
         found = self.place.gathered(self.place.node)
         return sorted(range(len(found)), key=lambda rank: (found.index(found[rank]), rank)), found
 

@@ -211,8 +211,7 @@ def _fits_whole(job: TrainJob, place: Place) -> bool:
 
 
 def _transfer_s(job: TrainJob, place: Place, sent_bytes: float) -> float | None:
-    """Seconds for sending a step's gradients through the group in DDP's buckets, with nothing beside them.
-    Collective."""
+    """Seconds for sending a step's gradients through the group in DDP's buckets, without any other work. Collective."""
     is_plain = job.recipe.strategy == "ddp" and job.config.compression.name == "none"
     (num_bytes,) = place.all_reduce_max([sent_bytes])
     if place.world_size == 1 or not is_plain or not num_bytes:

@@ -1,6 +1,5 @@
 """The jobs that verify compares: a few steps of a training, with ends of epochs, evaluations and a resume among them.
-
-Pure functions of a job, so that every worker and the single process beside them make the same jobs.
+Pure functions of a job, so that every worker and the single process make the same jobs.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from scaleray.training.verify.quieted import Masks, Partition, Quieted
 from scaleray.training.verify.step_trace import TraceProbe
 
 EXACT, OWN = "own steps in float64", "own steps"
-"""Values of `Key.own` for one process that stands still: in the precision of the check, and in the run's own."""
+"""Values of `Key.own` for the steps of one process taken alone: in the precision of the check, and in the run's own."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,11 @@ def partition_of(job: TrainJob) -> Partition:
 
 @dataclass(frozen=True)
 class Key:
-    """Key of a reference. quiet: what was taken out of the model; has_statistics: whether it is run on rows that
-    suit statistics over the rows of a worker; partition, later_partition: how workers cut its batches before and
-    after the resume, where these have statistics of their own; leaves_out: NO_CLIPPING; own: EXACT or OWN, where the
-    reference stands still."""
+    """Key of a reference. quiet: parts that were taken out of the model; has_statistics: whether it is run on rows that
+    suit statistics over the rows of a worker; partition, later_partition: how workers cut its batches before and after
+    the resume, if these have statistics of their own; leaves_out: NO_CLIPPING; own: EXACT or OWN, if the reference does
+    not move.
+    """
 
     quiet: str
     has_statistics: bool = False
@@ -148,8 +149,9 @@ class Runs:
         return variant.resumes_after if self.resumes else None
 
     def reference(self, key: Key) -> Trace:
-        """Trace of one process. Only on rank 0, which runs it alone if nobody has yet, or if others cannot see its
-        checkpoint."""
+        """Trace of one process. Only on rank 0, which runs it alone if it has not been run yet, or if others cannot
+        read its checkpoint.
+        """
         if key not in self.references:
             alone = Place(device=self.place.device)
             variant = self.variant

@@ -34,15 +34,17 @@ def on_first(place: Place, decide: Callable[[], Result]) -> Result:
 
 
 class Failures:
-    """Errors of one group's trainings: whether all ranks met one, and may go on to the next training, or this rank
-    alone, while the others wait for it in a pass that communicates. name: no other's in this group."""
+    """Errors of one group's trainings: whether all ranks had one, and may continue with the next training, or this rank
+    alone, while the others wait for it in a pass that communicates. name: no other's in this group.
+    """
 
     def __init__(self, place: Place, name: str = "training") -> None:
         self._place, self._name, self._number = place, name, 0
 
     def is_shared(self) -> bool:
-        """Whether every rank has come here. Waits some seconds for the others where one has not, and says so through
-        the group's store, as nobody answers a collective."""
+        """Whether every rank has reached this call. Waits some seconds for the others if one has not, and reports it
+        through the group's store, as a collective would not be answered.
+        """
         if self._place.world_size == 1:
             return True
         self._number += 1

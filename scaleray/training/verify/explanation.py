@@ -1,5 +1,6 @@
-"""Why a variant is not the training of one process: told from their traces, from runs with something taken out of both,
-or from the gradient, taken apart."""
+"""Reason why a variant is not the training of one process: from their traces, from runs with a part removed from both,
+or from the gradient, taken apart.
+"""
 
 from __future__ import annotations
 

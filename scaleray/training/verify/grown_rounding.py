@@ -57,7 +57,7 @@ class GrownRounding:
         return max(self.bound, min(TIMES * self._largest[key], most))
 
     def in_words(self, bound: float) -> str:
-        """What a bound comes from; "" for the one asked for."""
+        """Origin of a bound; "" for the requested one."""
         if bound <= self.bound:
             return ""
         if self._casts:

@@ -60,7 +60,7 @@ def narrow_casts(workload: Any, rows: Mapping[str, Any], *, gives_tuples: bool) 
 
 
 def in_words(places: list[str]) -> str:
-    """What the user can do about such places; nothing where there are none."""
+    """Remedy for such places; empty if there are none."""
     if not places:
         return ""
     more = f", and {len(places) - 3} more" if len(places) > 3 else ""

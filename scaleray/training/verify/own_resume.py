@@ -1,5 +1,6 @@
-"""Check that several workers which go on from their own checkpoint, on as many workers, take the steps that they take
-without an interruption."""
+"""Check that several workers which resume from their own checkpoint, on as many workers, take the steps of an
+uninterrupted training.
+"""
 
 from __future__ import annotations
 

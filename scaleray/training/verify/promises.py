@@ -100,7 +100,7 @@ class Promise:
         return None
 
     def _state_unlawful(self, step: StepTrace, config: RunConfig, bound: float) -> Divergence | None:
-        """The optimizer's state when a step is over, beside what communication makes of that after the update."""
+        """The optimizer's state after a step, apart from the changes that communication makes after the update."""
         if step.replicas is None:
             return None
         groups = self.groups(config, step.step, len(step.replicas.after))

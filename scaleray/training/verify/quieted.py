@@ -27,7 +27,8 @@ Draw = tuple[str, bytes]
 
 class Masks:
     """Record of the generator states from which dropout draws. device: device of the model. by_step: the state at the
-    beginning of a step stands for all its draws, where layers cannot be watched."""
+    beginning of a step represents all its draws, if layers cannot be watched.
+    """
 
     def __init__(self, device: torch.device, *, by_step: bool = False) -> None:
         self.device, self.by_step = device, by_step

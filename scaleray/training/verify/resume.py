@@ -1,8 +1,8 @@
-"""Check whether a resumed run is the run that was not interrupted: both run on one group of workers and are compared to
-the bit.
+"""Check whether a resumed run equals the run that was not interrupted: both run on one group of workers and are
+compared to the bit.
 
-Where they differ, the state at the moment of the interruption tells who is guilty: what the resumed run holds after
-loading is compared, item by item, with what the whole run held after the same step.
+If they differ, the state at the interruption shows the cause: the state of the resumed run after loading is compared,
+item by item, with that of the whole run after the same step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Parts of a training beside its numbers that have to be as in one process: modes and rates of layers, and the digits
-that values have."""
+"""Parts of a training other than its numbers that must equal those of one process: modes and rates of layers, and the
+digits of values.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SETTINGS = ("p", "dropout", "momentum", "eps")
 
 
 class TakenOut(float):
-    """A rate of dropout that was taken out: 0 for whatever computes with it, and what it stands for in `rate`."""
+    """A rate of dropout that was taken out: 0 in every computation, and the original rate in `rate`."""
 
     def __new__(cls, rate: float) -> TakenOut:
         return super().__new__(cls, 0.0)
@@ -37,7 +38,7 @@ class TakenOut(float):
 
 
 def taken_out(value: float) -> float:
-    """The rate that a number stands for: its own, unless it was taken out."""
+    """The rate that a number represents: its own, unless it was taken out."""
     return value.rate if isinstance(value, TakenOut) else value
 
 
@@ -82,9 +83,9 @@ def alike(everyone: Iterable[Mapping[str, Layer]]) -> dict[str, Layer | None]:
 
 @dataclass
 class Given:
-    """What the loss of a step was given on this rank: digests of its rows, uint64, each once, None where a row is not
-    known; the number formats of its columns. evaluates_in_training: whether an evaluation has found the model in
-    training mode."""
+    """Input of a step's loss on this rank: digests of its rows, uint64, each once, None if a row is not known; the
+    number formats of its columns. evaluates_in_training: whether an evaluation has found the model in training mode.
+    """
 
     rows: np.ndarray | None = None
     formats: dict[str, str] = field(default_factory=dict)

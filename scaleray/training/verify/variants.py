@@ -1,8 +1,8 @@
-"""Check whether a strategy is still the same training: it runs through the real loop, beside one process, and
+"""Check whether a strategy is still the same training: it runs through the real loop, one process does so as well, and
 the difference is judged.
 
 Works in any group of workers: under Ray Train, in plain gloo processes, or alone. Rank 0 compares and decides; every
-rank then runs what was decided.
+rank then runs the decided variants.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Outcome:
     accumulation: int
     verdict: str
     words: str = ""
-    """What was judged, where it is less than the whole; for a refusal its reason."""
+    """Extent of the judgement, if it is less than the whole; for a refusal its reason."""
     comparison: Comparison = field(default_factory=Comparison)
     own: Comparison | None = None
     """Comparison in the run's own precision, over steps that all start from the initial parameters; judged by

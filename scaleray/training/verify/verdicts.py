@@ -173,9 +173,10 @@ def handed_on_wrongly(trace: Trace, promise: Promise, config: RunConfig, bound: 
 
 
 def with_norms_of(restored: Restored, saved: Restored, mean: np.ndarray | None) -> Restored:
-    """The state that replicas saved, their mean, with the norms of what was restored: a mean of norms says nothing.
-    mean: signatures (parameters, 3) of the parameters' mean; None where messages under way belong to it, which nobody
-    outside knows."""
+    """The state that replicas saved, their mean, with the norms of the restored state: a mean of norms has no meaning.
+    mean: signatures (parameters, 3) of the parameters' mean; None if messages in flight belong to it, which only their
+    sender and receiver know.
+    """
     parameters = restored.parameters if mean is None else np.column_stack([restored.parameters[:, 0], mean])
 
     def with_norms(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
