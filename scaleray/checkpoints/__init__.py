@@ -1,1 +1,1 @@
-"""Sharded checkpoints of a training: written beside it, proven by hash, read on any number of workers."""
+"""Sharded checkpoints of a training: written during it, proven by hash, read on any number of workers."""

@@ -126,10 +126,11 @@ class Catalog:
         return [str(exc) for exc in failed]
 
     def check(self, manifest: Manifest, files: Iterable[str] | None = None, *, heal: bool = True) -> list[Damage]:
-        """Compare files (all by default) with their SHA-256 in every store; replace bad ones by a good copy if told to.
+        """Compare files (all by default) with their SHA-256 in every store; replace bad ones by a good copy with
+        `heal`.
 
-        Returns what was found. A damage that `is_lost` leaves the checkpoint unusable.
-        By default the manifests are compared as well.
+        Returns the damages. A damage that `is_lost` leaves the checkpoint unusable. By default the manifests are
+        compared as well.
         """
         found, names = [], sorted(manifest.files) if files is None else list(files)
         size = sum(manifest.files[name].num_bytes for name in names) * len(self.stores) / MIB
@@ -150,8 +151,9 @@ class Catalog:
         return found + (self.check_manifest(manifest, heal=heal) if files is None else [])
 
     def check_manifest(self, manifest: Manifest, *, heal: bool = True) -> list[Damage]:
-        """Compare the manifests of all stores with this one, which was read from one of them;
-        replace others if told to."""
+        """Compare the manifests of all stores with this one, which was read from one of them; replace others on
+        request.
+        """
         found = []
         name, text = f"{manifest.name}/{FILE_NAME}", manifest.to_json().encode()
         good = next((store for store in self.stores if _same(store, name, text)), None)
@@ -198,10 +200,8 @@ class Catalog:
         return Pruned([step for step in manifests if step not in kept], freed)
 
     def rebuild(self, manifest: Manifest) -> Manifest:
-        """Write an incremental checkpoint anew as a full one, which depends on no other. Raises Incomplete.
-
-        The files that it named until now stay for other checkpoints that name them;
-        `prune` removes those that none names.
+        """Write an incremental checkpoint again as a full one, which depends on no other. Raises Incomplete. The files
+        that it named until now stay for other checkpoints that name them; `prune` removes those that none names.
         """
         from scaleray.checkpoints.tensor_files import ALIGNMENT, new_file, write_all
 

@@ -42,7 +42,7 @@ def model_tensors(manifest: Manifest, *, averaged: bool = True) -> dict[str, Ten
 
 
 def has_average(manifest: Manifest) -> bool:
-    """Whether a checkpoint has an average of its weights beside them."""
+    """Whether a checkpoint has an average of its weights as well."""
     return any(name.startswith(AVERAGE) for name in manifest.tensors)
 
 

@@ -1,4 +1,4 @@
-"""Weights in the layout of a Hugging Face model folder: config.json beside model.safetensors, or several files and an
+"""Weights in the layout of a Hugging Face model folder: config.json next to model.safetensors, or several files and an
 index.
 
 Only safetensors is read, never a pickle. Each rank reads no more than the parts that it holds. Used by

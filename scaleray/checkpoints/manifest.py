@@ -81,7 +81,7 @@ class Manifest:
 
     @property
     def evaluated_at(self) -> int | None:
-        """Number of steps after which the metrics were measured; None where there are no metrics, or nobody knows."""
+        """Number of steps after which the metrics were measured; None without metrics, or if it is not known."""
         # manifests of older versions say it in the state alone
         step = self.facts.get("evaluated_at", self.values.get("progress", {}).get("evaluated_at"))
         return step if isinstance(step, int) and step >= 0 and self.metrics else None

@@ -13,7 +13,7 @@ FINAL_WEIGHTS = "weights"
 """Name of a run's final weights: the folder that holds those of a sharded model, and the beginning of `PLAIN`. Where
 the run keeps an average of its weights, they are the average."""
 TRAINED_WEIGHTS = "trained_weights"
-"""Name of the weights that were trained, beside an average of them."""
+"""Name of the trained weights, if there is an average of them as well."""
 
 ADAPTERS = "adapters"
 """Name of the low-rank adapters of a run whose final weights have them added."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters as the library peft keeps them: adapter_config.json beside adapter_model.safetensors.
+"""Low-rank adapters as the library peft stores them: adapter_config.json next to adapter_model.safetensors.
 
 Read into the adapters of training.setup.fine_tuning, which are parameters `lora_a` and `lora_b` of the layers
 themselves, and written from them. The layout is that of peft's `save_pretrained`; peft itself is not needed.
@@ -20,7 +20,7 @@ from scaleray.parsing import load_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BEFORE = "base_model.model."
-"""What peft puts before the names of the model's own modules."""
+"""Prefix that peft adds to the names of the model's own modules."""
 OWN = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
 """Last part of a parameter's name here, and there."""
 PLAIN = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "modules_to_save": None, "rank_pattern": {},

@@ -1,7 +1,7 @@
-"""Writing of checkpoints beside the training: the loop hands over references and goes on;
-a thread copies, writes and publishes.
+"""Writing of checkpoints during the training: the loop hands over references and continues; a thread copies, writes and
+publishes.
 
-The copy runs beside the next forward and backward pass, which only read what is saved. `wait_staged` keeps the
+The copy runs during the next forward and backward pass, which only read what is saved. `wait_staged` keeps the
 optimizer from changing a tensor that is not copied yet; what a forward pass may change (buffers) is copied at once.
 """
 
@@ -34,7 +34,7 @@ NICENESS = 10  # priority of a thread that writes beside training, as Linux coun
 
 
 class NotPublished(Exception):
-    """Error after all files are written, but perhaps not the manifest: nobody can say whether the checkpoint exists."""
+    """Error after all files are written, but perhaps not the manifest: it is unknown whether the checkpoint exists."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,9 @@ class Saver:
         self.stall_s += time.perf_counter() - started
 
     def restate(self, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Add these values and facts, which became known later, to the last checkpoint: its manifest is written anew,
-        its tensors stay. Acts on rank 0 only."""
+        """Add these values and facts, which became known later, to the last checkpoint: its manifest is written again,
+        its tensors stay. Acts on rank 0 only.
+        """
         self.wait()
         if not self.is_first or self._last is None:
             return
@@ -265,8 +266,9 @@ class Saver:
 
 
 def _step_back() -> None:
-    """Let training have the cores first: from here on this thread hashes and writes, and nobody waits for it. Linux
-    gives each thread a priority of its own; elsewhere that of the whole process would change, so nothing is done."""
+    """Let training have the cores first: from here on this thread hashes and writes, and no other waits for it. Linux
+    gives each thread a priority of its own; elsewhere that of the whole process would change, so nothing is done.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,10 +1,10 @@
 """Saving and loading of a training's tensors, with torch.distributed.checkpoint's (DCP's) planners and our own file
 format.
 
-DCP decides who writes what (replicated tensors once, spread over the ranks; shards where they are) and what each rank
-must read when the world size or the strategy has changed. Its own file format is not used: its metadata is a pickle,
-and it cannot leave out what has not changed. Here a rank writes one file of plain bytes, and the manifest says the
-rest.
+DCP decides which rank writes which parts (replicated tensors once, spread over the ranks; shards where they are) and
+which parts each rank must read when the world size or the strategy has changed. Its own file format is not used: its
+metadata is a pickle, and it cannot leave out unchanged parts. Here a rank writes one file of plain bytes, and the
+manifest has the rest.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 SMALLEST_SHARE = 0.05
 """Smallest share of a rank's bytes that keeps an older file: less than this that is unchanged there is written again,
 so that the file can go. A few random states must not hold a whole older checkpoint on the disk; a mask of one byte a
-parameter, beside Adam, is 8 %."""
+parameter is 8 % of it with Adam.
+"""
 
 
 class ShardWriter(StorageWriter):
     """Writer of this rank's part of one checkpoint to one file; on rank 0 `finish` puts the manifest together.
 
-    base: parts of the last checkpoint by key; what has the same digest there is named, not written. on_staged: called
-    when training may go on changing the tensors. publish: takes the tensors, the new files, and the errors of stores
-    that did not take a file. Pass the writer to `save` below, with the state.
+    base: parts of the last checkpoint by key; a part with the same digest there is named, not written. on_staged:
+    called when training may change the tensors again. publish: takes the tensors, the new files, and the errors of
+    stores that did not take a file. Pass the writer to `save` below, with the state.
     """
 
     def __init__(

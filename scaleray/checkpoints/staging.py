@@ -14,7 +14,7 @@ Key = tuple[str, tuple[int, ...]]
 class Staging:
     """Host memory for the parts of the state that this rank writes; kept from one checkpoint to the next.
 
-    A GPU fills it on a stream of its own, beside the training's: `begin` in the thread that trains, `copy` and `wait`
+    A GPU fills it on a stream of its own, next to the training's: `begin` in the thread that trains, `copy` and `wait`
     in any other. That path has not been run.
     """
 

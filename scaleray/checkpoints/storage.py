@@ -75,11 +75,11 @@ class Store:
         return without_password(self.child(name).root)
 
     def write(self, name: str, pieces: Iterable[Any]) -> tuple[str, int]:
-        """Write buffers one after another; returns the SHA-256 of the whole in hex, and its bytes.
-        Flushed to the disk at the end.
+        """Write buffers one after another; returns the SHA-256 of the whole in hex, and its bytes. Flushed to the disk
+        at the end.
 
-        Nobody sees a local file before all of it is there; an object appears when its upload is complete. A file that
-        was there before is replaced.
+        A local file appears when all of it is written; an object appears when its upload is complete. A file that was
+        there before is replaced.
         """
         digest, length = hashlib.sha256(), 0
         with self.writing(name) as stream:

@@ -68,7 +68,7 @@ def safetensors_file(
 
 
 class _Storage:
-    """Stand-in for a tensor's memory in the pickle of a `.pt` file, which only names it."""
+    """Placeholder for a tensor's memory in the pickle of a `.pt` file, which only names it."""
 
     def __init__(self, key: str, dtype: torch.dtype, num: int) -> None:
         self.key, self.dtype, self.num = key, dtype, num
@@ -204,8 +204,9 @@ def opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.T
 
 
 def load_torch(path: str, content: io.BytesIO | None = None, *, what: str = "the file to import") -> Any:
-    """What a `.pt` file holds: tensors and plain values only. content: its bytes, where they are in memory already.
-    Raises CheckpointError for anything else."""
+    """Content of a `.pt` file: tensors and plain values only. content: its bytes, if they are in memory already. Raises
+    CheckpointError for anything else.
+    """
     source: Any = path if content is None else content
     try:
         try:

@@ -25,10 +25,10 @@ RULES = (
     "disk_nearly_full", "checkpoint_too_old", "recorder_spooling",
     "gpu_idle", "gpu_throttled", "gpu_ecc", "gpu_xid",
 )  # fmt: skip
-"""Names of the rules, which stand in `monitoring/rules/`."""
+"""Names of the rules, which are defined in `monitoring/rules/`."""
 WEBHOOK = "alerts.webhook"
 HIDDEN = "***"
-"""What stands for the part of an address that may hold a secret."""
+"""Text in place of the part of an address that may hold a secret."""
 
 
 class AlertLimits(Settings):
@@ -68,7 +68,7 @@ class AlertLimits(Settings):
     disk_free_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Share of the run folder's disk that is still free."""
     checkpoint_intervals: Positive = 2.0
-    """Age of the newest checkpoint, in distances between checkpoints, beside the time that one takes to be written."""
+    """Age of the newest checkpoint, in distances between checkpoints, plus the time that one takes to be written."""
     restarts_an_hour: Count = 3
     """Number of times that workers were started again within an hour."""
     gpu_busy_share: Annotated[float, Field(gt=0, le=1)] = 0.3
@@ -104,8 +104,9 @@ class AlertSettings(AlertLimits):
     least: Severity = "info"
     """Least severity that reaches the webhook and the command."""
     action: dict[str, Action] = Field(default_factory=dict)
-    """What else an alert does, by the rule's name or its severity: stop saves and ends the run, checkpoint saves it,
-    none does nothing; such as {nonfinite: stop, critical: checkpoint}. A rule's name counts before its severity."""
+    """Further actions of an alert, by the rule's name or its severity: stop saves and ends the run, checkpoint saves
+    it, none does nothing; such as {nonfinite: stop, critical: checkpoint}. A rule's name counts before its severity.
+    """
 
     @field_validator("without")
     @classmethod
@@ -172,7 +173,7 @@ def without_secrets_in(command: str) -> str:
 
 
 def problem_of(address: str) -> str:
-    """What keeps a text from being the address of a webhook, without the text itself; empty for nothing."""
+    """Reason why a text cannot be the address of a webhook, without the text itself; empty for none."""
     try:
         parts = urllib.parse.urlsplit(address)
         is_known, host, _ = parts.scheme in ("http", "https"), parts.hostname, parts.port

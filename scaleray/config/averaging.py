@@ -1,4 +1,4 @@
-"""Averages of the weights, kept beside those that are trained."""
+"""Averages of the weights, kept in addition to the trained ones."""
 
 from __future__ import annotations
 

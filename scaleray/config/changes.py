@@ -1,4 +1,4 @@
-"""What differs between two configs of one run, and whether the training is still the same."""
+"""Differences between two configs of one run, and whether the training is still the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Change:
 
     @property
     def alters_training(self) -> bool:
-        """Whether the run would go on as another training."""
+        """Whether the run would continue as another training."""
         if self.key == "strategy.name":
             exact = {"auto", *(name for name, traits in TRAITS.items() if not traits.trains_apart)}
             return not {self.before, self.after} <= exact

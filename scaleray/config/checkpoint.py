@@ -34,7 +34,7 @@ class CheckpointSettings(Settings):
     every_minutes: Positive | None = 10.0
     """Longest time between checkpoints, in minutes. None: only the checkpoints of `every`."""
     is_asynchronous: bool = True
-    """Copy and write beside the training. false: training waits until a checkpoint is complete."""
+    """Copy and write during the training. false: training waits until a checkpoint is complete."""
     keep_last: Count = 2
     """Number of newest checkpoints that stay."""
     keep_best: Annotated[int, Field(ge=0, le=1000)] = 1

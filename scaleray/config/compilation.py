@@ -19,13 +19,13 @@ class CompilationSettings(Settings):
     """Backend of torch.compile. inductor generates code, for which a CPU needs g++; the others only trace the graph, to
     look for what breaks it."""
     dynamic: bool | None = None
-    """Compile for shapes that vary, without compiling anew. None: torch decides after the first change."""
+    """Compile for shapes that vary, without compiling again. None: torch decides after the first change."""
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
     """Mode of the inductor backend."""
     cache_dir: str | None = None
     """Folder on the workers in which inductor keeps compiled code between runs. None: torch's own."""
     must_succeed: bool = False
-    """Fail rather than go on without compilation when it fails."""
+    """Fail if compilation fails, instead of continuing without it."""
 
     @field_validator("cache_dir", mode="after")
     @classmethod

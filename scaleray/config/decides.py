@@ -9,14 +9,14 @@ from enum import Enum
 
 
 class Decides(Enum):
-    """What a key of the config decides."""
+    """Effect of a key of the config."""
 
     RESULT = "result"
     """The values that are computed."""
     COURSE = "course"
     """How the training runs: its speed, its memory, its number of workers. The result is the same within rounding."""
     NOTHING = "nothing"
-    """Neither: it decides what is recorded, stored or measured beside the training."""
+    """Neither: it decides what is recorded, stored or measured, apart from the training."""
 
 
 BY_PREFIX = {
@@ -30,12 +30,13 @@ BY_PREFIX = {
     "checkpoint.": Decides.NOTHING, "tracking.": Decides.NOTHING, "noise_scale.": Decides.NOTHING,
     "study.": Decides.NOTHING, "alerts.": Decides.NOTHING, "monitoring.": Decides.NOTHING,
 }  # fmt: skip
-"""What a key decides, by the beginning of the dotted key. A key that is not here decides the result. Two strategies
-that are not both exact differ in their result all the same: `Change.alters_training` knows."""
+"""Effect of a key, by the beginning of the dotted key. A key that is not here decides the result. Two strategies that
+are not both exact differ in their result all the same: `Change.alters_training` checks that.
+"""
 
 
 def decides(key: str) -> Decides:
-    """What the dotted key decides."""
+    """Effect of the dotted key."""
     return next((what for prefix, what in BY_PREFIX.items() if key.startswith(prefix)), Decides.RESULT)
 
 

@@ -13,7 +13,7 @@ class FineTuningSettings(Settings):
     """Frozen parts and low-rank adapters. `workload.weights` says where the weights come from."""
 
     lora_rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of low-rank adapters (LoRA) beside the layers of `lora_layers`, with everything else frozen. 0: none."""
+    """Rank of low-rank adapters (LoRA) added to the layers of `lora_layers`, with everything else frozen. 0: none."""
     lora_alpha: Positive = 16.0
     """Numerator of the adapters' scale, which is alpha / rank."""
     lora_layers: tuple[str, ...] = ("query", "value")

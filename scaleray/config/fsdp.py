@@ -11,12 +11,13 @@ from scaleray.config.base import Count, Positive, Settings
 
 
 class FsdpSettings(Settings):
-    """What is sharded, in which units, and how far communication runs ahead."""
+    """Parts that are sharded, their units, and how far communication runs ahead."""
 
     reshard_after_forward: bool = True
     """Whether whole parameters are freed early. true (ZeRO-3): they are freed after the forward pass and gathered again
-    for the backward pass; those in no unit, such as an embedding beside the blocks, stay. false (like ZeRO-2): all stay
-    until the backward pass has used them, for more memory and less communication."""
+    for the backward pass; those in no unit, such as an embedding outside the blocks, stay. false (like ZeRO-2): all
+    stay until the backward pass has used them, for more memory and less communication.
+    """
     replicas: Count = 1
     """HSDP: groups of workers that each hold all shards between them. 1 shards over all workers."""
     wrap: Literal["blocks", "size", "class"] = "blocks"
@@ -36,8 +37,9 @@ class FsdpSettings(Settings):
     micro-batch's, for the memory of a shard and as many times the communication."""
     reduce_unused: bool = False
     """Reduce a zero for parameters that a unit did not use on this worker: for units whose path depends on the data,
-    where workers would otherwise reduce different parameters. One that nobody used gets a gradient of zero, not none.
-    The unit itself must run on all workers or on none."""
+    where workers would otherwise reduce different parameters. One that no worker used gets a gradient of zero, not
+    none. The unit itself must run on all workers or on none.
+    """
     cpu_offload: bool = False
     """Keep shards and the optimizer's work on the CPU; only units in use are on the GPU."""
     parameter_dtype: Literal["fp32", "bf16", "fp16"] | None = None

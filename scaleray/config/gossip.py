@@ -16,7 +16,7 @@ class GossipSettings(Settings):
     """gossip: the workers that a worker averages with. ring: both neighbours; exponential: one at distance 1, 2, 4, ...
     in turn; matching: random pairs, new each step."""
     is_asynchronous: bool = False
-    """gossip: send parameters to neighbours and go on; what they sent is mixed in when it comes."""
+    """gossip: send parameters to neighbours and continue; theirs are mixed in when they arrive."""
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 4
     """async_sgd, asynchronous gossip: steps by which a worker may be ahead of the slowest (gossip: of those it hears
     from) before it waits. Each takes the memory of the trained parameters twice."""

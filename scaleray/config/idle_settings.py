@@ -84,8 +84,9 @@ OFF: dict[str, Callable[[RunConfig], bool]] = {
     "optimizer.trust_coefficient": lambda config: config.optimizer.name != "lars",
     "optimizer.adapt_vectors": lambda config: config.optimizer.name in ("adamw", "sgd"),
 }
-"""Sections and settings that a run does not use: tests of the config. Told in lists of what a run uses, where defaults
-of parts that are off would hide the rest."""
+"""Sections and settings that a run does not use: tests of the config. They are given as lists of what a run uses if
+defaults of parts that are off would hide the rest.
+"""
 
 
 def idle_settings(config: RunConfig, strategy: str) -> list[str]:

@@ -47,11 +47,11 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The resolved config. `flags` are `--section.key value` words, or a mapping of dotted keys, or
-    of sections, to values.
+    """The resolved config. `flags` are `--section.key value` words, or a mapping of dotted keys, or of sections, to
+    values.
 
     environ: None reads os.environ. defaults: dotted keys with values below every other layer. Raises ConfigError naming
-    the key, and file and line where it stands.
+    the key, and its file and line.
     """
     entries = {key: Entry(value, "default") for key, value in (defaults or {}).items()}
     if path is not None:

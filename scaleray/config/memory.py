@@ -19,6 +19,7 @@ class MemorySettings(Settings):
     reserve: Probability = 0.05
     """Share of the limit that a micro-batch must leave free, for longer rows and fragments."""
     on_out_of_memory: Literal["raise", "halve"] = "raise"
-    """What happens at a memory error. raise: the run fails; halve: repeat the step with half the micro-batch on all
+    """Action after a memory error. raise: the run fails; halve: repeat the step with half the micro-batch on all
     workers, the global batch unchanged. With several workers halve costs one small collective a step, for which they
-    wait before the backward pass that synchronises gradients."""
+    wait before the backward pass that synchronises gradients.
+    """

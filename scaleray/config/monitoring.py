@@ -1,4 +1,4 @@
-"""What is published of a run while it lives, and where."""
+"""Metrics that a run publishes while it trains, and where."""
 
 from __future__ import annotations
 
@@ -23,4 +23,5 @@ class MonitoringSettings(Settings):
     None: no prediction is known."""
     flops_per_sample: Positive | None = None
     """FLOPs of one sample, forward and backward, for MFU, with the peak in study.peak_tflops or of the GPU's catalogue
-    entry. None: they are counted beside the run's first steps, where it has GPUs or that peak."""
+    entry. None: they are counted during the run's first steps, if it has GPUs or that peak.
+    """

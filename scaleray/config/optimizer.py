@@ -45,5 +45,5 @@ class OptimizerSettings(Settings):
 
 
 def missing_rate(why: str) -> ConfigError:
-    """The error of a config without a learning rate, where somebody needs one."""
+    """The error of a config without a learning rate, if one is needed."""
     return ConfigError("optimizer.learning_rate", None, why, "such as 1e-3")

@@ -22,7 +22,8 @@ class PipelineSettings(Settings):
     """How replicas hold their stages. ddp: every replica holds its stages whole, and gradients are summed with one
     all-reduce. fsdp: replicas share out each stage's parameters, gradients and optimizer state between steps; in a step
     parameters are gathered once, and gradients reduced once to the shards. Parameters of several stages (a tied head)
-    and beside the blocks stay whole."""
+    and outside the blocks stay whole.
+    """
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
     """Order in which the micro-batches of a step (batch.micro_size) go through the stages. interleaved_1f1b and
     zero_bubble give each worker `stages_per_worker` stages, and order micro-batches in rounds of at least

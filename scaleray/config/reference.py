@@ -22,9 +22,9 @@ class KeyRow:
     key: str
     """Dotted name, as on the command line."""
     type: str
-    """What it may hold, in words."""
+    """Values that it may hold, as text."""
     default: str
-    """Default as it would stand in the file, or REQUIRED."""
+    """Default as written in the file, or REQUIRED."""
     meaning: str
     choices: tuple[str, ...] = ()
     """Every value that it may have, where these are a few."""

@@ -77,8 +77,9 @@ class RunConfig(Settings):
     deterministic: bool = False
     """Ask torch for deterministic algorithms; slower, and refused by operations that have none."""
     on_nonfinite: Literal["raise", "stop", "skip"] = "raise"
-    """What to do at a NaN or infinite loss: raise an error, stop and keep the weights so far, or skip the step and
-    count it."""
+    """Action at a NaN or infinite loss: raise an error, stop and keep the weights so far, or skip the step and count
+    it.
+    """
 
     @model_validator(mode="after")
     def _target_is_looked_at(self) -> RunConfig:
@@ -149,8 +150,9 @@ class RunConfig(Settings):
         return self.precision.dtype if self.precision.dtype in ("bf16", "fp16") else None
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as plain values, as they would stand in a YAML file; passwords in URIs, and a webhook but for its
-        host, are stars, as these values are stored."""
+        """The config as plain values, as written in a YAML file. Passwords in URIs, and a webhook except for its host,
+        are stars, since these values are stored.
+        """
         values = self.model_dump(mode="json")
         secret = (
             ("tracking", "uri"),

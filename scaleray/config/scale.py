@@ -16,8 +16,9 @@ class ScaleSettings(Settings):
     """Number of training workers (ranks). A range such as {min: 1, max: 4} is elastic: as many as the cluster has room
     for, more when a node comes, fewer when one goes."""
     on_resize: Literal["keep", "rescale"] = "keep"
-    """What an elastic run does when its number of workers changes: keep the global batch, by accumulation, so that the
-    training stays the same; or rescale it with the workers, and the learning rate by `optimizer.rule`."""
+    """Action of an elastic run when its number of workers changes: keep the global batch, by accumulation, so that the
+    training stays the same; or rescale it with the workers, and the learning rate by `optimizer.rule`.
+    """
     resize_interval_s: Positive = 60.0
     """Seconds between two checks of an elastic run whether more workers fit."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
@@ -47,7 +48,7 @@ class ScaleSettings(Settings):
 
     @property
     def gpus(self) -> float:
-        """GPUs of each worker as a number; 0 as long as nobody has looked at the cluster for `auto`."""
+        """GPUs of each worker as a number; 0 until the cluster has been checked for `auto`."""
         return 0 if self.gpus_per_worker == "auto" else self.gpus_per_worker
 
     @property

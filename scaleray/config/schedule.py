@@ -35,7 +35,8 @@ class StopSettings(Settings):
 
     patience: Count | None = None
     """Number of evaluations in a row without a better one after which training stops. Needs `evaluation.every`. None:
-    it goes on."""
+    it continues.
+    """
     watch: Annotated[str, Field(pattern=r"^[\w./-]+ (min|max)$")] | None = None
     """Metric that `patience` watches, and its direction, such as `val/loss min`. None: that of `checkpoint.best`."""
 

@@ -1,5 +1,4 @@
-"""Which strategy spreads the model over the workers, and what DDP is told. Other strategies have a section of their
-own."""
+"""Strategy that spreads the model over the workers, and settings of DDP. Others have a section of their own."""
 
 from __future__ import annotations
 

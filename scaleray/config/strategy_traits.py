@@ -12,7 +12,8 @@ class Traits:
 
     trains_apart: bool = False
     """Whether workers hold different values of the same parameters, and agree now and then or nearly. All other
-    strategies compute what one process computes: a run may go on under another of them."""
+    strategies compute what one process computes: a run may continue under another of them.
+    """
     reduces_by_ddp: bool = False
     """Whether DDP sums the gradients, once a step: they may be compressed, and workers may run different
     numbers of micro-batches."""

@@ -1,4 +1,4 @@
-"""Prices and peaks that a scaling study needs beside the training."""
+"""Prices and peaks that a scaling study needs in addition to the training."""
 
 from __future__ import annotations
 

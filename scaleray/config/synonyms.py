@@ -1,6 +1,6 @@
 """Keys of the config by the words that other libraries and torch itself have for them.
 
-For a key that is not known: spelling alone finds `learning_rat`, and not what `lr` or `max_epochs` stand for.
+For a key that is not known: spelling alone finds `learning_rat`, and not the meaning of `lr` or `max_epochs`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ WORDS: dict[str, str] = {
     "seed": "random_seed manual_seed rng_seed random_state",
     "deterministic": "use_deterministic_algorithms cudnn_deterministic",
 }
-"""Words of others, by the key that they stand for."""
+"""Words of other libraries, by the key that they mean."""
 NOTES: dict[str, str] = {
     "stop.after": "with its unit, as in '3 epochs' or '500 steps'",
     "schedule.warmup": "with its unit, as in '1 epoch' or '500 steps'",
@@ -70,7 +70,7 @@ NOTES: dict[str, str] = {
     "strategy.name": "ddp, fsdp and others by name",
     "precision.dtype": "fp32, bf16 or fp16",
 }
-"""What else differs from the libraries that have the word, by key."""
+"""Further differences from the libraries that have the word, by key."""
 KEYS: dict[str, str] = {word: key for key, words in WORDS.items() for word in words.split()}
 
 

@@ -20,9 +20,9 @@ class TrackingSettings(Settings):
     """Name of the run and of its folder. None: derived from workload and size, with the time added. A name in use is
     refused."""
     owner: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Name of who answers for it, in the registry. None: the user who gave the command."""
+    """Name of the person responsible for it, in the registry. None: the user who gave the command."""
     purpose: Annotated[str, Field(min_length=1, max_length=500)] | None = None
-    """What it is for, in a few words, in the registry."""
+    """Its purpose, in a few words, in the registry."""
     policy: Annotated[str, Field(min_length=1)] | None = None
     """YAML file of the team's policy, which trainings, studies, sweeps, plans and profiles must keep to. None: there is
     none. docs/experiments.md says what it may hold."""

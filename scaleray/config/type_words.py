@@ -1,4 +1,4 @@
-"""What a key may hold, in a user's words: `a number above 0`, `one of ddp, fsdp`."""
+"""Values that a key may hold, for users: `a number above 0`, `one of ddp, fsdp`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ PLAIN: dict[Any, str] = {
 
 
 def type_in_words(field: FieldInfo) -> str:
-    """What a field of the config may hold."""
+    """Values that a field of the config may hold."""
     return _words(field.annotation, field.metadata)
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
-    """The values of a field that has a few, as they would stand in the file; none for any other."""
+    """The values of a field that has a few, as written in the file; none for any other."""
     return tuple(_choices(field.annotation))
 
 
 def yaml_word(value: Any) -> str:
-    """A default as it would stand in the file."""
+    """A default as written in the file."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, (list, tuple)):

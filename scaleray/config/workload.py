@@ -16,7 +16,8 @@ class WorkloadSettings(Settings):
 
     name: str = Field(min_length=1)
     """Class of the workload, as `package.module:Name` or `path/to/file.py:Name`; a relative path is looked up from the
-    current folder, then beside the config."""
+    current folder, then next to the config.
+    """
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class: numbers, text, true/false, none, and lists and mappings of them."""
 

@@ -41,10 +41,8 @@ def chunks(part: Part, *, row_bytes: int, chunk_bytes: float) -> Iterator[range]
 
 
 def read_chunk(source: Source, part: Part, steps: range, *, is_alone: bool = False) -> Columns:
-    """The rows of these steps, one after another, in the exact order of the plan.
-
-    is_alone: nobody else in this process draws random numbers meanwhile, so that each row is read under its own seed
-    if user code draws any.
+    """The rows of these steps, one after another, in the exact order of the plan. is_alone: no other code in this
+    process draws random numbers meanwhile, so that each row is read under its own seed if user code draws any.
     """
     return _rows(source, part.positions(steps), part.plan, is_alone=is_alone)
 
@@ -72,7 +70,7 @@ class LocalBlocks(Iterator[Columns]):
         self.are_copies = type(source) in (*IN_MEMORY, DatasetSource)
         """Whether every block is memory of its own, which training may change."""
         self.is_read_alone = type(source) not in STORED and (may_draw or row_values_of(source).draw_random_numbers)
-        """Whether nobody else in this process may draw random numbers while these blocks are read."""
+        """Whether no other code in this process may draw random numbers while these blocks are read."""
         self.is_in_memory = type(source) in IN_MEMORY
         """Whether the next block takes no longer than a copy."""
         if self.is_in_memory:
@@ -97,7 +95,7 @@ def _copies(source: Source, part: Part, *, chunk_bytes: float) -> Iterator[Colum
 
 
 def with_own_place(source: Source, part: Part) -> Source:
-    """The source for the reader of a part: where rows can only be iterated, nobody else moves its place."""
+    """The source for the reader of a part: where rows can only be iterated, no other reader moves its position."""
     if isinstance(source, Transformed):
         source = copy.copy(source)
         source.source = with_own_place(source.source, part)

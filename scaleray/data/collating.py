@@ -1,11 +1,11 @@
-"""Micro-batches made beside the training: a workload's `collate`, called by the thread that reads, ahead of its step.
+"""Micro-batches made ahead of the training: a workload's `collate`, called by the thread that reads, ahead of its step.
 
-A batch is the same whoever makes it, as long as `collate` is a function of its rows. Whether it is one is looked at on
-a few rows, where the data are loaded: one that draws random numbers, changes the workload, or gives another batch for
-the same rows, is called by the training thread as its turn comes, and a run says so. What was made for other
-micro-batches than those that are trained (memory ran out, shares were cut anew) is made again by the training thread.
+A batch is the same in either thread, as long as `collate` is a function of its rows. This is checked on a few rows when
+the data are loaded: one that draws random numbers, changes the workload, or gives another batch for the same rows, is
+called by the training thread when it is needed, and the run reports it. Batches that were made for other micro-batches
+than those that are trained (memory ran out, shares were changed) are made again by the training thread.
 
-It runs in this process and not in Ray tasks: what it makes depends on the size of the micro-batches, which a run may
+It runs in this process and not in Ray tasks: its result depends on the size of the micro-batches, which a run may
 change, and padded batches would be copied through the object store. Work by the row that costs belongs into
 `transform`, which does run in tasks.
 """
@@ -32,8 +32,9 @@ from scaleray.workload import own_method
 
 @dataclass(frozen=True)
 class CollateAhead:
-    """What makes the micro-batches of a batch in the thread that reads. cuts: gives where those of a batch begin and
-    end. times: how often each is wanted. row_bytes: what a row takes in them, about."""
+    """Maker of the micro-batches of a batch in the thread that reads. cuts: returns where those of a batch begin and
+    end. times: how often each is needed. row_bytes: size of a row in them, about.
+    """
 
     collate: Callable[[Any], Any]
     gives_tuples: bool
@@ -55,8 +56,9 @@ class CollateAhead:
 
 @dataclass(frozen=True)
 class CollateLook:
-    """What a few rows showed of a workload's `collate`. why_in_turn: why it is called by the training thread, in
-    words; empty where it is called ahead. is_repeatable: whether the same rows gave the same batch."""
+    """Result of calling a workload's `collate` on a few rows. why_in_turn: reason for calling it in the training
+    thread; empty if it is called ahead. is_repeatable: whether the same rows gave the same batch.
+    """
 
     why_in_turn: str = ""
     is_repeatable: bool = True

@@ -1,7 +1,7 @@
 """Rows to a batch: what a workload's `collate(rows)` gets, and collations for rows of unequal length.
 
 `padded` fills every row up to the longest one, `flattened` puts the rows one after another. Both can be called from a
-workload's own `collate`, or stand for it: `collate = scaleray.data.Padding(value=0, mask="mask")`.
+workload's own `collate`, or take its place: `collate = scaleray.data.Padding(value=0, mask="mask")`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _rows_of(column: Any) -> Iterable[torch.Tensor]:
 
 
 def collated(collate: Callable[[Any], Any], columns: Columns, *, gives_tuples: bool) -> Any:
-    """What a workload's `collate` makes of these rows. Raises WorkloadError with the user's line where it fails."""
+    """Batch that a workload's `collate` makes of these rows. Raises WorkloadError with the user's line if it fails."""
     num_rows = rows_in(columns)
     rows = columns if isinstance(collate, Columnwise) else Rows(columns, gives_tuples=gives_tuples)
     with _TURN:
@@ -117,10 +117,10 @@ def padded(
 ) -> Batch:
     """Rows as tensors (n, longest, ...), the shorter ones filled up at the end; columns of one shape stay as they are.
 
-    value: what fills, for all columns or by column (-100 for labels). mask: name of a column (n, longest) that is True
-    where a value is real. lengths: name of a column (n,) with the lengths. Both stand for all ragged columns where
-    these have equal lengths, and else once for each, as `column_mask`; None leaves them out. to: length of every batch
-    in place of its longest row; multiple_of: lengths are rounded up to that.
+    value: the filling value, for all columns or by column (-100 for labels). mask: name of a column (n, longest) that
+    is True where a value is real. lengths: name of a column (n,) with the lengths. There is one of each if all ragged
+    columns have equal lengths, and otherwise one for each column, as `column_mask`; None leaves them out. to: length of
+    every batch in place of its longest row; multiple_of: lengths are rounded up to that.
     """
     columns = columns_of(rows)
     ragged = {name: column for name, column in columns.items() if isinstance(column, Ragged)}

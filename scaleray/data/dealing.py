@@ -1,6 +1,6 @@
 """How an IterableDataset deals its rows out to workers, where it does: by a method `shard`, or by torch's worker info.
 
-Each worker then iterates its own part alone, and nobody reads what another one trains on. A dataset deals by a method
+Each worker then iterates its own part alone, and no worker reads the rows of another one. A dataset deals by a method
 `shard(rank=..., world_size=...)` (or `shard(num_shards=..., index=...)`, as others call it), which gives an iterable of
 one part, or by `torch.utils.data.get_worker_info()` in its `__iter__`, where every training worker then is what a
 worker of a DataLoader is. Whether it does the latter is seen from its first rows.

@@ -1,7 +1,7 @@
-"""What a run's record says of a split: where its rows are from, who reads them, and what its columns hold, so that data
-of another day can be told from these.
+"""Description of a split in a run's record: the origin of its rows, their reader, and the contents of its columns, so
+that data of another day can be compared with these.
 
-The rows that are looked at are the stored ones, before preprocessor and transform, and always the same ones of the same
+The rows that are described are the stored ones, before preprocessor and transform, and always the same ones of the same
 data. A row's mean counts as one observation: values within a row, such as the pixels of an image, depend on each other.
 """
 

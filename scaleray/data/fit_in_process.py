@@ -17,7 +17,7 @@ from scaleray.errors import ClusterError
 
 
 class Blocks:
-    """Blocks of rows that stand for a Ray Dataset while a preprocessor is fitted."""
+    """Blocks of rows in place of a Ray Dataset while a preprocessor is fitted."""
 
     def __init__(self, blocks: Iterable[Any]) -> None:
         self.blocks = list(blocks)

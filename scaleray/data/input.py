@@ -35,7 +35,7 @@ class RaySources:
 
 
 Sources = Mapping[str, Source] | RaySources
-"""What a training reads, by split: sources that its worker reads itself, or those under Ray."""
+"""Input of a training by split: sources that its worker reads itself, or those under Ray."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,9 @@ class Input:
         )
 
     def look_at_step(self, split: Split, plan: StepPlan, number: int) -> RowsOfStep | None:
-        """Whether the rows of a step, from 1, hold what is not finite; they are read anew. None where they cannot
-        be."""
+        """Whether the rows of a step, from 1, hold values that are not finite; they are read again. None if they cannot
+        be.
+        """
         if split.is_streamed:
             return None
         try:

@@ -241,7 +241,7 @@ class IterableSource(DatasetSource):
 
 
 def promise(plan_shuffles: bool, window_rows: int, *, dealt_by: str = "") -> str:
-    """What a user can rely on in the order of the rows, in words. dealt_by: how they are dealt out to workers."""
+    """Guarantee on the order of the rows, for the user. dealt_by: how they are dealt out to workers."""
     mixed = f", shuffled in a buffer of {window_rows} rows" if plan_shuffles else ""
     if dealt_by:
         return (

@@ -1,7 +1,7 @@
 """Order of rows of unequal length: rows of similar length together, and steps with a budget of tokens.
 
 Pure functions of seed, epoch, step and the rows' lengths, like the rest of the plan, so that any number of workers sees
-the same steps and a resumed run goes on where it was.
+the same steps and a resumed run continues where it was.
 
 Bucketing: the shuffled rows are taken in windows of `bucket_batches` global batches; within a window they are sorted by
 length and cut into batches, whose order is shuffled again. So the rows of a batch have nearly one length, and lengths

@@ -19,7 +19,7 @@ LOCAL_CHUNK_STEPS = (
 
 
 class Demand:
-    """State of the consumer of a stream, for whoever fills it; the StepStream sets it."""
+    """State of the consumer of a stream, for its producer; the StepStream sets it."""
 
     def __init__(self) -> None:
         self.has_begun = threading.Event()

@@ -20,15 +20,16 @@ AT_ONCE = 64
 
 @dataclass(frozen=True)
 class RowsOfStep:
-    """What was found in the rows of a step. bad: where the first number that is not finite stands, in words; None where
-    none was found. is_whole: whether all rows were looked at."""
+    """Values that are not finite in the rows of a step. bad: place of the first one; None if there is none. is_whole:
+    whether all rows were checked.
+    """
 
     bad: str | None
     is_whole: bool
 
 
 def look_at_step(source: Source, plan: StepPlan, step: int) -> RowsOfStep:
-    """Read the rows of a step, from 0, anew: those of all workers, so that each of them says the same."""
+    """Read the rows of a step, from 0, again: those of all workers, so that each of them reports the same."""
     positions = plan.positions(step)
     started = time.monotonic()
     for start in range(0, len(positions), AT_ONCE):

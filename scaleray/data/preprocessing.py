@@ -2,7 +2,7 @@
 
 It is one of Ray Data's (`ray.data.preprocessors`), or any object with `transform(columns)` and, if it has something to
 fit, `fit(columns)`. Ray's own format of a preprocessor is a pickle. Here its state, which is data, is written as JSON,
-with the path of its class; whoever opens it imports that class and runs nothing else.
+with the path of its class; a reader looks that class up among the modules in use and runs nothing else.
 
     load(run_folder) -> the fitted preprocessor, or None;  apply(preprocessor, columns) -> columns
 """

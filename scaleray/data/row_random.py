@@ -1,8 +1,8 @@
 """Random numbers for a transform: each row of a block draws from its own seed.
 
 Counter-based (splitmix64, Steele et al. 2014): a number follows from the row's seed, the number of the call and its
-place in the row, by arithmetic that knows no other row. So a row draws the same numbers whoever reads it, with
-whichever other rows, on any number of workers and after a resume; and a block is drawn with vector instructions.
+place in the row, by arithmetic that knows no other row. So a row draws the same numbers in every process, with any
+other rows, on any number of workers and after a resume; and a block is drawn with vector instructions.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Random numbers that are drawn while rows are read: found at the start, and seeded for each row.
 
 A Dataset draws its random transforms from the global generators of torch, numpy or `random`. Those belong to the whole
-process: no thread can have its own, and a thread that seeded them would also seed the dropout of the training beside
-it. So a source that draws is read only while nobody else in its process does: by Ray tasks, which run one at a time in
-processes of their own, or by a worker while its training thread waits for the rows (`blocks.LocalBlocks`). There the
-generators are seeded before each row, from the run's seed, the split, the epoch and the row (`StepPlan.row_seeds`), and
-put back after the last one. A row is then the same whoever reads it, and training draws what it would have drawn
-anyway.
+process: no thread can have its own, and a thread that seeded them would also seed the dropout of the training in the
+same process. So a source that draws is read only while no other code in its process draws: by Ray tasks, which run one
+at a time in processes of their own, or by a worker while its training thread waits for the rows (`blocks.LocalBlocks`).
+There the generators are seeded before each row, from the run's seed, the split, the epoch and the row
+(`StepPlan.row_seeds`), and put back after the last one. A row is then the same in every process, and training draws
+what it would have drawn anyway.
 
 Whether a source draws is seen from a few rows; one that does not is read ahead in a thread, at no cost. Random numbers
 from anywhere else (a generator object, the operating system, the clock) cannot be seeded, and are named instead.
@@ -42,7 +42,7 @@ class RowValues:
     difference: str = ""
     advice: str = f"{UNSEEDED}: draw from those"
     draw_by_row: bool = False
-    """Whether a transform draws from the generator of each row, which nobody has to seed."""
+    """Whether a transform draws from the generator of each row, which needs no seeding."""
 
     @property
     def are_repeatable(self) -> bool:
@@ -105,9 +105,8 @@ def rows_to_look_at(source: Source) -> list[int]:
 
 
 def read_alone(source: Source, indices: np.ndarray, seeds: Callable[[], np.ndarray]) -> Columns:
-    """Rows at `indices` (n,) from user code, which may draw random numbers: nobody else in this process may meanwhile.
-
-    seeds: gives one seed for each row, uint64 (n,).
+    """Rows at `indices` (n,) from user code, which may draw random numbers: no other code in this process may
+    meanwhile. seeds: returns one seed for each row, uint64 (n,).
     """
     if not row_values_of(source).draw_random_numbers:
         with generators_kept():

@@ -69,7 +69,7 @@ _ADVICE = {
     "dict": "give each of its keys as a column of its own",
     "list": "give rows of one length, or of one dimension that may differ",
 }
-"""What to do about values of a type, where it is not to make numbers of them in the workload."""
+"""Remedy for values of a type, other than converting them to numbers in the workload."""
 
 
 def _of_objects(name: str, array: np.ndarray) -> DataError:

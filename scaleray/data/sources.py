@@ -44,7 +44,7 @@ class ArraySource:
     row_s = 0.0
     """Seconds that reading a row takes: it is copied."""
     notes: tuple[str, ...] = ()
-    """What the user should know of how these rows are read, for the start of a run and its record."""
+    """Notes for the user on how these rows are read, for the start of a run and its record."""
     beside: Mapping[str, Sequence[Any]] = {}
     """Columns that no batch has and by which people know the rows, such as names of files."""
 
@@ -200,8 +200,9 @@ class DatasetSource:
         return self._filled((self._row(int(i)) for i in indices), len(indices))
 
     def read_seeded(self, indices: np.ndarray, seeds: np.ndarray) -> Columns:
-        """Read the rows at `indices` (n,), each under its seed, uint64 (n,).
-        Nobody else may draw random numbers meanwhile."""
+        """Read the rows at `indices` (n,), each under its seed, uint64 (n,). No other code may draw random numbers
+        meanwhile.
+        """
         with generators_kept():
             return self._filled(self._seeded_rows(indices, seeds), len(indices))
 

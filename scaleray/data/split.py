@@ -1,4 +1,4 @@
-"""Facts about one split of the data, for those who do not hold its rows."""
+"""Facts about one split of the data, for code that does not hold its rows."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Split:
     lengths: Lengths | None = None
     """Lengths of the rows, where the source knows them."""
     collate: CollateLook | None = None
-    """What a few rows showed of the workload's `collate`, if it has one."""
+    """Result of calling the workload's `collate` on a few rows, if it has one."""
     transform: Step | None = None
-    """What changes the rows of a Ray Dataset after Ray Data has read them."""
+    """Changes to the rows of a Ray Dataset after Ray Data has read them."""
 
     @classmethod
     def of(cls, name: str, source: Source, workload: Any = None) -> Split:
@@ -80,7 +80,7 @@ class Split:
         return DataSize(self.num_rows, self.tokens_per_row, *packed)
 
     def read_by(self, readers: str) -> str:
-        """Who reads the rows under this value of `data.readers`: `worker` or `ray`."""
+        """Reader of the rows under this value of `data.readers`: `worker` or `ray`."""
         if self.is_streamed or self.is_sequential:
             return "worker" if self.is_sequential else "ray"
         if readers != "auto":
@@ -90,8 +90,7 @@ class Split:
         return "worker" if self.is_in_memory or is_cheap else "ray"
 
     def reading(self, readers: str) -> dict[str, Any]:
-        """Who reads the rows under this value of `data.readers`, and what was measured of a row, for the run's
-        record."""
+        """Reader of the rows under this value of `data.readers`, and the measured time of a row, for a run's record."""
         found: dict[str, Any] = {"read_by": self.read_by(readers)}
         if self.row_s is not None:
             found["row_us"] = round(1e6 * self.row_s, 1)

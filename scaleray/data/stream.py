@@ -56,11 +56,11 @@ def _size(item: Delivery) -> int:
 
 
 class StepStream:
-    """Iterator over the RankBatches of a part, which may be cut anew; a thread reads ahead.
-    `waited_s` is the time spent waiting so far, in seconds.
+    """Iterator over the RankBatches of a part, which may be divided again; a thread reads ahead. `waited_s` is the time
+    spent waiting so far, in seconds.
 
-    LocalBlocks that are to be read alone are not read ahead: the thread reads a batch while whoever asks for it waits,
-    and so draws no random numbers of its own. Everything else stays as it is, such as the limit on the wait.
+    LocalBlocks that are to be read alone are not read ahead: the thread reads a batch while its consumer waits, and so
+    draws no random numbers of its own. Everything else stays as it is, such as the limit on the wait.
 
     open_blocks: gives the rows of a part, for a consumer whose Demand it may watch. timeout_s: limit on the wait for a
     batch. others_wait_s: seconds that the other workers wait for this one at the moment, which the wait stays below:
@@ -90,8 +90,8 @@ class StepStream:
     def cut(self, step: int, shares: tuple[int, ...] | None) -> None:
         """Give this rank the batches of these shares from `step` on, which must be the next step.
 
-        What was read ahead is thrown away. The old reader has `timeout_s` to leave the source, which need not stand
-        two readers.
+        Batches that were read ahead are dropped. The old reader has `timeout_s` to leave the source, which need not
+        support two readers.
         """
         started = time.perf_counter()
         self.close(wait_s=self._timeout_s)
@@ -134,7 +134,7 @@ class StepStream:
         return self._ready.popleft()
 
     def close(self, *, wait_s: float = 0.0) -> None:
-        """Stop reading ahead, and wait up to `wait_s` until nobody reads the source any more. Safe to call twice."""
+        """Stop reading ahead, and wait up to `wait_s` until the source has no reader any more. Safe to call twice."""
         self._demand.is_closed.set()
         self._ready.clear()
         while not self._queue.empty():

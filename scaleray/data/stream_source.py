@@ -34,7 +34,7 @@ class StreamSource:
         self.preprocessor: Any = None
         """The fitted preprocessor through which the rows go."""
         self.transform: Step | None = None
-        """What changes the rows after Ray Data has read them."""
+        """Changes to the rows after Ray Data has read them."""
         self.row_bytes = 1024
 
     def mapped(self, step: Step) -> StreamSource:

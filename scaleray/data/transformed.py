@@ -1,8 +1,8 @@
-"""Sources whose rows a workload's `transform(rows, rng)` changes as they are read, by whoever reads them.
+"""Sources whose rows a workload's `transform(rows, rng)` changes as they are read, in the process that reads them.
 
 A transform takes the columns of a block of rows and gives columns of as many rows. It draws random numbers from `rng`,
 by the row (`row_random.RowRandom`), so that a row is the same in any block, on any number of workers and after a
-resume. Whether that holds is looked at on a few rows, at the start, where the data are loaded.
+resume. This is checked on a few rows when the data are loaded.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Transform:
 
 
 def checked_rows(given: Any, num_rows: int, *, what: str, allows_text: bool = False) -> Columns:
-    """What user code made of so many rows, as columns. Raises WorkloadError where they are none of as many rows."""
+    """Columns that user code made of so many rows. Raises WorkloadError if they are not columns of as many rows."""
     if not isinstance(given, Mapping) or not given:
         allowed = "it must return a dict of columns: arrays with the rows along dimension 0"
         found = "an empty one" if isinstance(given, Mapping) else f"a {type(given).__name__}"
@@ -102,7 +102,7 @@ class Step(Protocol):
 
     @property
     def kind(self) -> str:
-        """What it is to the user: `transform` or `preprocessor`."""
+        """Its name for the user: `transform` or `preprocessor`."""
 
     @property
     def name(self) -> str:
@@ -172,7 +172,7 @@ def under_transforms(source: Source) -> Source:
 
 @dataclass(frozen=True)
 class _Look:
-    """What a transform made of a few rows."""
+    """Result of a transform for a few rows."""
 
     columns: Columns
     draws_elsewhere: bool

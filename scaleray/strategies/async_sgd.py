@@ -29,8 +29,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
     A worker in step t has seen its own updates, all updates of all workers up to step t - 1 - max_staleness, and newer
     ones that have arrived: stale synchronous parallel, Ho et al. 2013 (NeurIPS 26). There is no server: the sums of a
-    step's updates are all-reduced beside the training, in a group of their own, and added where they are complete. So
-    nobody sees a step's updates before the slowest has made its own, and a worker that is slower all the time holds the
+    step's updates are all-reduced during the training, in a group of their own, and added once they are complete. So no
+    worker sees a step's updates before the slowest has made its own, and a worker that is slower all the time holds the
     others in the end, as it does in every scheme with a bound. With max_staleness 0 and plain SGD it is the training of
     DDP, where all ranks have equal counts. With `deterministic` updates are taken exactly so many steps late, which
     makes runs repeatable. Optimizer states are each worker's own. In a meeting all updates are waited for, and replicas

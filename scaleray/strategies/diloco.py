@@ -20,10 +20,11 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     Collective.
 
     The outer gradient is the mean over the replicas of how far parameters have moved, from the anchor back; the outer
-    step moves the anchor, from which all replicas go on. Inner optimizers keep their own state; buffers are averaged.
-    The outer momentum and the anchor, a copy of the trained parameters each, are part of a checkpoint; on another
-    number of workers the momentum starts anew and the anchor is the mean of the replicas. With outer_learning_rate 1
-    and outer_momentum 0 it is local SGD without `average_momentum`. Source: Douillard et al. 2023, arXiv:2311.08105.
+    step moves the anchor, from which all replicas continue. Inner optimizers keep their own state; buffers are
+    averaged. The outer momentum and the anchor, a copy of the trained parameters each, are part of a checkpoint; on
+    another number of workers the momentum starts from zero and the anchor is the mean of the replicas. With
+    outer_learning_rate 1 and outer_momentum 0 it is local SGD without `average_momentum`. Source: Douillard et al.
+    2023, arXiv:2311.08105.
     """
     settings = config.local_sgd
     apart = TrainingApart(model, mesh, config, workload)

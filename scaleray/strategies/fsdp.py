@@ -270,7 +270,7 @@ def with_output(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecis
 
 
 def has_statistics(module: nn.Module) -> bool:
-    """Whether a layer keeps running statistics beside its parameters, which must be of one type with them."""
+    """Whether a layer keeps running statistics in addition to its parameters, which must be of one type with them."""
     return isinstance(module, _NormBase) and module.track_running_stats
 
 

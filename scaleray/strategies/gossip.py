@@ -28,13 +28,13 @@ from scaleray.strategies.contract.parallel import Parallel, Tensors
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Take a local step, then mix with neighbours on `gossip.graph`, in every step.
-    Collective between neighbours alone.
+    """Take a local step, then mix with neighbours on `gossip.graph`, in every step. Collective between neighbours
+    alone.
 
     Parameters and floating-point buffers are mixed, the optimizer's state is each worker's own. Synchronous: a worker
     waits for the parameters of its neighbours after the same step (D-PSGD, Lian et al. 2017, arXiv:1705.09056, with the
-    update before the mixing). Asynchronous: it sends its parameters and goes on; what neighbours sent is mixed in when
-    it arrives, at most `max_staleness` steps late (stochastic gradient push with overlap, Assran et al. 2018,
+    update before the mixing). Asynchronous: it sends its parameters and continues; the neighbours' parameters are mixed
+    in when they arrive, at most `max_staleness` steps late (stochastic gradient push with overlap, Assran et al. 2018,
     arXiv:1811.10792: each message carries a part of its sender's weight, so that nothing is lost from the mean while it
     is under way). With `deterministic` it is exactly so many steps late, which makes runs repeatable.
     """
@@ -132,7 +132,7 @@ class Mixing:
         return float(weight)
 
     def meet(self) -> None:
-        """Do nothing: replicas go on with what they have."""
+        """Do nothing: replicas continue with their own values."""
 
     def state(self) -> Tensors:
         """This worker's weight, and what is under way to it. Collective."""

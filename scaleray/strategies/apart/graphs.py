@@ -1,5 +1,6 @@
-"""Graphs of gossip (who averages with whom in a step) as mixing matrices, the same on all ranks without
-communication."""
+"""Graphs of gossip (the pairs of workers that average in a step) as mixing matrices, the same on all ranks without
+communication.
+"""
 
 from __future__ import annotations
 

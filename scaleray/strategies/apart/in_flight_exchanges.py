@@ -1,7 +1,7 @@
 """Messages and sums between workers that are under way while training goes on, and the limit on their number.
 
 A worker waits when it has more under way than it may, and only then: that bounds how far it is ahead of the slowest of
-those it hears from. Used by strategies.gossip and strategies.async_sgd.
+those it receives from. Used by strategies.gossip and strategies.async_sgd.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Outstanding(Generic[Payload]):
 
 
 class Exchange(Protocol):
-    """Communication beside the training of replicas that are always apart."""
+    """Communication of replicas that are always apart, concurrent with the training."""
 
     def before_step(self, step: int) -> None:
         """Begin step `step`, counted from 1."""
@@ -160,8 +160,9 @@ def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGrou
 
 
 def group_for_exchanges(group: dist.ProcessGroup, config: RunConfig, *, most: int) -> dist.ProcessGroup:
-    """Process group of the same ranks, for what is under way beside the collectives of `group`.
-    Collective over all processes."""
+    """Process group of the same ranks, for messages in flight, next to the collectives of `group`. Collective over all
+    processes.
+    """
     # an exchange may be under way for as many steps, each of which may take as long
     timeout = timedelta(seconds=config.scale.collective_timeout_s * (1 + most))
     found = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, group_desc=BESIDE_TRAINING)

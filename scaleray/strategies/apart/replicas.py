@@ -35,7 +35,7 @@ class Replicas:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer: torch.optim.Optimizer | None = None
         self.sent = Ledger()
-        """All that this rank sends: means here, and what a strategy exchanges beside them."""
+        """Everything that this rank sends: the means that are formed here, and the strategy's own exchanges."""
         self.settle: Callable[[], float] = lambda: 1.0
         """Bring the replica to where it will be once everything under way to it has arrived, and return its weight in
         the mean, 1 on average. Its values are put back afterwards."""

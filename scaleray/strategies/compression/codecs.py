@@ -271,7 +271,7 @@ def quantise(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def dequantise(scales: torch.Tensor, codes: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """The values (rows, n) that the codes stand for; not finite where the scale is not."""
+    """The values (rows, n) that the codes represent; not finite where the scale is not."""
     blocks = codes.view(*scales.shape, -1).to(dtype)
     return (blocks * scales.to(dtype).unsqueeze(2)).view(codes.shape)
 

@@ -1,7 +1,7 @@
 """Communication hook for DDP that compresses each bucket of gradients, and the state it carries from step to step.
 
-What a rank did not send is added to its next gradient (error feedback), where the method loses more than rounding. It
-is kept by parameter, as DDP lays its buckets out anew after the first step. The codecs are in `codecs`.
+The part that a rank did not send is added to its next gradient (error feedback), where the method loses more than
+rounding. It is kept by parameter, as DDP rebuilds its buckets after the first step. The codecs are in `codecs`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Compression:
         self._has_feedback = settings.name == "adaptive" or settings.name not in WITHOUT_FEEDBACK
         self._left = _LeftOver(named) if self._has_feedback else None
         self._keeps_last = config.precision.dtype == "fp16" or config.on_nonfinite == "skip"
-        """Whether training may go on after a skipped step: what that took from the left-over must then be put back."""
+        """Whether training may continue after a skipped step: the residual that the step took must then be restored."""
         self._steps = torch.zeros((), dtype=torch.int64)
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._choices: dict[tuple[str, ...], str] = {}

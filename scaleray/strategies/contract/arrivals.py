@@ -1,4 +1,6 @@
-"""What a strategy knows of the collectives of a step: when this rank comes to each, and whose gradients it carries."""
+"""Collectives of a step as a strategy knows them: the time at which this rank arrives at each, and whose gradients it
+carries.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ MOST_PLACES = 16
 
 
 class Moments:
-    """When this rank has come to each place: those of the forward pass, then those of the backward pass.
+    """Time at which this rank arrived at each place: those of the forward pass, then those of the backward pass.
 
-    now: always the same list, which whoever watches a place writes to, from the thread that runs the pass: a function
-    in between would be a third of what it costs. stamp: gives the moment.
+    now: always the same list, which the watcher of a place writes to, from the thread that runs the pass: a function in
+    between would be a third of the cost. stamp: returns the time.
     """
 
     def __init__(self, stamp: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Numbers that a device still computes while the host goes on: copied beside the training, and read some steps later.
+"""Numbers that a device still computes while the host continues: copied during the training, and read some steps later.
 
 A read of a device's tensor waits for everything that the device was given before it, and until then the host can give
 it nothing more: a step of many small kernels loses half of its speed. So a step leaves its loss, norm and verdicts on
@@ -28,7 +28,7 @@ def on_device(values: Sequence[float], device: torch.device, dtype: torch.dtype 
 
 
 class Later:
-    """Numbers on their way from the device, float64 (n,), which nobody changes any more."""
+    """Numbers in transit from the device, float64 (n,), which no other code changes."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values, self._has_arrived = values, None

@@ -42,7 +42,9 @@ def is_finite(number: Number) -> Truth:
 
 
 def as_factor(number: Number, dtype: torch.dtype) -> Number:
-    """A number as the factor of a tensor of this type, rounded to it before they are multiplied, whoever knows it."""
+    """A number as the factor of a tensor of this type, rounded to it before they are multiplied, on the host or on the
+    device.
+    """
     if isinstance(number, torch.Tensor):
         return number.to(dtype)
     if dtype in (torch.float32, torch.float64):
@@ -61,7 +63,7 @@ def together(numbers: Sequence[Number | Truth], device: torch.device) -> torch.T
 
 
 class Unread:
-    """Numbers of which the host does not know all yet, in order. None stands for one that there is not."""
+    """Numbers of which the host does not know all yet, in order. None represents a missing one."""
 
     def __init__(self, numbers: Sequence[Number | Truth | None]) -> None:
         self._numbers = numbers

@@ -86,8 +86,9 @@ class Parallel:
     close: Callable[[], None] = lambda: None
     """Remove every hook from the user's model, and make sharded parameters whole where they fit. Collective."""
     let_go: Callable[[], None] | None = None
-    """Part of `close` that the next run in this process needs, where nobody keeps the model: sharded parameters stay
-    shards. Not collective. None: `close` serves instead, as it waits for nobody."""
+    """Part of `close` that the next run in this process needs, if the model is not kept: sharded parameters stay
+    shards. Not collective. None: `close` is used instead, as it waits for no other rank.
+    """
 
     total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda gradients: (
         torch.linalg.vector_norm(gradients[0]) if len(gradients) == 1 else torch.nn.utils.get_total_norm(gradients)
@@ -148,14 +149,15 @@ class Parallel:
     arrivals: ArrivalSource | None = None
     """Where it can be seen when this rank comes to the collectives of a step; None where it cannot."""
     no_arrivals: str = ""
-    """Why it cannot, for whoever asks how late ranks are."""
+    """Reason why lateness of ranks cannot be measured."""
     show_own_gradients: Callable[[Callable[[torch.Tensor, float], None] | None], None] | None = None
     """Call `see(piece, factor)` from now on with each piece of this rank's own gradient, divided by `factor`, right
     before it is summed with the others'; `see` None ends that. None: hooks of the parameters see it, in a step's last
     backward pass."""
     tell_phases: Callable[[Enter], None] = lambda enter: None
-    """Take the function that enters a phase, for phases inside a pass that only the strategy knows: where this rank
-    begins to stand still for a collective, it enters `Phase.COMMUNICATION`, and then again the phase that was left."""
+    """Take the function that enters a phase, for phases inside a pass that only the strategy can see: when this rank
+    begins to wait for a collective, it enters `Phase.COMMUNICATION`, and then again the phase that was left.
+    """
     metrics: Callable[[], Metrics] = dict
     """Figures of the last step by metric name, such as a consensus distance."""
     notes: list[str] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """The final weights of a model, shared out among the ranks that write them: no rank ever holds more than its share.
 
-Each sharded tensor is gathered alone, and stays with the rank that is to write it. What that rank does with it needs no
-other: whoever waits for a file does so outside of any collective.
+Each sharded tensor is gathered alone, and stays with the rank that is to write it. That rank needs no other for its
+further work: it waits for a file outside of any collective.
 """
 
 from __future__ import annotations

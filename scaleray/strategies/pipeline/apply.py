@@ -180,7 +180,7 @@ class Pipeline:
         self._forget()
 
     def let_go(self) -> None:
-        """Forget the gradients and the schedules, where nobody wants the model back. Not collective."""
+        """Drop the gradients and the schedules, if the model is not needed any more. Not collective."""
         self.parts.let_go()
         self._forget()
 

@@ -14,8 +14,9 @@ from scaleray.strategies.contract.later import Later, steps_ahead
 
 
 class BusyTime:
-    """Time in which this worker computed, and time that its schedules took. On CUDA both are taken by events, which are
-    read some steps later, when nobody waits for them any more; that path has not been run."""
+    """Time in which this worker computed, and duration of its schedules. On CUDA both are measured by events, which are
+    read some steps later, when they have long happened; that path has not been run.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"

@@ -154,7 +154,7 @@ def _from_last(output: Any, parts: Parts) -> Any:
 
 
 class _Shape:
-    """Stand-in for a tensor in an output: its shape and dtype, without its values."""
+    """Placeholder for a tensor in an output: its shape and dtype, without its values."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype

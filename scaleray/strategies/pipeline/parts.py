@@ -175,7 +175,7 @@ class Parts:
         return replace(share, left_out=tuple(dict.fromkeys(name for _, theirs in everyone for name in theirs)))
 
     def let_go(self) -> None:
-        """Remove from the stages what shards them, where nobody wants the model back. Not collective."""
+        """Remove the sharding from the stages, if the model is not needed any more. Not collective."""
         if self.shards is not None:
             self.shards.close(self.module, keeps_shards=True)
 
@@ -276,7 +276,7 @@ class Parts:
         return found
 
     def _sum(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """Sum gradients over `group`; where nobody has one, there is none. Collective."""
+        """Sum gradients over `group`; without a gradient on any rank there is none. Collective."""
         if not parameters:
             return
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -1,10 +1,10 @@
 """Cut a model into pipeline stages without rewriting it, and choose where the cuts lie.
 
-A stage is the user's own model in which the parts of other stages are replaced by stand-ins. It runs the user's own
-forward code on the model's own inputs: the last stand-in before the stage's blocks gives out the activation from the
-stage before, whatever went in, and the first one after them ends the pass, with its input as the result. So code before
-the blocks may make masks or positions, code after them may pool or scale, and names of parameters stay as they are.
-What is cut must be a chain: each block takes the activation as its first argument and returns the next one.
+A stage is the user's own model in which the parts of other stages are replaced by placeholders. It runs the user's own
+forward code on the model's own inputs: the last placeholder before the stage's blocks returns the activation from the
+stage before, whatever its input, and the first one after them ends the pass, with its input as the result. So code
+before the blocks may make masks or positions, code after them may pool or scale, and names of parameters stay as they
+are. What is cut must be a chain: each block takes the activation as its first argument and returns the next one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Entry:
 
 
 class Before(nn.Module):
-    """Stand-in for a part of an earlier stage: returns what the stage before has sent."""
+    """Placeholder for a part of an earlier stage: returns the activation that the stage before has sent."""
 
     def __init__(self, entry: Entry, *, is_gate: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Before(nn.Module):
 
 
 class After(nn.Module):
-    """Stand-in for a part of a later stage: the pass ends where it is called."""
+    """Placeholder for a part of a later stage: the pass ends where it is called."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
@@ -65,26 +65,28 @@ class After(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """Stand-in for a part on another worker, in the model that the optimizer and checkpoints see;
-    it is never called."""
+    """Placeholder for a part on another worker, in the model that the optimizer and checkpoints see; it is never
+    called.
+    """
 
 
 @dataclass(frozen=True)
 class Unit:
-    """Part of the model that is not cut: a block, or what lies beside the blocks. block: a block's own number; for a
-    part beside the blocks, that of the block it goes with."""
+    """Part of the model that is not cut: a block, or a module outside the blocks. block: a block's own number; for a
+    module outside the blocks, that of the block it goes with.
+    """
 
     path: str
     module: nn.Module
     block: int
     is_block: bool
     is_between: bool
-    """Whether it lies beside the blocks, with blocks before and after it."""
+    """Whether it is outside the blocks, with blocks before and after it."""
 
 
 @dataclass
 class Stage:
-    """One stage of a model. `module`: the user's model with stand-ins for what is on other stages."""
+    """One stage of a model. `module`: the user's model with placeholders for the parts of other stages."""
 
     index: int
     num_stages: int
@@ -247,10 +249,8 @@ def make_stage(model: nn.Module, units: Sequence[Unit], stages: Sequence[int], i
 def make_part(
     model: nn.Module, units: Sequence[Unit], is_here: Callable[[Unit], bool]
 ) -> tuple[nn.Module, list[nn.Module]]:
-    """The model with only the units that are here, and its containers as in `Stage`.
-
-    A parameter that is used here and named after a part that is elsewhere (a tied head) stands under that name, so that
-    it has one name on all workers.
+    """The model with only the units that are here, and its containers as in `Stage`. A parameter that is used here and
+    named after a part on another stage (a tied head) keeps that name, so that it has one name on all workers.
     """
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():

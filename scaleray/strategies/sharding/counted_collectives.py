@@ -1,4 +1,4 @@
-"""The collectives of sharded training, counted, timed where the host waits for them, and told to whoever watches."""
+"""The collectives of sharded training: counted, timed where the host waits for them, and reported to watchers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scaleray.strategies.wire.ledger import Entry
 
 
 class Window:
-    """Holder of the callback that sees pieces of a rank's own gradient; None while nobody looks."""
+    """Holder of the callback that gets pieces of a rank's own gradient; None without a watcher."""
 
     def __init__(self) -> None:
         self.see: Callable[[torch.Tensor, float], None] | None = None
@@ -33,7 +33,7 @@ class CountedAllGather(DefaultAllGather):
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
         self.on_arrival: list[Callable[[], None]] = []
-        """What is called when this rank comes to it."""
+        """Function called when this rank arrives at it."""
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         for call in self.on_arrival:
@@ -51,7 +51,7 @@ class CountedReduceScatter(DefaultReduceScatter):
     ) -> None:
         self.entry, self.window, self.replicas = entry, window, replicas
         self.on_arrival: list[Callable[[], None]] = []
-        """What is called when this rank comes to it: the gradients of the unit are computed."""
+        """Function called when this rank arrives at it: the gradients of the unit are computed."""
 
     def __call__(
         self,

@@ -65,7 +65,7 @@ class CountedPasses:
             self._count(self._known[shapes, is_last], self._waits.seconds - before_s)
 
     def _of_layers(self, traffic: Traffic) -> dict[Kind, tuple[int, float]]:
-        """What was seen but for the collectives of units, which count themselves."""
+        """Counts apart from the collectives of units, which count themselves."""
         units = (ALL_GATHER, REDUCE_SCATTER) if isinstance(self._model, FSDPModule) else ()
         return {k: v for k, v in traffic.found.items() if self._axes.get(k.group) != "dp" or k.operation not in units}
 

@@ -1,7 +1,7 @@
-"""Waits for the collectives that DTensor starts: how long the host stands still in them, and when it comes to each.
+"""Waits for the collectives that DTensor starts: how long the host waits in them, and when it arrives at each.
 
-DTensor starts its collectives beside what follows them, and waits where a result is first used. All of these waits go
-through one function of torch, which this module stands in for while the passes of a step run.
+DTensor starts its collectives concurrently with the following work, and waits where a result is first used. All of
+these waits go through one function of torch, which this module replaces while the passes of a step run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from scaleray.strategies.contract.arrivals import Moments, drawn_together
 
 
 class Waits:
-    """Context of the forward and backward pass of a micro-batch, in which every wait is seen; used again for each.
+    """Context of the forward and backward pass of a micro-batch, in which every wait is recorded; used again for each.
 
-    on_host: whether the host stands still in a wait, as on the CPU; on a GPU a stream does. enter: see
+    on_host: whether the host blocks in a wait, as on the CPU; on a GPU a stream does. enter: see
     `Parallel.tell_phases`.
     """
 
@@ -38,11 +38,11 @@ class Waits:
         self.count = 0
         """Waits of the pass that runs, or has run."""
         self.noted: dict[int, Callable[[], None]] = {}
-        """What is called when the pass comes to its n-th wait."""
+        """Function called when the pass arrives at its n-th wait."""
         self.on_wait: Callable[[], None] | None = None
-        """What is called at each wait, while somebody learns their order."""
+        """Function called at each wait, while their order is recorded."""
         self.on_pass: Callable[[], None] = lambda: None
-        """What is called when a pass begins."""
+        """Function called when a pass begins."""
         self._wait: Callable[[Any], Any] = functional.wait_tensor
 
     def __enter__(self) -> Waits:

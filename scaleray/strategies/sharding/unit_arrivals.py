@@ -34,10 +34,10 @@ class UnitArrivals:
     def settle(self, moments: Moments) -> Places:
         """See `ArrivalSource`. The places are known at once.
 
-        In the forward pass a unit is gathered before the unit `distance` in front of it computes: whoever comes late
-        to that has lost the time in the unit before. The first gather marks the begin. In the backward pass ranks meet
-        before a unit computes as well, where another one is gathered for what comes after it, and when its gradients
-        are reduced.
+        In the forward pass a unit is gathered before the unit `distance` in front of it computes: a rank that arrives
+        late there has lost the time in the unit before. The first gather marks the begin. In the backward pass ranks
+        meet before a unit computes as well, where another one is gathered for what comes after it, and when its
+        gradients are reduced.
         """
         modules, ahead = self._units.modules, self._distance
         chosen: list[Collective] = []

@@ -18,11 +18,11 @@ MARKS = (REGISTRY_KEY, STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_par
 
 
 def unshard_for_good(model: nn.Module, *, keeps_shards: bool) -> None:
-    """Remove every hook of `fully_shard` from a model, and make its parameters whole and plain again.
-    Collective, unless `keeps_shards`.
+    """Remove every hook of `fully_shard` from a model, and make its parameters whole and plain again. Collective,
+    unless `keeps_shards`.
 
-    keeps_shards: leave parameters as DTensors, for a model that no worker could hold or that nobody keeps. Gradients
-    are dropped. Calling it a second time does nothing.
+    keeps_shards: leave parameters as DTensors, for a model that no worker could hold or that is not kept. Gradients are
+    dropped. Calling it a second time does nothing.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:

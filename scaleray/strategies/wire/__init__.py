@@ -1,1 +1,1 @@
-"""Parts beside the collectives: what was sent, in which order, and on which thread."""
+"""Records of the collectives: content, order, and thread."""

@@ -24,7 +24,7 @@ from scaleray.records.profile import Places
 from scaleray.strategies.contract.arrivals import Moments, drawn_together
 
 STEPS_BEFORE = 2
-"""Steps after which DDP keeps the layout of its buckets: it lays them out anew at the begin of the second one."""
+"""Steps after which DDP keeps the layout of its buckets: it rebuilds them at the begin of the second one."""
 LEAST_PLACES = 6
 """Places of a pass that are watched at least, as far as there are parameters."""
 
@@ -109,7 +109,7 @@ class BucketArrivals:
         return see
 
     def _begin(self, running: int) -> None:
-        """Have the end of this backward pass told, at its first gradient: before DDP's own callback, which waits."""
+        """Report the end of this backward pass at its first gradient: before DDP's own callback, which waits."""
         self._pass = running
         if self._enter is not None and self._wrapped.require_backward_grad_sync:
             Variable._execution_engine.queue_callback(self._end)

@@ -1,4 +1,4 @@
-"""What DDP's own collectives have sent: it starts them in C++, the same ones in every step."""
+"""Bytes sent by DDP's own collectives: it starts them in C++, the same ones in every step."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ def _gradient_rows(wrapped: DistributedDataParallel, num_steps: int) -> list[Col
 
 
 def _other_rows(wrapped: DistributedDataParallel, num_steps: int) -> list[CollectiveRow]:
-    """What DDP sends beside gradients: buffers, at the begin of a step, and which parameters were used, where it looks
-    for those that were not."""
+    """Bytes that DDP sends in addition to gradients: buffers, at the begin of a step, and which parameters were used,
+    if it looks for unused ones.
+    """
     found = []
     if wrapped.find_unused_parameters and not wrapped.static_graph:
         num_parameters = sum(p.requires_grad for p in wrapped._module_parameters)

@@ -1,4 +1,5 @@
-"""A place beside the backward pass where buckets are worked on, one after another in the order in which they come.
+"""A thread or stream next to the backward pass in which buckets are processed, one after another in the order in which
+they come.
 
 A hook that continues in a future's callback would start its next collective whenever the last one happens to end: with
 gloo that is another order on every rank, and ranks would mix up their buckets.
@@ -17,9 +18,8 @@ Work = Callable[[], torch.Tensor]
 
 
 class Lane:
-    """Thread on the CPU, stream on CUDA: there collectives only wait in line, and the host goes on.
-
-    The CUDA half has been reviewed, not run. `close` ends the thread; so does the end of the lane's life.
+    """Thread on the CPU, stream on CUDA: there collectives are only queued, and the host continues. The CUDA half has
+    been reviewed, not run. `close` ends the thread; so does the end of the lane's life.
     """
 
     def __init__(self, device: torch.device) -> None:

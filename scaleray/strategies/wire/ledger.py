@@ -27,7 +27,7 @@ class Entry:
     """Seconds that the host waited for them; None where it did not, and on a GPU, where they wait in its queue."""
 
     enter: Enter | None = None
-    """Enters a phase, while the host stands still."""
+    """Enters a phase while the host waits."""
     on_host: bool = True
     """Whether the last payload lay in the host's memory."""
 
@@ -79,7 +79,7 @@ class Ledger:
         return sum(entry.num_bytes for entry in self._entries.values())
 
     def rows(self) -> list[CollectiveRow]:
-        """What has been counted until now."""
+        """Counts so far."""
         return [
             CollectiveRow(
                 rank=dist.get_rank(),

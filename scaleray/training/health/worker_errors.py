@@ -92,7 +92,7 @@ def is_lost_peer(exc: BaseException) -> bool:
 
 
 def explained(exc: Exception) -> DataError | WorkloadError | None:
-    """Meaning of an error of torch for the user, if its text shows it; None for any other, such as a list's IndexError."""
+    """Meaning of an error of torch for the user, if its text shows it; None for any other, such as an IndexError."""
     text = str(exc)
     if isinstance(exc, IndexError) and any(words in text for words in ("out of bounds", "index out of range in self")):
         return DataError(

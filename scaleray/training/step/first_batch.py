@@ -277,7 +277,7 @@ class _Look:
         return user_batch(self.workload, rows, self.place.device, dtype, gives_tuples=self.gives_tuples)
 
     def _attempt(self, measure: Callable[[], Result]) -> Result | None:
-        """Result of the measurement; None if the user's code fails on this rank or, where ranks must act alike, on any."""
+        """Result of the measurement; None if the user's code fails on this rank or, if ranks must act alike, on any."""
         found: Result | None = None
         try:
             found = measure()

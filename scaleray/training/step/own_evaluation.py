@@ -1,4 +1,4 @@
-"""A workload's own `evaluate`: its measurements with a split's batches in addition to `metrics`, such as by generating."""
+"""A workload's own `evaluate`: its measurements with a split's batches other than `metrics`, as by generating."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class WholeCopy:
 
 
 def _twin(workload: Any) -> Any:
-    """A workload that keeps the modules it builds apart; the workload itself continues with the model that is trained."""
+    """A workload that keeps the modules it builds apart; the workload itself continues with the trained model."""
     if not hasattr(workload, "__dict__"):
         return workload
     twin = object.__new__(type(workload))
