@@ -184,7 +184,7 @@ class EmulatedLink:
     """Emulated link under DDP's gradients: real all-reduces, which end when a link of this bandwidth would have carried
     them.
 
-    A bucket of n bytes takes latency_s + n / bytes_per_s, one bucket after another, beside the backward pass. Use it as
+    A bucket of n bytes takes latency_s + n / bytes_per_s, one bucket after another, during the backward pass. Use it as
     `model.register_comm_hook(group, link.reduce)`; gradients are averaged over the group. For buckets on the CPU.
     """
 

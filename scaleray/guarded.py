@@ -1,9 +1,9 @@
-"""Commands that end, with every process they start, when whoever started them ends, however that happens.
+"""Commands that end, with every process they start, when the process that started them ends, for any reason.
 
 A server that starts processes of its own, as `mlflow server` and Ray do, leaves them behind when it is killed, and so
 does a program that is ended by SIGTERM, a closed terminal or SIGKILL. `guarded` puts a small process in between: this
-file, run as a script. It takes in what its child leaves behind (PR_SET_CHILD_SUBREAPER; on Linux, elsewhere only what
-is still below it is found) and ends all of it when it is told to, when the child ends, or when its parent is gone.
+file, run as a script. It adopts the processes that its child leaves behind (PR_SET_CHILD_SUBREAPER; on Linux, elsewhere
+only what is still below it is found) and ends all of them on a signal, when the child ends, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 def guarded(command: Sequence[str], *, outlives: bool = False) -> list[str]:
     """The command under a guard, for subprocess. SIGTERM, SIGINT and SIGHUP to it end all processes of the command.
 
-    Its exit code is that of the command. Streams, environment and folder are passed on. outlives: it goes on when this
-    process ends, until it is told to end.
+    Its exit code is that of the command. Streams, environment and folder are passed on. outlives: it continues when
+    this process ends, until it gets a signal.
     """
     # -P: the names of modules beside this file must not stand for those of Python
     return [sys.executable, "-P", __file__, str(NOBODY if outlives else os.getpid()), *command]
@@ -79,9 +79,8 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def main(parent: int, command: Sequence[str]) -> int:
-    """Run the command below this process until it, or a signal, or the end of `parent` ends it; gives its exit code.
-
-    parent: `NOBODY` where the command outlives it.
+    """Run the command below this process until it, or a signal, or the end of `parent` ends it; returns its exit code.
+    parent: `NOBODY` if the command outlives it.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     told: list[int] = []

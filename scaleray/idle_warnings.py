@@ -1,8 +1,8 @@
-"""Lines of torchao on stderr that ask nothing of the user, left out by what they say; everything else is shown.
+"""Lines of torchao on stderr that need no action of the user, left out by their text; everything else is shown.
 
 transformers and peft import torchao wherever it is installed, in every process. It then names each of its compiled
-libraries that does not load, such as those for CUDA beside a CPU build of torch, and torch tells torchao's authors that
-one of their calls will go. Used before a workload or an optional library is imported.
+libraries that does not load, such as those for CUDA with a CPU build of torch, and torch warns torchao's authors that
+one of their calls will be removed. Used before a workload or an optional library is imported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import sys
 
 OF_ANOTHER_PYTHON = ".cpython-"
-"""What stands before the version in the name of a library that was compiled for one version of Python alone."""
+"""Text before the version in the name of a library that was compiled for one version of Python alone."""
 
 
 def leave_out_idle_warnings() -> None:

@@ -1,4 +1,4 @@
-"""What is installed of the libraries that scaleray trains with: one that is missing, and one newer than was tried."""
+"""Libraries that scaleray trains with: missing ones, and those newer than the tested versions."""
 
 from __future__ import annotations
 

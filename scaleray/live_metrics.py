@@ -1,4 +1,4 @@
-"""What is published of a run while it lives and recorded nowhere else: names, units and meanings, once.
+"""Metrics that a run publishes while it trains and records nowhere else: names, units and meanings, once.
 
 `metric_names.py` has the whole table, these among it. Metrics of the section `rank` have a series for every rank, those
 of `live` one a run.

@@ -1,6 +1,6 @@
-"""What a metric is: its name, unit and meaning, where it is published, and how Prometheus calls it.
+"""Definition of a metric: its name, unit and meaning, where it is published, and its name in Prometheus.
 
-The metrics themselves stand in `metric_names.py`.
+The metrics themselves are in `metric_names.py`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Metric:
     better: Better | None = None
     """Whether more or less of it is better; None where that depends, or neither is."""
     label: str = ""
-    """Words for it beside a figure of a whole run."""
+    """Label of it next to a figure of a whole run."""
     published: tuple[Where, ...] = ("mlflow",)
     kind: Kind = "gauge"
     labels: tuple[str, ...] = ()
-    """Labels in Prometheus beside those that all series have."""
+    """Labels in Prometheus in addition to those that all series have."""
     prometheus: str = ""
     """Name in Prometheus without `PREFIX`, where it is not made of the last part of `name`."""
 

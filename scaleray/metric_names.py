@@ -2,7 +2,7 @@
 
 The part before the slash becomes a section in MLflow. Evaluation metrics are named `<split>/<metric>` and come from the
 workload. A record gives its values under them, see `records.rows`. Names and labels in Prometheus are made of this
-table by `metric.prometheus_name` and `Metric.all_labels`; those that are there alone stand in `live_metrics.py`.
+table by `metric.prometheus_name` and `Metric.all_labels`; those that are only there are in `live_metrics.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The repeated blocks of a model that nobody has named: found from its structure, for sharding and checkpointing.
+"""The repeated blocks of a model whose workload does not name them: found from its structure, for sharding and
+checkpointing.
 
 A container counts where most of its members that have parts of their own are of one class, as transformer layers and
 the residual blocks of an image network are. Used by the ready workloads of `hugging_face` and `images`.

@@ -1,4 +1,4 @@
-"""A folder of this user alone, for what processes share and nobody else may read or write."""
+"""A folder of this user alone, for files that processes share and that no other user may read or write."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def short_place() -> Path:
 
 
 def own_folder() -> Path:
-    """The folder, with mode 0700: the same one for all processes of this user. If somebody else has taken its name, it
-    has the next name, and without a free one it is a folder of this process."""
+    """The folder, with mode 0700: the same one for all processes of this user. If another user has taken its name, it
+    has the next name, and without a free one it is a folder of this process.
+    """
     place = short_place()
     if sys.platform == "win32":
         return Path(tempfile.gettempdir())  # of this user there

@@ -19,8 +19,9 @@ import yaml
 DEEPEST = 100
 """Largest depth of brackets within brackets, which PyYAML walks at every word."""
 MOST_CHARACTERS = 1_000_000
-"""Largest number of characters of a YAML file: PyYAML reads about a megabyte a second, and a file that somebody writes
-is a hundredth of that."""
+"""Largest number of characters of a YAML file: PyYAML reads about a megabyte a second, and a file written by hand is a
+hundredth of that.
+"""
 MOST_NODES = 25_000
 """Largest number of keys and values of a YAML file, also of what aliases and merges make of it."""
 MOST_DIGITS = 1000

@@ -1,6 +1,5 @@
-"""What a command is doing right now: stages that whoever does something opens, for whoever shows them.
-
-A stage costs next to nothing where nobody looks, so that any floor may open one; a worker's are shown to nobody.
+"""Current activity of a command: stages that its code opens, for a display. A stage costs next to nothing without a
+display, so that any floor may open one; a worker's are not shown.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ class Stage:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left if it goes on as it did; None where nothing can be said."""
+        """Seconds that are left at the speed so far; None if it is not known."""
         if not self.total or not self.before < self.done <= self.total:
             return None
         return self.elapsed_s * (self.total - self.done) / (self.done - self.before)
 
 
 class Display(Protocol):
-    """Whoever shows stages; called in the thread of whoever opens and closes them."""
+    """Display of stages; called in the thread that opens and closes them."""
 
     def begin(self, stage: Stage) -> None:
         """A stage has begun."""
@@ -68,7 +67,7 @@ def shown_by(display: Display) -> Iterator[None]:
 
 
 def are_shown() -> bool:
-    """Whether somebody shows the stages of this process."""
+    """Whether the stages of this process are displayed."""
     return bool(_displays)
 
 

@@ -1,4 +1,4 @@
-"""The name of whoever runs this, for records of who did what."""
+"""The name of the user of this process, for records of decisions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What only watches a training, and the one guard that keeps it from ending it.
+"""Observers of a training, and the one guard that keeps their errors from ending it.
 
-A watcher looks at a training, or tells somebody of it, and decides nothing: without it the weights come out the same to
-the bit. Whoever adds one gives it a name here and calls it through a `Guard`. What decides or is a result (evaluations,
-checkpoints, final weights) is no watcher, and neither is the recorder as a whole: a run that nobody writes down is not
-worth its time, and its loss ends the run.
+A watcher reads or reports a training and decides nothing: without it the weights are the same to the bit. A new one
+gets a name here and is called through a `Guard`. Code that decides, or whose output is a result (evaluations,
+checkpoints, final weights), is not a watcher, and neither is the recorder as a whole: its loss ends the run, since a
+run without a record is not worth its time.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class Watcher(StrEnum):
 
 
 RETRIED = frozenset({Watcher.MESSAGES, Watcher.DISPLAY, Watcher.RECORDING, Watcher.PUBLISHING})
-"""Watchers of which each call stands alone: one that fails loses its message, and the next one is tried all the
-same."""
+"""Watchers of which each call counts alone: one that fails loses its message, and the next one is
+tried all the same.
+"""
 
 
 class Guard:
@@ -54,9 +55,8 @@ class Guard:
         self._failed: set[tuple[Watcher, str]] = set()
 
     def __call__(self, watcher: Watcher, look: Callable[[], T], otherwise: Any, *, part: str = "") -> T:
-        """What `look` gives, or `otherwise` if it fails or has failed before.
-
-        part: the part of a watcher that can fail alone.
+        """Result of `look`, or `otherwise` if it fails or has failed before. part: the part of a watcher that can fail
+        alone.
         """
         if (watcher, part) in self._failed and watcher not in RETRIED:
             return otherwise
@@ -69,7 +69,7 @@ class Guard:
             return otherwise
 
     def wrapped(self, watcher: Watcher, function: Callable[..., Any]) -> Callable[..., None]:
-        """A function whose result nobody needs, guarded."""
+        """A function whose result is not needed, guarded."""
 
         def guarded(*args: Any, **kwargs: Any) -> None:
             self(watcher, lambda: function(*args, **kwargs), None)

@@ -38,7 +38,7 @@ SumAndCount = tuple["torch.Tensor", "torch.Tensor | int | float"]
 """Value summed over rows (or tokens), and the number of rows (or tokens) it was summed over."""
 
 NEEDED = (("build_model",), ("datasets",), ("loss", "losses"))
-"""What a workload must have: one method at least of each."""
+"""Required methods of a workload: at least one of each."""
 
 
 class Workload:
@@ -85,8 +85,8 @@ class Workload:
     def collate(self, rows: Any) -> Any:
         """A micro-batch of tensors, in any structure, from its rows: a list of dicts of tensors. Optional.
 
-        Rows may differ in length; `rows.columns` has them by column. `collate = scaleray.data.Padding(...)` stands for
-        a method. Without it the columns themselves are the batch.
+        Rows may differ in length; `rows.columns` has them by column. `collate = scaleray.data.Padding(...)` takes the
+        place of a method. Without it the columns themselves are the batch.
         """
         return rows.columns
 
@@ -98,10 +98,10 @@ class Workload:
         return {}
 
     def predict(self, model: nn.Module, batch: Batch) -> Mapping[str, Any] | None:
-        """What the model says of a batch, for `scaleray predict`: tensors by name with an element for each row, for
-        example {"label": logits.argmax(1)}; lists of texts do as well. Optional.
+        """Predictions of the model for a batch, for `scaleray predict`: tensors by name with an element for each row,
+        for example {"label": logits.argmax(1)}; lists of texts do as well. Optional.
 
-        The batch may be without labels. None: what the model returns to `loss`, as far as that gets.
+        The batch may be without labels. None: the model's output in `loss`, as far as that gets.
         """
         return None
 
@@ -125,7 +125,7 @@ class Workload:
 
         An optimizer step goes through them in this order, on the same rows: forward, backward, clipping and update of
         the one, then the other's, which sees the new weights. A loss moves the parameters of its own optimizer alone.
-        `loss`, if there is one beside them, is evaluated only.
+        `loss`, if there is one as well, is evaluated only.
         """
         return None
 
@@ -163,8 +163,8 @@ class Workload:
     def evaluate(
         self, model: nn.Module, batches: Iterable[Batch], *, split: str, rank: int, world_size: int
     ) -> Mapping[str, SumAndCount]:
-        """What takes more than a forward pass to measure, such as generation, as sums and counts over this worker's
-        `batches` of a split, which are added up over workers. Optional, beside `metrics`.
+        """Measurements that take more than a forward pass, such as generation, as sums and counts over this worker's
+        `batches` of a split, which are added up over workers. Optional, in addition to `metrics`.
         """
         return {}
 

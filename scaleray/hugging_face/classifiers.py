@@ -50,7 +50,7 @@ class SequenceClassification(TextWorkload):
 
     @property
     def kind(self) -> LabelKind:
-        """What the labels of the training data are."""
+        """Kind of the labels of the training data."""
         if self._kind is None:
             found = text_files.column(self.records()[TRAIN], self.label, what=TRAIN)
             config = models.read_config(self.model, {})

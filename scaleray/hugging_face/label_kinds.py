@@ -1,8 +1,8 @@
-"""What a text is sorted by: one class of several, any number of classes, or numbers; the three losses of transformers'
+"""Kinds of labels of a text: one class of several, any number of classes, or numbers; the three losses of transformers'
 `problem_type`.
 
-Each kind says what the model's config needs to know, turns the labels of records into a column, and takes loss,
-metrics and answers from logits. Losses are sums over the rows; a row of several has their mean.
+Each kind returns the entries for the model's config, turns the labels of records into a column, and takes loss, metrics
+and answers from logits. Losses are sums over the rows; a row of several has their mean.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LabelKind(Protocol):
     """One kind of labels."""
 
     def config_changes(self) -> dict[str, Any]:
-        """What the model's config says of the labels."""
+        """Labels in the model's config."""
 
     def column(self, found: Sequence[Any], *, what: str) -> np.ndarray:
         """The labels of the rows, a row each. Raises DataError for what is no such label. what: name of the split."""
@@ -43,7 +43,7 @@ class LabelKind(Protocol):
         """Sums and counts by name."""
 
     def answers(self, logits: torch.Tensor) -> dict[str, Any]:
-        """What is predicted of each row, by name."""
+        """Prediction for each row, by name."""
 
 
 def label_kind(
@@ -188,7 +188,7 @@ def in_order_of(config: Any, names: list[str], *, is_trained: bool, argument: st
 
 
 def named_classes(names: Sequence[str]) -> dict[str, Any]:
-    """What a config says of the classes of a model."""
+    """Classes in a model's config."""
     return {
         "num_labels": len(names),
         "id2label": dict(enumerate(names)),

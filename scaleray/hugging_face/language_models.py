@@ -19,7 +19,7 @@ PACKINGS = ("concatenate", "separate", "pad")
 
 
 class TextWorkload(HuggingFaceWorkload):
-    """What workloads with a tokenizer and text files share.
+    """Base of workloads with a tokenizer and text files.
 
     data: files by split, as `text_files.read_splits` takes them. sequence_length: tokens of a row. text: column of the
     text in records. validation_share: share of the training records held out as `val`, where the data name no `val`.
@@ -122,7 +122,7 @@ class CausalLanguageModel(TextWorkload):
 
 
 class MaskedLanguageModel(TextWorkload):
-    """Say which tokens of a text were hidden. They are hidden anew in every epoch, and alike in every evaluation.
+    """Predict the hidden tokens of a text. Other tokens are hidden in every epoch, and alike in every evaluation.
 
     masked_share: share of the tokens that are hidden; of these 80 % become the mask and 10 % another token.
     """

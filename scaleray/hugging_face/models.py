@@ -104,7 +104,7 @@ def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def build(auto_class: str, config: Any, folder: str | None, *, attention: str | None) -> nn.Module:
-    """A model of float32, in training mode: from the folder's weights, or drawn anew.
+    """A model of float32, in training mode: from the folder's weights, or drawn at random.
 
     auto_class: name in transformers, such as AutoModelForCausalLM. Parts that the folder lacks, as a new head, are
     drawn. Raises WorkloadError where the class has no model of this kind, or the weights do not fit.

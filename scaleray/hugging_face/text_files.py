@@ -22,9 +22,9 @@ LONGEST_FIELD = 2**31 - 1  # characters; the largest number that csv takes on ev
 def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]]:
     """The records of each split. Raises DataError.
 
-    data: paths by split, each one path, a pattern such as `texts/**/*.txt`, or a list of them; a folder stands for all
-    files in and below it. validation_share: share of the training records that becomes the split `val`, chosen by a
-    hash of their content, so that other records do not move them.
+    data: paths by split, each one path, a pattern such as `texts/**/*.txt`, or a list of them; a folder means all files
+    in and below it. validation_share: share of the training records that becomes the split `val`, chosen by a hash of
+    their content, so that other records do not move them.
     """
     if not isinstance(data, Mapping) or TRAIN not in data:
         raise DataError(

@@ -28,7 +28,7 @@ LABELS = "labels"
 
 
 class HuggingFaceWorkload(Workload):
-    """A model of transformers, from a config (drawn anew) or from a local folder with weights in safetensors.
+    """A model of transformers, from a config (drawn at random) or from a local folder with weights in safetensors.
 
     model: a folder, a config as a JSON file, or a mapping with `model_type`. tokenizer: a folder, a tokenizer.json, or
     `bytes`; None takes the one in the model's folder. attention: `sdpa`, `eager`, or what transformers chooses. peft:
@@ -66,11 +66,13 @@ class HuggingFaceWorkload(Workload):
         return {}
 
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
-        """What the model is called with: every column but the labels, whole numbers as int64."""
+        """Arguments of the model's call: every column but the labels, whole numbers as int64."""
         return {name: as_input(column) for name, column in batch.items() if name != LABELS}
 
     def labels(self, batch: Any) -> torch.Tensor:
-        """What the model should say, -100 where it does not matter; without such a column, the tokens themselves."""
+        """Tokens that the model should predict, -100 where they do not count; without such a column, the tokens
+        themselves.
+        """
         found: torch.Tensor = batch[LABELS] if LABELS in batch else batch["input_ids"]
         return found.long()
 
@@ -116,7 +118,7 @@ class HuggingFaceWorkload(Workload):
     # what both need
 
     def config(self) -> Any:
-        """The model's config, a copy of it for whoever changes it."""
+        """The model's config, a copy of it that may be changed."""
         if self._config is None:
             self._config = models.read_config(self.model, self.config_changes()).to_dict()
         return models.read_config(self._config, {})

@@ -22,7 +22,7 @@ ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
 
 @dataclass(frozen=True)
 class Shape:
-    """What images become: `size` pixels high and wide, of 1 (grey) or 3 (red, green, blue) channels."""
+    """Form of decoded images: `size` pixels high and wide, of 1 (grey) or 3 (red, green, blue) channels."""
 
     size: int
     channels: int

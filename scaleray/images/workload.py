@@ -68,7 +68,7 @@ class ImageClassification(Workload):
         return find_blocks(model)
 
     def logits(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """What the model says of a batch, float32 at least."""
+        """Output of the model for a batch, float32 at least."""
         found: torch.Tensor = model(self.images.pixels(batch[PIXELS], dtype_of(model)))
         return found.to(torch.promote_types(found.dtype, torch.float32))
 

@@ -32,7 +32,7 @@ BACK: dict[str, Callable[[np.ndarray], Any]] = {
     "list": lambda row: row.tolist(),
     "array": lambda row: row,
 }
-"""What a row of a column was, by the word behind `@`."""
+"""Form of a row of a column, by the word after `@`."""
 
 
 def columns_of(split: str, item: Any, *, is_exact: bool = False) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _is_list_of_numbers(item: Any) -> bool:
 
 
 def _exactly(name: str, item: Any) -> tuple[str, Any]:
-    """What a value is, and it as numbers."""
+    """Form of a value, and the value as numbers."""
     if isinstance(item, torch.Tensor):
         return "", item
     if isinstance(item, str):

@@ -1,4 +1,5 @@
-"""What scaleray runs of a LightningModule or LightningDataModule, and what it refuses by name before anything starts.
+"""Methods of a LightningModule or LightningDataModule that scaleray runs, and those that it refuses by name before
+anything starts.
 
 Lightning is not imported here: its classes are found among the parents of the user's, under either of its package
 names.
@@ -96,7 +97,7 @@ def is_attached(module: Any) -> bool:
 
 
 def arguments_of(made_of: Any) -> Mapping[str, inspect.Parameter]:
-    """What a class or a function can be given by name; nothing where it is made already."""
+    """Arguments that a class or a function takes by name; none if it is an object already."""
     if not (isinstance(made_of, type) or inspect.isfunction(made_of)):
         return {}
     return {p.name: p for p in inspect.signature(made_of).parameters.values() if p.kind is not p.VAR_POSITIONAL}

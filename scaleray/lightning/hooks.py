@@ -51,7 +51,7 @@ class LightningHooks(Callback):
         return self._run is not None
 
     def on_begin(self, run: Any) -> None:
-        """The training begins, or goes on."""
+        """Begin the training, or continue it."""
         self._run, self.trainer.global_step = run, run.step
         self.trainer.place = run.rank, run.world_size
         connect(self.module, run)
@@ -127,16 +127,16 @@ class LightningHooks(Callback):
         self._call("on_fit_end")
 
     def state_dict(self) -> dict[str, Any]:
-        """What was logged of the present epoch on this worker, and what was measured last."""
+        """Values logged in the present epoch on this worker, and the last measurements."""
         metrics = {} if self.module is None else states_of(self.module)
         return {"sums": self.sums.values(), "metrics": metrics, "measured": dict(self.trainer.callback_metrics)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self._go_on([state], state["measured"])
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the states of another number of workers, of which rank 0 takes all."""
+        """Continue from the states of another number of workers, of which rank 0 takes all."""
         self._go_on(states if self.trainer.is_global_zero else [], states[0]["measured"])
 
     def _go_on(self, states: Sequence[Mapping[str, Any]], measured: Mapping[str, float]) -> None:

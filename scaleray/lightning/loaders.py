@@ -32,7 +32,7 @@ from scaleray.lightning.batches import columns_of
 
 VAL, TEST = "val", "test"
 MODES = {"max_size_cycle": max, "min_size": min}
-"""How several train loaders run beside each other, and the length that the mode gives them."""
+"""Way in which several train loaders run together, and the length that the mode gives them."""
 
 
 class Rows(Dataset[dict[str, Any]]):
@@ -157,7 +157,7 @@ def _loaders(name: str, given: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check(split: str, loader: Any) -> list[str]:
-    """What of a loader has no effect, in words. Raises DataError for what would change the training."""
+    """Settings of a loader that have no effect, as text. Raises DataError for one that would change the training."""
     what = f"the {split} loader"
     if isinstance(loader, Dataset):
         return []

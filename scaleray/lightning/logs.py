@@ -1,4 +1,4 @@
-"""What a module logs: `self.log` and `self.log_dict` keep values with their weights, by Lightning's rules.
+"""Values that a module logs: `self.log` and `self.log_dict` keep them with their weights, by Lightning's rules.
 
 A mean over an epoch is weighted by the rows of each batch (or the `batch_size` given), as Lightning weights it; here as
 a sum and a count, so that the mean is over the rows of all workers, whatever `sync_dist` says.
@@ -131,8 +131,9 @@ def _without(name: str, words: Iterable[str]) -> str:
 
 
 def step_values(kept: Mapping[str, Logged]) -> dict[str, Any]:
-    """What a training step shows of each value that is logged by steps, by its name in the record: the value of this
-    worker's last micro-batch. What scaleray knows of a step better, its loss over all rows, is left out."""
+    """Each value that a training step logs by steps, by its name in the record: the value of this worker's last
+    micro-batch. The loss over all rows is left out, since scaleray has it more exactly.
+    """
     shown = short_names(kept, "train")
     return {
         of_user_code(shown[name]): partial(float, logged.value)

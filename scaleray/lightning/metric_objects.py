@@ -14,7 +14,7 @@ from scaleray.lightning.trainer import refused
 from scaleray.metric_states import check_rules, is_metric_class, merged, on_device, share
 
 ADD_UP = ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min")
-"""Names of torchmetrics' rules by which the states of two workers become one that can go on."""
+"""Names of torchmetrics' rules by which the states of two workers become one from which a worker can continue."""
 
 
 def metric_objects(module: nn.Module) -> list[Any]:
@@ -23,9 +23,10 @@ def metric_objects(module: nn.Module) -> list[Any]:
 
 
 def connect(module: nn.Module, run: Any) -> None:
-    """Let a module's objects begin anew, and bring their states together over the workers of this training:
-    torchmetrics itself knows of the process group alone, in which others may train as well. Raises WorkloadError for
-    one whose state cannot be brought together."""
+    """Reset a module's objects, and combine their states over the workers of this training: torchmetrics itself knows
+    of the process group alone, in which others may train as well. Raises WorkloadError for one whose states cannot be
+    combined.
+    """
     for name, metric in _named_objects(module):
         if run.world_size > 1:
             check_rules(metric, f"the metric self.{name}")
@@ -51,8 +52,9 @@ def states_of(module: nn.Module) -> dict[str, Any]:
 
 
 def restore_states(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Let objects go on from what `states_of` gave, on one worker or, added up, on several. Returns the names of those
-    whose states cannot be added up, which begin anew."""
+    """Let objects continue from the result of `states_of`, on one worker or, added up, on several. Returns the names of
+    those whose states cannot be added up, which are reset.
+    """
     anew = []
     for name, metric in _named_objects(module):
         kept = [state[name] for state in states if name in state]
@@ -88,7 +90,7 @@ def _add_up(metric: Any) -> bool:
 
 
 def computed(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Values of objects over all workers by name; the objects begin anew. Collective."""
+    """Values of objects over all workers by name; the objects are reset. Collective."""
     values = {name: metrics[name].compute() for name in sorted(metrics)}
     for metric in metrics.values():
         metric.reset()

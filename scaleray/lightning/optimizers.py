@@ -50,14 +50,14 @@ class Due:
 
 @dataclass(frozen=True)
 class Configured:
-    """What a module trains with; `optimizer` is None where it leaves that to the config."""
+    """Optimizer and schedule of a module; `optimizer` is None if it leaves that to the config."""
 
     optimizer: Optimizer | None = None
     schedulers: list[Due] = field(default_factory=list)
 
 
 def configured(given: Any) -> Configured:
-    """What `configure_optimizers` gave, in any of Lightning's forms. Raises WorkloadError for anything else."""
+    """Result of `configure_optimizers`, in any of Lightning's forms. Raises WorkloadError for anything else."""
     optimizers, schedulers, monitor = _taken_apart(given)
     if not optimizers:
         return Configured()

@@ -11,7 +11,7 @@ from scaleray.lightning.logs import Logged
 
 
 class EpochSums:
-    """Sums and counts of this worker by name, on the device until somebody asks for them."""
+    """Sums and counts of this worker by name, on the device until they are read."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -33,7 +33,7 @@ class EpochSums:
         return {name: (total, count) for name, (total, count) in found.items()}
 
     def load(self, values: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from the `values` of a worker, or of several together."""
+        """Continue from the `values` of a worker, or of several together."""
         self._sums = {}
         for of_worker in values:
             for name, pair in of_worker.items():
@@ -41,7 +41,7 @@ class EpochSums:
                 self._sums[name] = own + self._sums[name] if name in self._sums else own
 
     def means(self, run: Any) -> dict[str, float]:
-        """The means over all workers; begins anew. Collective."""
+        """The means over all workers; resets the sums. Collective."""
         found = run.sums(self.values())
         self._sums.clear()
         return {name: total / count for name, (total, count) in found.items() if count}

@@ -1,4 +1,4 @@
-"""What a module finds in the place of its Trainer: how far the training is, and an error for anything else."""
+"""Object in place of a module's Trainer: the progress of the training, and an error for anything else."""
 
 from __future__ import annotations
 

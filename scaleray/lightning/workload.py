@@ -43,7 +43,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class Parts:
-    """What a workload is made of. module, data: classes, or objects that are made already; data may be a function.
+    """Parts of a workload. module, data: classes, or objects that are made already; data may be a function.
 
     count: what a batch counts in the loss; ROWS: its rows, also where the loss is no mean over them; None: its rows,
     checked.
@@ -87,7 +87,7 @@ def _made(parts: Parts) -> type[LightningWorkload]:
 
 
 def _signature(parts: Parts) -> inspect.Signature:
-    """What `workload.args` may hold: arguments of the module and of the data."""
+    """Keys that `workload.args` may hold: arguments of the module and of the data."""
     known = {**arguments_of(parts.data), **arguments_of(parts.module)}
     ordered = sorted(known.values(), key=lambda p: (p.kind == p.VAR_KEYWORD, p.default is not p.empty))
     seen: dict[Any, inspect.Parameter] = {}
@@ -155,7 +155,7 @@ class LightningWorkload(Workload):
         return self._sum_and_count(given, batch, rows)
 
     def metrics(self, model: Any, batch: Any) -> Mapping[str, Any]:
-        """What `validation_step` or `test_step` logs, as sums and counts; its loss if it returns one."""
+        """Values that `validation_step` or `test_step` logs, as sums and counts; its loss if it returns one."""
         split, rows, batch = self._batch(model, batch)
         name, self._trainer.stage = STAGES.get(split.partition("_")[0], STAGES[loaders.VAL])
         if not is_overridden(name, type(model)):
@@ -237,20 +237,20 @@ class LightningWorkload(Workload):
         return left_alone(self._model)
 
     def predict(self, model: Any, batch: Any) -> Mapping[str, Any]:
-        """What `predict_step` gives, or the module's forward pass, by name."""
+        """Result of `predict_step`, or of the module's forward pass, by name."""
         _, _, batch = self._batch(model, batch)
         self._trainer.stage = "predicting"
         given = self._step(model, "predict_step", batch)
         return given if isinstance(given, Mapping) else {"prediction": given}
 
     def callbacks(self) -> list[Any]:
-        """What calls the module's hooks, anew for each training."""
+        """Caller of the module's hooks, a new one for each training."""
         self._hooks = LightningHooks(self._trainer)
         self._trainer.place, self._trainer.callback_metrics = None, {}
         return [self._hooks]
 
     def step_metrics(self) -> Mapping[str, Any]:
-        """What the last step logged on this worker, for the record of that step."""
+        """Values that the last step logged on this worker, for the record of that step."""
         return self._hooks.values_of_step
 
     def _class(self) -> type:
@@ -258,7 +258,7 @@ class LightningWorkload(Workload):
         return module if isinstance(module, type) else type(module)
 
     def _new_module(self) -> Any:
-        """A new module, attached to what stands in for its trainer."""
+        """A new module, attached to the object in place of its trainer."""
         made_of = self.parts.module
         module = made_of(**self._args_of(made_of)) if isinstance(made_of, type) else copy.deepcopy(made_of)
         check_module(module)
@@ -269,7 +269,7 @@ class LightningWorkload(Workload):
         return module
 
     def _args_of(self, made_of: Any) -> dict[str, Any]:
-        """Those of the arguments that this class or function takes: by name, and what nobody has named by `**`."""
+        """Arguments that this class or function takes: by name, and the remaining ones by `**`."""
         taken = arguments_of(made_of)
         named = {name: value for name, value in self.args.items() if name in taken}
         if any(p.kind is p.VAR_KEYWORD for p in taken.values()):
@@ -286,7 +286,7 @@ class LightningWorkload(Workload):
         return self._collations[split]
 
     def _loaders(self, *, prepare: bool) -> dict[str, Any]:
-        """What the loader hooks give, by split."""
+        """Results of the loader hooks, by split."""
         data = self.parts.data
         if (
             data is not None
@@ -318,7 +318,7 @@ class LightningWorkload(Workload):
         return split, rows, model.on_after_batch_transfer(batch["batch"], loaders.loader_number(split) or 0)
 
     def _with_batch_hooks(self, model: Any, kind: str, batch: Any, number: int | None) -> Any:
-        """What a step of an evaluation gives, between its hooks."""
+        """Result of a step of an evaluation, between its hooks."""
         batch_hooks = self._hooks.is_running and is_overridden(f"on_{kind}_batch_start", model)
         args = (batch, self._trainer.batch_idx, *([] if number is None else [number]))
         if batch_hooks:

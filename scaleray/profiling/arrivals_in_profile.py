@@ -1,6 +1,5 @@
-"""What arrivals add to the profile of a run: lateness, stragglers, the wait for the slowest rank, rates of links.
-
-Used by profiling/run_profile.
+"""Contribution of arrivals to the profile of a run: lateness, stragglers, the wait for the slowest rank, rates of
+links. Used by profiling/run_profile.
 """
 
 from __future__ import annotations

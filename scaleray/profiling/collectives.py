@@ -1,7 +1,7 @@
-"""What collectives cost: bytes on the busiest link, and how much of their time a rank stood still for them.
+"""Cost of collectives: bytes on the busiest link, and the time that a rank waited for them.
 
 Used by profiling/run_profile (rows of a record). Bus bandwidth is that of the collective's own group, by the number of
-its ranks: it can be held against the speed of a link whatever the operation is. Source: NCCL tests, PERFORMANCE.md.
+its ranks: it can be compared with the speed of a link for any operation. Source: NCCL tests, PERFORMANCE.md.
 """
 
 from __future__ import annotations

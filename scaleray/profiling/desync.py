@@ -1,8 +1,9 @@
-"""Which collective a training hangs in, and who is to blame: from what each rank says of its own last calls.
+"""The collective in which a training hangs, and the ranks that caused it: from each rank's record of its own last
+calls.
 
 Ranks of a group must call the same collectives in the same order. Their sequence numbers are compared: where two ranks
 called different things under one number, or some rank never came to a number, there the training broke. Torch's own
-analyzer (`torch.distributed.flight_recorder`) asks the same of NCCL's dumps; here ranks without a dump, groups that
+analyzer (`torch.distributed.flight_recorder`) does the same for NCCL's dumps; here ranks without a dump, groups that
 wait for each other and gloo are part of it.
 """
 
@@ -22,7 +23,7 @@ BY_OUTPUT = ("scatter",)
 
 
 class Kind(StrEnum):
-    """What is wrong."""
+    """Kind of the fault."""
 
     ABSENT = "a rank did not come"
     OTHER_CALL = "another collective"
@@ -57,7 +58,7 @@ class Desync:
 
     @property
     def call(self) -> Call:
-        """What most ranks called."""
+        """The call of most ranks."""
         return self.calls[next(rank for rank in self.waiting if rank not in self.odd)]
 
 
@@ -202,7 +203,7 @@ def _kind(usual: Call, odd: Call) -> Kind:
 
 
 def _order_hint(usual: Mapping[int, Call], odd: Mapping[int, Call], number: int, rank: int) -> str:
-    """What the calls before and after a difference tell of its cause."""
+    """Cause of a difference, from the calls before and after it."""
     here, there = usual[number], odd[number]
     after, after_there = usual.get(number + 1), odd.get(number + 1)
     comes_next = after is not None and _signature(after) == _signature(there)

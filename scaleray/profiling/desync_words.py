@@ -1,4 +1,4 @@
-"""A hang in words: the collective, who did not come, and the line on which each rank stands."""
+"""Text on a hang: the collective, the ranks that did not come, and the line at which each rank is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scaleray.records.hangs import RankDump, place_of
 
 
 def in_words(found: Desync, dumps: Mapping[int, RankDump], *, most_lines: int = 6) -> str:
-    """What is wrong, in a sentence, and then where each rank of the group stands."""
+    """The fault in a sentence, and then the line at which each rank of the group is."""
     said = [_sentence(found)]
     if found.hint:
         said.append(found.hint)
@@ -22,7 +22,7 @@ def in_words(found: Desync, dumps: Mapping[int, RankDump], *, most_lines: int = 
 
 
 def standing(dumps: Mapping[int, RankDump], *, most_lines: int = 6) -> list[str]:
-    """Where ranks stand, those on the same line together, the fewest first: among many, they are the odd ones."""
+    """Ranks grouped by source line, smallest group first (the outliers)."""
     places: dict[tuple[str, str], list[int]] = {}
     for rank, dump in sorted(dumps.items()):
         if dump.stands_on:

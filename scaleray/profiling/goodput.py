@@ -45,8 +45,9 @@ class GoodputLedger:
     _held_at: float = 0.0  # when the work began that no checkpoint holds
 
     def begin(self, at: float) -> None:
-        """Another attempt begins: the run, or what goes on after a checkpoint. What was done since the last sign of
-        the one before is part of the restart."""
+        """Begin another attempt: the run itself, or its continuation after a checkpoint. The time since the last sign
+        of the attempt before is part of the restart.
+        """
         self.attempts += 1
         self._begun_at = self.at if self.attempts > 1 else self.started_at
         self._previous_step, self._first, self._is_first_of_two = None, None, True
@@ -118,12 +119,12 @@ class GoodputLedger:
         return Goodput(elapsed_s, seconds, max(1, self.attempts), self.repeated_steps, longest)
 
     def state(self) -> dict[str, Any]:
-        """State that the next attempt goes on from, as JSON."""
+        """State from which the next attempt continues, as JSON."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
     @classmethod
     def of(cls, state: Mapping[str, Any] | None, *, started_at: float) -> GoodputLedger:
-        """The ledger of a run that goes on; without a state that can be read, it begins with this attempt."""
+        """The ledger of a run that continues; without a readable state it begins with this attempt."""
         try:
             assert state is not None
             known = {name: state[name] for name in cls(0.0).state() if name in state or name not in NEWER}

@@ -1,7 +1,7 @@
-"""Who comes late to the collectives of a step, and in which layers the delay was born.
+"""Ranks that arrive late at the collectives of a step, and the layers in which the delay arose.
 
-Timers of phases cannot tell: a rank that is slow in its backward pass makes all others wait in theirs, and all measure
-the same. The moments at which each rank's gradients are ready can. Used by profiling/run_profile and
+Timers of phases cannot show it: a rank that is slow in its backward pass makes all others wait in theirs, and all
+measure the same. The moments at which each rank's gradients are ready can. Used by profiling/run_profile and
 profiling/verdict; what is measured comes from training/profile/arrivals.py. All arrays have a row for each step.
 """
 
@@ -114,9 +114,9 @@ def find_stragglers(
     """Ranks that lose at least `least_share` of a step and `least_s` somewhere, with the place where each loses most;
     the worst first. Less than a millisecond is what a host's scheduler, or rank 0's records, cost.
 
-    Nobody is named for being the last: a rank must be later than the others in block after block of steps (a sign
+    No rank is named only for being the last: a rank must be later than the others in block after block of steps (a sign
     test, at the level `alpha` for all ranks and places together), and by enough. The median of blocks is what counts,
-    so that one pause of a machine names nobody, while a rank that is late in each tenth step is named in a long run.
+    so that one pause of a machine names no rank, while a rank that is late in each tenth step is named in a long run.
     """
     num_steps = len(arrivals.steps)
     if num_steps < LEAST_STEPS or step_s <= 0:

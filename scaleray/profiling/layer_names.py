@@ -12,7 +12,7 @@ def layer_range(parameters: Iterable[str]) -> str:
     """The layers whose parameters these are, in the order of the model; numbered ones in a row are drawn together.
 
     A layer is the part of the name up to its first number (`encoder.layers.5` of `encoder.layers.5.attention.weight`),
-    else the outermost module (`head`); a parameter of the model itself stands for itself.
+    else the outermost module (`head`); a parameter of the model itself counts as a layer.
     """
     numbers: dict[str, list[int]] = {}
     for name in parameters:

@@ -1,7 +1,7 @@
-"""Which link between two ranks is slow: each pair is measured alone, and held against the others.
+"""The slow link between two ranks: each pair is measured alone, and compared with the others.
 
-A collective cannot tell: with an all-reduce all ranks wait for the slowest link alike, whichever it is. With two ranks
-there is one pair and nothing to hold it against. Used by profiling/run_profile and profiling/verdict.
+A collective cannot show it: with an all-reduce all ranks wait for the slowest link alike, whichever it is. With two
+ranks there is one pair and nothing to compare it with. Used by profiling/run_profile and profiling/verdict.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SlowLink:
 
 
 def slow_link(rows: Sequence[LinkRow]) -> SlowLink | None:
-    """The slowest link, where it is slow beside the others; None where they are alike, or too few to be compared."""
+    """The slowest link, if it is slow compared with the others; None if they are alike, or too few to be compared."""
     ways = {(row.sender, row.receiver): row.bytes_per_s for row in rows}
     pairs: dict[tuple[int, int], float] = {}
     for (sender, receiver), rate in ways.items():
@@ -60,8 +60,9 @@ def slow_link(rows: Sequence[LinkRow]) -> SlowLink | None:
 
 
 def slowest(rows: Sequence[LinkRow]) -> tuple[str, str, float, float | None]:
-    """The slowest link there is: from which rank, to which, its bandwidth, and that of the others, None where there are
-    too few of them to be held against; or, where all links of a rank are slow alike, that rank and its best one."""
+    """The slowest link there is: from which rank, to which, its bandwidth, and that of the others, None if there are
+    too few of them to compare; or, where all links of a rank are slow alike, that rank and its best one.
+    """
     found = slow_link(rows)
     if found is not None and len(found.ranks) == 1:
         return str(found.ranks[0]), EVERY_OTHER, found.bytes_per_s, found.usual
@@ -72,7 +73,7 @@ def slowest(rows: Sequence[LinkRow]) -> tuple[str, str, float, float | None]:
 
 
 def in_words(found: SlowLink) -> str:
-    """The link, with its bandwidth beside the others'."""
+    """The link, with its bandwidth and that of the others."""
     if len(found.ranks) == 1:
         who = f"all links of rank {found.ranks[0]} are"
     elif found.one_way is not None:

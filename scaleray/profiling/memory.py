@@ -1,4 +1,4 @@
-"""Memory that an allocator holds and nobody uses, in four numbers, from its own books; and how they went over time.
+"""Memory that an allocator holds without use, in four numbers, from its own books; and how they went over time.
 
 The books are those of torch's caching allocator: `torch.cuda.memory_stats` and the segments of a snapshot.
 """

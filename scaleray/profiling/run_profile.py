@@ -14,7 +14,7 @@ from scaleray.records.profile import Buckets, Goodput, RankMeasurements, RankPro
 CLOSES_WITHIN = 0.01
 """Share of a step by which its parts may miss it."""
 STEP = "step"
-"""Name of the column of whole steps, beside those of phases."""
+"""Name of the column of whole steps, next to those of phases."""
 PAUSES = "pauses"
 """Name of the column of the garbage collector's pauses, which fall into phases."""
 
@@ -46,7 +46,7 @@ def run_profile(
 
 
 def _notes(ranks: Sequence[RankMeasurements]) -> list[str]:
-    """What was not measured, with the ranks where it is not so on all of them."""
+    """Measurements that are missing, with the ranks if not all of them lack one."""
     by_note: dict[str, list[int]] = {}
     for one in ranks:
         for note in one.notes:
@@ -58,7 +58,7 @@ def _notes(ranks: Sequence[RankMeasurements]) -> list[str]:
 
 
 def rank_profile(measured: RankMeasurements) -> RankProfile:
-    """What one rank has measured, summed up. Parts that took no time in any step are left out."""
+    """Summary of one rank's measurements. Parts that took no time in any step are left out."""
     spreads = {
         name: _spread(measured, column)
         for column, name in enumerate(measured.columns)

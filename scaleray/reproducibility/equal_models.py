@@ -64,7 +64,7 @@ def check_equal_parameters(
 
 
 def fingerprint_of(digests: Digests) -> str:
-    """16 hex digits that stand for a model's initial values, however it is spread over workers."""
+    """16 hex digits that identify a model's initial values, however it is spread over workers."""
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
 
 

@@ -37,7 +37,7 @@ def environment(folder: str | Path = ".") -> dict[str, Any]:
 
 
 def environment_hash(facts: dict[str, Any]) -> str:
-    """SHA-256 (16 hex digits) of the facts: two measurements with the same hash may stand on one curve."""
+    """SHA-256 (16 hex digits) of the facts: two measurements with the same hash may be on one curve."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -87,7 +87,7 @@ def package_versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """What a worker runs on: processor, GPUs with their drivers, kernel, and torch."""
+    """Platform of a worker: processor, GPUs with their drivers, kernel, and torch."""
     return {
         "cpu": cpu_model(),
         "accelerators": accelerators(),

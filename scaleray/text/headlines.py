@@ -15,12 +15,13 @@ MUCH_FASTER = 1.1
 """Factor of throughput that twice the workers must surely bring: in a doubling that brings less, they wait for each
 other most of the time."""
 KNOWN_WITHIN = 3.0
-"""Factor between an interval's ends beyond which the interval stands in the headline itself."""
+"""Factor between an interval's ends beyond which the headline shows the interval."""
 
 
 def study_headline(record: StudyRecord) -> str:
-    """How many workers to use, by the first curve, and how much faster these are. What the next doubling would give
-    stands in the verdict below it."""
+    """Recommended number of workers, by the first curve, and its speed-up. The gain of the next doubling is in the
+    verdict below it.
+    """
     curve = next((curve for curve in record.curves if curve.points), None)
     if curve is None:
         return "No curve was measured"

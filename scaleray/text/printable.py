@@ -1,4 +1,4 @@
-"""Text of somebody else's, such as a run's name, where a terminal or a parser would obey what it holds."""
+"""Text from elsewhere, such as a run's name, in which a terminal or a parser would obey control characters."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ LOG_FROM = 20.0
 
 
 def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
-    """The curve in at most `width` characters, each the mean of the values that it stands for; `x` where none of them
-    is a number."""
+    """The curve in at most `width` characters, each the mean of the values in its part; `x` if none of them is a
+    number.
+    """
     if not values or width < 1:
         return ""
     columns = _columns(values, min(width, len(values)))

@@ -1,6 +1,6 @@
-"""What the host's events are a part of: the event around each, its own time without those within, and its module.
+"""Context of the host's events: the event around each, its own time without those within, and its module.
 
-Modules are told by annotations `module: NAME` (scaleray's traces) or by `nn.Module: NAME` (traces with stacks).
+Modules are named by annotations `module: NAME` (scaleray's traces) or by `nn.Module: NAME` (traces with stacks).
 Backward operators belong to the module of the forward operator with the same sequence number.
 """
 

@@ -1,7 +1,7 @@
 """A large JSON object read piece by piece: one of its arrays is given element by element, and never held as a whole.
 
-Traces are objects of some small values and one array, `traceEvents`, which may hold millions of events. Keys may stand
-before and behind it.
+Traces are objects of some small values and one array, `traceEvents`, which may hold millions of events. Keys may come
+before and after it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Text:
             self.num_elements += 1
 
     def _decoded(self, decode: Callable[..., Any], between: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-        """Elements that stand as a whole in what was read."""
+        """Elements that were read completely."""
         text, at = self.text, self.at
         try:
             while True:

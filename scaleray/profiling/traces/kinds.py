@@ -1,7 +1,7 @@
-"""What each event of a trace is to a step: computing, communicating, copying, or none of these.
+"""Kind of each event of a trace: computing, communicating, copying, or none of these.
 
-On an accelerator the name of a kernel tells, as in Holistic Trace Analysis; on the CPU operators compute, and gloo's
-annotations communicate.
+On an accelerator it follows from the name of the kernel, as in Holistic Trace Analysis; on the CPU operators compute,
+and gloo's annotations communicate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scaleray.profiling.traces.trace import ANNOTATION, CPU_OP, Trace
 
 
 class Kind(IntEnum):
-    """What an event does for the step."""
+    """Part of an event in the step."""
 
     NONE = 0
     COMPUTE = 1

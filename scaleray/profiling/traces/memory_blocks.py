@@ -28,7 +28,7 @@ _BY_FRAMES = {  # of a pickle, which knows no addresses of parameters: by what w
 
 @dataclass(frozen=True)
 class Block:
-    """A block of the allocator. category: empty where nobody uses it."""
+    """A block of the allocator. category: empty if it is not in use."""
 
     size: int
     requested: int
@@ -72,7 +72,7 @@ class MemorySnapshot:
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that nobody uses and the allocator keeps for the next request."""
+        """Bytes that are not in use and that the allocator keeps for the next request."""
         return self.reserved_bytes - self.active_bytes
 
     @property
@@ -85,7 +85,7 @@ class MemorySnapshot:
 
     @property
     def largest_hole_bytes(self) -> int:
-        """The largest block that nobody uses."""
+        """The largest block that is not in use."""
         return max((block.size for block in self.blocks if not block.is_used), default=0)
 
     @property

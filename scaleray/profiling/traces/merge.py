@@ -51,7 +51,7 @@ def merge(
 
 
 def _ends(meeting: Meeting, clocks: Clocks) -> dict[int, str]:
-    """What each rank's part is to the arrow, by the trace-event format: its start, a step on its way, or its finish.
+    """Role of each rank's part in the arrow, by the trace-event format: its start, a step on its way, or its finish.
 
     In the order in which they come on the common clock: an end that comes before the start is dropped.
     """

@@ -36,7 +36,9 @@ class Steps:
 
 @dataclass(frozen=True)
 class Partition:
-    """Nanoseconds of each part of the traced steps of one rank, over all of them. None: not to be told apart here."""
+    """Nanoseconds of each part of the traced steps of one rank, over all of them. None: the part cannot be separated
+    here.
+    """
 
     num_steps: int
     total_ns: int

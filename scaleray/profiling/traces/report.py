@@ -41,7 +41,7 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class TraceReport:
-    """What the traces of a run say."""
+    """Content of a run's traces."""
 
     ranks: list[RankTrace]
     world_size: int | None
@@ -59,9 +59,8 @@ class TraceReport:
 
 
 def report_on(traces: Mapping[int, Trace], *, peak_flops: Mapping[int, float | None] | None = None) -> TraceReport:
-    """What the traces of a run say, by rank. peak_flops: what each rank's device can do in a second.
-
-    Raises TraceError for traces that are not of one run and the same steps.
+    """Content of a run's traces, by rank. peak_flops: FLOP/s that each rank's device can reach. Raises TraceError for
+    traces that are not of one run and the same steps.
     """
     check_together(traces)
     peaks = peak_flops or {}

@@ -55,7 +55,7 @@ class Trace:
     base_ns: int
     """Moment from which the file counts its microseconds."""
     own: Mapping[str, Any]
-    """What scaleray has written into it beside the events; empty in a trace of another program."""
+    """Values that scaleray has written into it in addition to the events; empty in a trace of another program."""
     names: list[str]
     categories: list[str]
     name: Ints

@@ -1,1 +1,1 @@
-"""What limits a training, by how much, and what to try next."""
+"""Verdict on a training: its limits, their cost, and the next thing to try."""

@@ -1,4 +1,4 @@
-"""What to try next about a limit, with the keys of the config and the commands that do it.
+"""Advice on a limit, with the keys of the config and the commands that do it.
 
 For trainings, and for the points of a scaling study: the same limit has the same advice everywhere.
 """
@@ -12,7 +12,7 @@ from scaleray.records.phases import Phase
 
 
 def advice_on(limit: Limit, facts: Facts, *, phase: str | None = None, cause: str = "") -> Advice:
-    """What to try about a limit. phase: that in which a straggler falls behind. cause: see `Finding.cause`."""
+    """Advice on a limit. phase: that in which a straggler falls behind. cause: see `Finding.cause`."""
     if limit is Limit.COMMUNICATION:
         return about_communication(facts)
     if limit is Limit.STRAGGLER:
@@ -46,7 +46,7 @@ _OTHERS = {
 
 
 def about_input() -> Advice:
-    """What to try where steps wait for their rows."""
+    """Advice for steps that wait for their rows."""
     return Advice(
         "more cores for reading (data.reserved_cpus), larger chunks (data.chunk_mib), "
         "or a source that is decoded already",
@@ -55,7 +55,7 @@ def about_input() -> Advice:
 
 
 def about_communication(facts: Facts) -> Advice:
-    """What to try where collectives are waited for, by the strategy."""
+    """Advice for steps that wait for collectives, by the strategy."""
     if facts.strategy == "fsdp":
         first = (
             "larger micro-batches (batch.micro_size), as each gathers anew, " if facts.accumulation_steps > 1 else ""
@@ -82,7 +82,7 @@ def about_communication(facts: Facts) -> Advice:
 
 
 def about_contention(facts: Facts) -> Advice:
-    """What to try where workers get in each other's way."""
+    """Advice for workers that slow each other down."""
     if facts.is_oversubscribed:
         return Advice("measure with no more workers than cores to see how a cluster would scale")
     return Advice(
@@ -93,7 +93,7 @@ def about_contention(facts: Facts) -> Advice:
 
 
 def about_little_work(facts: Facts) -> Advice:
-    """What to try where each worker has too little to compute."""
+    """Advice for workers that have too little to compute."""
     share = max(1, facts.global_batch_size // facts.workers)
     samples = "sample" if share == 1 else "samples"
     return Advice(

@@ -1,4 +1,4 @@
-"""What a training loses more to than another one does: where the difference of their step times lies."""
+"""Difference of the step times of two trainings, by limit."""
 
 from __future__ import annotations
 

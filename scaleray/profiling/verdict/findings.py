@@ -1,4 +1,4 @@
-"""What a verdict is made of: the limits that there are, what was found of each, and what to try next."""
+"""Parts of a verdict: the limits that there are, the finding for each, and the advice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scaleray.text.units import seconds
 
 
 class Limit(StrEnum):
-    """What the time of a training is lost to, under the names of a verdict."""
+    """Causes of lost time in a training, under the names of a verdict."""
 
     INPUT = "input"
     COPY = "copy to device"
@@ -26,12 +26,12 @@ class Limit(StrEnum):
     MEMORY = "memory pressure"
     """The allocator gives memory back and asks again, as what is free is too little or in pieces."""
     INCOMPLETE = "incomplete"
-    """What was measured does not suffice to say."""
+    """The measurements do not suffice for a verdict."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What to try next. keys: of the config; commands: to run."""
+    """Advice. keys: of the config; commands: to run."""
 
     text: str
     keys: tuple[str, ...] = ()
@@ -43,8 +43,8 @@ class Finding:
     """One thing that time is lost to.
 
     share: of the elapsed time that goes when it goes, between low and high in 9 of 10 resamples of the steps; None:
-    seen, and its cost cannot be told. gain: how many times as fast the training would be without it, at most.
-    likelihood: share of the resamples in which it is large enough to be told.
+    seen, at an unknown cost. gain: how many times as fast the training would be without it, at most. likelihood: share
+    of the resamples in which it is large enough to be reported.
     """
 
     limit: Limit
@@ -55,7 +55,7 @@ class Finding:
     likelihood: float = 1.0
     evidence: str = ""
     cause: str = ""
-    """What in particular, such as `garbage collection`, where it is known."""
+    """Particular cause, such as `garbage collection`, if it is known."""
     ranks: tuple[int, ...] = ()
     """Stragglers, the slowest first, or the ranks that wait for their rows where others do not."""
     phase: str | None = None
@@ -70,7 +70,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What limits a training: one primary finding, others in the order of their shares, and a sentence."""
+    """Limit of a training: one primary finding, others in the order of their shares, and a sentence."""
 
     primary: Finding
     others: tuple[Finding, ...]
@@ -84,7 +84,7 @@ class Verdict:
     shares: dict[str, float] = field(default_factory=dict)
     """Shares of the time by limit, which add up to 1."""
     notes: tuple[str, ...] = ()
-    """What could not be told, and why."""
+    """Questions that could not be answered, and why."""
 
     @property
     def limit(self) -> Limit:
@@ -92,7 +92,7 @@ class Verdict:
         return self.primary.limit
 
     def lines(self) -> list[str]:
-        """The verdict for a terminal: the sentence, then what stands behind it."""
+        """The verdict for a terminal: the sentence, then its evidence."""
         words = [self.sentence]
         if self.primary.evidence:
             words.append(f"why: {self.primary.evidence}")

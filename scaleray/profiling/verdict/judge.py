@@ -1,7 +1,7 @@
-"""The verdict on a training: what limits it, ranked by what it costs, each with a bound on what removing it gives.
+"""The verdict on a training: its limits, ranked by cost, each with a bound on the gain of removing it.
 
-Pure arithmetic on `Signals`. A limit is told where it costs at least LEAST_SHARE of the time, and noise of the steps
-does not put that in doubt; a training in which nothing does computes.
+Pure arithmetic on `Signals`. A limit is reported if it costs at least LEAST_SHARE of the time, beyond the noise of the
+steps; a training without one is limited by computing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from scaleray.records.phases import Phase
 LEAST_STEPS = 10
 """Steps in steady state below which nothing is said."""
 LEAST_SHARE = 0.06
-"""Share of the time from which on a limit is told."""
+"""Share of the time from which on a limit is reported."""
 SURE_SHARE = 0.03
 """Share that it must exceed in all but LOW of the resamples: a hiccup of the machine does not."""
 MOST_UNEXPLAINED = 0.1
@@ -46,7 +46,9 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds of each step that go with each limit: beside the stragglers (`saved`), and alone (`alone`)."""
+    """Seconds of each step saved by removing each limit: in addition to the stragglers (`saved`),
+    and alone (`alone`).
+    """
 
     times: Times
     saved: dict[Limit, Times]
@@ -100,10 +102,9 @@ def _incomplete(signals: Signals, reason: str) -> Verdict:
 
 
 def _costs(signals: Signals, *, may_straggle: bool = True) -> _Costs:
-    """What goes with each limit, step by step.
-
-    Pauses and retries hide in the passes, and stragglers in any part; they are taken out first, so that nothing is
-    counted twice. Of the rest each limit's parts are left out in turn.
+    """Seconds saved by removing each limit, step by step. Pauses and retries are hidden in the passes, and stragglers
+    in any part; they are removed first, so that nothing is counted twice. Of the rest each limit's parts are left out
+    in turn.
     """
     whole = replay_of(signals)
     times, saved, alone = whole.times(), {}, {}
@@ -130,8 +131,9 @@ def _costs(signals: Signals, *, may_straggle: bool = True) -> _Costs:
 
 
 def _seconds_of_retries(replay: Replay, signals: Signals) -> npt.NDArray[np.float64] | None:
-    """What steps in which the allocator asked again took beyond a rank's other steps; None where there is nothing to
-    compare with."""
+    """Excess of the steps in which the allocator asked again over a rank's other steps; None if there is nothing to
+    compare with.
+    """
     if signals.retries is None:
         return None
     retried = signals.retries > 0

@@ -1,4 +1,4 @@
-"""How sure a share of the time is, given that steps differ: blocks of steps in a row are drawn anew.
+"""Uncertainty of a share of the time, given that steps differ: blocks of consecutive steps are resampled.
 
 Source: Künsch 1989, doi:10.1214/aos/1176347265 (block bootstrap for series whose neighbours depend on each other).
 """

@@ -22,7 +22,7 @@ from scaleray.records.run import RunRecord
 FIRST_STEPS = 10
 """Steps at the beginning that are left out, but not more than half."""
 EVENTS = (Phase.EVALUATION, Phase.CHECKPOINT)
-"""Parts that come every so many steps: their mean stands in each, as when they come is no chance."""
+"""Parts that come every so many steps: each step gets their mean, since their interval is fixed."""
 
 
 def verdict_of_run(record: RunRecord) -> Verdict:
@@ -37,7 +37,7 @@ def verdict_of_run(record: RunRecord) -> Verdict:
 
 
 def with_links(verdict: Verdict, profile: RunProfile, facts: Facts) -> Verdict:
-    """The verdict that names the ranks at a slow link, or says why nobody knows them."""
+    """The verdict that names the ranks at a slow link, or gives the reason why they are unknown."""
     found = [one for one in (verdict.primary, *verdict.others) if one.limit is Limit.COMMUNICATION]
     if not found:
         return verdict
@@ -59,7 +59,7 @@ def _count(record: RunRecord, name: str) -> int:
 
 
 def facts_of(record: RunRecord, *, device: str = "cpu") -> Facts:
-    """What is known of a run beside its times."""
+    """Facts of a run other than its times."""
     return Facts(
         record.workers,
         record.strategy,

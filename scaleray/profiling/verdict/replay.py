@@ -1,8 +1,8 @@
-"""Steps replayed without something: every step takes as long as its slowest rank's own work, and then the link.
+"""Steps replayed without one cause: every step takes as long as its slowest rank's own work, and then the link.
 
-Ranks of a synchronous training wait for each other in collectives. Whoever comes last waits for the link alone, so the
-shortest wait of a step is the link's time, and all beyond it is waiting for the slowest. A step without X takes the
-longest of what the ranks do without X: what X really costs, where a rank's excess hides in the others' waits.
+Ranks of a synchronous training wait for each other in collectives. The last one to arrive waits for the link alone, so
+the shortest wait of a step is the link's time, and all beyond it is waiting for the slowest. A step without X takes as
+long as the slowest rank without X. That is the true cost of X, even if a rank's excess is hidden in the others' waits.
 Source of the idea: Lin et al. 2025, arXiv:2505.05713 (what-if by simulation of steps without stragglers).
 """
 
@@ -26,7 +26,7 @@ where tensors are made."""
 
 @dataclass(frozen=True)
 class Replay:
-    """What the ranks do of their own, and the link's time."""
+    """The ranks' own work, and the link's time."""
 
     parts: Mapping[Phase, Seconds]
     link: Times

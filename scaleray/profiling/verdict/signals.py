@@ -1,4 +1,4 @@
-"""What a verdict looks at: seconds of each part of each step on each rank, and what is known beside them."""
+"""Input of a verdict: seconds of each part of each step on each rank, and other facts of the run."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Signals:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that the columns stand for."""
+        """Number of steps that the columns represent."""
         return self.num_columns * self.window
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a training that its times do not say."""
+    """Facts of a training that its times do not show."""
 
     workers: int
     strategy: str

@@ -16,8 +16,9 @@ ALIKE = 0.5
 """Share of the worst excess from which on another rank falls behind as well: one slow node has many ranks."""
 
 APART = (Phase.INPUT,)
-"""Parts in which a rank that waits longest is no straggler: rows of the others may be as late, and nobody sees it, as
-these wait for the rank and their rows come meanwhile."""
+"""Parts in which the rank that waits longest is not a straggler: rows of the others may be as late without showing it,
+as these wait for the rank and their rows arrive meanwhile.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A verdict in words: one sentence, the evidence of each finding, and what could not be told."""
+"""Text of a verdict: one sentence, the evidence of each finding, and the questions that could not be answered."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def evidence_of(limit: Limit, signals: Signals, stragglers: Stragglers | None, c
 
 
 def not_told(signals: Signals, facts: Facts) -> Iterator[str]:
-    """What the signals do not suffice for."""
+    """Questions for which the signals do not suffice."""
     if facts.workers > 1 and signals.waits is None:
         yield "communication and stragglers, as waiting for collectives was not measured"
     elif facts.workers > 1 and signals.num_ranks < facts.workers:

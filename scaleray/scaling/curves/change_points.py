@@ -21,7 +21,7 @@ LEAST = 3
 
 @dataclass(frozen=True)
 class ChangePoint:
-    """The value from which on a series is another one. before and after: medians of the parts beside it."""
+    """First value of a new level of a series. before and after: medians of the parts on either side."""
 
     index: int
     before: float

@@ -30,12 +30,12 @@ def as_curve(
     laws: Sequence[GivenLaw] = (),
     workers_per_node: int | None = None,
 ) -> Curve:
-    """Everything that follows from the points of one mode: speed-ups, fits, the next doubling, what limits, a verdict.
+    """Everything that follows from the points of one mode: speed-ups, fits, the next doubling, the limit, a verdict.
 
-    laws: more laws to be fitted and judged beside Amdahl's, Gustafson's and the USL. workers_per_node: number
-    of workers that a node holds; no doubling is predicted that would be the first to leave it. Raises
-    UsageError for points that cannot stand on one curve: none, two of one size, another mode, or global batches
-    that do not belong together.
+    laws: more laws to be fitted and judged in addition to Amdahl's, Gustafson's and the USL. workers_per_node: number
+    of workers that a node holds; no doubling is predicted that would be the first to leave it. Raises UsageError for
+    points that do not belong to one curve: none, two of one size, another mode, or global batches that do not belong
+    together.
     """
     _check(mode, points)
     found = curve_points(points)

@@ -88,7 +88,8 @@ def ratio(turns: Turns, base: Turns) -> Estimate:
 
 
 def curve_points(points: Sequence[Point]) -> list[CurvePoint]:
-    """Points in order of workers beside the smallest one: throughput over the base's, as speed-up and as efficiency.
+    """Points in order of workers, compared with the smallest one: throughput over the base's, as speed-up and as
+    efficiency.
 
     The base has a speed-up of its own number of workers and an efficiency of 1, exactly. Where points are compared
     round by round, a speed-up is not quite the ratio of the points' own throughputs.

@@ -65,7 +65,7 @@ def refusal(points: list[CurvePoint], workers_per_node: int | None) -> str:
 
 
 def next_doubling(points: list[CurvePoint], fitted: FittedLaw) -> NextDoubling:
-    """What twice the largest number of workers would give by this law, with its interval."""
+    """Prediction of this law for twice the largest number of workers, with its interval."""
     largest = points[-1]
     workers = 2 * largest.point.workers
     growth, draws = _growth(fitted, _loss(points), largest.point.workers, workers)

@@ -15,7 +15,7 @@ FIGURES = {"efficiency": True, "samples_per_s": True, "mfu": True, "speedup": Tr
 SAME = ("kind", "model", "mode", "gpus", "strategy", "global_batch", "hardware")
 """Fields that all points of a course share."""
 MAY_EXPLAIN = ("code", "environment", "data_hash", "topology", "owner")
-"""Fields whose change beside a change of level is said."""
+"""Fields whose change is reported with a change of level."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Course:
 
     @property
     def title(self) -> str:
-        """What its points are, in words."""
+        """Description of its points."""
         same = self.same
         parts = [same.get("model"), f"{same['gpus']} workers" if same.get("gpus") else None, same.get("mode"),
                  same.get("strategy"), f"batch {same['global_batch']}" if same.get("global_batch") else None,
@@ -46,7 +46,7 @@ class Course:
         return (change.after < change.before) == FIGURES[self.figure]
 
     def explained(self, change: ChangePoint) -> list[str]:
-        """What else is not the same from this point on."""
+        """Other facts that differ from this point on."""
         before, after = self.points[change.index - 1].values, self.points[change.index].values
         return [
             f"{name} {_short(before.get(name))} -> {_short(after.get(name))}"

@@ -1,7 +1,7 @@
-"""What limits the largest point of a curve, and what could be changed about it.
+"""Limit of the largest point of a curve, and its remedy.
 
-The time that a step takes beyond the ideal is the sum of what each of its parts takes beyond the ideal: on a strong
-curve a part is ideal at the base's divided by the growth of the workers, on a weak curve at the base's.
+The time that a step takes beyond the ideal is the sum of the excess of each of its parts: on a strong curve a part is
+ideal at the base's divided by the growth of the workers, on a weak curve at the base's.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ AS_IN_PROFILES = {
     "computing or communication": Limit.COMMUNICATION,
     "nothing yet": Limit.COMPUTE,
 }
-"""What a profile of such steps says: a curve knows beside it whether there is too little work or too few cores."""
+"""The limits that a profile of such steps can have; a curve also knows whether there is too little work or too few
+cores.
+"""
 
 
 def limit_of(mode: Mode, base: Point, largest: CurvePoint) -> str:
-    """What limits the largest point: a key of WORDS, or "" for a curve of one point."""
+    """Limit of the largest point: a key of WORDS, or "" for a curve of one point."""
     point = largest.point
     if point.workers == base.workers:
         return ""
@@ -77,8 +79,7 @@ def lost_shares(mode: Mode, base: Point, point: Point) -> dict[str, float]:
 
 
 def advice(limit: str, point: Point) -> str:
-    """What to change about a limit, with the keys of the config, as a profile advises it; "" where there is nothing to
-    change."""
+    """Remedy for a limit, with the keys of the config, as a profile advises it; "" if there is none."""
     about = Facts(
         point.workers,
         point.strategy,

@@ -1,7 +1,7 @@
-"""Turns that were taken in the same rounds: what a round did to all of them is told apart from what each did alone.
+"""Turns that were taken in the same rounds: the effect of a round on all of them is separated from that of each turn.
 
 A ladder takes one turn of every rung in a round, so that a machine that is slow for a while is slow for all of them. As
-in a block design, the mean over the points of each round's deviation is taken off. The ratio of what is left of two
+in a block design, the mean over the points of each round's deviation is taken off. The ratio of the remainders of two
 points is the median over the rounds of the ratio within a round.
 """
 

@@ -1,11 +1,13 @@
-"""Whether something became slower: the change of step times between two sets of launches, told from noise or not.
+"""Whether something became slower: the change of step times between two sets of launches, and whether it exceeds the
+noise.
 
-What two launches of the same differ by (placement, neighbours, clocks) is usually more than the noise of their steps,
-and one launch says nothing of it. So a launch is one measurement, the logarithm of its median step time: with at least
-2 on each side the difference of their means gets Welch's interval with the degrees of freedom of the smaller side,
-which holds at least its nominal share whatever the spreads of the two sides are (Mickey and Brown 1966, Ann. Math.
-Stat. 37(3):639-642; Welch's own degrees of freedom alarm falsely in 10 % of comparisons of 2 launches with 10). With
-fewer launches nothing is called slower: the answer is `inconclusive`, with the number of launches that would tell.
+The difference between two launches of the same training (placement, neighbours, clocks) is usually larger than the
+noise of their steps, and one launch does not show it. So a launch is one measurement, the logarithm of its median step
+time: with at least 2 on each side the difference of their means gets Welch's interval with the degrees of freedom of
+the smaller side, which holds at least its nominal share whatever the spreads of the two sides are (Mickey and Brown
+1966, Ann. Math. Stat. 37(3):639-642; Welch's own degrees of freedom alarm falsely in 10 % of comparisons of 2 launches
+with 10). With fewer launches nothing is called slower: the answer is `inconclusive`, with the number of launches that
+would suffice.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """Verdict: `slower`, `faster`, `no difference` (none that can be told from noise), or `inconclusive`: more than
-        the known noise, while it is not known how much launches differ."""
+        """Verdict: `slower`, `faster`, `no difference` (none that exceeds the noise), or `inconclusive`: more than the
+        known noise, while the difference between launches is not known.
+        """
         found = "slower" if self.time_ratio.low > 1 else "faster" if self.time_ratio.high < 1 else "no difference"
         return found if found == "no difference" or self.basis == "launches" else "inconclusive"
 

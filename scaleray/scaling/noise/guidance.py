@@ -79,7 +79,7 @@ class Guide:
         return sorted({cell.batch_size for cell in self.cells})
 
     def results(self, trials: Sequence[Trial]) -> dict[tuple[int, str], Result]:
-        """Results so far, by batch size and arm; a training that counts for several arms stands under one."""
+        """Results so far, by batch size and arm; a training that counts for several arms is listed under one."""
         by_number = {trial.number: trial for trial in trials if trial.same_as is None}
         found = {}
         for cell in self.cells:

@@ -110,7 +110,7 @@ class NoiseAverages:
 
     @property
     def square(self) -> float:
-        """Average of |G|^2; negative where it cannot be told from 0. NaN before the first measurement."""
+        """Average of |G|^2; negative if it may be 0 within its noise. NaN before the first measurement."""
         return self._mean("square")
 
     @property
@@ -120,8 +120,9 @@ class NoiseAverages:
 
     @property
     def noise_scale(self) -> float:
-        """Noise scale, trace / |G|^2, in samples: infinite where |G|^2 cannot be told from 0, which means larger than
-        can be resolved here; NaN before the first measurement."""
+        """Noise scale, trace / |G|^2, in samples: infinite if |G|^2 may be 0 within its noise, which means larger than
+        can be resolved here; NaN before the first measurement.
+        """
         if self.num_samples == 0:
             return math.nan
         if self.square <= 0:
@@ -130,10 +131,10 @@ class NoiseAverages:
 
     def interval(self, *, confidence: float = 0.95) -> Estimate | None:
         """The noise scale with the interval of Fieller 1954 (doi:10.1111/j.2517-6161.1954.tb00159.x), whose upper end
-        is infinite where |G|^2 cannot be told from 0. None for fewer than 3 effective measurements.
+        is infinite if |G|^2 may be 0 within its noise. None for fewer than 3 effective measurements.
 
-        Measurements are taken as independent, which gradients of other samples are; a drift of the true
-        values widens the interval.
+        Measurements are taken as independent, which gradients of other samples are; a drift of the true values widens
+        the interval.
         """
         sums = self._sums
         effective = sums["weight"] ** 2 / sums["weight_of_squares"] if self.num_samples else 0.0
@@ -204,7 +205,7 @@ class NoiseWindows:
             self._a_window *= 2
 
     def effective(self, batch_size: float, *, num_parts: int = 8) -> Estimate | None:
-        """The one noise scale that stands for the whole training of batches of this size, with a 95 % interval.
+        """The one noise scale that represents the whole training with batches of this size, with a 95 % interval.
 
         With phi_w of each part of the training, a training to the same end with batches of B takes (phi + B) / (phi +
         B_0) times as many samples as this one of B_0, where 1 / (phi + B_0) is the mean of 1 / (phi_w + B_0) over its
@@ -262,7 +263,7 @@ def _joined(*rows: list[float]) -> list[float]:
 def _fieller(
     numerator: float, denominator: float, variance_n: float, covariance: float, variance_d: float, z: float
 ) -> tuple[float, float]:
-    """(low, high) of numerator / denominator; infinite where the denominator cannot be told from 0."""
+    """(low, high) of numerator / denominator; infinite if the denominator may be 0 within its noise."""
     a = denominator**2 - z**2 * variance_d
     b = numerator * denominator - z**2 * covariance
     c = numerator**2 - z**2 * variance_n

@@ -1,4 +1,4 @@
-"""What cannot be combined, found from the config alone: each refusal with its reason.
+"""Settings that cannot be combined, found from the config alone: each refusal with its reason.
 
 Settings of a strategy that was not chosen are not refused but reported: see config.idle_settings. Called by
 `recipe.derive`, before any worker starts. Every function here raises ConfigError.

@@ -98,7 +98,8 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
 
 def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:
     """Name of the strategy with `auto` decided. workers: number of workers; None: the largest that the config allows.
-    One worker has nobody to average with, so that ddp is `single` there."""
+    One worker has no other to average with, so that ddp is `single` there.
+    """
     name, workers = config.strategy.name, workers or config.scale.max_workers
     if name == "single" and config.scale.max_workers > 1:
         raise ConfigError(

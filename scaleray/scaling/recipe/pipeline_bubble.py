@@ -1,7 +1,7 @@
 """Idle time of a pipeline's workers, by schedule.
 
 Times are per micro-batch and worker, over all stages of that worker. Used by strategies.pipeline.apply, which reports
-the share it measures beside these. Communication is not counted, and stages are taken as equally long.
+the share it measures next to these. Communication is not counted, and stages are taken as equally long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a recipe is: every value that follows from a config and the size of its data, and how it was derived."""
+"""Values of a recipe: all that follows from a config and the size of its data, and how it was derived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks of a sweep: the space of its trials, how they are searched, scheduled and judged."""
+"""Request for a sweep: the space of its trials, and how they are searched, scheduled and judged."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SweepQuestion:
-    """What the user asks for. metric: metric and direction, such as `val/loss min`; None: the target's metric, or else
-    the first split's loss.
+    """Request of the user. metric: metric and direction, such as `val/loss min`; None: the target's metric, or else the
+    first split's loss.
 
     batch_sizes_are_listed: the batch sizes were written out one by one, so that one which does not fit is a slip.
     num_trials: number of combinations, each of which runs with every seed.

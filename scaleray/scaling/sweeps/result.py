@@ -1,9 +1,9 @@
-"""What a sweep found, in sentences: the fastest and the cheapest batch size, the knee, and where each rule stopped
+"""Result of a sweep, in sentences: the fastest and the cheapest batch size, the knee, and where each rule stopped
 holding.
 
-A setting counts by the median over its seeds. Steps and samples to the target at several batch sizes give the
-critical batch size, where both are twice their least (McCandlish et al. 2018, arXiv:1812.06162, equation
-2.11); that is the knee.
+A setting counts by the median over its seeds. Steps and samples to the target at several batch sizes give the critical
+batch size, where both are twice their least (McCandlish et al. 2018, arXiv:1812.06162, equation 2.11); that is the
+knee.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RuleRange:
     """Batch sizes from the reference on at which a rule reached the target.
 
     held_up_to: the largest batch size before the first that did not reach it. missed_at: that first one, where its
-    trials ran to their end. stopped_at: the same, where a scheduler stopped its trials before it could be told.
+    trials ran to their end. stopped_at: the same, where a scheduler stopped its trials before the answer was known.
     refused_at: the first batch size that the rule itself does not allow.
     """
 

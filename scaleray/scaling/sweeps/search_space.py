@@ -1,4 +1,4 @@
-"""What a sweep varies, and which trials that makes: batch sizes, rules, learning rates, and any other key of the
+"""Variables of a sweep, and the trials that follow: batch sizes, rules, learning rates, and any other key of the
 config.
 
 A candidate is a mapping of dotted keys to values. Those that can never run are kept apart with the reason.
@@ -23,7 +23,7 @@ WARMUP, OPTIMIZER, SEED = "schedule.warmup", "optimizer.name", "seed"
 NAMED = (BATCH_SIZE, RULE, LEARNING_RATE, WARMUP, OPTIMIZER, SEED)
 """Keys that every trial's record has a field for."""
 MUTATIONS = "mutations"
-"""Key beside those of a population's trial: how its learning rate changed."""
+"""Additional key of a population's trial: how its learning rate changed."""
 
 Settings = dict[str, Any]
 """Dotted keys of the config and their values."""
@@ -158,8 +158,9 @@ def _with_seeds(chosen: Iterable[Settings], space: Space) -> list[Settings]:
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """Settings of a trial beside the keys that every trial has, as text such as `strategy.name fsdp`; what it
-    only measures is left out."""
+    """Settings of a trial in addition to the keys that every trial has, as text such as `strategy.name fsdp`; pure
+    measurements are left out.
+    """
     shown = {k: v for k, v in settings.items() if k not in (*NAMED, MUTATIONS) and not k.startswith("noise_scale.")}
     return ", ".join(f"{key} {value}" for key, value in shown.items())
 
