@@ -1,1 +1,1 @@
-"""What is watched of a run while it lives: rules and dashboards, made of the table of metrics. Arithmetic alone."""
+"""Monitoring of a run while it trains: rules and dashboards, made of the table of metrics. Arithmetic alone."""

@@ -92,7 +92,7 @@ GPU_ECC_DOUBLE_BIT = _gpu(
     "DEV_ECC_DBE_VOL_TOTAL", "Total number of double-bit volatile ECC errors.", "counter", is_on_by_default=False
 )
 NANOSECONDS = 1e9
-"""What a counter of throttling grows by in a second of it."""
+"""Growth of a counter of throttling in a second of it."""
 GPU_THROTTLED = tuple(
     _gpu(f"DEV_{reason}_VIOLATION", f"Throttling duration due to {words} (in ns).", "counter", is_on_by_default=False)
     for reason, words in (

@@ -1,1 +1,1 @@
-"""What is asked of a cluster before anything is trained on it: judged from measurements, without effects."""
+"""Requirements on a cluster before anything is trained on it: judged from measurements, without effects."""

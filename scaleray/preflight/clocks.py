@@ -23,7 +23,7 @@ def offset(node: str, trips: Sequence[tuple[float, float, float]]) -> ClockSeen:
 
 
 def check_clocks(measured: Measured) -> PreflightCheck:
-    """The check of all nodes' clocks. What the uncertainty may explain is not held against a node."""
+    """The check of all nodes' clocks. A difference within the uncertainty does not count against a node."""
     if len({node.machine or node.name for node in measured.nodes}) < 2 or not measured.clocks:
         why = measured.not_measured.get("clocks", "one machine has one clock")
         return PreflightCheck(name=NAME, verdict="not applicable", found=why, allowed=ALLOWED)

@@ -1,6 +1,5 @@
-"""What a node must have, each limit with its source.
-
-Where a limit is ours, it says so; a measurement that only comes near a limit on a busy machine is yellow, not red.
+"""Requirements on a node, each limit with its source. Limits of our choice are marked as such; a measurement that only
+comes near a limit on a busy machine is yellow, not red.
 """
 
 from __future__ import annotations

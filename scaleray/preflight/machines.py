@@ -1,4 +1,4 @@
-"""What each node has: GPUs that are there and idle, limits of the system, shared memory, room on disks."""
+"""Resources of each node: GPUs that are there and idle, limits of the system, shared memory, room on disks."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _gpus_idle(nodes: Sequence[NodeSeen]) -> PreflightCheck:
 
 
 def is_idle(gpu: GpuSeen) -> bool:
-    """Whether nobody uses a GPU, so that measuring on it disturbs nobody."""
+    """Whether a GPU is not in use, so that measuring on it disturbs no other program."""
     return not _in_use(gpu)[1]
 
 

@@ -1,4 +1,4 @@
-"""What nodes share: the storage of runs, MLflow, and the ports by which they reach each other."""
+"""Services that nodes share: the storage of runs, MLflow, and the ports by which they reach each other."""
 
 from __future__ import annotations
 

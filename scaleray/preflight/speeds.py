@@ -120,8 +120,9 @@ def expected_s(time: AllReduceTime, measured: Measured) -> float | None:
 
 
 def cluster_of(measured: Measured) -> Cluster | None:
-    """The nodes as the planner sees them; None for GPUs that it does not know or that differ, and without GPUs where
-    nobody says the network: of processors its catalogue has an order of magnitude only."""
+    """The nodes as the planner sees them; None for GPUs that it does not know or that differ, and without GPUs if the
+    network is not given: of processors its catalogue has an order of magnitude only.
+    """
     with_gpus = [node for node in measured.nodes if node.gpus]
     if not with_gpus and measured.network:
         core = CATALOGUE.find_gpu("cpu")

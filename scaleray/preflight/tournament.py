@@ -1,4 +1,5 @@
-"""Who measures a link with whom, so that every pair is measured and no end is in two pairs at once; and which is slow.
+"""Order in which links are measured, so that every pair is measured and no end is in two pairs at once; and the slow
+ones.
 
 A tournament of n ends takes n - 1 rounds (n where n is odd), by the circle method: one end stays, the others turn.
 """
@@ -31,7 +32,7 @@ def rounds_of(num_ends: int) -> list[list[tuple[int, int]]]:
 
 
 def partner_of(end: int, pairs: Sequence[tuple[int, int]]) -> int | None:
-    """Who an end is with in a round; None: it rests."""
+    """Partner of an end in a round; None: it rests."""
     for one, other in pairs:
         if end in (one, other):
             return other if end == one else one
@@ -40,7 +41,8 @@ def partner_of(end: int, pairs: Sequence[tuple[int, int]]) -> int | None:
 
 @dataclass(frozen=True)
 class Slow:
-    """What is slower than the others: ends that are slow with nearly everybody, and links between other ends.
+    """Ends and links that are slower than the others: ends that are slow with nearly all partners, and links between
+    other ends.
 
     usual: bytes a second of a link as it should be. share: of the slowest over that.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from scaleray.records.preflight import PreflightCheck
 
 FAILED = "it failed: "
-"""What the reason begins with where measuring was tried."""
+"""Beginning of the reason if a measurement was tried."""
 
 
 def unmeasured(name: str, why: str, *, allowed: str = "") -> PreflightCheck:

@@ -30,10 +30,10 @@ class Alert:
     since: float
     """Wall clock at which it began, in seconds since 1970."""
     value: float | None
-    """What was measured when it began, in the unit that the summary says."""
+    """Measured value when it began, in the unit of the summary."""
     summary: str
     action: str = "none"
-    """What was done: `stop`, `checkpoint` or `none`."""
+    """Action taken: `stop`, `checkpoint` or `none`."""
     recorded_at: float = field(default_factory=steady_time, compare=False)
 
     @property

@@ -1,4 +1,4 @@
-"""What a look at a workload has found."""
+"""Findings of a check of a workload."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CheckRecord(JsonRecord):
     findings: list[Finding] = field(default_factory=list)
     columns: list[ColumnFacts] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
-    """What was measured: loss, count, rows by split, parameters, bytes, rows a second."""
+    """Measurements: loss, count, rows by split, parameters, bytes, rows a second."""
     duration_s: float = 0.0
 
     @property

@@ -1,6 +1,5 @@
-"""What a team must know of every run, study, sweep, plan and profile: the fields, and where each stands in MLflow.
-
-A field that MLflow or scaleray records anyway keeps its name there.
+"""Fields that a team needs of every run, study, sweep, plan and profile, and the place of each in MLflow. A field that
+MLflow or scaleray records anyway keeps its name there.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ PROFILED = "scaleray.profiled"
 EXCEPTIONS = "scaleray.policy_exceptions"
 """Tag with each constraint of the team's policy that is broken, and the reason."""
 INVALID = "scaleray.invalid"
-"""Tag of what must not be used: the reason, who said so and when."""
+"""Tag of an experiment that must not be used: the reason, its author and the time."""
 SEAL = "scaleray.seal."
 """Beginning of tags with the SHA-256 of what was measured."""
 CERTIFICATE_SHA256 = f"{SEAL}certificate"
@@ -26,7 +25,7 @@ CERTIFICATE_SHA256 = f"{SEAL}certificate"
 
 @dataclass(frozen=True)
 class Field:
-    """A field that every experiment has. place: where it stands in MLflow."""
+    """A field that every experiment has. place: its location in MLflow."""
 
     help: str
     place: str
@@ -50,7 +49,7 @@ KINDS = {
     "train": "run", "scaling-study": "study", "scaling-point": "point", "sweep": "sweep", "trial": "trial",
     "plan": "plan",
 }  # fmt: skip
-"""What the registry calls a kind of run in MLflow. A run that was profiled is a `profile`."""
+"""Name of a kind of run in the registry. A run that was profiled is a `profile`."""
 
 COLUMNS: dict[str, str] = {
     "name": "its name",
@@ -92,7 +91,7 @@ class Experiment:
 
     @property
     def kind(self) -> str:
-        """What it is."""
+        """Its kind."""
         return str(self.values["kind"])
 
     @property

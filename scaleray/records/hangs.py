@@ -1,4 +1,4 @@
-"""What each rank was doing when a training stood still: its last collectives, and the lines of its threads.
+"""Activity of each rank when a training hung: its last collectives, and the lines of its threads.
 
 Written by the rank itself, as JSON without pickles, into `hangs/` of the run's folder; `profiling/desync.py` reads them
 together.
@@ -18,8 +18,9 @@ HANGS = "hangs"
 CALLS_KEPT, CALLS_OF_A_GROUP = 500, 20
 """Calls of collectives, the newest of all and of each group, that a dump has."""
 LINES_KEPT = 4
-"""Lines of the user's code, the innermost, that a call or a thread is shown with: a helper that wraps a collective says
-less than whoever called it."""
+"""Lines of the user's code, the innermost, that are shown for a call or a thread: the caller of a helper that wraps a
+collective is more informative than the helper.
+"""
 
 
 def dump_name(rank: int) -> str:
@@ -34,7 +35,7 @@ def stacks_name(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of Python that a thread stands on, or from which a collective was called."""
+    """A line of Python at which a thread is, or from which a collective was called."""
 
     file: str
     number: int
@@ -46,7 +47,7 @@ class Line:
 
     @property
     def place(self) -> tuple[str, int]:
-        """What tells two lines apart."""
+        """Key by which two lines differ."""
         return self.file, self.number
 
 
@@ -93,7 +94,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread of a rank's process, and the lines that it stands on, innermost first."""
+    """A thread of a rank's process, and the lines at which it is, innermost first."""
 
     name: str
     lines: tuple[Line, ...]
@@ -102,7 +103,7 @@ class Thread:
 
 @dataclass(frozen=True)
 class RankDump(JsonRecord):
-    """What one rank was doing, by its own account."""
+    """Activity of one rank, by its own account."""
 
     rank: int
     world_size: int
@@ -132,7 +133,7 @@ class RankDump(JsonRecord):
     """Whether the threads' lines are in it: a dump is written without them first."""
 
     def lines(self) -> list[str]:
-        """The rank, what it does, and where it stands."""
+        """The rank, its activity, and its lines."""
         where = f"rank {self.rank} in `{self.phase}` of step {self.step + 1}, {self.why}"
         return [where, *map(str, self.stands_on)]
 

@@ -21,7 +21,7 @@ LOST_S = 30.0
 
 @dataclass(frozen=True)
 class RecentSteps:
-    """What a worker measured in its last steps, about a second of them."""
+    """Measurements of a worker's last steps, about a second of them."""
 
     step: int
     """Last of these steps."""
@@ -37,7 +37,7 @@ class RecentSteps:
 
 @dataclass(frozen=True)
 class RankNow:
-    """What one worker is doing."""
+    """Activity of one worker."""
 
     rank: int
     node: str
@@ -49,14 +49,15 @@ class RankNow:
     """Seconds since its last sign of life."""
     step_time_s: float | None = None
     late_s: float | None = None
-    """How much less than the rank that waits most it stands still in collectives, a step: how late it comes to them.
-    None with one rank, and where nobody waits for another one."""
+    """Lateness at collectives, a step: how much less than the rank that waits most it waits in them. None with one
+    rank, and if no rank waits for another.
+    """
     memory: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class LiveState(JsonRecord):
-    """What is known of a run at one moment."""
+    """State of a run at one moment."""
 
     name: str
     kind: str = "train"
@@ -78,7 +79,7 @@ class LiveState(JsonRecord):
     total_steps: int | None = None
     epoch: float | None = None
     left_s: float | None = None
-    """Seconds that are left if it goes on as it has since it started."""
+    """Seconds that are left at the speed since its start."""
     loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
@@ -93,7 +94,7 @@ class LiveState(JsonRecord):
     best_samples_per_s: float | None = None
     """Most samples a second over ten seconds so far."""
     expected_samples_per_s: float | None = None
-    """What a study or the planner predicted of this training."""
+    """Prediction of a study or the planner for this training."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Last evaluation, by `split/metric`."""
     nonfinite_steps: int = 0
@@ -118,7 +119,7 @@ class LiveState(JsonRecord):
     total: float | None = None
     unit: str = ""
     notes: list[str] = field(default_factory=list)
-    """What is to be known of this look itself, such as what could not be read."""
+    """Notes on this state itself, such as files that could not be read."""
 
     @property
     def has_ended(self) -> bool:
@@ -143,7 +144,8 @@ class LiveState(JsonRecord):
 
 
 def late_s(waits: Sequence[float]) -> list[float]:
-    """How late each rank comes to the collectives of a step, from the seconds that each stands still in them: who waits
-    longest came first."""
+    """Lateness of each rank at the collectives of a step, from the seconds that each waits in them: the rank that waits
+    longest came first.
+    """
     longest = max(waits, default=0.0)
     return [longest - wait for wait in waits]

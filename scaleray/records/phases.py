@@ -1,4 +1,4 @@
-"""What a worker does, in phases: one set of names for heartbeats, errors, profiles and verdicts."""
+"""Phases of a worker: one set of names for heartbeats, errors, profiles and verdicts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What a worker is doing, or where the time of a step went."""
+    """Activity of a worker, or part of a step's time."""
 
     START = "start"
     """Setting up, up to the first step."""
@@ -25,10 +25,11 @@ class Phase(StrEnum):
     FORWARD = "forward"
     """A forward pass, to the loss."""
     BACKWARD = "backward"
-    """A backward pass: with collectives beside it, it may wait for others."""
+    """A backward pass: with concurrent collectives it may wait for others."""
     COMMUNICATION = "exposed_communication"
-    """Standing still for a collective: what is computed beside collectives is no part of it. Where ranks' arrivals are
-    known a profile has the transfer alone here, else the wait for the slowest rank as well."""
+    """Waiting for a collective: computing during collectives is not part of it. If ranks' arrivals are known, a profile
+    has the transfer alone here, otherwise the wait for the slowest rank as well.
+    """
     STRAGGLER = "waiting_for_slowest"
     """Standing still in a collective to which another rank has not come yet. Found from arrivals: no worker enters
     it."""
@@ -77,7 +78,7 @@ IN_WORDS = {
     Phase.CHECKPOINT: "saving a checkpoint",
     Phase.END: "saving the final weights",
 }
-"""What a worker does in a phase that may take long, as a user reads it; in any other it takes a step."""
+"""Activity of a worker in a phase that may take long, for users; in any other it takes a step."""
 PART_IN_WORDS = {
     Phase.INPUT: "input",
     Phase.COPY: "copy to device",
@@ -95,7 +96,7 @@ PART_IN_WORDS = {
 
 
 def in_words(phase: str, step: int) -> str:
-    """What a worker that has completed `step` steps is doing."""
+    """Activity of a worker that has completed `step` steps."""
     if phase == Phase.INPUT and step == 0:
         return "reading the first batch"
     return IN_WORDS.get(Phase(phase), f"step {step + 1}") if phase in set(Phase) else phase

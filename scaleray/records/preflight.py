@@ -1,6 +1,6 @@
-"""What a look at a cluster has found before anything is trained on it: `scaleray doctor`.
+"""Findings of a check of a cluster before anything is trained on it: `scaleray doctor`.
 
-Bandwidths are of one direction, in bytes a second; sizes are bytes; what is not known is None or empty, never 0.
+Bandwidths are of one direction, in bytes a second; sizes are bytes; unknown values are None or empty, never 0.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PreflightCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSeen:
-    """A GPU as NVIDIA's driver shows it, whoever may use it."""
+    """A GPU as NVIDIA's driver shows it, whether or not it is in use."""
 
     index: int
     name: str
@@ -95,7 +95,7 @@ class ClockSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class StorageSeen:
-    """What a node could do with the shared storage. error: why it could not write."""
+    """Access of a node to the shared storage. error: reason why it could not write."""
 
     node: str
     error: str = ""
@@ -123,7 +123,9 @@ class DeviceRate:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRate:
-    """What two ranks sent each other at once, in bytes a second of each direction, on the way between two places."""
+    """Rate at which two ranks sent to each other at once, in bytes a second of each direction, on the way between two
+    places.
+    """
 
     one: str
     other: str
@@ -173,7 +175,7 @@ class Measured:
     tracking_error: str = ""
     """Why MLflow does not answer the driver; empty: it does."""
     network: str = ""
-    """The network between nodes as it was given; empty: nobody said."""
+    """The network between nodes as it was given; empty if it was not."""
     clocks: list[ClockSeen] = field(default_factory=list)
     closed: list[tuple[str, str]] = field(default_factory=list)
     """Pairs of nodes of which the first cannot reach a port of the second."""

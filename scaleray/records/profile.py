@@ -102,7 +102,7 @@ class MemoryNumbers:
     cached_bytes: int | None = None
     """Reserved less active: kept by the allocator for the next request."""
     stranded_bytes: int | None = None
-    """Parts of split blocks that nobody uses: the true fragmentation. They are among the cached bytes."""
+    """Unused parts of split blocks: the true fragmentation. They are among the cached bytes."""
     largest_hole_bytes: int | None = None
     """Largest piece that can be had without asking the device for more."""
     resident_bytes: int | None = None
@@ -128,7 +128,7 @@ class RankProfile:
     step: Spread
     """Seconds of a step, with an evaluation or a checkpoint that followed the one before."""
     phases: dict[str, Spread]
-    """Seconds of each part of a step, by the values of `Phase`; a part that cannot be told apart here is missing."""
+    """Seconds of each part of a step, by the values of `Phase`; a part that cannot be separated here is missing."""
     worst_gap: float | None
     """Largest difference between a step and the sum of its parts, in any step, as a share of the step."""
     pauses: Spread | None = None
@@ -208,7 +208,7 @@ class RunProfile:
     collectives: list[CollectiveRow] = field(default_factory=list)
     goodput: Goodput | None = None
     notes: list[str] = field(default_factory=list)
-    """What was not measured, and why."""
+    """Missing measurements, and why."""
     traced_steps: int = 0
     """Steps at its end that a trace has slowed, which are not judged."""
     links: list[LinkRow] = field(default_factory=list)
@@ -255,8 +255,9 @@ class Places:
     bucket_layers: tuple[str, ...]
     """Layers of each group of gradients."""
     meets_once: bool
-    """Whether a rank goes on computing while collectives run, and waits for all of them at the end of the pass, as in
-    DDP; else it waits for each, as in FSDP."""
+    """Whether a rank continues computing while collectives run, and waits for all of them at the end of the pass, as in
+    DDP; otherwise it waits for each, as in FSDP.
+    """
     end_of_forward: str = ""
     """Layers that a rank computes between the last place of the forward pass and the begin of the backward pass; empty
     where that is the whole forward pass and more."""
@@ -285,7 +286,7 @@ class RankArrivals:
 
 @dataclass(frozen=True)
 class RankMeasurements:
-    """What one worker has measured of its steps, as it comes to the driver."""
+    """Measurements of one worker's steps, as they come to the driver."""
 
     rank: int
     node: str
@@ -314,6 +315,6 @@ class RankMeasurements:
     """When it came to the collectives of its steps; None where that was not measured."""
     collectives: list[CollectiveRow] = field(default_factory=list)
     notes: tuple[str, ...] = ()
-    """What was not measured, and why."""
+    """Missing measurements, and why."""
     links: list[LinkRow] = field(default_factory=list)
     """Bandwidth of what this rank sent to each other one, if that was measured."""

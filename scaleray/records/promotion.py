@@ -9,7 +9,7 @@ from scaleray.records.json_record import JsonRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion(JsonRecord):
-    """What became of a promotion. answer: of the gates; version: None where they did not let it through."""
+    """Result of a promotion. answer: of the gates; version: None if the gates refused it."""
 
     model: str
     alias: str | None
@@ -32,7 +32,7 @@ class Promotion(JsonRecord):
     statement_sha256: str | None = None
 
     def lines(self) -> list[str]:
-        """What did not pass, and which version is promoted."""
+        """Gates that did not pass, and the promoted version."""
         name = f"{self.model}@{self.alias}" if self.alias else f"{self.model}/{self.version}"
         if self.version is None:
             return [*self.not_passed, f"nothing is promoted: {name} stays as it is"]

@@ -1,4 +1,4 @@
-"""What the published metrics of a run are made of: facts from before its start, and samples of its workers."""
+"""Sources of a run's published metrics: facts from before its start, and samples of its workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RAYS_JOB = "RAY_JOB_SUBMISSION_ID"
 
 @dataclass(frozen=True)
 class PublishedFacts:
-    """What a run publishes of itself from its start on, and how."""
+    """Facts that a run publishes from its start on, and how."""
 
     port: int | None = None
     """Port on 127.0.0.1 where its metrics are served; None is nowhere."""
@@ -30,15 +30,16 @@ class PublishedFacts:
 
 @dataclass(frozen=True)
 class CountedFlops:
-    """FLOPs of one sample, forward and backward, as counted beside the run."""
+    """FLOPs of one sample, forward and backward, as counted during the run."""
 
     flops_per_sample: float
 
 
 @dataclass(frozen=True)
 class LinksMeasured:
-    """What came of measuring each pair of ranks: the slowest of their links. source, to: their ranks; `any`
-    where it is all links of one."""
+    """Result of measuring each pair of ranks: the slowest of their links. source, to: their ranks; `any` if it is all
+    links of one.
+    """
 
     step: int
     source: str

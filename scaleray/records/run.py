@@ -86,7 +86,7 @@ class CheckpointRecord:
     bytes_written: int
     total_bytes: int
     duration_s: float
-    """Seconds from the beginning of the checkpoint to its manifest, beside the training."""
+    """Seconds from the beginning of the checkpoint to its manifest, during the training."""
     stall_s: float
     """Seconds that training waited for the checkpoint on rank 0."""
     recorded_at: float = field(default_factory=steady_time, compare=False)
@@ -124,9 +124,9 @@ class Heartbeat:
     tail: tuple[str, ...] = ()
     world_size: int = 1
     silent_s: float = 0.0
-    """Seconds since the sign of life came, at the time when somebody asks."""
+    """Seconds since the sign of life came, at the time of reading."""
     recent: RecentSteps | None = None
-    """What its last steps took; None before the second one."""
+    """Durations of its last steps; None before the second one."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class RunRecord(JsonRecord):
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 
     def rows(self) -> list[Row]:
-        """What was measured of the whole run; last values of its evaluations come last."""
+        """Measurements of the whole run; last values of its evaluations come last."""
         return [
             Row(names.RECORD_STEPS, self.steps),
             Row(names.RECORD_FINAL_LOSS, self.final_loss),
@@ -296,7 +296,7 @@ class RunRecord(JsonRecord):
         ]
 
     def lines(self) -> list[str]:
-        """What the run was and came to, and where it is."""
+        """Summary of the run: its kind, its result, and its folder."""
         steady = figures({"samples/s": self.samples_per_s, "tokens/s": self.tokens_per_s})
         lines = [
             f"run {self.name}: {self.verdict}",
@@ -318,8 +318,9 @@ class RunRecord(JsonRecord):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The record in the text of a record.json, in which null may stand for a number that was not finite. Raises
-        ValueError or TypeError for anything else. Keys that are not known, as of a newer version, are left out."""
+        """The record in the text of a record.json, in which null may represent a number that was not finite. Raises
+        ValueError or TypeError for anything else. Keys that are not known, as of a newer version, are left out.
+        """
         known, values = {one.name for one in dataclasses.fields(cls)}, load_json(inert_json(text))
         if not isinstance(values, dict):
             raise TypeError(f"it holds no record but a {type(values).__name__}")

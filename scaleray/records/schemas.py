@@ -1,4 +1,4 @@
-"""JSON schemas of the config and of the records, for editors and for whoever reads `record.json`.
+"""JSON schemas of the config and of the records, for editors and for readers of `record.json`.
 
 Written to docs/schemas by docs/generate.py, and printed by `scaleray config schema`.
 """
@@ -74,7 +74,7 @@ class _OfRecords(GenerateJsonSchema):
 
 
 def _field_words(kind: type) -> dict[str, str]:
-    """What stands below each field of a class, by the field's name."""
+    """Docstring of each field of a class, by the field's name."""
     try:
         body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     except (OSError, TypeError):  # of the interpreter itself

@@ -48,7 +48,7 @@ class Setting:
         return sum(trial.samples_to_target is not None for trial in self.trials)
 
     def rows(self) -> list[Row]:
-        """What was measured of the setting."""
+        """Measurements of the setting."""
         return [
             Row(names.TRIAL_VALUE, self.value),
             Row(names.TRIAL_SAMPLES_TO_TARGET, self.samples_to_target),

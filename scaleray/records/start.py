@@ -8,9 +8,10 @@ from collections.abc import Mapping
 IMPORTS, RAY, DATA, PROCESSES, WORKER_IMPORTS = "imports", "Ray", "data", "processes", "worker imports"
 MODEL, FIRST_BATCH, FIRST_STEP = "model", "first batch", "first step"
 PARTS = (IMPORTS, RAY, DATA, PROCESSES, WORKER_IMPORTS, MODEL, FIRST_BATCH, FIRST_STEP)
-"""Parts in their order: the command's own imports; Ray, which comes up beside them, beyond that; workload, data and
-what follows from the config; the launch until the first worker's process exists; its imports and the process group;
-building the model; the first batch, with a look at it; and the first step."""
+"""Parts in their order: the command's own imports; the time that Ray, which starts concurrently, takes beyond them;
+workload, data and the values derived from the config; the launch until the first worker's process exists; its imports
+and the process group; building the model; the first batch with its check; and the first step.
+"""
 
 LONG_S = 8.0
 """Seconds from which on a start is long enough to say where they went."""

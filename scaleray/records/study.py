@@ -37,8 +37,9 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Conditions that must be the same for points to stand on one curve, as hashes to compare and as facts to show the
-    difference."""
+    """Conditions that must be the same for points on one curve, as hashes to compare and as facts to show the
+    difference.
+    """
 
     config_hash: str
     """Hash of the keys that decide the training, without the number of workers and what follows from it."""
@@ -104,7 +105,7 @@ class Turn:
     slowest_alone_s: float | None = None
     """Median seconds of such a step on the slowest worker of each step."""
     comm_s: float | None = None
-    """Seconds that a step gives to collectives, sent with nothing beside them. None where that is not known."""
+    """Seconds that a step spends on collectives, sent without any other work. None if that is not known."""
     sent_bytes: float = 0.0
     """Bytes that the first worker sends in a step."""
     peak_memory_bytes: int = 0
@@ -124,8 +125,9 @@ class Turn:
 
     @property
     def round_name(self) -> str:
-        """Name of the round: equal for turns of one round and for no others; "" where nothing was measured beside the
-        turn."""
+        """Name of the round: equal for turns of one round and for no others; "" if no other turn
+        belongs to the round.
+        """
         return "" if self.round is None else f"{self.study}/{self.round}"
 
 
@@ -153,13 +155,14 @@ class Point:
     compute_s: float
     """Time spent computing. With `exposed_comm_s`, `input_wait_s` and `other_s` it adds up to the step time."""
     exposed_comm_s: float | None
-    """Time that the step waits for communication, with what goes with it (copies, reductions). None where it cannot be
-    told from computing: under tensor and pipeline parallelism, whose `compute_s` holds both."""
+    """Time that the step waits for communication, with what goes with it (copies, reductions). None if it cannot be
+    separated from computing: under tensor and pipeline parallelism, whose `compute_s` holds both.
+    """
     input_wait_s: float
     other_s: float = 0.0
     """Time spent waiting for the slowest worker of a step."""
     comm_s: float | None = None
-    """Time of all communication, hidden or not; None where it cannot be told."""
+    """Time of all communication, hidden or not; None if it is not known."""
     sent_bytes: float = 0.0
     mfu: float | None = None
     """Model FLOPs per second over the peak of the devices; None where the peak is not known."""
@@ -179,7 +182,7 @@ class Point:
     """Id of the point's run in MLflow."""
 
     def rows(self) -> list[Row]:
-        """What was measured of the point."""
+        """Measurements of the point."""
         return _rows(self, [])
 
 
@@ -193,11 +196,11 @@ class CurvePoint:
     efficiency: Estimate
 
     def rows(self) -> list[Row]:
-        """What was measured of the point, with what it is beside the base."""
+        """Measurements of the point, and its figures relative to the base."""
         return _rows(self.point, self.relative_rows())
 
     def relative_rows(self) -> list[Row]:
-        """What the point is beside the base."""
+        """Figures of the point relative to the base."""
         return [self.speedup.row(names.POINT_SPEEDUP), self.efficiency.row(names.POINT_EFFICIENCY)]
 
 
@@ -263,7 +266,8 @@ class Curve:
     next_doubling: NextDoubling | None = None
     limit: str = ""
     """What limits the largest point: `communication`, `input`, `contention`, `compute`, `computing or communication`
-    (which some strategies cannot tell apart) or `nothing yet`."""
+    (which some strategies cannot separate) or `nothing yet`.
+    """
     verdict: str = ""
     """One or two sentences: the next doubling, or why nothing is said about it, and what to change."""
 

@@ -50,8 +50,9 @@ class Trial:
     """Time of the trial's end, in seconds since 1970; None in older records."""
     samples_per_s: float | None = None
     noise_scale: float | None = None
-    """Noise scale that stands for the whole training, see `NoiseWindows.effective`; None with an interval: larger
-    than could be resolved."""
+    """Noise scale that represents the whole training, see `NoiseWindows.effective`; None with an interval: larger than
+    could be resolved.
+    """
     noise_interval: tuple[float, float | None] | None = None
     """95 % interval of the noise scale; None as its upper end is infinite."""
     goodput: float | None = None
@@ -63,7 +64,7 @@ class Trial:
     are those of that trial."""
 
     def rows(self) -> list[Row]:
-        """What was measured of the trial."""
+        """Measurements of the trial."""
         return [
             Row(names.TRIAL_VALUE, self.value),
             Row(names.TRIAL_SAMPLES_TO_TARGET, self.samples_to_target),
@@ -93,7 +94,7 @@ class GoodputPoint:
     is_measured: bool = False
 
     def rows(self) -> list[Row]:
-        """What is known of the batch size."""
+        """Facts of the batch size."""
         return [
             self.samples_per_s.row(names.BATCH_SAMPLES_PER_S),
             self.statistical_efficiency.row(names.BATCH_EFFICIENCY),

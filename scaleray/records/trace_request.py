@@ -1,4 +1,4 @@
-"""What is to be traced of a training: which ranks, and how many steps at its end."""
+"""Request for traces of a training: which ranks, and how many steps at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of workers while they train, as the answer to their signs of life."""
+"""Requests to workers while they train, as the answer to their signs of life."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from enum import StrEnum
 
 
 class Wish(StrEnum):
-    """What a worker should do after its step. Empty, and so false, is nothing."""
+    """Actions of a worker after its step. Empty, and so false, is none."""
 
     NOTHING = ""
     SAVE = "save"
-    """Make a checkpoint, and go on."""
+    """Make a checkpoint, and continue."""
     LINKS = "links"
-    """Measure the links between the workers, and go on."""
+    """Measure the links between the workers, and continue."""
     LEAVE = "leave"
     """Save, and end in good order."""

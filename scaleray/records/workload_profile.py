@@ -76,7 +76,7 @@ class WorkloadProfile:
     fixed_activation_bytes: float
     """Bytes kept in the same way whatever the micro-batch: copies of weights in a narrower type, for example."""
     count_per_sample: float | None
-    """Tokens of a sample, or whatever else the loss counts; None where it could not be told without computing."""
+    """Tokens of a sample, or other units that the loss counts; None if it needs computing to know."""
     parts: list[PartProfile] = field(default_factory=list)
     """Costs of what comes before the blocks, of each block of the workload's `blocks()`, and of what comes after them,
     the loss included. Without blocks everything is in the last part."""

@@ -1,4 +1,6 @@
-"""What the runs stand on: GPUs as NVIDIA's DCGM sees them, nodes and Ray as Ray's agents do, and the input."""
+"""Hardware and services of the runs: GPUs as NVIDIA's DCGM sees them, nodes and Ray as Ray's agents
+do, and the input.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a dashboard is made of, free of Grafana's form: panels with their queries, in rows, below variables.
+"""Parts of a dashboard, independent of Grafana's format: panels with their queries, in rows, below variables.
 
 `grafana.py` gives them the form that Grafana reads; tests ask a Prometheus the queries of each.
 """
@@ -24,7 +24,7 @@ Needs = Literal[
     "Ray",
     "Ray Dataset",
 ]
-"""What a panel shows nothing without. Empty where a run alone fills it."""
+"""Source without which a panel is empty; empty if a run alone fills it."""
 COLUMNS = 24
 """Width of Grafana's grid."""
 
@@ -55,10 +55,10 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One picture. description: what is normal, and what to do where it is not.
+    """One picture. description: the normal state, and the remedy.
 
-    unit: one of Grafana's names of units. words: what stands in place of a value. columns: of a table, the labels that
-    it shows, with their headers.
+    unit: one of Grafana's names of units. words: text in place of a value. columns: of a table, the labels that it
+    shows, with their headers.
     """
 
     title: str
@@ -74,7 +74,7 @@ class Panel:
     decimals: int | None = None
     thresholds: tuple[Threshold, ...] = ()
     words: tuple[tuple[str, str, str], ...] = ()
-    """Value, word and colour, where a value stands for a state."""
+    """Value, word and colour, if a value represents a state."""
     is_stacked: bool = False
     low_is_bad: bool = False
     """Whether small values of a heat map are those to look at."""
@@ -94,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """A choice above the panels. query: what gives the values; of kind textbox, what stands in it at first."""
+    """A choice above the panels. query: source of the values; of kind textbox, its first content."""
 
     name: str
     label: str

@@ -1,4 +1,4 @@
-"""Expressions of PromQL, built from the tables of metrics: a metric's name stands in a dashboard's file nowhere else.
+"""Expressions of PromQL, built from the tables of metrics: no other file of the dashboards names a metric.
 
 Every selection is narrowed by the choices above the panels: job and instance (the target that was scraped), and for
 metrics of a run its name, its id and, where there is a series for every rank, rank and node.

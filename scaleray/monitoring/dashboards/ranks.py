@@ -1,4 +1,4 @@
-"""Who is late, and which link is slow: one line of a heat map for every rank."""
+"""Late ranks and slow links: one line of a heat map for every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scaling gives: efficiency against prediction, what a million samples cost, and the runs of the last weeks."""
+"""Result of scaling: efficiency against prediction, the cost of a million samples, and the runs of the last weeks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus is told to scrape, and which counters NVIDIA's DCGM exporter is told to export."""
+"""Targets for Prometheus to scrape, and counters for NVIDIA's DCGM exporter to export."""
 
 from __future__ import annotations
 

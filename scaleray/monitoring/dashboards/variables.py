@@ -73,7 +73,7 @@ PAGES = tuple(
 
 
 def runs(info: str) -> str:
-    """What tells of each run what it is, with the addresses of its pages as labels.
+    """Facts of each run, with the addresses of its pages as labels.
 
     The report lies in a folder that no browser reaches; MLflow has it too, and its page of an artifact is the run's
     page with the artifact's path, before the question mark (seen with MLflow 3.17).

@@ -37,7 +37,7 @@ class CheckpointAge:
         """Seconds of training since the newest checkpoint began; None where none are made.
 
         They end with the last step, as an evaluation, a hang or a restart adds nothing that could be lost; while the
-        first worker waits for a checkpoint they go on. beats: the last signs of life, by rank.
+        first worker waits for a checkpoint they continue. beats: the last signs of life, by rank.
         """
         if (self.every_steps is None and self.every_s is None) or self._since is None:
             return None

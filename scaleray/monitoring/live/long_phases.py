@@ -1,5 +1,6 @@
-"""What a run rightly takes longer for than for many steps, and when it was last seen at it: no step ends meanwhile, and
-nothing hangs."""
+"""Phases that may take longer than many steps, and the time at which a run was last in one: no step ends meanwhile, and
+nothing hangs.
+"""
 
 from __future__ import annotations
 

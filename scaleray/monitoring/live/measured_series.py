@@ -30,7 +30,7 @@ class PointSoFar:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known now. done, total: turns of a study, trials of a sweep."""
+    """Current state. done, total: turns of a study, trials of a sweep."""
 
     kind: Literal["study", "sweep"]
     done: float

@@ -12,12 +12,13 @@ from scaleray.records.phases import Phase
 from scaleray.records.published import RankSample
 
 LEAST_TRANSFER_S, LEAST_TRANSFER_SHARE = 0.001, 0.2
-"""Shortest transfer that is told from shorter ones, in seconds and as a share of a step: less is what a host's
-scheduler costs, or matters little."""
+"""Shortest transfer that is reported, in seconds and as a share of a step: less is the cost of a host's scheduler, or
+matters little.
+"""
 
 
 def rank_series(sample: RankSample, *, run_name: str, run_id: str) -> list[Series]:
-    """What one rank says of itself. Each rank publishes it under Ray; the recorder, without."""
+    """Series of one rank on itself. Each rank publishes it under Ray; the recorder, without."""
     common = common_labels(run_name, run_id, sample.rank, sample.node)
     found = [
         *series_of(names.STEP_TIME_S, common, sample.step_time_s),
@@ -32,8 +33,9 @@ def rank_series(sample: RankSample, *, run_name: str, run_id: str) -> list[Serie
 
 
 class ComparedRanks:
-    """What comes of the newest samples of all ranks together: who is late, how fast their links are, and how long
-    they stand still."""
+    """Series from the newest samples of all ranks together: late ranks, the rate of their links, and how long they
+    wait.
+    """
 
     def __init__(self) -> None:
         self.samples: dict[int, RankSample] = {}
@@ -85,8 +87,8 @@ class ComparedRanks:
 def lateness_s(samples: Sequence[RankSample]) -> Mapping[int, float]:
     """How long after the first rank each rank came, as the worst of the places of a step.
 
-    The end of a step's collectives comes to all ranks together: who was less ahead of it came later. Clocks of hosts
-    need not agree.
+    The end of a step's collectives comes to all ranks together: a rank that was less ahead of it came later. Clocks of
+    hosts need not agree.
     """
     late = dict.fromkeys((sample.rank for sample in samples), 0.0)
     for ahead in zip(*(sample.ahead_s for sample in samples), strict=True):
@@ -97,7 +99,8 @@ def lateness_s(samples: Sequence[RankSample]) -> Mapping[int, float]:
 
 
 def transfer_s_of(samples: Sequence[RankSample]) -> float | None:
-    """Seconds from the moment when the last rank has come to the last collective of a step to the end of all: nobody
-    computes any more, and only the link is waited for. None where that is not known."""
+    """Seconds from the arrival of the last rank at the last collective of a step to the end of all: no rank computes
+    any more, and only the link is waited for. None if that is not known.
+    """
     last = [sample.ahead_s[-1] for sample in samples]
     return max(0.0, min(last)) if last and all(map(math.isfinite, last)) else None

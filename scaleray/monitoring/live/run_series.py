@@ -26,7 +26,7 @@ LINKS_KEPT_S = 660.0
 
 @dataclass(frozen=True)
 class Beside:
-    """What the recorder knows beside the messages, at the moment when somebody asks. None: not known."""
+    """Facts that the recorder has in addition to the messages, at the time of reading. None: not known."""
 
     now: float
     goodput: Goodput | None = None
@@ -94,11 +94,11 @@ class RunSeries:
             self._newest_step = max(self._newest_step, message.step or 0)
 
     def of_ranks(self) -> list[Series]:
-        """What the ranks say of themselves."""
+        """Series of the ranks on themselves."""
         return [one for sample in self.ranks.samples.values() for one in rank_series(sample, **self.named)]
 
     def of_run(self, beside: Beside) -> list[Series]:
-        """What there is once a run, and what only a comparison of its ranks tells."""
+        """Series that exist once a run, and those that only a comparison of its ranks shows."""
         self._long_phases.look(beside.beats, beside.now)
         return [
             *self._of_steps(),

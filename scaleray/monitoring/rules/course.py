@@ -1,4 +1,4 @@
-"""Whether a run goes on at all: hangs, lost workers, restarts, its end."""
+"""Rules on whether a run makes progress at all: hangs, lost workers, restarts, its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scaleray.monitoring.rules.seen import Seen
 
 HOUR_S = 3600.0
 BEGAN_AGAIN_S = 60.0
-"""Seconds for which a loss of workers is told that were started again before they were missed."""
+"""Seconds for which a loss of workers is reported that were started again before they were missed."""
 LAST_STEP, STEP_TIME = prometheus_name(live.LAST_STEP_TIMESTAMP_S), prometheus_name(names.STEP_TIME_S)
 LONG_PHASE, WORLD_SIZE = prometheus_name(live.LONG_PHASE_TIMESTAMP_S), prometheus_name(names.WORKERS)
 

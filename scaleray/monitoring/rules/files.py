@@ -21,7 +21,7 @@ HEAD = """# Alerts for runs of scaleray, written by `scaleray dashboards write` 
 # For a scrape interval of 5 s; docs/monitoring.md says what each rule means.
 """
 VARIABLES = dict(zip(("var-run", "var-run_id"), RUN_LABELS, strict=True))
-"""What a dashboard's address chooses a run by, and the labels that have it; alerts of GPUs lack them."""
+"""Parameters by which a dashboard's address chooses a run, and the labels that have them; alerts of GPUs lack them."""
 IN_TEMPLATE = "".join(
     f"{{{{ with $labels.{label} }}}}&{variable}={{{{ . | urlquery }}}}{{{{ end }}}}"
     for variable, label in VARIABLES.items()
@@ -53,7 +53,7 @@ def labels(rule: Rule) -> dict[str, str]:
 
 
 def words(rule: Rule, summary: str, *, panel: str) -> dict[str, str]:
-    """What a person reads of an alert. panel: see `panel_link`."""
+    """Text of an alert for people. panel: see `panel_link`."""
     return {"summary": summary, "costs": rule.costs, "what_to_do": rule.advice, "panel": panel}
 
 

@@ -2,8 +2,8 @@
 
 The exporter gives the counters of throttling and of memory errors only where its list of fields has them: they are
 commented out in the list that it comes with. A GPU counts as a run's where a run trains on its node: by the label
-`node` that Prometheus was told to give the exporter, else by the exporter's own address. Of a run without Ray the node
-is the host at which it is scraped.
+`node` that Prometheus is configured to give the exporter, else by the exporter's own address. Of a run without Ray the
+node is the host at which it is scraped.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ KEEP_S = 60.0
 
 @dataclass
 class _State:
-    """What is known of one rule: since when it holds, when it last did, and the alert it raised."""
+    """State of one rule: since when it holds, when it last did, and the alert it raised."""
 
     since: float | None = None
     held_at: float = 0.0

@@ -23,8 +23,9 @@ LOOK_BACK, IN_A_ROW, LEAST_POINTS = 200, 3, 20
 LOOK_BACK_S = 1000.0
 """The same of scrapes that are five seconds apart."""
 RELATIVE_FLOOR, FLOOR = 0.01, 0.001
-"""What is added to the deviation, as a share of the median and as it is: of losses that hardly move every one would be
-a spike."""
+"""Amount added to the deviation, as a share of the median and as it is: of losses that hardly move every one would be a
+spike.
+"""
 NONFINITE_WITHIN_S, SCALE_WITHIN_S = 300.0, 1800.0
 LOSS_SCALE = prometheus_name(names.LOSS_SCALE)
 

@@ -1,7 +1,7 @@
 """Pieces of PromQL that the rules share.
 
-Gauges of a worker that ends vanish, and a worker that starts again has series of its own beside those of the one
-before (Ray's label WorkerId): what is asked of a run or a rank is the largest of what is there.
+Gauges of a worker that ends vanish, and a worker that starts again has series of its own next to those of the one
+before (Ray's label WorkerId): the value of a run or a rank is the largest of its series.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ LOST_WITHIN_S = 900
 
 
 def remembered(metric: Metric, of: str = "max") -> str:
-    """One value for each run that told something lately, though it may be gone."""
+    """One value for each run that published lately, though it may be gone."""
     return f"{of} by ({RUN}) ({over('last_over_time', metric, LOST_WITHIN_S)})"
 
 
 def ended() -> str:
-    """The runs that are over as planned, or have said that they failed. A run whose last word nobody heard, as it is
-    gone before the next scrape, has ended if it had taken all its steps."""
+    """The runs that are over as planned, or have said that they failed. A run whose last state was not scraped, as it
+    is gone before the next scrape, has ended if it had taken all its steps.
+    """
     said = [
         f"max by ({RUN}) ({over('max_over_time', metric, LOST_WITHIN_S)}) == 1"
         for metric in (live.RUN_FINISHED, live.RUN_FAILED)

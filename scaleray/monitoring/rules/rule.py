@@ -1,4 +1,4 @@
-"""What a rule is: when an alert is raised, what it costs to leave it alone, and what to do."""
+"""Definition of a rule: its condition, the cost of ignoring the alert, and the remedy."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Rule:
     name: str
     severity: Severity
     summary: str
-    """What is seen; {value} stands for the value, {of} for the rank or device."""
+    """Observation; {value} is replaced by the value, {of} by the rank or device."""
     unit: Unit
     costs: str
-    """What it costs to leave it alone."""
+    """Cost of ignoring it."""
     advice: str
-    """What to do."""
+    """Remedy."""
     panel: tuple[str, str]
     """Dashboard and title of the panel that shows it."""
     query: Query

@@ -1,4 +1,4 @@
-"""What a run has told of late: a short past of every series, under its name in Prometheus, for rules to look at."""
+"""Recent history of each series of a run, keyed by Prometheus name; input to the alert rules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 MOST_POINTS = 4000
-"""Points that are kept of a series beside those since the last look: more than the half hour that rules look back, a
-point every two seconds."""
+"""Points that are kept of a series in addition to those since the last check: more than the half hour that rules look
+back, a point every two seconds.
+"""
 GONE_S = 15.0
 """Seconds without a word after which a series is gone, as a gauge of Ray's is after two of its exports."""
 Values = npt.NDArray[np.float64]

@@ -17,8 +17,9 @@ LEAST_LATENESS_S = 0.001
 RECENT_S, PAST_S, LEAST_PAST_S = 60.0, 1800.0, 120.0
 """Seconds whose mean is compared with the median of those before, and how many of these there must be."""
 LINK_PAST_S, LINK_RECENT_S, LEAST_EXPOSED = 3600.0, 30.0, 0.1
-"""A link is compared with its own median of the last hour, as on a shared machine its best moment says little; and it
-is told of where steps stand still for communication in such a share of their time."""
+"""A link is compared with its own median of the last hour, as on a shared machine its best moment means little; and it
+is reported if steps wait for communication for such a share of their time.
+"""
 LATENESS, STEP_TIME = prometheus_name(live.LATENESS_S), prometheus_name(names.STEP_TIME_S)
 EXPOSED = prometheus_name(live.EXPOSED_COMMUNICATION_SHARE)
 SLOWEST_LINK = prometheus_name(live.SLOWEST_LINK)

@@ -1,4 +1,4 @@
-"""Whether what a run stands on holds: memory, disk, checkpoints, MLflow."""
+"""Rules on the resources of a run: memory, disk, checkpoints, MLflow."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ BLOCK_S, BLOCKS, USUAL_S, LEAST_GROWTH = 10.0, 4, 120.0, 0.002
 rank that takes its room at once grows in one of them alone. And it is more than ever in the time before these blocks,
 so that one that goes up and down is not mistaken for it; a rank of which less is known may still fill its caches."""
 LEAST_WRITE_S, UNKNOWN_WRITE_S, WRITES_WITHIN_S = 10.0, 30.0, 3600.0
-"""Seconds that a checkpoint may be late beside what is allowed, as it is written beside the training: the longest that
-one took within the last hour, at least the first; the second where none was written yet."""
+"""Seconds that a checkpoint may be late beyond the limit, as it is written during the training: the longest that one
+took within the last hour, at least the first; the second if none was written yet.
+"""
 GIB = 2.0**30
 MEMORY, MEMORY_LIMIT = prometheus_name(live.MEMORY_BYTES), prometheus_name(live.MEMORY_LIMIT_BYTES)
 AGE, INTERVAL = prometheus_name(live.CHECKPOINT_AGE_S), prometheus_name(live.CHECKPOINT_INTERVAL_S)

@@ -1,1 +1,1 @@
-"""What a plan answers: ranked layouts, the curve, ways to a target, and the config to write."""
+"""Answers of a plan: ranked layouts, the curve, ways to a target, and the config to write."""

@@ -1,8 +1,8 @@
-"""Which layout to train with on a cluster: every sensible one is laid out, what does not fit is dropped with the
+"""The layout to train with on a cluster: every sensible one is computed, those that do not fit are dropped with the
 reason, the rest ranked.
 
 Predictions, not measurements: each has the interval that the planner's own misses on published measurements give
-(`uncertainty`), and choices whose intervals overlap are not told apart.
+(`uncertainty`), and choices whose intervals overlap count as equal.
 """
 
 from __future__ import annotations

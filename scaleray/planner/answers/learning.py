@@ -1,5 +1,5 @@
-"""What a team's own measured steps teach the planner: how much longer than predicted its GPUs compute, and its
-collectives take; and whether that predicts steps that it was not taught by.
+"""Corrections from a team's own measured steps: how much longer than predicted its GPUs compute, and its collectives
+take; and whether that predicts steps that were left out.
 
 The two factors are the most likely ones: errors of a step's logarithm are `NOISE`, and before anything is measured the
 factors themselves are one within `DOUBT`. They are judged on points that are left out: each study by all others, or
@@ -54,8 +54,9 @@ class Errors:
 
 @dataclass(frozen=True)
 class Lesson:
-    """What was learned. points: those that taught it. before and after: errors on points that were left out; after is
-    None where there are too few. is_used: whether the factors are used: they help there."""
+    """Learned corrections. points: those that were used. before and after: errors on points that were left out; after
+    is None if there are too few. is_used: whether the factors are used: they help there.
+    """
 
     measured: Measured
     points: tuple[TeamPoint, ...]
@@ -71,7 +72,7 @@ class Lesson:
         return self.after is not None and self.after.median < self.before.median
 
     def lines(self) -> list[str]:
-        """What was learned, and how much better it predicts, in words."""
+        """The learned corrections, and how much better they predict, as text."""
         studies = len({point.study for point in self.points})
         whose = "this model" if self.is_of_model else "other models"
         number = f"{studies} studies" if studies != 1 else "1 study"
@@ -86,9 +87,8 @@ class Lesson:
 
 
 def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str | None, catalogue: Catalogue) -> Lesson:
-    """What the points on GPUs of the cluster's kind teach, those of the same model alone where there are any.
-
-    key: of the model that is planned, None where that is not the team's own. Raises UsageError without such points.
+    """Corrections from the points on GPUs of the cluster's kind, those of the same model alone if there are any. key:
+    of the model that is planned, None if that is not the team's own. Raises UsageError without such points.
     """
     on_gpu = [point for point in known.points if point.gpu == cluster.gpu.name]
     if not on_gpu:

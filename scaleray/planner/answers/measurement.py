@@ -37,7 +37,7 @@ class Measurement:
 
 
 def read_measurement(path: Path) -> Measurement | None:
-    """The smallest point of a study's record, or a run's record; a folder stands for its record.json. None for a sweep,
+    """The smallest point of a study's record, or a run's record; a folder means its record.json. None for a sweep,
     whose trials share their workers with each other.
 
     Raises UsageError for a file that is neither, or holds no step time.

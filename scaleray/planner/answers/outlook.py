@@ -1,5 +1,4 @@
-"""What the best layout would do on fewer and on more GPUs: the curve, what limits it, and whether the next
-doubling is worth it.
+"""The best layout on fewer and on more GPUs: the curve, its limit, and whether the next doubling is worth it.
 
 The global batch stays what it is (strong scaling), as a run's own does; the layout of each size is the best one of the
 same strategies.
@@ -40,8 +39,9 @@ class Outlook:
 
     points: list[CurvePoint]
     alone: Choice
-    """The fastest layout on one GPU, were its memory large enough: what efficiency is measured by. Not the smallest
-    size that fits, for that may be slow for want of memory, and larger ones would look more than perfect beside it."""
+    """The fastest layout on one GPU, were its memory large enough: the reference of efficiency. Not the smallest size
+    that fits, for that may be slow for want of memory, and larger ones would look more than perfect next to it.
+    """
     limit: str
     doubling: str
     doubling_gain: float | None

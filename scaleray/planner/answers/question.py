@@ -1,4 +1,4 @@
-"""What the planner is asked: a model to train on a cluster, with which strategies, and what to rank by."""
+"""Question to the planner: a model to train on a cluster, with which strategies, and the order of the answers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Question:
     anchor: Anchor | None = None
     """The point that `measured` was calibrated on."""
     learned: tuple[str, ...] = ()
-    """What a team's own points taught, in words."""
+    """Corrections from a team's own points, as text."""
     input_samples_per_s: float | None = None
     """Samples per second that the input pipeline of one node delivers; None: enough."""
     rank_by: str = "throughput"

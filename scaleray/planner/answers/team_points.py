@@ -74,8 +74,9 @@ class TeamPoint:
         )
 
     def cluster(self, catalogue: Catalogue = CATALOGUE) -> Cluster:
-        """What it ran on, as machines of this kind usually are. Raises UsageError for a GPU that nobody knows, and for
-        several nodes with a network that is not known."""
+        """Hardware of a point, as machines of this kind usually are. Raises UsageError for an unknown GPU, and for
+        several nodes with a network that is not known.
+        """
         gpu = catalogue.find_gpu(self.gpu)
         num_nodes = math.ceil(self.workers / self.workers_per_node)
         if num_nodes > 1 and not gpu.network:
@@ -134,8 +135,9 @@ def read_team_points(path: Path) -> TeamPoints:
 
 
 def points_of(records: Sequence[StudyRecord]) -> TeamPoints:
-    """What these studies teach the planner: each measured point once, with the costs of its model where it counted
-    them."""
+    """Points of these studies for the planner: each measured point once, with the costs of its model if it counted
+    them.
+    """
     points: dict[str, TeamPoint] = {}
     models: dict[str, WorkloadProfile] = {}
     skipped: list[str] = []
@@ -161,7 +163,7 @@ def points_of(records: Sequence[StudyRecord]) -> TeamPoints:
 
 
 def model_key(config: Mapping[str, Any]) -> str:
-    """What says that two configs train the same model: the workload with its arguments."""
+    """Key that two configs share if they train the same model: the workload with its arguments."""
     workload = config.get("workload") or {}
     args = json.dumps(workload.get("args") or {}, sort_keys=True)
     return f"{str(workload.get('name')).rpartition('/')[2]} {args}"

@@ -51,8 +51,9 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The target as the planner is told of it. `samples(batch)`: samples to the target; `is_trusted(batch)`: whether
-    that number is known near this batch size."""
+    """The target as it is given to the planner. `samples(batch)`: samples to the target; `is_trusted(batch)`: whether
+    that number is known near this batch size.
+    """
 
     samples: Callable[[int], Estimate]
     is_trusted: Callable[[int], bool]

@@ -1,1 +1,1 @@
-"""What one step costs on a layout: memory, compute, communication, and the uncertainty of each."""
+"""Cost of one step on a layout: memory, compute, communication, and the uncertainty of each."""

@@ -20,8 +20,9 @@ from scaleray.planner.models.profile import Block, ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a measurement at a small size taught: how much longer than predicted the GPU computes, and
-    collectives take."""
+    """Corrections from a measurement at a small size: how much longer than predicted the GPU computes, and collectives
+    take.
+    """
 
     compute_scale: float = 1.0
     comm_scale: float = 1.0
@@ -35,7 +36,7 @@ WORK_FIELDS = (
     "micro_batch", "data", "tensor", "pipeline", "context", "expert", "precision", "checkpointing", "compiled",
     "sequence_parallel", "channels_last", "overlaps_tensor",
 )  # fmt: skip
-"""What of a layout decides how long a micro-batch takes through a block."""
+"""Properties of a layout that decide how long a micro-batch takes through a block."""
 
 
 @dataclass(frozen=True)

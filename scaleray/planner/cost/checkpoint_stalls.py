@@ -1,11 +1,10 @@
-"""What checkpoints and interruptions take from a training: the stall of each checkpoint, how far apart they should be,
-and the share of the wall time in which the training goes on.
+"""Cost of checkpoints and interruptions to a training: the stall of each checkpoint, the best interval between them,
+and the share of the wall time in which the training makes progress.
 
 A synchronous checkpoint stops the training until storage has all bytes; an asynchronous one until each GPU's part is in
-its host's memory, and the rest is written beside the training. An interruption loses what was done since the last
-complete checkpoint, and a restart.
-Sources: Young 1974 (first-order interval); Daly 2006, doi:10.1016/j.future.2004.11.016 (equations 20 and 37); Llama 3's
-interruptions, arXiv:2407.21783, section 3.3.4.
+its host's memory, and the rest is written during the training. An interruption loses the work since the last complete
+checkpoint, and a restart. Sources: Young 1974 (first-order interval); Daly 2006, doi:10.1016/j.future.2004.11.016
+(equations 20 and 37); Llama 3's interruptions, arXiv:2407.21783, section 3.3.4.
 """
 
 from __future__ import annotations
@@ -35,8 +34,9 @@ USUAL_INTERVAL_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCost:
-    """What checkpoints and interruptions cost a training. `time_ratio`: useful training time over wall
-    time, from 0 to 1."""
+    """Cost of checkpoints and interruptions to a training. `time_ratio`: useful training time over wall time, from 0 to
+    1.
+    """
 
     state_bytes: float
     """Bytes of one checkpoint: parameters and optimizer state, each element once."""
@@ -55,7 +55,7 @@ class CheckpointCost:
     """Seconds that a restart takes after an interruption, with reading the checkpoint."""
     time_ratio: float
     notes: tuple[str, ...] = ()
-    """What was assumed because it was not given."""
+    """Assumptions in place of values that were not given."""
 
     @property
     def stall_share(self) -> float:

@@ -1,8 +1,9 @@
-"""The few numbers of the planner that no data sheet gives, each shared by all models and machines, with
-how it was found.
+"""The few numbers of the planner that no data sheet gives, each shared by all models and machines, with how it was
+found.
 
 `python -m jobs.planner_evidence fit DATA` fits those marked `fitted` again: the median absolute log error of step times
-over a folder of published measurements, every source with the same weight. The rest are argued for beside them.
+over a folder of published measurements, every source with the same weight. The reason for each of the others is next to
+it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ def key_value_exchange_s(
     block: Block, layout: Layout, cluster: Cluster, attention_s: float, constants: Constants = DEFAULT
 ) -> float:
     """Seconds of one micro-batch's forward pass that wait for keys and values; `attention_s`: this rank's attention,
-    beside which they travel."""
+    during which they travel.
+    """
     if layout.context == 1 or not block.kv_bytes:
         return 0.0
     group = group_of(cluster, layout.context, layout.tensor, num_gpus=layout.num_gpus)

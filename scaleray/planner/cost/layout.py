@@ -63,11 +63,11 @@ class Layout:
     for plain SGD."""
     compiled: bool = False
     overlaps_tensor: bool = False
-    """Whether tensor parallel communication runs beside the products (async TP)."""
+    """Whether tensor parallel communication runs during the products (async TP)."""
     overlaps_data: bool = True
     """Whether gradients are reduced while the backward pass still runs."""
     overlaps_gather: bool = False
-    """Whether ZeRO-1 and 2 gather updated parameters beside the next forward pass."""
+    """Whether ZeRO-1 and 2 gather updated parameters during the next forward pass."""
     reduces_every_micro_batch: bool = False
     """Whether gradients are reduced after each micro-batch, not only after the last: FSDP without no_sync."""
     accumulates_whole: bool = False

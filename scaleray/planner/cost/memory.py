@@ -184,8 +184,9 @@ def _stages(layout: Layout, model: ModelProfile) -> tuple[_Stage, ...]:
 
 
 def _moments(stage: _Stage, layout: Layout) -> tuple[tuple[tuple[float, ...], float], ...]:
-    """What the stage holds at each of the moments of a step that can be its fullest: the parts of a `MemoryEstimate`
-    that are allocated, and bytes lost besides. Numbers alone, as there are thousands of layouts."""
+    """Memory of the stage at each of the moments of a step that can be its fullest: the parts of a `MemoryEstimate`
+    that are allocated, and further bytes that are lost. Numbers alone, as there are thousands of layouts.
+    """
     accumulates = layout.accumulation > 1
     held = _held(layout, stage, accumulates)
     one_kept, sent, logits, again = _activations(layout, stage)

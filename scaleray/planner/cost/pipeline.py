@@ -1,10 +1,9 @@
-"""What the stages of a pipeline cost each other: idle micro-batches at the ends of a step, and handing over
-activations and gradients.
+"""Cost of a pipeline's stages to each other: idle micro-batches at the ends of a step, and handing over activations and
+gradients.
 
-A stage waits for its neighbours in every micro-batch: in steady 1F1B the way there and back lies on the
-critical path of both, so that the dearest boundary beside a stage lengthens its period. Only boundaries between
-nodes use the network.
-Source: Narayanan et al. 2021, arXiv:2104.04473.
+A stage waits for its neighbours in every micro-batch: in steady 1F1B the way there and back lies on the critical path
+of both, so that the most expensive boundary of a stage lengthens its period. Only boundaries between nodes use the
+network. Source: Narayanan et al. 2021, arXiv:2104.04473.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from scaleray.planner.hardware.kinds import Cluster
 from scaleray.planner.models.profile import ModelProfile
 
 HIDDEN_SHARE = 0.7
-"""Share of an interleaved schedule's hand-overs that is hidden: they go beside the compute of another part
-of the model."""
+"""Share of an interleaved schedule's hand-overs that is hidden: they run during the compute of another part of the
+model.
+"""
 
 
 def idle_micro_batches(layout: Layout) -> float:

@@ -22,10 +22,11 @@ T = TypeVar("T")
 
 
 def remembered(*fields: str) -> Callable[[Callable[[Layout, *Others], T]], Callable[[Layout, *Others], T]]:
-    """Remember what a pure function of a layout and other objects gives, by these fields of the layout and the others.
+    """Remember the result of a pure function of a layout and other objects, by these fields of the layout and the
+    others.
 
-    The function must read no other field. The other objects are told apart by identity: they are such as stay, a block
-    or a GPU, and no numbers. `forget`, an attribute of the new function, drops what is remembered.
+    The function must read no other field. The other objects are distinguished by identity: they are such as stay, a
+    block or a GPU, and no numbers. `forget`, an attribute of the new function, drops what is remembered.
     """
     read = attrgetter(*fields)
 

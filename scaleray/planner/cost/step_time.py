@@ -1,11 +1,10 @@
-"""How long one optimizer step takes, and what it is made of.
+"""Duration of one optimizer step, and its parts.
 
-Compute of the slowest stage for every micro-batch, plus what communication the compute cannot hide, plus the
-pipeline's bubble, the optimizer, the wait for the slowest rank. Overlap is a window: a collective that runs beside
-compute costs what does not fit into the window, and `leak` of what does, for it takes SMs and bandwidth from the
-compute it hides behind.
-Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 2023, arXiv:2304.11277; ZeRO,
-arXiv:1910.02054.
+Compute of the slowest stage for every micro-batch, plus what communication the compute cannot hide, plus the pipeline's
+bubble, the optimizer, the wait for the slowest rank. Overlap is a window: a collective that runs during compute costs
+the part that does not fit into the window, and `leak` of the rest, for it takes SMs and bandwidth from the compute it
+hides behind. Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 2023, arXiv:2304.11277;
+ZeRO, arXiv:1910.02054.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class StepTime:
     exchange_comm_s: float = 0.0
     """Exposed exchange: tokens on their way to experts and back, keys and values of context parallel ranks."""
     hidden_comm_s: float = 0.0
-    """Communication that runs beside compute; not a part of the total."""
+    """Communication that runs during compute; not a part of the total."""
     sent_bytes: float = 0.0
     """Bytes sent by one GPU."""
 
@@ -165,7 +164,7 @@ def _whole(
 def _stages(
     model: ModelProfile, layout: Layout, cluster: Cluster, measured: Measured, fused: bool, constants: Constants
 ) -> list[BlockPass]:
-    """What each stage of the pipeline has to do for a micro-batch."""
+    """Work of each stage of the pipeline for a micro-batch."""
     passes = block_passes(model, layout, cluster, measured=measured, fused_attention=fused, constants=constants)
     if layout.pipeline == 1:
         return [sum((one.times(count) for count, one in passes), BlockPass())]
@@ -304,7 +303,9 @@ def _sharded_comm(
 
 
 def _hide(comm_s: float, window_s: float, tail_s: float, constants: Constants) -> tuple[float, float]:
-    """(exposed, hidden): what does not fit beside the compute, at least the tail, and the leak of what does."""
+    """(exposed, hidden): exposed is the part that does not fit into the compute, at least the tail, and the leak of the
+    rest.
+    """
     exposed = min(comm_s, max(tail_s, comm_s - window_s))
     hidden = comm_s - exposed
     return exposed + constants.leak * hidden, hidden * (1 - constants.leak)

@@ -1,4 +1,4 @@
-"""A user's own GPUs, links and networks: a YAML file whose entries stand before those of the package."""
+"""A user's own GPUs, links and networks: a YAML file whose entries come before those of the package."""
 
 from __future__ import annotations
 

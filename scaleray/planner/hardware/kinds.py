@@ -1,6 +1,6 @@
 """What a GPU, a link between GPUs and a network between nodes can do.
 
-Used by every part of the planner, and by whoever needs the peak of a device (MFU). The figures stand in
+Used by every part of the planner, and wherever the peak of a device is needed (MFU). The figures are in
 `planner.hardware.catalogue`, each entry with its source; `lookup` finds one by a name that people type, and a user adds
 or replaces entries by a YAML file (`hardware_file`).
 """
@@ -28,7 +28,7 @@ WIDER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What joins the GPUs of one node. Bandwidths are of one GPU, in one direction, in 10^9 bytes a second."""
+    """Link between the GPUs of one node. Bandwidths are of one GPU, in one direction, in 10^9 bytes a second."""
 
     name: str
     nominal_gb_per_s: float
@@ -94,7 +94,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What joins the nodes. Bandwidths are of one node, in one direction, in 10^9 bytes a second."""
+    """Network between the nodes. Bandwidths are of one node, in one direction, in 10^9 bytes a second."""
 
     name: str
     gb_per_s: float
@@ -115,7 +115,7 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """What NCCL gets out of an adapter of one kind."""
+    """Rate that NCCL reaches on an adapter of one kind."""
 
     bandwidth_share: float
     """Bus bandwidth of large all-reduces over the nominal bandwidth."""
@@ -194,7 +194,7 @@ class Cluster:
     """Seconds from an interruption until reading the checkpoint begins; None: `planner.cost.checkpoint_stalls`
     assumes a time."""
     notes: tuple[str, ...] = ()
-    """What was assumed because it was not given."""
+    """Assumptions in place of values that were not given."""
 
     def __post_init__(self) -> None:
         for name, value in (("GPUs per node", self.gpus_per_node), ("nodes", self.num_nodes)):

@@ -1,5 +1,4 @@
-"""All-reduce times that somebody measured on the cluster: what nccl-tests' all_reduce_perf prints, or a CSV
-file of one's own.
+"""All-reduce times measured on the cluster: the output of nccl-tests' all_reduce_perf, or a CSV file of one's own.
 
 They take the place of the formulas for the group they were measured on, and correct them for other groups
 (`communication`).
@@ -75,8 +74,9 @@ def _of_csv(lines: Iterable[str], path: Path) -> tuple[MeasuredTable, ...]:
 
 
 def _of_nccl_tests(lines: Sequence[str], path: Path) -> MeasuredTable:
-    """Read the output of nccl-tests: ranks and hosts stand in comments; a line of figures begins with bytes, count,
-    type, operation and root; then time (us), algorithm and bus bandwidth out of place, and the same in place."""
+    """Read the output of nccl-tests: ranks and hosts are in comments; a line of figures begins with bytes, count, type,
+    operation and root; then time (us), algorithm and bus bandwidth out of place, and the same in place.
+    """
     ranks: dict[int, str] = {}
     times: dict[float, float] = {}
     for line in lines:

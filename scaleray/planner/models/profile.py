@@ -1,5 +1,4 @@
-"""What a model costs to train, before any GPU is named: parameters, FLOPs, memory traffic and
-activations of each block.
+"""Cost of training a model, before any GPU is named: parameters, FLOPs, memory traffic and activations of each block.
 
 Everything is per sample (a sequence, an image) and in forward direction; the backward pass costs twice the matrix
 products. `transformers` and `convolutions` count from the shape; `training.model_profile` counts a user's own model by
@@ -14,7 +13,9 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Matmul:
-    """`rows` x `inner` times `inner` x `columns`, for each sample. What tensor parallel divides stands in `split`."""
+    """`rows` x `inner` times `inner` x `columns`, for each sample. The dimension that tensor parallelism divides is in
+    `split`.
+    """
 
     rows: float
     columns: int

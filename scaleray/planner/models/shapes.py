@@ -90,8 +90,9 @@ def _mixture(
 
 
 def _vision(layers: int, hidden: int, heads: int, *, patch: int) -> TransformerShape:
-    """A vision transformer on images of 224 x 224: its patches are its tokens, and the projection of a patch stands for
-    the word embedding."""
+    """A vision transformer on images of 224 x 224: its patches are its tokens, and the projection of a patch is its
+    word embedding.
+    """
     return TransformerShape(
         layers=layers,
         hidden=hidden,

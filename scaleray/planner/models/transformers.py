@@ -53,7 +53,7 @@ class TransformerShape:
     kv_rank: int = 0
     """Latent attention: keys and values go through as many dimensions; 0: not compressed."""
     rotary_dim: int = 0
-    """Dimensions of each head beside `head_dim` that only carry the position, with `kv_rank`."""
+    """Dimensions of each head in addition to `head_dim` that only carry the position, with `kv_rank`."""
     logit_bytes: int = 14
     """Bytes for each logit at the peak of the loss: 2 for itself and 12 for its 32-bit softmax, the gradient of that
     and its own. 8 where all of them have 16 bits; 6 where the softmax takes the logit's place and the gradient the
@@ -174,7 +174,7 @@ class _Kept:
 
 
 def _kept_elements(shape: TransformerShape, attention: _Attention, mlp: _Mlp) -> _Kept:
-    """What a layer keeps (arXiv:2205.05198)."""
+    """Activations that a layer keeps (arXiv:2205.05198)."""
     hidden, inside, routed = shape.hidden, mlp.inside, mlp.routed
     # norms' inputs, residual branches
     unsplit = 4 * hidden + (hidden if shape.has_dropout else 0)

@@ -1,1 +1,1 @@
-"""What differs between recorded runs."""
+"""Differences between recorded runs."""

@@ -1,7 +1,7 @@
-"""What differs between recorded runs, studies or sweeps: conditions, figures, curves, and whether one became slower.
+"""Differences between recorded runs, studies or sweeps: conditions, figures, curves, and whether one became slower.
 
-The first is the base. Records that repeat one another (`records.conditions.repeat_key`) stand together when others are
-among the compared: what differs between two launches is in the interval then. For single launches that is not known,
+The first is the base. Records that repeat one another (`records.conditions.repeat_key`) are grouped when others are
+among the compared: the difference between two launches is in the interval then. For single launches that is not known,
 and none is called slower or faster.
 """
 

@@ -23,7 +23,7 @@ LEAST_SHARE = 0.004
 LEAST_HEIGHT_IN = 2.4
 """Height in which a legend of ten parts has its place, in inches."""
 LONGEST_LINE = 50
-"""Characters of a layout's name beside its bar."""
+"""Characters of a layout's name next to its bar."""
 
 
 def frontier(advice: Advice) -> Drawing:

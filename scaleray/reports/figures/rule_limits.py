@@ -1,4 +1,4 @@
-"""Where each learning-rate rule of a sweep stopped holding, beside what theory says."""
+"""Batch size at which each learning-rate rule of a sweep stopped holding, compared with theory."""
 
 from __future__ import annotations
 

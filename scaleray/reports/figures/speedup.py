@@ -1,7 +1,7 @@
 """Speed-up and efficiency of a study's curve, each point with its interval and the fitted law with its band.
 
-An interval or a band that says next to nothing must not press a curve flat: axes hold the values with what is near
-them; bars that go on beyond end in an arrow, and a band that would leave the frame is given in words instead.
+A very wide interval or band must not flatten a curve: axes show the values and their surroundings; bars that extend
+beyond end in an arrow, and a band that would leave the frame is described in words instead.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _law_in_words(fit: Fit, band: Sequence[tuple[float, Estimate]], *, has_band:
 
 
 def _points(ax: Any, points: Sequence[CurvePoint], values: Sequence[Estimate], frame: Frame) -> None:
-    """Dots with bars; an arrow where a bar goes on beyond the frame."""
+    """Dots with bars; an arrow where a bar extends beyond the frame."""
     for at, value in zip(points, values, strict=True):
         n, low, high = at.point.workers, max(value.low, frame.low), min(value.high, frame.high)
         if high > low:
@@ -230,7 +230,7 @@ def _leaving(values: Sequence[Estimate], frame: Frame) -> str:
 
 
 def _room(ax: Any, workers: Sequence[int], last: int) -> None:
-    """Space beside the first and the last point on a logarithmic axis."""
+    """Space next to the first and the last point on a logarithmic axis."""
     ax.set_xlim(min(workers) / 1.22, last * 1.12)
     ax.grid(color=GRID)
 

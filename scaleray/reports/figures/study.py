@@ -34,7 +34,7 @@ def study_drawings(record: StudyRecord, curve: Curve) -> list[Drawing]:
 
 
 def time_parts(curve: Curve) -> Drawing:
-    """What a step of each point is made of, as shares of it, stacked."""
+    """Parts of a step of each point, as shares of it, stacked."""
     points = [at.point for at in curve.points]
 
     def paint(ax: Any) -> None:

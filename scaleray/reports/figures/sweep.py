@@ -21,7 +21,7 @@ MOST_CURVE_POINTS = 60
 MOST_BESIDE = 3.0
 """Factor by which the frame of noise scales goes beyond the measured ones, however wide their intervals are."""
 MOST_ARROWS = 60
-"""Trials of one figure whose intervals end in an arrow where they go on."""
+"""Trials of one figure whose intervals end in an arrow where they extend beyond it."""
 
 
 def sweep_drawings(record: SweepRecord) -> list[Drawing]:

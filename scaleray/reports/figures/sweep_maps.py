@@ -1,5 +1,6 @@
-"""Where in batch size and learning rate the settings of a sweep stand, and which of them reached the target: maps with
-a panel for each rule."""
+"""Settings of a sweep by batch size and learning rate, and which of them reached the target: maps with a panel for each
+rule.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +213,7 @@ def _colour_bar(panels: Sequence[Any], drawn: Any, what: str, *, is_log: bool) -
 
 
 def _signs(marks: _Marks, rules: Sequence[str]) -> list[str]:
-    """What each sign on a map means, of those that are there."""
+    """Meaning of each sign on a map, of those that are there."""
     signs = ["ringed: the best at its batch size"]
     if any(marks.value(s) is None for s in marks.found):
         signs.append("hollow: " + ("missed the target" if marks.is_by_target else "no value"))

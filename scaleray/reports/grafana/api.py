@@ -36,9 +36,8 @@ def install_dashboards(grafana: str, *, token_env: str = "GRAFANA_TOKEN", folder
 
 
 class Grafana:
-    """A Grafana at an address, with the token that stands in an environment variable.
-
-    The token goes into the header of requests alone: no message, record or command line ever has it.
+    """A Grafana at an address, with the token of an environment variable. The token goes into the header of requests
+    alone: no message, record or command line ever has it.
     """
 
     def __init__(self, address: str, token_env: str) -> None:
@@ -126,7 +125,7 @@ class Grafana:
 
 
 def _message_of(exc: urllib.error.HTTPError) -> str:
-    """What the server says, as one short line."""
+    """Message of the server, as one short line."""
     try:
         text = exc.read(65536).decode(errors="replace")
         said = json.loads(text)

@@ -43,7 +43,7 @@ def write_dashboards(
 
 
 def _check(grafana: str, alerts: str | Path | None) -> None:
-    """Raise UsageError for an address that no link can begin with, or beside rules that have theirs."""
+    """Raise UsageError for an address that no link can begin with, or together with rules that have theirs."""
     if alerts is not None:
         raise UsageError("--grafana", grafana, "the links in the file of --alerts stay as they are", "give one of both")
     try:

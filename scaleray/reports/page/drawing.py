@@ -1,7 +1,7 @@
 """How every figure looks: colours, axes, labels at the lines' ends, marks, and the same figure as SVG and PNG.
 
-Colours are those of Okabe and Ito (2008), told apart by colour-blind readers too. Text of a config is drawn as it is:
-no mathematics is read into it.
+Colours are those of Okabe and Ito (2008), which colour-blind readers can distinguish too. Text of a config is drawn as
+it is: no mathematics is read into it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def draw(
 
 
 def inline(svg: str, *, name: str, label: str) -> str:
-    """An SVG file as an element of a page: no header, ids of its own, and words for those who do not see it."""
+    """An SVG file as an element of a page: no header, ids of its own, and a text alternative."""
     import html
 
     svg = svg[svg.index("<svg") :]

@@ -20,7 +20,7 @@ BESIDE = "This page needs no network; figures as PNG and numbers as CSV lie besi
 
 @dataclass(frozen=True)
 class Fact:
-    """A figure that stands alone. note: the interval, or what it is relative to."""
+    """A single figure. note: the interval, or its reference."""
 
     label: str
     value: str

@@ -1,4 +1,4 @@
-"""What a training that has ended leaves for people: its report, and in MLflow the page of its experiment."""
+"""Output of a finished training for people: its report, and in MLflow the page of its experiment."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from scaleray.tracking.steps_file import step_rows
 from scaleray.tracking.study_values import thinned
 
 MOST_POINTS = 600
-"""Points of a line; where there are more, the mean of a window stands for each."""
+"""Points of a line; of more, each is the mean of a window."""
 FACTS = (
     ("Final loss", names.RECORD_FINAL_LOSS, ""),
     ("Throughput", names.POINT_SAMPLES_PER_S, "samples/s, steady state"),
@@ -32,11 +32,11 @@ FACTS = (
     ("Waits for input", names.INPUT_WAIT_SHARE, "of the step time"),
     ("Peak memory", names.PEAK_MEMORY_BYTES, "of the largest worker"),
 )
-"""What stands above the page of a training, with a note on what it is."""
+"""Heading of the page of a training, with a note on its meaning."""
 MOST_EVALUATIONS = 40
 """Figures of evaluations on a page; each takes a quarter of a second to draw."""
 LONGEST_HEADLINE = 80
-"""Characters of a verdict that stands in the headline, such as `target reached`; an error has a paragraph."""
+"""Characters of a verdict that is in the headline, such as `target reached`; an error has a paragraph."""
 
 
 def write_run_report(
@@ -60,7 +60,7 @@ def run_page(
     evaluations: Mapping[str, Sequence[tuple[int, float]]],
     closing: str = BESIDE,
 ) -> Page:
-    """The page of a training. closing: the last line of the page, on what lies beside it."""
+    """The page of a training. closing: the last line of the page, on the files next to it."""
     learning = [_line("loss", "Loss", rows, "loss", "loss", evaluations=_of(evaluations, "loss"))] if rows else []
     others = [(name, at) for name, at in sorted(evaluations.items()) if len(at) > 1 and not name.endswith("loss")]
     learning += [_evaluations(name, at) for name, at in others[:MOST_EVALUATIONS]]

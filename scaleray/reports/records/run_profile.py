@@ -1,4 +1,4 @@
-"""What the page of a training says of where its time went: figures, and tables of what has none."""
+"""Section of a training's page on its time: figures, and tables of the rest."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ MOST_ROWS = 64
 
 
 def profile_section(record: RunRecord) -> list[Section]:
-    """The section of a run's profile, with the verdict and what it stands on first; none for a record of before there
-    were any."""
+    """The section of a run's profile, with the verdict and its evidence first; none for a record without a profile."""
     profile = record.profile
     if profile is None:
         return []

@@ -73,7 +73,7 @@ def point_rows(record: StudyRecord) -> list[dict[str, Any]]:
 
 
 def facts(conditions: Conditions, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """What a figure depends on, by heading."""
+    """Influences on a figure, by heading."""
     hashes = {
         "config": conditions.config_hash,
         "code": conditions.code_hash,

@@ -1,4 +1,4 @@
-"""What traces say, as tables for a terminal and as a page: ranks, modules, operators, launches, memory."""
+"""Contents of traces, as tables for a terminal and as a page: ranks, modules, operators, launches, memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def kernel_table(rank: RankTrace) -> Table:
 
 
 def memory_tables(snapshots: Sequence[MemorySnapshot]) -> list[Table]:
-    """What each device's memory is held for, and what of it nobody uses."""
+    """Use of each device's memory, and the part that is not in use."""
     if not snapshots:
         return []
     columns = ("rank", "in use", "rounding", "cached", "stranded", "largest hole", "fragmentation")

@@ -1,1 +1,1 @@
-"""What the terminal shows, live and at the end."""
+"""Output on the terminal, live and at the end."""

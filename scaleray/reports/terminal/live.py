@@ -1,5 +1,6 @@
-"""A run on the terminal: a line of fixed columns once an interval in a job's log, a live table where
-somebody watches; and what is under way until its first step, and whenever a step is long in coming."""
+"""A run on the terminal: a line of fixed columns once an interval in a job's log, a live table on a terminal; and the
+current activity until the first step, and whenever a step takes long.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A training that is watched from Python: a table that changes in a notebook's cell, a live one on a terminal, nothing
-where nobody looks."""
+"""A training watched from Python: a table that changes in a notebook's cell, a live one on a terminal, nothing
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Silent:
 
 
 class NotebookTable(Silent):
-    """A table in a cell's output that is drawn anew as the run goes on. display: IPython's."""
+    """A table in a cell's output that is updated during the run. display: IPython's."""
 
     def __init__(self, display: Any) -> None:
         self._total = 0
@@ -101,7 +102,7 @@ class _Html:
 
 @contextlib.contextmanager
 def watching(*, always: bool) -> Iterator[Any]:
-    """What shows a run to whoever watches. always: where nobody seems to, too."""
+    """Display of a run. always: without a terminal or notebook, too."""
     if (display := notebook_display()) is not None:
         table = NotebookTable(display)
         try:

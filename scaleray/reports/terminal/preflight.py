@@ -12,7 +12,7 @@ from scaleray.reports.terminal.record import print_whole
 
 STYLES = {RED: "bold red", YELLOW: "yellow", GREEN: "green"}
 NARROWEST_WHOLE = 100
-"""Columns below which what is allowed stands beside what was found, in brackets."""
+"""Columns below which the limit is shown in brackets after the finding."""
 
 
 def show_preflight(console: Console, record: DoctorRecord) -> None:

@@ -1,4 +1,4 @@
-"""What a command is doing, as it happens: rows with the time left on a terminal, lines now and then in a pipe."""
+"""Current activity of a command: rows with the time left on a terminal, lines now and then in a pipe."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class StageDisplay:
         return list(self._stages)
 
     def view(self) -> RenderableType:
-        """What a terminal shows now."""
+        """Current content for a terminal."""
         above, stages = self._above(), list(self._stages)
         rows = Table.grid(padding=(0, 1))
         for stage in stages:

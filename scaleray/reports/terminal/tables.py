@@ -1,7 +1,7 @@
 """A table on a terminal of any width: no figure and no column is lost, however narrow it is.
 
-Where there is room, intervals stand beside their values; else below them. What still does not fit goes on in another
-block below, which repeats the first column. Words are wrapped between words, figures never.
+Intervals are next to their values if there is room, otherwise below them. Columns that still do not fit continue in
+another block below, which repeats the first column. Words are wrapped between words, figures never.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _least_widths(table: Table, cells: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _blocks(widths: Sequence[int], air: int, width: int) -> Iterator[list[int]]:
-    """Columns that stand beside each other; the first one is in every block."""
+    """Columns that are next to each other; the first one is in every block."""
     block = [0]
     for n in range(1, len(widths)):
         if len(block) > 1 and _total(widths, [*block, n], air) > width:

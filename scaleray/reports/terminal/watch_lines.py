@@ -1,4 +1,4 @@
-"""Runs that are watched, a line each: in a pipe as they go on, and all of them in a table."""
+"""Runs that are watched, a line each: in a pipe as they progress, and all of them in a table."""
 
 from __future__ import annotations
 

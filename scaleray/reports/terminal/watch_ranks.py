@@ -1,4 +1,4 @@
-"""What each rank of a run is doing, how late it comes, and its memory; of many ranks those to look at."""
+"""Activity of each rank of a run, its lateness, and its memory; of many ranks those to look at."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the terminal and the page say in the same words."""
+"""Texts that the terminal and the page share."""

@@ -1,4 +1,4 @@
-"""What a plan says in sentences and tables, for the terminal and the page alike."""
+"""A plan in sentences and tables, for the terminal and the page alike."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _ranked_words(advice: Advice) -> str:
 
 
 def curve_table(seen: Outlook) -> Table:
-    """What the best layout of each number of GPUs would do."""
+    """Prediction for the best layout of each number of GPUs."""
     rows = tuple(
         (
             str(p.num_gpus),
