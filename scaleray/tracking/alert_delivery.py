@@ -66,7 +66,7 @@ class Delivery:
             self._fail(alert, f"{MOST_WAITING} others wait already")
 
     def close(self, wait_s: float) -> None:
-        """Deliver what waits, for so long; whoever is away by then is not waited for."""
+        """Deliver the waiting alerts, for so long; receivers that do not answer by then are not waited for."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(timeout=wait_s)
@@ -82,7 +82,7 @@ class Delivery:
                 self._has_failed = False
 
     def _try(self, body: bytes) -> str:
-        """What went wrong in the last attempt; empty when one succeeded."""
+        """Error of the last attempt; empty if it succeeded."""
         problem = ""
         for attempt in range(self.attempts):
             if attempt and self._pause(FIRST_PAUSE_S * 2 ** (attempt - 1)):

@@ -1,4 +1,4 @@
-"""What MLflow is told of a run before it has a step, and of what a run that goes on was told to do otherwise."""
+"""Params and tags logged to MLflow before the first step, and the changes made on resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Described:
             self._put(LogArtifact(str(path)))
 
     def note_changes(self) -> None:
-        """Note what a run that goes on was told to do otherwise, and its whole config, beside those before."""
+        """Note the changes of a resumed run, and its whole config, next to those before."""
         text = "; ".join(self.description.changes)[:4000]
         if not text or text in self.changes[-1:]:  # noted by a recorder before this one
             return

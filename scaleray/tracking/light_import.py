@@ -15,7 +15,7 @@ def import_mlflow() -> None:
     seconds, 155 rather than 232 MiB with the store.
 
     `mlflow.data` lacks `from_pandas` afterwards, so only the recorder, in a process of its own, calls this. Other
-    threads must not import meanwhile. A version of MLflow that needs them is imported whole, by whoever imports next.
+    threads must not import meanwhile. A version of MLflow that needs them is imported whole by the next import.
     """
     hidden = {name: None for name in UNUSED if name not in sys.modules}
     sys.modules.update(hidden)  # type: ignore[arg-type] # None says that there is no such module

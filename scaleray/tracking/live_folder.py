@@ -27,12 +27,12 @@ LAST_WORDS = (
     "input_wait_share", "best_samples_per_s", "metrics", "repeated_steps", "goodput", "checkpoint_step",
     "checkpoint_at", "phases", "ranks",
 )  # fmt: skip
-"""What a run says of itself that still holds when it has ended."""
+"""Facts of a run that still hold after its end."""
 ASKED = {"sweep.json": "sweep", "study.json": "study"}
 
 
 def state_in_folder(folder: Path) -> LiveState | None:
-    """What the folder tells of its run now; None where it is not one of a run, study or sweep."""
+    """State of the folder's run now; None if it is not the folder of a run, study or sweep."""
     live, record = _live(folder), _record(folder)
     if record is not None and (live is None or (not live.has_ended and _is_older(live, folder))):
         state = of_record(record, folder)
@@ -43,7 +43,7 @@ def state_in_folder(folder: Path) -> LiveState | None:
 
 
 def _is_older(live: LiveState, folder: Path) -> bool:
-    """Whether a state is older than the record: a run that goes on has that of its first end."""
+    """Whether a state is older than the record: a resumed run has that of its first end."""
     return (live.seen_at or 0.0) <= (folder / RECORD).stat().st_mtime
 
 
@@ -75,7 +75,7 @@ def runs_in(storage: str | None = None, *, ended_within_s: float = 3600.0) -> li
 
 
 def of_record(record: AnyRecord, folder: Path) -> LiveState:
-    """What the record of something that has ended tells, as a look while it lived would have."""
+    """Live state reconstructed from the record of a finished run."""
     ended_at = (folder / RECORD).stat().st_mtime
     if not isinstance(record, RunRecord):
         first, *words = record.lines()

@@ -1,4 +1,4 @@
-"""The live state of a run as far as MLflow knows it: for whoever has neither its folder nor its cluster."""
+"""The live state of a run as far as MLflow has it: for readers with neither its folder nor its cluster."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def find_in_mlflow(run: str, uri: str) -> tuple[str, Path | None, list[str]]:
 
 
 def state_in_mlflow(run_id: str, uri: str, notes: Sequence[str] = ()) -> LiveState:
-    """What MLflow knows of a run now. Raises TrackingError."""
+    """State of a run in MLflow now. Raises TrackingError."""
     with reading_mlflow(run_id, uri):
         client, found = runs_in_mlflow(run_id, uri)
         run = found[0]

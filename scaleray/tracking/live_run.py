@@ -1,4 +1,4 @@
-"""What a look at a run shows while it lives: gathered from its messages, and written to live.json every two seconds.
+"""Live state of a run: gathered from its messages, and written to live.json every two seconds.
 
 The file alone is enough for a page: `steps.csv` of a long run is too large to be read again and again.
 """
@@ -115,7 +115,7 @@ class LiveRun:
             self._take_over(Path(d.work_dir) / FILE)
 
     def _take_over(self, path: Path) -> None:
-        """Go on with what the interrupted run knew, as far as its file is there."""
+        """Continue with the state of the interrupted run, as far as its file is there."""
         with contextlib.suppress(OSError, ValueError):
             before = LiveState.read(path)
             self._curve.points = list(before.curve)
@@ -153,8 +153,9 @@ class LiveRun:
         self._curve.add(record.step, record.loss)
 
     def state(self, beats: Sequence[Heartbeat] = (), *, time: Goodput | None = None, waiting: int = 0) -> LiveState:
-        """What is known now. beats: the last sign of life of every rank. time: where the run's went so far. waiting:
-        points that MLflow has not taken."""
+        """Current state. beats: the last sign of life of every rank. time: use of the run's time so far. waiting:
+        points that MLflow has not taken.
+        """
         d = self.description
         ranks = ranks_of(beats)
         with self._lock:
@@ -225,7 +226,7 @@ class LiveFile:
         self._thread.start()
 
     def put_back(self) -> None:
-        """Leave the file as it was before `start`: the run did not go on."""
+        """Restore the file as it was before `start`: the run did not continue."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -249,7 +250,7 @@ class LiveFile:
 
 
 def ranks_of(beats: Sequence[Heartbeat]) -> list[RankNow]:
-    """What each rank is doing, and how late each comes to collectives."""
+    """Activity of each rank, and its lateness at collectives."""
     waits = {beat.rank: beat.recent.phases.get(Phase.COMMUNICATION, 0.0) for beat in beats if beat.recent is not None}
     late = dict(zip(waits, late_s(list(waits.values())), strict=True)) if len(waits) > 1 and any(waits.values()) else {}
     return [

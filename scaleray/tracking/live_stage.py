@@ -1,4 +1,4 @@
-"""How far a study or a sweep is, in live.json of its folder, for whoever watches it."""
+"""Progress of a study or a sweep, in live.json of its folder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a study or a sweep publishes of itself while it goes on, and the alerts that it raises.
+"""Metrics that a study or a sweep publishes while it runs, and the alerts that it raises.
 
-Its trainings publish nothing: what they measured is told when a turn or a trial has ended. Those rules are judged that
-hold for it: its end, its disk, MLflow, and, of the workers of a study, who is late and how full their memory is.
+Its trainings publish nothing: their measurements are published when a turn or a trial has ended. Those rules are judged
+that apply to it: its end, its disk, MLflow, and, of the workers of a study, lateness and memory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class MeasuredMetrics(Publisher):
             return measured_series(known, self._ranks, run_name=d.run_name, run_id=d.run_id)
 
     def own_series(self) -> list[Series]:
-        """All of them: nobody else publishes any."""
+        """All of them: no other process publishes any."""
         return self.series()
 
     def _tell(self, told: EventRecord | Operation) -> None:

@@ -1,4 +1,4 @@
-"""A page on 127.0.0.1 with a run's metrics in Prometheus' text format, made anew for everyone who asks."""
+"""A page on 127.0.0.1 with a run's metrics in Prometheus' text format, made for each request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MetricsEndpoint:
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread for each question: one who asks slowly holds up nobody."""
+    """A thread for each request: a slow client delays no other."""
 
     daemon_threads = True
 
@@ -58,13 +58,13 @@ class _Silent(WSGIRequestHandler):
 
 
 class _Collector:
-    """What prometheus_client asks for metrics."""
+    """Collector for prometheus_client."""
 
     def __init__(self, series: Callable[[], Sequence[Series]]) -> None:
         self._series = series
 
     def describe(self) -> Iterable[Any]:
-        """Nothing: it is told apart by nobody, and must not be asked before there is a run."""
+        """Nothing: series are not described, and must not be requested before there is a run."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -80,8 +80,9 @@ class _Collector:
 
 
 def chosen_port(port: int | None) -> int | None:
-    """The port that a run may serve on: `port`, or a free one for 0. Raises ConfigError for one in use; whoever takes
-    it from now on is told by the endpoint itself."""
+    """The port that a run may serve on: `port`, or a free one for 0. Raises ConfigError for one in use; if it is taken
+    later, the endpoint itself reports it.
+    """
     if port is None:
         return None
     try:
@@ -94,7 +95,7 @@ def chosen_port(port: int | None) -> int | None:
 
 
 def not_to_be_had(port: int, problem: OSError) -> ConfigError:
-    """What is said of a port that cannot be had."""
+    """Message on a port that cannot be used."""
     why = {errno.EADDRINUSE: "another program listens there", errno.EACCES: "this user may not listen there"}
     want = f"{why.get(problem.errno or 0, problem.strerror)} on {HOST}"
     return ConfigError(KEY, port, want, "0 takes any free port and says which; another run may have this one")

@@ -115,7 +115,7 @@ class SaveView:
 
 Operation = LogMetrics | LogParams | SetTags | LogArtifact | LogDataset | EndRun
 StudyOperation = Operation | LogChild | LogToChildren | LearnChildren | RemoveHalfWritten | SaveView
-"""What can be written of a study or a sweep, whose operations are in no file: its record has all of them."""
+"""Operations on a study or a sweep, which are in no file: its record has all of them."""
 KINDS: dict[str, type[Any]] = {
     "metrics": LogMetrics, "params": LogParams, "tags": SetTags, "artifact": LogArtifact, "dataset": LogDataset,
     "status": EndRun,

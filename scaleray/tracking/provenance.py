@@ -1,4 +1,4 @@
-"""Who ran what, from which commit, on which data: what every run in MLflow says of where it comes from."""
+"""Provenance of every run in MLflow: its user, its commit, and its data."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class PublishedMetrics(Publisher):
         return [one for one in found if one.labels.get("rank") not in silent]
 
     def own_series(self) -> list[Series]:
-        """What the run has once: under Ray each rank publishes its own."""
+        """Series that exist once a run: under Ray each rank publishes its own."""
         beside = self._beside()
         with self._lock:
             return self._series.of_run(beside)
@@ -84,7 +84,7 @@ class PublishedMetrics(Publisher):
 
 
 def free_share(folder: str) -> float | None:
-    """Free share of the disk that has a folder; None where that cannot be told."""
+    """Free share of the disk that has a folder; None if that is not known."""
     try:
         usage = shutil.disk_usage(folder)
         return usage.free / usage.total

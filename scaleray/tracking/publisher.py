@@ -1,5 +1,6 @@
-"""Series of what goes on: served on 127.0.0.1 where a port was given, and handed at intervals to whoever publishes them
-elsewhere."""
+"""Series of a running process: served on 127.0.0.1 if a port was given, and handed at intervals to a function that
+publishes them elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +15,14 @@ from scaleray.watchers import Guard, Watcher
 
 PUBLISH_EVERY_S = 5.0
 LOOKED_S, LAST_LOOK_S = 30.0, 6.0
-"""Seconds within which somebody must have looked at the page for its end to wait for a last look, and how long it waits
-then: who never hears of a run's end takes it for lost."""
+"""Seconds within which the page must have been read for its end to wait for a last read, and how long it waits then: a
+reader that misses a run's end takes it for lost.
+"""
 
 
 class Publisher(ABC):
-    """Publishes the series that a subclass gives. port: None is no page.
-
-    publish: takes the series that nobody else publishes, in a thread; None is nobody. say: hears of the first time that
-    it failed, which ends nothing.
+    """Publishes the series that a subclass gives. port: None is no page. publish: takes the series that no other
+    process publishes, in a thread; None is none. say: logs the first failure, which ends nothing.
     """
 
     publish: Callable[[Sequence[Series]], None] | None = None
@@ -44,7 +44,7 @@ class Publisher(ABC):
 
     @abstractmethod
     def own_series(self) -> list[Series]:
-        """Those that nobody else publishes."""
+        """Series that no other process publishes."""
 
     def open(self) -> None:
         """Begin to serve and to publish. Raises ConfigError for a port in use."""
@@ -70,7 +70,7 @@ class Publisher(ABC):
             self._endpoint = None
 
     def _shown(self) -> list[Series]:
-        """What whoever looks at the page is shown."""
+        """Series served on the metrics page."""
         self._looked_at, has_ended = time.monotonic(), bool(self._status)
         found = self.series()
         if has_ended:

@@ -1,6 +1,8 @@
-"""The one process that writes a run: it takes workers' messages without making them wait, and keeps what MLflow misses.
+"""The one process that writes a run: it takes workers' messages without making them wait, and keeps the points that
+MLflow misses.
 
-Under Ray it is an actor beside the driver; without Ray a plain object. A thread of its own does the writing (`Writer`).
+Under Ray it is an actor next to the driver; without Ray a plain object. A thread of its own does the writing
+(`Writer`).
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ from scaleray.watchers import Guard, Watcher
 
 
 class Recorder(SignsOfLife):
-    """Owns one MLflow run. `log` only queues; `poll` gives the messages to whoever shows them."""
+    """Owns one MLflow run. `log` only queues; `poll` returns the messages for a display."""
 
     def __init__(self, description: RunDescription) -> None:
         super().__init__()
@@ -102,10 +104,10 @@ class Recorder(SignsOfLife):
         self._started = threading.Event()
 
     def start(self) -> RunIdentity:
-        """Make the MLflow run and write what is known. Raises TrackingError when MLflow cannot be used.
+        """Make the MLflow run and write the known facts. Raises TrackingError when MLflow cannot be used.
 
-        run.json comes first, with a key: whoever continues the run finds the MLflow run by it, although this process
-        was killed before it could write down the id.
+        run.json comes first, with a key: a resume finds the MLflow run by it, although this process was killed before
+        it could write down the id.
         """
         d = self.description
         before = d.continues or {}
@@ -175,7 +177,7 @@ class Recorder(SignsOfLife):
         return number, [*messages, *(replace(beat, tail=()) for beat in self.heartbeats()[:1])]
 
     def live(self) -> LiveState:
-        """What is known of the run now, for whoever looks at it from the outside."""
+        """Current state of the run, for readers outside."""
         return self._live.state(self.heartbeats(), time=self._time.so_far(), waiting=len(self.spool.points()))
 
     def mark_killed(self) -> None:

@@ -1,4 +1,4 @@
-"""What the recorder tells the driver of a run: where it is in MLflow, and what it came to."""
+"""Facts of a run that the recorder returns to the driver: its place in MLflow, and its result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class Recording:
-    """What the recorder knows when the run has ended."""
+    """State of the recorder when the run has ended."""
 
     final_loss: float | None
     metrics: dict[str, float]

@@ -1,4 +1,5 @@
-"""A run that goes on: what its files and MLflow have of it, what they can give each other back, and what is lost.
+"""A resumed run: the points in its files and in MLflow, those that each can restore to the other, and those that are
+lost.
 
 steps.csv has every step, MLflow every point that it was given. Either may lack some: a process is killed between two
 writes, a server is away, a file is damaged.
@@ -25,7 +26,7 @@ from scaleray.tracking.steps_file import StepsFile, in_words
 from scaleray.tracking.store import without_password
 
 NEEDED = ("num_samples", "learning_rate", "step_time_s", "epoch", "world_size", "recorded_at")
-"""What a row must have to make points; rows that came from MLflow, and those of older versions, lack some."""
+"""Columns that a row must have to make points; rows that came from MLflow, and those of older versions, lack some."""
 EXACT = {
     names.LOSS.name: "loss", names.LEARNING_RATE.name: "learning_rate", names.GRAD_NORM.name: "grad_norm",
     names.EPOCH.name: "epoch", names.WORKERS.name: "world_size",
@@ -35,7 +36,7 @@ EXACT = {
 
 @dataclass(frozen=True)
 class KnownRun:
-    """What MLflow has of a run. last_steps: newest step of each metric. steps: those whose loss is there."""
+    """Points of a run in MLflow. last_steps: newest step of each metric. steps: those whose loss is there."""
 
     last_steps: dict[str, int]
     steps: set[int]
@@ -59,7 +60,7 @@ class Recovery:
         self.description, self.steps, self.points, self.spool, self._say = description, steps, points, spool, say
 
     def ask_mlflow(self) -> KnownRun:
-        """What MLflow has of this run. Raises TrackingError where it does not say: points would be doubled."""
+        """Points of this run in MLflow. Raises TrackingError if it does not return them: points would be doubled."""
         store = self.spool.store
         assert store is not None, "the run is open"
         try:
@@ -104,7 +105,9 @@ class Recovery:
             self.mend_steps(step)
 
     def mend_steps(self, after: int) -> None:
-        """Give steps.csv back what it lacks up to the step after which training goes on, as far as MLflow has it."""
+        """Restore missing rows of steps.csv up to the step after which training continues, as far
+        as MLflow has them.
+        """
         lacks = self.steps.lacks(after)
         wanted = {step for first, last in lacks for step in range(first, last + 1)}
         points, problem = self.spool.points(), ""
@@ -125,7 +128,7 @@ class Recovery:
             self._say(f"{self.steps.path.name} lacked steps {in_words(lacks)}: {told}{self._kept_as()}")
 
     def _mend_small_files(self) -> None:
-        """Write config.yaml and derived.yaml anew where they hold nothing that can be read."""
+        """Write config.yaml and derived.yaml again if they cannot be read."""
         d = self.description
         place, here = Store(d.run_path or d.work_dir), Store(d.work_dir)
         for name, text in d.files.items():

@@ -1,4 +1,4 @@
-"""What MLflow missed while it was away, sent to it from a run's unsent file."""
+"""Points that MLflow missed while it was away, sent to it from a run's unsent file."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class RunAlerts:
         self.measure_links: Callable[[], None] = lambda: None
         """Asks the workers which link is slow."""
         self.show: Callable[[EventRecord], None] = lambda event: None
-        """Takes alerts where nobody polls the recorder: in the process that trains."""
+        """Takes alerts if the recorder is not polled: in the process that trains."""
         self.raised: list[Alert] = []
         """Those that began, but for the run's own end."""
         self._file = Path(description.work_dir) / ALERTS_FILE
@@ -122,8 +122,9 @@ class RunAlerts:
                     self._heard.append((gpus.ACTIVE, value / 100, now, gpu))
 
     def end(self, *, went_on: bool = True) -> None:
-        """Look a last time, at a run that has ended, and deliver what is left. went_on: False for a run that was to be
-        resumed and was not, whose end has been told of before."""
+        """Check a last time, for a run that has ended, and deliver the remaining alerts. went_on: False for a run that
+        was to be resumed and was not, whose end has been reported before.
+        """
         self._is_over.set()
         if self._thread is None:
             return

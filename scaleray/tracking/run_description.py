@@ -1,4 +1,4 @@
-"""What the driver tells the recorder of a run before it starts."""
+"""Facts of a run that the driver sends to the recorder before its start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scaleray.records.published import PublishedFacts
 
 @dataclass(frozen=True)
 class RunDescription:
-    """What is known about a run before it starts. work_dir: a local folder for its files."""
+    """Facts of a run before its start. work_dir: a local folder for its files."""
 
     tracking_uri: str
     experiment: str
@@ -31,24 +31,24 @@ class RunDescription:
     run_path: str | None = None
     """Where the run's files end up; None is `work_dir`."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved config, for whoever resumes the run."""
+    """The resolved config, for a resume."""
     base_dir: str | None = None
     """Folder from which a relative workload file was found."""
     continues: Mapping[str, Any] | None = None
-    """What `run.json` says of the interrupted run that this one continues."""
+    """Content of `run.json` of the interrupted run that this one continues."""
     strategy: str = ""
     total_steps: int | None = None
     """Steps of the whole training."""
     published: PublishedFacts = field(default_factory=PublishedFacts)
     key: str = field(default_factory=lambda: secrets.token_hex(8))
-    """What the run is known by before MLflow has given it an id, where it does not continue another one."""
+    """Key of the run before MLflow has given it an id, if it does not continue another one."""
     alerts: AlertSettings = field(default_factory=lambda: AlertSettings(watch=False))
     webhook: str | None = field(default=None, repr=False)
     """Address for alerts, with its secret; that of `alerts` is not looked at."""
     changes: Sequence[str] = ()
-    """What differs from the config of that run, a line each. Params of an MLflow run are written once and stay."""
+    """Differences from the config of that run, a line each. Params of an MLflow run are written once and stay."""
 
     @property
     def run_id(self) -> str:
-        """What tells this run apart from others of its name, in all its attempts."""
+        """Key that distinguishes this run from others of its name, in all its attempts."""
         return str((self.continues or {}).get("key") or self.key)

@@ -1,5 +1,6 @@
-"""What becomes of a run's time, over all its attempts: kept in goodput.json beside steps.csv, where the next attempt
-finds it."""
+"""Use of a run's time, over all its attempts: kept in goodput.json next to steps.csv, where the
+next attempt finds it.
+"""
 
 from __future__ import annotations
 

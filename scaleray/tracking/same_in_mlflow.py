@@ -1,7 +1,8 @@
-"""Whether what lies in a folder says what MLflow was told: a training's record and alerts, a study with its points, a
+"""Whether the files of a folder equal MLflow's copy: a training's record and alerts, a study with its points, a
 certificate. Each answers None where MLflow cannot be asked, or has no copy.
 
-MLflow is the reader's, never the one that the record names: whoever changes a record can name a store of their own."""
+MLflow is the reader's, never the one that the record names: whoever changes a record can name a store of their own.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ def differences_from_mlflow(
     record: RunRecord, *, alerts: Sequence[str] | None = None, uri: str | None = None
 ) -> list[str] | None:
     """Keys in which a training's record differs from MLflow's copy, or from the last values of MLflow's metrics, alerts
-    of which MLflow was told and the folder knows nothing, and that it is marked as invalid there. alerts: names in its
-    alerts.jsonl; None: there is no such file. uri: MLflow's; None is scaleray's own."""
+    that MLflow has and the folder lacks, and that it is marked as invalid there. alerts: names in its alerts.jsonl;
+    None: there is no such file. uri: MLflow's; None is scaleray's own.
+    """
 
     def differing(client: Any) -> list[str]:
         stored = client.get_run(record.run_id)
@@ -108,7 +110,7 @@ def _other_keys(record: JsonRecord, kept: bytes) -> list[str]:
 
 
 def _of_point(client: Any, at: CurvePoint) -> Iterator[str]:
-    """What is wrong with a point in MLflow. Raises where it is not there."""
+    """Differences of a point in MLflow. Raises an error if it is not there."""
     run = client.get_run(at.point.run_id)
     tags, metrics = run.data.tags, run.data.metrics
     yield from _withdrawn(run)

@@ -1,11 +1,11 @@
-"""A run's messages for whoever shows them, who asks for those that are new to him."""
+"""A run's messages for a display, which asks for those that are new."""
 
 from __future__ import annotations
 
 from scaleray.records.run import WorkerMessage
 
 MOST_KEPT = 20_000
-"""Messages that are kept where nobody asks: a driver's memory must not grow with the number of steps."""
+"""Messages that are kept without a display: a driver's memory must not grow with the number of steps."""
 
 
 class ShownMessages:

@@ -1,5 +1,6 @@
-"""What a recorder knows of the workers beside their records: that they live, what they do, and whether they shall
-stop."""
+"""State of the workers in a recorder, other than their records: that they live, their activity, and whether they should
+stop.
+"""
 
 from __future__ import annotations
 

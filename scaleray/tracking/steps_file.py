@@ -109,7 +109,7 @@ class StepsFile:
             yield from csv.DictReader(file)
 
     def mend(self, after: int, found: Mapping[int, Mapping[str, Any]]) -> None:
-        """Put in rows, by step, that were missing up to the step after which training goes on.
+        """Put in rows, by step, that were missing up to the step after which training continues.
 
         Rows after it stay, as long as none is missing among them: their steps come again. Raises OSError.
         """
@@ -122,7 +122,7 @@ class StepsFile:
         self._put(rows)
 
     def keep_damaged(self) -> None:
-        """Put a copy of the file beside it, under a name that is not taken."""
+        """Copy the file into the same folder, under a name that is not taken."""
         names = [f"{self.path.name}.damaged", *(f"{self.path.name}.damaged-{n}" for n in range(2, 100))]
         self.kept_as = next((path for name in names if not (path := self.path.with_name(name)).exists()), None)
         if self.kept_as is not None:

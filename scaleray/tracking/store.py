@@ -190,7 +190,7 @@ class RunStore:
         self.status_before: str | None = None
         """Status that a reopened run had before."""
         self.is_new = False
-        """Whether the run is new, so that nobody can have written anything to it."""
+        """Whether the run is new, so that nothing can have been written to it."""
         self.client = open_client(uri)
 
     @classmethod
@@ -207,8 +207,8 @@ class RunStore:
         """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Makes the database and the experiment
         when they do not exist. Raises TrackingError.
 
-        key: names this run for ever: with the same key there comes to be one run, whoever was killed in between and
-        whatever answer of the server was lost. None is a new one.
+        key: names this run for ever: with the same key there is one run, even if a process was killed in between or an
+        answer of the server was lost. None is a new one.
         """
         key = key or secrets.token_hex(8)
 

@@ -1,7 +1,7 @@
 """The MLflow run of a study or a sweep, with a child for each point or trial. Used by the driver alone.
 
-Writing goes on in a thread (`Writer`), so that a sweep never waits for MLflow; what the server does not take waits in
-memory. The record on disk holds everything that is written here: `send_record` brings it to MLflow later.
+Writing runs in a thread (`Writer`), so that a sweep never waits for MLflow; points that the server does not take wait
+in memory. The record on disk holds everything that is written here: `send_record` brings it to MLflow later.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class ParentRun:
 
     @property
     def link(self) -> str:
-        """Where a browser shows the charts of this study or sweep, while it goes on too."""
+        """Address of the charts of this study or sweep, which exist while it runs too."""
         return saved_views.link(self._store.uri, self.experiment_id, self._view_key)
 
     @property

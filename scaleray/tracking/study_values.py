@@ -1,7 +1,7 @@
-"""What points, trials and the curves over them are in MLflow: names, steps, params and tags.
+"""Points, trials and the curves over them in MLflow: names, steps, params and tags.
 
-Curves stand on the parent, with the number of workers or the batch size as step, so that MLflow's own charts draw them;
-single values stand on the children under names of their own, as they would else be stray dots at step 0 of the curves.
+Curves are on the parent, with the number of workers or the batch size as step, so that MLflow's own charts draw them;
+single values are on the children under names of their own, as they would else be stray dots at step 0 of the curves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def trial_name(trial: Trial) -> str:
 
 
 def point_params(point: Point) -> dict[str, Any]:
-    """What was set for a point."""
+    """Settings of a point."""
     return {
         "point.mode": point.mode,
         "point.workers": point.workers,
@@ -56,7 +56,7 @@ def point_params(point: Point) -> dict[str, Any]:
 
 
 def trial_params(trial: Trial) -> dict[str, Any]:
-    """What was set for a trial."""
+    """Settings of a trial."""
     own = {
         "trial.batch_size": trial.batch_size,
         "trial.rule": trial.rule,
@@ -113,7 +113,7 @@ def trial_duration_s(trial: Trial) -> float:
 
 
 def relative_values(at: CurvePoint) -> list[Value]:
-    """What a point is beside the base of its curve."""
+    """Figures of a point relative to the base of its curve."""
     return _singles(at.relative_rows(), at.point.measured_at)
 
 
@@ -139,7 +139,7 @@ def record_values(record: StudyRecord | SweepRecord) -> list[Value]:
 
 
 def _cost(record: StudyRecord | SweepRecord) -> dict[str, float]:
-    """What a study or sweep cost: a study holds all its workers from beginning to end."""
+    """Cost of a study or sweep: a study holds all its workers from beginning to end."""
     if isinstance(record, StudyRecord):
         workers = max((at.point.workers for curve in record.curves for at in curve.points), default=0)
         return cost_of(workers * record.duration_s, price_per_worker_hour=record.price_per_worker_hour)
@@ -210,7 +210,7 @@ def _sweep_values(record: SweepRecord) -> Iterator[tuple[str, float | None, int]
 
 
 def _singles(rows: Iterable[Row], at: float) -> list[Value]:
-    """What stands at step 0. at: wall clock in s."""
+    """Values at step 0. at: wall clock in s."""
     return list(_finite((row.name, row.value, 0, at) for row in rows if row.metric.is_in_mlflow))
 
 

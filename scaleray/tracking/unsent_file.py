@@ -12,10 +12,8 @@ from scaleray.tracking.operations import Operation, from_json
 
 @dataclass(frozen=True)
 class Unsent:
-    """What an unsent file holds.
-
-    head: None when it cannot be read. num_damaged: lines, the head among them, that hold nothing that can be sent.
-    is_cut: the last line has no end, as after a kill; it is not among the damaged ones.
+    """Content of an unsent file. head: None when it cannot be read. num_damaged: lines, the head among them, that hold
+    nothing that can be sent. is_cut: the last line has no end, as after a kill; it is not among the damaged ones.
     """
 
     head: dict[str, str] | None

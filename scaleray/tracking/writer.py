@@ -1,4 +1,4 @@
-"""The thread that writes a run: it takes what it is given in order, and whoever gives it something does not wait."""
+"""The thread that writes a run: it takes its queue in order, and no producer waits for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`check`: data, model, loss and gradients of one batch, the speed of the input, and two processes beside one.
+"""`check`: data, model, loss and gradients of one batch, the speed of the input, and two processes compared with one.
 
-Everything runs in this process and, for the last look, in gloo processes: without Ray, MLflow or a run folder.
+Everything runs in this process and, for the last check, in gloo processes: without Ray, MLflow or a run folder.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _Check:
         return job
 
     def _step(self, subject: str, look: Callable[[], Result]) -> Result | None:
-        """What a look gives; an error of the user's becomes a finding, and None."""
+        """Result of a check; an error of the user's becomes a finding, and None."""
         try:
             with no_exit("the workload's code"):
                 found = look()

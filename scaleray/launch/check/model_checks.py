@@ -43,7 +43,7 @@ CUT_ADVICE = (
 MOST_ROWS = 100_000
 """Rows of a split that are searched for extreme values."""
 DTYPE_WORDS = ("dtype", "expected scalar type", "same type")
-"""What torch says of operands of different types."""
+"""torch's message on operands of different types."""
 
 
 def built_alike(job: TrainJob) -> Finding:
@@ -123,8 +123,10 @@ class ModelLook:
             yield Finding(subject, WRONG if not count else GOOD if adds_up else DOUBTFUL, text)
 
     def _halves(self, loss: Callable[[Any, Any], Any]) -> tuple[bool, str]:
-        """Whether the loss of the rows may be cut into micro-batches, with the words for it: that of the rows beside
-        those of their halves, in evaluation mode, where dropout and the statistics of a batch are out of the way."""
+        """Whether the loss of the rows may be cut into micro-batches, with the text for it: that of the rows is
+        compared with those of their halves, in evaluation mode, where dropout and the statistics of a batch have no
+        effect.
+        """
         rows = {name: values[: max(2, self.num_rows)] for name, values in self.batch.columns.items()}
         size = rows_in(rows)
         if (half := size // 2) == 0:

@@ -28,7 +28,7 @@ PRECISIONS = {"fp64": "float64", "fp32": "float32"}
 
 
 def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source], code: UserCode) -> Finding:
-    """The verdict on the first steps of ddp on two gloo processes, beside one. Raises UsageError."""
+    """The verdict on the first steps of ddp on two gloo processes, compared with one. Raises UsageError."""
     try:
         return _compared(config, workload, sources, code, precision="fp64")
     except WorkloadError as exc:

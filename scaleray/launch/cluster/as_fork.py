@@ -1,7 +1,8 @@
-"""What a raylet runs in place of Ray's own set-up of a worker, see `worker_template.py`: asks the template for one.
+"""Script that a raylet runs in place of Ray's own set-up of a worker, see `worker_template.py`: it requests one from
+the template.
 
-A script without imports that take time. It stays as long as the worker that it stands for, as Ray knows both. What the
-template cannot give (another interpreter, another language, an activated environment), Ray's own scripts give.
+A script without imports that take time. It stays as long as its worker, as Ray knows both. If the template cannot make
+the worker (another interpreter, another language, an activated environment), Ray's own scripts do.
 """
 
 import json

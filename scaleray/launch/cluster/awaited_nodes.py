@@ -1,4 +1,4 @@
-"""Nodes that a cluster starts when somebody asks for them: asked for and waited for before a run, up to a deadline."""
+"""Nodes that a cluster starts on demand: requested and waited for before a run, up to a deadline."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _missing(config: RunConfig, nodes: Sequence[Node], option: str) -> ClusterEr
 
 
 def bundles_of(config: RunConfig) -> list[dict[str, Any]]:
-    """What Ray's autoscaler is asked for: the workers' resources, and those of the input."""
+    """Request to Ray's autoscaler: the workers' resources, and those of the input."""
     scale = config.scale
     more = [{"CPU": config.data.reserved_cpus}] if config.data.reserved_cpus else []
     if scale.placement == "STRICT_PACK":  # as one, that must find room on one node

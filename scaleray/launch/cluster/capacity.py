@@ -60,7 +60,7 @@ def check_option_fits(option: str, config: RunConfig, nodes: Sequence[Node], *, 
 
 
 def num_concurrent(config: RunConfig, nodes: Sequence[Node]) -> int:
-    """How many trials fit beside each other, with `data.reserved_cpus` left free; at least 1 for one that fits.
+    """Number of trials that fit at once, with `data.reserved_cpus` left free; at least 1 for one that fits.
 
     A trial needs its workers on one node with STRICT_PACK, on as many nodes with STRICT_SPREAD, and anywhere else.
     """

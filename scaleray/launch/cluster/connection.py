@@ -1,6 +1,6 @@
-"""The Ray cluster of a run: connect to it or start one, and tell its nodes.
+"""The Ray cluster of a run: connect to it or start one, and list its nodes.
 
-Every known trap of Ray 2.60 that concerns connecting is handled here, with its reason beside the line.
+Every known trap of Ray 2.60 that concerns connecting is handled here, with its reason next to the line.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ OWN_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     loopback.VARIABLE: "0",
 }
-"""Variables of a Ray that is started here, beside those of `DRIVER_ENVIRONMENT`; the user's own values win."""
+"""Variables of a Ray that is started here, in addition to those of `DRIVER_ENVIRONMENT`; the user's own values win."""
 
 _own_cluster = False
 """Whether this process started the Ray that it is connected to."""
@@ -125,7 +125,9 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
 
 @contextlib.contextmanager
 def _importing(modules: Sequence[str]) -> Iterator[None]:
-    """Import these in a thread, which Ray's start leaves time for. Waits for nothing: who needs one imports it too."""
+    """Import these in a thread, which Ray's start leaves time for. Waits for nothing: code that needs one imports it
+    too.
+    """
 
     def work() -> None:
         with contextlib.suppress(Exception):  # who needs it hears of it

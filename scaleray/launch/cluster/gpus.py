@@ -33,7 +33,9 @@ def with_gpus_decided(config: RunConfig, nodes: Sequence[Node] | None, *, say: S
 
 
 def idle_gpus(num_gpus: float, gpus_per_worker: float, *, has_cuda: bool) -> str:
-    """A sentence on GPUs beside a run on CPUs, with what uses them; nothing where there are none, or they are used."""
+    """A sentence on GPUs that a run on CPUs leaves idle, with the setting that uses them; empty if there are none, or
+    they are used.
+    """
     if not num_gpus or gpus_per_worker:
         return ""
     which = "1 GPU is" if num_gpus == 1 else f"{num_gpus:g} GPUs are"

@@ -1,4 +1,4 @@
-"""A Ray head of one's own on this machine: own ports, own folder, loopback only, gone with whoever started it.
+"""A Ray head of one's own on this machine: own ports, own folder, loopback only, gone with the process that started it.
 
 For demos, benchmarks and tests that need a cluster to submit jobs to.
 """

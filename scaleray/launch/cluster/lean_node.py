@@ -1,8 +1,8 @@
-"""Ray's node without the processes that nobody uses, and with workers that are forks of one process. The one place that
-overrides private methods of Ray's node; where those are missing, Ray starts as it always does.
+"""Ray's node without the processes that are not used, and with workers that are forks of one process. The one place
+that overrides private methods of Ray's node; where those are missing, Ray starts as it always does.
 
 CPU seconds before the first step, on 2 cores: the autoscaler's monitor 0.4; the dashboard's process, which starts, and
-is waited for, even where no dashboard is wanted, 0.7; the node's agent 0.8, which has a minimal form for installations
+is waited for, even if no dashboard is requested, 0.7; the node's agent 0.8, which has a minimal form for installations
 without the dashboard's libraries.
 """
 
@@ -17,7 +17,7 @@ from scaleray.launch.cluster import worker_template
 from scaleray.launch.cluster.worker_template import WorkerTemplate
 
 NOT_PRESTARTED = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
-"""Variables of a node: idle workers that nobody asked for yet would take the cores from what everybody waits for."""
+"""Variables of a node: idle workers that are not requested yet would take the cores from the start."""
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
-"""Clusters of several nodes on this machine, which go on when the command that started them has ended.
+"""Clusters of several nodes on this machine, which continue when the command that started them has ended.
 
 Every node is a process of Ray's own at 127.0.0.1 with ports of its own, so that no other host reaches any of them. To
-Ray they are nodes like any others: it places, counts and loses them one by one. They share one machine, and whatever
-goes by its address: Ray Train's local ranks, memory, the network.
+Ray they are nodes like any others: it places, counts and loses them one by one. They share one machine, and everything
+that goes by its address: Ray Train's local ranks, memory, the network.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def down(name: str) -> int | None:
 
 
 def now(state: ClusterState) -> LocalCluster:
-    """What the processes of a cluster and its head say of it."""
+    """State of a cluster by its processes and its head."""
     known = {node["node_name"]: node for node in _nodes_of_ray(state.dashboard) if node.get("state") == "ALIVE"}
     nodes = []
     for node in state.nodes:
@@ -252,8 +252,7 @@ def _name_in_ray(name: str) -> str:
 
 
 def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:
-    """What the head knows of its nodes; nothing where it does not answer. Raises ClusterError for a token of somebody
-    else."""
+    """The head's list of its nodes; empty if it does not answer. Raises ClusterError for another user's token."""
     request = urllib.request.Request(f"{dashboard}/api/v0/nodes?limit=10000&detail=1", headers=headers())
     try:
         with open_without_redirects(request, timeout_s=ANSWER_S) as answer:

@@ -1,6 +1,6 @@
-"""What is remembered of the clusters that this user has started on this machine, and which of their processes live.
+"""State of the clusters that this user has started on this machine, and their living processes.
 
-A folder for each in the one of this user alone, with a file of mode 0600; Ray's own files lie beside it.
+A folder for each in the one of this user alone, with a file of mode 0600; Ray's own files are next to it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ PREFIX = "c-"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,11}")
 """Names of clusters: short, as the paths of Ray's sockets below them hold 107 characters."""
 MARK = "CLUSTER_OF_SCALERAY"
-"""Variable of all processes of a cluster: its random number, by which those are found that nobody remembers. Not one
-that begins like keys of the config, which jobs of the cluster would read."""
+"""Variable of all processes of a cluster: its random number, by which processes are found that no file lists. Not one
+that begins like keys of the config, which jobs of the cluster would read.
+"""
 SAME_START_S = 1.0
 """Between two readings of one process's start, which the system's clock is part of."""
 AS_SAVED = ConfigDict(extra="forbid", strict=True)
@@ -177,8 +178,9 @@ def names() -> Iterator[str]:
 
 
 def _place() -> Path:
-    """The folder of this user alone, which every later command must find. Raises ClusterError where somebody else has
-    taken its name."""
+    """The folder of this user alone, which every later command must find. Raises ClusterError if another user has taken
+    its name.
+    """
     found = own_folder()
     if hasattr(os, "getuid") and found != short_place() / f"scaleray-{os.getuid()}":
         with contextlib.suppress(OSError):  # something else of this user is in it

@@ -72,7 +72,7 @@ def staying_local() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reaching(address: str) -> Iterator[None]:
-    """Let Ray in this process connect to a cluster at this address that nobody listens for but on loopback."""
+    """Let Ray in this process connect to a cluster at this address that listens on loopback alone."""
     if not is_on_loopback_alone(address):
         yield
         return

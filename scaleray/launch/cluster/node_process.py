@@ -62,8 +62,8 @@ def start_head(
 ) -> NodeProcess:
     """Start a head, and with it a cluster. folder: a new one for its log and the template of its workers.
 
-    environment: variables of its processes beside those of scaleray. temp_dir: for Ray, which lets everybody write
-    there: below a folder of this user alone. outlives: it goes on when this process has ended.
+    environment: variables of its processes in addition to those of scaleray. temp_dir: for Ray, which makes it writable
+    for all: below a folder of this user alone. outlives: it continues when this process has ended.
     """
     words = [
         "--head",

@@ -25,7 +25,7 @@ from scaleray.launch.cluster.token import ensure_token
 from scaleray.own_folder import own_folder, plain_executable
 
 _template: worker_template.WorkerTemplate | None = None
-"""What the workers of this process's own Ray are forked from."""
+"""Template from which the workers of this process's own Ray are forked."""
 _session: str | None = None
 """Ray's folder of the session that this process has started."""
 KEPT_S = 7 * 86400.0
@@ -115,7 +115,7 @@ def ray_folder() -> str:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
+    """A free TCP port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""The token that requests to Ray must carry: this user's own, in a file that nobody else can read."""
+"""The token that requests to Ray must carry: this user's own, in a file that no other user can read."""
 
 from __future__ import annotations
 

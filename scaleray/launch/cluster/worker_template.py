@@ -1,9 +1,9 @@
-"""A process that has imported what Ray's workers need, and becomes one of them by a fork: Ray itself starts each worker
-as a fresh interpreter, in which torch, Ray and the training loop take 4 CPU seconds.
+"""A process that has imported the libraries of Ray's workers, and becomes one of them by a fork: Ray itself starts each
+worker as a fresh interpreter, in which torch, Ray and the training loop take 4 CPU seconds.
 
-Whoever starts a Ray starts it before anything else (`WorkerTemplate`), and `lean_node.py` lets the raylet run
-`as_fork.py` in place of Ray's own scripts. Each such process sends its arguments, environment and streams here, and a
-copy of this process runs Ray's worker with them. Where that does not work, `as_fork.py` runs what Ray would.
+It is started before the Ray itself (`WorkerTemplate`), and `lean_node.py` lets the raylet run `as_fork.py` in place of
+Ray's own scripts. Each such process sends its arguments, environment and streams here, and a copy of this process runs
+Ray's worker with them. If that does not work, `as_fork.py` runs Ray's own command.
 
 Run as a module, this file is the template, in two stages, as Ray's core reads the job that it belongs to when it is
 imported, and never again: one process with all libraries but Ray, and below it one with Ray for each job, whose
@@ -42,13 +42,13 @@ SOCKET = "WORKER_TEMPLATE_SOCKET"
 ORIGINAL = "WORKER_TEMPLATE_ORIGINAL"
 """Environment variables of a raylet, for its workers: where the template listens, and Ray's script for their set-up."""
 JOB, RAYLET = "RAY_JOB_ID", "RAY_RAYLET_PID"
-"""What Ray's core reads when it is imported: workers end with the process of the latter."""
+"""Variables that Ray's core reads when it is imported: workers end with the process of the latter."""
 FIRST_JOB = "01000000"
 """The job of the driver that starts a Ray."""
 
 
 class WorkerTemplate:
-    """The template of one Ray, as whoever starts that Ray sees it. socket: where it listens."""
+    """The template of one Ray, for the process that starts that Ray. socket: its address."""
 
     def __init__(
         self, *, folder: Path, threads: int = 1, variables: Mapping[str, str] | None = None, modules: Sequence[str] = ()
@@ -117,7 +117,7 @@ class Request:
         return cls(found, json.loads(content))
 
     def send(self, connection: socket.socket) -> None:
-        """Hand it on. Raises OSError where nobody takes it."""
+        """Hand it on. Raises OSError if no process takes it."""
         content = json.dumps(self.about).encode()
         socket.send_fds(connection, [len(content).to_bytes(4, "big")], self.files)
         connection.sendall(content)
@@ -129,9 +129,10 @@ class Request:
 
 
 def process_of_a_job(listener: socket.socket, expected: Mapping[str, str] | None) -> socket.socket:
-    """Start a process for each job and hand it the requests of that job; gives, in such a process, where they come.
+    """Start a process for each job and hand it the requests of that job; returns, in such a process, the socket of its
+    requests.
 
-    expected: environment of the job to begin with. Ends when whoever started this process is gone.
+    expected: environment of the job to begin with. Ends when the parent of this process is gone.
     """
     jobs: dict[str, socket.socket] = {}
 
@@ -174,7 +175,7 @@ def process_of_a_job(listener: socket.socket, expected: Mapping[str, str] | None
 
 
 def worker(requests: socket.socket) -> Request:
-    """Fork for each request: gives it, in the child. Ends when nobody sends requests any more."""
+    """Fork for each request: returns it, in the child. Ends when no more requests can come."""
     while True:
         try:
             request = Request.receive(requests, files=4)
@@ -235,8 +236,9 @@ def import_all(names: Sequence[str]) -> None:
 
 
 def import_ray(names: Sequence[str]) -> None:
-    """Import these without a random number of Ray's core: whoever draws one before the fork has seeded the generator of
-    every child, and their placement groups would have one name."""
+    """Import these without a random number of Ray's core: a draw before the fork would seed the generator of every
+    child, and their placement groups would have one name.
+    """
     ray_actor: Any = importlib.import_module("ray.actor")
     of_classes = ray_actor.ActorClassID
 

@@ -1,4 +1,4 @@
-"""What a node is: versions, GPUs, limits of the system, room in memory and on disks. Starts nothing on a GPU."""
+"""Facts of a node: versions, GPUs, limits of the system, room in memory and on disks. Starts nothing on a GPU."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Trip = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Answers:
-    """What nodes answered, by name; and why others did not."""
+    """Answers of nodes, by name; and the reasons of those that gave none."""
 
     given: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -41,16 +41,16 @@ class Fleet(Protocol):
     """Nodes that cannot be asked, and why."""
 
     def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
-        """What these nodes answer, all asked at once. arguments: of the method, by name of the node."""
+        """Answers of these nodes, all called at once. arguments: of the method, by name of the node."""
 
     def trips(self, name: str, count: int, *, timeout_s: float) -> list[Trip]:
         """Round trips to a node's clock; fewer where it does not answer in time."""
 
     def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
-        """What `measure_links` measures with ranks on these nodes. Raises what a rank raised."""
+        """Result of `measure_links` with ranks on these nodes. Raises the error of a rank."""
 
     def facts_of_ray(self, name: str) -> Mapping[str, Any]:
-        """What Ray knows of a node, as fields of `NodeSeen`."""
+        """Ray's facts of a node, as fields of `NodeSeen`."""
 
     def places(self) -> Mapping[str, str]:
         """Folders that Ray uses on every node, by what for."""
@@ -65,7 +65,7 @@ class ThisMachine:
         self._node = NodeLook(self.drivers_node, "127.0.0.1")
 
     def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
-        """What this process answers."""
+        """Answer of this process."""
         found = Answers()
         for name, given in arguments.items():
             try:
@@ -80,7 +80,7 @@ class ThisMachine:
         return [(now, now, now)]
 
     def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
-        """What processes of this machine measure."""
+        """Measurement by processes of this machine."""
         with gloo_processes(seats.num_ranks, UserCode(None, {}, None, None), timeout_s=timeout_s) as processes:
             found: Measurements = processes.run(seats.num_ranks, _links, seats, workload=None)
         return found

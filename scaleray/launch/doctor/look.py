@@ -32,13 +32,14 @@ WORDS = {
     "rates": "matrix products",
     "links": "all-reduces and links",
 }
-"""What each part is called while it runs."""
+"""Name of each part while it runs."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is looked at beside the nodes themselves: the storage (absolute folder or URI), MLflow, and the network as
-    it was given."""
+    """Subjects of the check other than the nodes themselves: the storage (absolute folder or URI), MLflow, and the
+    network as it was given.
+    """
 
     storage_path: str
     tracking_uri: str
@@ -179,7 +180,7 @@ def seats_of(nodes: list[NodeSeen]) -> Seats:
 
 
 def _why_gpus_are_left_alone(nodes: list[NodeSeen]) -> str:
-    """Why nothing is measured: on cards that somebody uses it would disturb them, and say nothing."""
+    """Reason why nothing is measured: on cards in use it would disturb their users, and show nothing."""
     busy = sum(not is_idle(gpu) for node in nodes for gpu in node.gpus)
     return f"{busy} GPU{'s are' if busy != 1 else ' is'} in use" if busy else ""
 

@@ -31,7 +31,7 @@ MESSAGES = {"cpu": (2**16, 2**20, 2**23), "cuda": (2**20, 2**24, 2**27)}
 
 @dataclass(frozen=True)
 class Seats:
-    """Who sits where: `per_node` ranks on each node, those of a node beside each other. device: `cpu` or `cuda`."""
+    """Placement of ranks: `per_node` on each node, those of a node next to each other. device: `cpu` or `cuda`."""
 
     nodes: tuple[str, ...]
     per_node: int
@@ -43,7 +43,7 @@ class Seats:
         return len(self.nodes) * self.per_node
 
     def name(self, rank: int) -> str:
-        """What a rank's end of a link is called."""
+        """Name of a rank's end of a link."""
         node, local = divmod(rank, self.per_node)
         if self.per_node == 1:
             return self.nodes[node]

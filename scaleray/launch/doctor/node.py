@@ -1,4 +1,4 @@
-"""What is asked of one node, in a process there: an actor on each node of a Ray cluster, or this process."""
+"""Checks of one node, in a process there: an actor on each node of a Ray cluster, or this process."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 
 @dataclass(frozen=True)
 class Asked:
-    """What is looked at on every node. places: folders by what a training keeps there. tracking_uri: of a server that
-    every node is to reach; None asks nobody."""
+    """Subjects of the check on every node. places: folders by their content for a training. tracking_uri: of a server
+    that every node is to reach; None: no server is checked.
+    """
 
     places: Mapping[str, str]
     tracking_uri: str | None = None
@@ -39,7 +40,7 @@ class NodeLook:
         return time.time()
 
     def facts(self, asked: Asked) -> NodeSeen:
-        """What the node is."""
+        """Facts of the node."""
         import dataclasses
 
         return dataclasses.replace(

@@ -42,7 +42,7 @@ class RayNodes:
             self.lost.update(self.ask("clock", dict.fromkeys(self.names, ()), timeout_s=START_S).failed)
 
     def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
-        """What these nodes answer, all asked at once; those that are lost are not asked."""
+        """Answers of these nodes, all called at once; those that are lost are left out."""
         asked = {
             name: getattr(self._actors[name], method).remote(*given)
             for name, given in arguments.items()
@@ -64,7 +64,9 @@ class RayNodes:
         return found
 
     def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
-        """What ranks on these nodes measure: the first of each node is its actor, the others are started for this."""
+        """Measurements by ranks on these nodes: the first of each node is its actor, the others are
+        started for this.
+        """
         import ray
 
         ranks: list[tuple[str, Any]] = []
@@ -91,7 +93,7 @@ class RayNodes:
         }
 
     def places(self) -> Mapping[str, str]:
-        """Where Ray writes objects that memory has no room for, which is beside its sockets and logs."""
+        """Folder in which Ray writes objects that memory has no room for: that of its sockets and logs."""
         import ray._private.worker as worker
 
         node = getattr(worker, "_global_node", None)
@@ -129,7 +131,7 @@ def ray_nodes(address: str) -> Iterator[RayNodes]:
 
 
 def _answers(asked: Mapping[str, Any], timeout_s: float) -> Answers:
-    """What these calls give, within the time that all of them have together."""
+    """Results of these calls, within the time that all of them have together."""
     import ray
 
     found, deadline = Answers(), time.monotonic() + timeout_s

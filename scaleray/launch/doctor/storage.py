@@ -27,7 +27,7 @@ Content = tuple[int, str]
 
 @dataclass(frozen=True)
 class Written:
-    """What a node wrote. error: why it could not."""
+    """File that a node wrote. error: reason why it could not."""
 
     content: Content = (0, "")
     bytes_per_s: float | None = None
@@ -36,7 +36,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Found:
-    """What a node sees of the others' files. missing: names of files that are not there, or hold something else."""
+    """The others' files as a node reads them. missing: names of files that are not there, or hold something else."""
 
     missing: tuple[str, ...] = ()
     bytes_per_s: float | None = None

@@ -35,7 +35,7 @@ class Profiled(Printed):
     record: RunRecord
     verdict: Verdict
     traced: Traced | None = None
-    """What its traces say, where it has some."""
+    """Content of its traces, if it has some."""
 
     def lines(self) -> list[str]:
         """The verdict, and where the run is."""

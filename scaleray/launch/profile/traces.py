@@ -31,7 +31,7 @@ _SNAPSHOT_START = "memory"
 
 @dataclass(frozen=True)
 class Traced(Printed):
-    """What files of traces say. merged: the file with all ranks, where there are several."""
+    """Content of trace files. merged: the file with all ranks, if there are several."""
 
     where: str
     report: TraceReport | None
@@ -39,7 +39,7 @@ class Traced(Printed):
     merged: str | None = None
 
     def lines(self) -> list[str]:
-        """What was read, and where it is."""
+        """Traces that were read, and their place."""
         ranks = ", ".join(str(each.rank) for each in self.report.ranks) if self.report else ""
         found = [f"traces of rank {ranks}"] if ranks else []
         found += [f"memory of rank {each.rank}" for each in self.snapshots]
@@ -70,15 +70,14 @@ def is_trace(path: str) -> bool:
 
 
 def traced_of(run_dir: str) -> Traced | None:
-    """What the traces of a run say; None for a run without."""
+    """Content of a run's traces; None for a run without."""
     where = f"{run_dir.rstrip('/')}/{FOLDER}"
     return read_traces(where) if _files_in(where) else None
 
 
 def read_traces(where: str) -> Traced:
-    """What the traces in a file or folder say; those of several ranks are written as one beside them.
-
-    Raises TraceError for files that cannot be read, or are not of one run.
+    """Content of the traces in a file or folder; those of several ranks are also written as one file in the same
+    folder. Raises TraceError for files that cannot be read, or are not of one run.
     """
     files = [where] if where.endswith((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS)) else _files_in(where)
     if not files:

@@ -1,1 +1,1 @@
-"""One training: `scaleray train` from a config to its record, and how it goes on after an interruption."""
+"""One training: `scaleray train` from a config to its record, and its continuation after an interruption."""

@@ -13,7 +13,7 @@ class Stoppable(Protocol):
 
 
 def why_stopped(recorder: Stoppable) -> str:
-    """The alert that stopped a run, in words; empty where none did, and where nobody can say any more."""
+    """The alert that stopped a run, as text; empty if none did, and if it is not known any more."""
     with contextlib.suppress(Exception):
         return recorder.stopped_by()
     return ""

@@ -1,4 +1,4 @@
-"""What a run is about to do, said on the terminal before its workers start."""
+"""Lines on a run for the terminal, before its workers start."""
 
 from __future__ import annotations
 

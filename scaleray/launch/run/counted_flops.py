@@ -1,4 +1,4 @@
-"""The FLOPs of a sample, counted beside a run that has begun, for its model FLOPs utilisation.
+"""The FLOPs of a sample, counted during a run, for its model FLOPs utilisation.
 
 In a process of its own, as counting imports torch and calls the user's code, which must disturb neither the training's
 random numbers nor its GPUs. Only where the peak of the devices may be known: without it there is no utilisation.
@@ -36,7 +36,7 @@ NICE = 19
 def counted_flops(
     job: TrainJob, sources: Mapping[str, Source], tell: Callable[[list[WorkerMessage]], None]
 ) -> Iterator[None]:
-    """Context of a run, to which is told what a sample costs once that is counted, or why it cannot be."""
+    """Context of a run, which gets the cost of a sample once that is counted, or the reason why it cannot be."""
     if not _is_wanted(job):
         yield
         return
@@ -85,7 +85,7 @@ def _pickled(job: TrainJob, source: Source) -> bytes:
 
 
 def _counted_by(process: subprocess.Popen[bytes], given: bytes) -> WorkerMessage:
-    """What came of counting in a process, which ends with it."""
+    """Result of counting in a process, which ends with it."""
     try:
         answer = json.loads(process.communicate(given, timeout=LIMIT_S)[0])
     except (OSError, ValueError, subprocess.TimeoutExpired) as exc:

@@ -21,24 +21,24 @@ NEWEST = 20
 
 @dataclass(frozen=True)
 class Prediction:
-    """Samples a second that a run is held against; None: nobody knows. study: which measured them; empty for the
-    config's own figure."""
+    """Predicted samples a second of a run; None: not known. study: which measured them; empty for the config's own
+    figure.
+    """
 
     samples_per_s: float | None = None
     study: str = ""
 
     def lines(self) -> list[str]:
-        """What is said of it before the run: only where it was found by itself."""
+        """Lines on it before the run: only if it was found without being configured."""
         if not self.study:
             return []
         return [f"  held against {self.samples_per_s:,.4g} samples/s, which {self.study} measured"]
 
 
 def prediction(config: RunConfig, recipe: Recipe, *, run_path: str) -> Prediction:
-    """The prediction for a run. run_path: its folder, beside which studies leave their records.
-
-    A study counts whose config decides the same training, and which has a point with this strategy, this number of
-    workers and this global batch; of several the newest.
+    """The prediction for a run. run_path: its folder, next to which studies leave their records. A study counts whose
+    config decides the same training, and which has a point with this strategy, this number of workers and this global
+    batch; of several the newest.
     """
     if config.monitoring.expected_samples_per_s is not None:
         return Prediction(config.monitoring.expected_samples_per_s)

@@ -1,5 +1,4 @@
-"""What is written down of a run: its description before it starts, its record when it has ended, in MLflow and in
-files."""
+"""Records of a run: its description before the start, its record at the end, in MLflow and in files."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ EXPLAINED = (
     names.STEP_TIME_S, names.INPUT_WAIT_SHARE, names.SENT_BYTES, names.POINT_SAMPLES_PER_S, names.TIME_TO_FIRST_STEP_S,
     names.PEAK_MEMORY_BYTES,
 )  # fmt: skip
-"""Metrics whose unit and meaning stand in the run's description: MLflow has no place for them beside a chart."""
+"""Metrics whose unit and meaning are in the run's description: MLflow has no place for them next to a chart."""
 
 
 def describe(
@@ -61,8 +60,9 @@ def describe(
     expected_samples_per_s: float | None = None,
 ) -> RunDescription:
     """The run for the recorder. data: facts of each split. facts: environment and topology. continues: run.json of the
-    interrupted run, changes: what differs from it, a line each. port: of its metrics, None is none.
-    expected_samples_per_s: what its throughput is held against."""
+    interrupted run, changes: differences from it, a line each. port: of its metrics, None is none.
+    expected_samples_per_s: prediction for its throughput.
+    """
     config, recipe = job.config, job.recipe
     alerts, webhook = alert_settings(config.alerts)
     params: dict[str, Any] = dict(leaves(used_settings(config, recipe.strategy), of_lists=False))
@@ -220,7 +220,7 @@ def _best(best: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
 
 
 def point_metrics(record: RunRecord) -> dict[str, float]:
-    """What MLflow shows of the whole run: one value each."""
+    """Values that MLflow shows of the whole run: one each."""
     shown = (names.POINT_SAMPLES_PER_S, names.POINT_TOKENS_PER_S, names.TIME_TO_FIRST_STEP_S, names.PEAK_MEMORY_BYTES)
     rows = [Row(names.WORLD_SIZE, record.workers), *(row for row in record.rows() if row.metric in shown)]
     found = {row.name: float(row.value) for row in rows if row.value is not None and math.isfinite(row.value)}
@@ -267,7 +267,7 @@ def end_tags(record: RunRecord) -> dict[str, str]:
 
 
 def as_yaml(value: Mapping[str, Any]) -> str:
-    """YAML for a file beside the record, in the order given."""
+    """YAML for a file next to the record, in the order given."""
     return yaml.safe_dump(_plain(value), sort_keys=False)
 
 

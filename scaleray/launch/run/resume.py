@@ -41,9 +41,8 @@ KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A run that can go on.
-
-    about: its run.json. newest: its newest complete checkpoint; None is from the first step.
+    """A run that can continue. about: its run.json. newest: its newest complete checkpoint; None is from the first
+    step.
     """
 
     path: str
@@ -176,9 +175,8 @@ def is_finished(folder: Store) -> bool:
 
 
 def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]) -> list[Change]:
-    """What differs from the config of the interrupted run.
-
-    Raises ConfigError for what would make it another training.
+    """Differences from the config of the interrupted run. Raises ConfigError for one that would make it another
+    training.
     """
     for key in ("storage_path", "copy_path"):
         if ":***@" in (value := getattr(config.checkpoint, key) or ""):

@@ -1,1 +1,1 @@
-"""What every command does first and last: paths and names, the data, the conditions of what it measures, its folder."""
+"""First and last steps of every command: paths and names, the data, the conditions of its measurements, its folder."""

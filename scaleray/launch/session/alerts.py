@@ -1,4 +1,4 @@
-"""What alerts need of the driver: the address in its environment, and the command."""
+"""Inputs of alerts from the driver: the address in its environment, and the command."""
 
 from __future__ import annotations
 

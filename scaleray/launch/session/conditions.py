@@ -1,4 +1,4 @@
-"""What must be the same for two measurements to stand on one curve: config, code, environment, topology."""
+"""Conditions that must be equal for two measurements on one curve: config, code, environment, topology."""
 
 from __future__ import annotations
 
@@ -60,9 +60,8 @@ def key_of(conditions: Conditions) -> str:
 
 
 def differences(here: Conditions, there: Conditions, *, configs: Configs | None = None) -> list[str]:
-    """Differences between two conditions, a line each; empty where points may stand on one curve.
-
-    configs: both configs, nested, to show the keys that differ.
+    """Differences between two conditions, a line each; empty if points may be on one curve. configs: both configs,
+    nested, to show the keys that differ.
     """
     found = []
     if here.config_hash != there.config_hash:

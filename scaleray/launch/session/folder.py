@@ -161,7 +161,7 @@ class RunFolder:
 
 
 def unique_name(start: str) -> str:
-    """Name that begins so and goes on with the time and some random digits."""
+    """Name that begins so and continues with the time and some random digits."""
     return f"{start}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 

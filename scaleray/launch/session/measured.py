@@ -1,4 +1,4 @@
-"""A study or a sweep as whoever watches runs sees it: its metrics and its alerts, while it goes on."""
+"""A study or a sweep for monitoring: its metrics and its alerts, while it runs."""
 
 from __future__ import annotations
 

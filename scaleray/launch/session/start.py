@@ -1,4 +1,4 @@
-"""What every command does before anything else: paths that hold from any folder, a name, and a Ray that it may use."""
+"""First steps of every command: paths that hold from any folder, a name, and a Ray that it may use."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def forbid_ray() -> None:
 
 
 def check_learning_rate(config: RunConfig, workload: Any) -> None:
-    """Raise ConfigError where nobody says the learning rate."""
+    """Raise ConfigError if there is no learning rate."""
     if config.optimizer.learning_rate is None and not brings_optimizer(workload):
         raise missing_rate("the workload brings no optimizer of its own")
 
