@@ -53,6 +53,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
             if reasons := optional_programs.missing(optional.args):
                 item.add_marker(pytest.mark.skip(reason="; ".join(reasons)))
+        if (always := item.get_closest_marker("always")) and not any(word in item.name for word in always.args):
+            item.add_marker(pytest.mark.combination)
         if item.path.relative_to(HERE).parts[0] in ON_FOUR_WORKERS and _parameters(item).get("world_size") == 4:
             item.add_marker(pytest.mark.combination)
     products = [item for item in items if item.get_closest_marker("each_value") and not _is_rare(item)]

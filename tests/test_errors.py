@@ -31,7 +31,7 @@ def test_what_the_user_can_mend_exits_with_2_and_the_rest_with_1(error):
     ("found", "shown"),
     [
         (None, "required"), ("word", "word"), ("Odd", "'Odd'"), ("two words", "two words"), ("two\nlines", "'two\\nlines'"), (3, "3"), ([1, 2], "[1, 2]"),
-        ("x" * 500, "'" + "x" * 196 + "..."),
+        ("x" * 500, "x" * 197 + "..."),
         ("\udcff bytes", "'\\udcff bytes'"),
     ],
 )  # fmt: skip

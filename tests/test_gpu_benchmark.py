@@ -27,6 +27,7 @@ TASK = Task(
 )  # fmt: skip
 
 
+@pytest.mark.always("sharded")
 @pytest.mark.parametrize(
     ("side", "changes"),
     [

@@ -58,6 +58,7 @@ def family(tmp_path, monkeypatch):
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.always("[15]")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_no_process_of_the_server_outlives_the_pages(tmp_path, family, monkeypatch, number):
     package = tmp_path / "mlflow"

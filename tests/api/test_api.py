@@ -128,6 +128,7 @@ def test_records_are_compared_and_reported(tmp_path):
     assert page == tmp_path / "page" / "report.html" and page.exists()
 
 
+@pytest.mark.combination
 def test_a_class_is_verified_without_a_config_file(tmp_path, uri):
     from small_runs import Classify
 

@@ -225,6 +225,7 @@ class KillBefore:
             patch.stop()
 
 
+@pytest.mark.always("save-False", "save-True")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize("what", ["save", "save again", "prune", "rebuild"])

@@ -117,6 +117,7 @@ def saved_steps(folder, width, *, asynchronous, steps):
     return catalog
 
 
+@pytest.mark.always("4-60")
 @pytest.mark.parametrize(("width", "steps"), [(4, 60), (1024, 8)])
 def test_a_checkpoint_beside_the_training_holds_the_values_of_its_own_step(tmp_path, width, steps):
     beside = saved_steps(tmp_path / "a", width, asynchronous=True, steps=steps)

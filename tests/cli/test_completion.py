@@ -68,12 +68,14 @@ def test_zsh_takes_the_script(script):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.combination
 def test_zshs_script_has_the_keys_of_the_config_with_their_values(script):
     text = script("zsh").read_text()
     assert text.startswith("#compdef scaleray")
     assert "--scale.workers[" in text and ":precision.dtype:(fp32 bf16 fp16 fp64)" in text.replace("--", "")
 
 
+@pytest.mark.combination
 def test_it_is_installed_where_the_shell_looks_and_elsewhere_if_asked(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert run_command(["--install-completion", "--shell", "bash"]) == 0

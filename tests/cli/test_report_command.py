@@ -34,6 +34,7 @@ def saved(record, folder):
     return folder
 
 
+@pytest.mark.combination
 def test_a_study_is_found_by_its_folder_its_file_and_its_name(tmp_path, small, capsys):
     folder = saved(small, tmp_path / "home" / "scaleray" / "my-study")
     for run in (str(folder), str(folder / "record.json"), "my-study"):
@@ -54,6 +55,7 @@ def test_json_alone_is_on_stdout_and_out_takes_the_files(tmp_path, capsys):
     assert (tmp_path / "out" / "report.html").exists() and not (folder / "report.html").exists()
 
 
+@pytest.mark.combination
 def test_a_study_is_found_in_mlflow_by_its_name_and_id(tmp_path, uri, small, capsys):
     run = ParentRun.open(uri, "studies", kind="scaling-study", name="named", config={})
     saved(small, tmp_path / "study")

@@ -236,6 +236,7 @@ def test_truncated_files_load_or_name_the_file(write):
 IN_TURN = [0, *(pytest.param(first, marks=pytest.mark.combination) for first in range(1, SHARES))]
 
 
+@pytest.mark.always("[0]")
 @pytest.mark.parametrize("first", IN_TURN)
 def test_odd_values_under_every_key_load_or_name_that_key(first):
     for number, key in enumerate(known_keys(), first):
@@ -246,6 +247,7 @@ def test_odd_values_under_every_key_load_or_name_that_key(first):
             check(found, file_name="override")
 
 
+@pytest.mark.always("[0]")
 @pytest.mark.parametrize("first", IN_TURN)
 def test_odd_text_under_every_key_loads_or_names_the_file_or_key(write, first):
     for number, key in enumerate(known_keys(), first):

@@ -137,6 +137,7 @@ class TestData:
         result = self.gate(data_of(3000, seed=1, sha256="bb"))
         assert result.answer == "pass", answers(result)
 
+    @pytest.mark.always("normal", "rare")
     @pytest.mark.parametrize("kind", KINDS)
     def test_data_that_have_not_drifted_pass_whatever_their_distribution(self, kind):
         found = []
@@ -146,6 +147,7 @@ class TestData:
             found.append(self.gate(*sides).answer)
         assert found.count("fail") == 0 and found.count("pass") >= 27, (kind, found)
 
+    @pytest.mark.combination
     def test_many_columns_and_runs_that_have_not_drifted_do_not_fail_by_their_number(self):
         random = np.random.default_rng(0)
         then, *today = (split_of({f"c{n}": random.normal(size=1000) for n in range(40)}) for _ in range(11))

@@ -74,6 +74,7 @@ def conversations_file(texts):
     return str(path)
 
 
+@pytest.mark.always("chat", "classes")
 @pytest.mark.parametrize("kind", ["masked", "images", "chat", "classes", "several", "number", "numbers"])
 def test_training_is_that_of_a_loop_with_transformers_own_loss_on_the_same_rows(texts, pictures, kind):
     workload, inputs = one_sort_of(kind, texts, pictures)
@@ -130,6 +131,7 @@ def in_transformers_loop(workload, steps, batch_size, folder):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log], model.state_dict()
 
 
+@pytest.mark.combination
 def test_training_is_that_of_transformers_own_trainer_on_the_same_rows(tmp_path):
     workload = Causal({**GPT2, "vocab_size": 50})
     workload.num_rows = 160

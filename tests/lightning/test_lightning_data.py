@@ -217,6 +217,7 @@ def weights_of(place, data):
     return finished.weights, finished.summary and finished.summary.sample_order
 
 
+@pytest.mark.combination
 def test_an_iterable_dataset_is_taken_with_the_weaker_promise_by_name(gloo):
     by_index, promise = gloo.run(1, weights_of, Data)[0]
     assert "IterableDataset" not in promise

@@ -94,6 +94,7 @@ def check(row, finished, oracle):
     assert finished.summary.compilation.get("graph_breaks", []) == []
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=[] if row in ALWAYS else pytest.mark.combination) for row in ROWS],

@@ -58,6 +58,7 @@ OFTEN = {"by class", "bounded"}  # the others in turn: each has a test of its ow
 ON_FOUR = {"as it is", "ZeRO-2", "by size", "built in pages", "HSDP", "HSDP, sharded accumulation"}
 
 
+@pytest.mark.always("bounded")
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [
@@ -97,7 +98,7 @@ def types_and_losses(place, flags):
     return workload.seen, finished.losses, {value.dtype for value in finished.weights.values()}
 
 
-@pytest.mark.each_value
+@pytest.mark.combination
 @pytest.mark.parametrize(("dtype", "used"), [("fp32", "bf16"), ("bf16", None), ("bf16", "fp32"), ("fp16", None)])
 @pytest.mark.parametrize("reduce", [None, "bf16"])
 def test_parameters_used_in_16_bits_train_near_fp32_and_the_loss_sees_fp32(gloo, dtype, used, reduce):

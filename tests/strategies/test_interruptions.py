@@ -40,6 +40,7 @@ def interrupted(place, workload, flags, folder, kill_at):
     return whole, saved, resumed
 
 
+@pytest.mark.always("local_sgd with dropout", "[gossip]")
 @pytest.mark.parametrize(
     ("world_size", "workload", "flags", "kill_at"),
     [
@@ -98,6 +99,7 @@ def run_part(place, workload, flags, folder, kill_at):
     return train(place, workload, flags, folder=folder, kill_at=kill_at)
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize(("optimizer", "workload", "chain"), CHAINS)
 def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_path, optimizer, workload, chain):
     """Each leg trains three steps, the last of which is lost to the next one."""

@@ -42,12 +42,17 @@ TRAININGS = [
 IDS = [f"{number}-{strategy}-{size}" for number, (strategy, size, _, _) in enumerate(TRAININGS)]
 
 
+OFTEN = 4
+"""Trainings that are always run, the first ones; the others in turn."""
 LONG = [
     number
     for number, (_, size, workload, _) in enumerate(TRAININGS)
     if size > 2 or isinstance(workload(), SmallTransformer)
 ]
-CASES = [pytest.param(n, marks=pytest.mark.combination if n in LONG else (), id=IDS[n]) for n in range(len(TRAININGS))]
+CASES = [
+    pytest.param(n, marks=pytest.mark.combination if n in LONG or n >= OFTEN else (), id=IDS[n])
+    for n in range(len(TRAININGS))
+]
 
 
 @pytest.mark.parametrize("number", CASES)

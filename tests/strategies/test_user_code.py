@@ -50,6 +50,7 @@ def train_ways(place, strategy, ways):
     return {way: train(place, way(num_val=5), flags) for way in ways}
 
 
+@pytest.mark.always("ddp", "fsdp")
 @pytest.mark.parametrize("strategy", FOR_MANY)
 def test_the_users_code_gets_a_model_with_its_own_methods_parts_and_weights(gloo, strategy):
     # those that train apart share how they run the user's code, and have no oracle but themselves

@@ -28,6 +28,7 @@ print(store.history("m"), store.tags("t"), store.last_steps())
 """
 
 
+@pytest.mark.combination
 def test_a_run_is_written_without_what_it_does_not_need(mlflow_database):
     plain = run("import mlflow" + WRITES + SEES, mlflow_database.parent)
     light = run(
@@ -51,6 +52,7 @@ def test_an_mlflow_that_needs_one_of_them_is_imported_whole(tmp_path):
     assert run(code + SEES, tmp_path) == ["whole", "seen: scipy"]
 
 
+@pytest.mark.combination
 def test_a_look_at_a_run_leaves_mlflow_whole(mlflow_database):
     lines = [
         "import contextlib",

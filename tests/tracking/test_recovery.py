@@ -104,6 +104,7 @@ class World:
         assert rows(self.tmp_path) == list(range(1, STEPS + 1))
 
 
+@pytest.mark.always("False")
 @pytest.mark.parametrize("is_away", [False, True])
 def test_a_recorder_that_is_killed_at_any_of_its_writes_leaves_one_run_with_every_point_once(
     tmp_path, monkeypatch, is_away

@@ -126,6 +126,7 @@ def test_two_processes_judge_a_workload_as_training_takes_it(name, says):
     assert says in record.findings[-1].text
 
 
+@pytest.mark.combination
 def test_a_recipe_of_several_losses_passes():
     record = check("jobs/recipes/gan.yaml")
     assert record.passed and {"loss discriminator", "loss generator"} <= {f.subject for f in record.findings}

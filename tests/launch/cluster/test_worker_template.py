@@ -137,12 +137,14 @@ def test_two_forks_draw_other_numbers(template, started):
     assert one["numpy"] != two["numpy"] and one["group"] != two["group"]
 
 
+@pytest.mark.combination
 def test_each_job_has_a_process_of_its_own_that_has_imported_ray_for_it(template, started):
     for number in range(2, worker_template.MOST_JOBS + 3):  # and the first ones are asked for anew
         seen = started(template.socket, job=f"{number % 6 + 1:02}000000")
         assert not seen["is_itself"] and seen["imported"][:2] == LIBRARIES
 
 
+@pytest.mark.combination
 def test_on_a_head_a_job_may_bring_another_version_of_scaleray(started, tmp_path):
     package = tmp_path / "other" / "scaleray"
     package.mkdir(parents=True)

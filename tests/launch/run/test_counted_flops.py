@@ -33,6 +33,7 @@ def counted(workload, flags):
     return told
 
 
+@pytest.mark.combination
 def test_a_linear_network_costs_six_flops_for_each_weight_of_which_the_input_needs_none_back():
     (found,) = counted(Classify(), PEAK)
     assert found == CountedFlops(6 * (6 * 8 + 8 * 3) - 2 * 6 * 8)

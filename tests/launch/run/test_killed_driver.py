@@ -76,6 +76,7 @@ def test_the_raylet_of_a_run_is_killed(tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("command", ["train", "study"])
 @pytest.mark.usefixtures("mlflow_database")
 def test_a_command_without_ray_is_killed(tmp_path, command):
@@ -134,6 +135,7 @@ class Slow(Workload):
 """
 
 
+@pytest.mark.always("15-")
 @pytest.mark.parametrize(
     ("number", "words"),
     [

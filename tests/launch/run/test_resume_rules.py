@@ -62,7 +62,7 @@ def test_auto_takes_the_newest_unfinished_run_of_the_same_training(tmp_path):
         ({"run_id": "a", "experiment_id": None}, "it has no experiment_id"),
         ({"run_id": 7}, "run_id is 7"),
         ({"tracking_uri": ["a"]}, "tracking_uri is"),
-        ({"started_at": "x"}, "started_at is x"),
+        ({"started_at": "x"}, "started_at is 'x'"),
     ],
 )
 def test_a_run_json_with_another_type_is_one_error_that_names_file_and_key(tmp_path, change, named):

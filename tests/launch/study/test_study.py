@@ -179,6 +179,7 @@ def test_a_larger_ladder_measures_only_what_is_new(study):
     assert points_of(record)["strong", 4].reused_from is None
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize(
     ("flags", "is_reused"), [({"batch.micro_size": 2}, False), ({"tracking.every_steps": 3}, True)]
 )
@@ -251,6 +252,7 @@ def test_a_study_that_ends_before_its_first_turn_leaves_no_record(study, tmp_pat
     assert not list((tmp_path / "runs").glob("study-*/record.json"))
 
 
+@pytest.mark.combination
 def test_each_rung_is_launched_on_its_own_with_relaunch(study):
     workers = Workers()
     record = study(Question(world_sizes=[1, 2, 4], repeats=2, relaunch=True), workers)

@@ -36,6 +36,7 @@ class Watched(Workers):
                 self.page[family.name] = family.samples
 
 
+@pytest.mark.combination
 def test_prometheus_finds_the_points_of_a_study_that_goes_on_and_how_its_workers_do(study, tmp_path):
     said = []
     workers = Watched(said)

@@ -161,6 +161,7 @@ def test_an_old_folder_in_which_the_same_was_trained_twice_still_opens(sweep):
     assert third.same_as == twice[0]
 
 
+@pytest.mark.combination
 def test_the_map_marks_what_stands_under_several_rules(sweep):
     from scaleray.reports.figures.sweep import sweep_drawings, to_target
     from scaleray.reports.figures.sweep_maps import maps

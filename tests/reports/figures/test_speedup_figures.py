@@ -42,6 +42,7 @@ def test_the_ideal_line_goes_from_the_base_to_as_many_times_its_speed_as_there_a
     assert dashed == [(x2, y2, x8, y8)] and ">ideal<" in svg
 
 
+@pytest.mark.combination
 @given(st.floats(0.3, 1.2), st.floats(0.5, 6.0), st.floats(0.5, 6.0))
 @how_often(max_examples=15, deadline=None)
 def test_a_band_and_a_bar_are_drawn_whole_or_not_at_all(value, below, above):

@@ -41,6 +41,7 @@ def a_run_page(count=300):
     )
 
 
+@pytest.mark.combination
 def test_many_metrics_have_figures_up_to_a_number_and_the_page_says_how_many_have_none():
     """A report of 5,000 metrics took minutes after the training was done."""
     evaluations = {f"validation/m{number:04}": [(1, 0.5), (2, 0.4)] for number in range(100)}
@@ -133,6 +134,7 @@ def test_a_short_headline_stands_on_top_and_the_verdict_below_it(pages):
         assert len(page.headline) < 110 and 'class="long"' not in text
 
 
+@pytest.mark.combination
 def test_every_figure_of_a_marked_study_shows_its_marks():
     marked = study_page(study_examples.study(modes=("strong",), marks=("oversubscribed", "emulated")))
     assert all(">oversubscribed · emulated<" in drawing.svg for drawing in marked.drawings)
@@ -141,6 +143,7 @@ def test_every_figure_of_a_marked_study_shows_its_marks():
     assert "oversubscribed" not in plain.svg
 
 
+@pytest.mark.combination
 def test_a_mark_of_single_points_names_them_and_reused_points_are_named():
     record = study_examples.study(modes=("strong",))
     curve = record.curves[0]
@@ -275,6 +278,7 @@ def test_a_sweep_without_a_target_is_coloured_by_its_metric():
     Tags(render(page))
 
 
+@pytest.mark.combination
 def test_more_rules_than_fit_side_by_side_get_a_map_each():
     record = study_examples.sweep(batches=(32, 64), rules=("sqrt",))
     trials = [dataclasses.replace(t, rule=f"rule {k}") for k in range(7) for t in record.trials]
@@ -285,6 +289,7 @@ def test_more_rules_than_fit_side_by_side_get_a_map_each():
     ]
 
 
+@pytest.mark.combination
 def test_where_a_rule_ended_is_in_the_map_and_in_a_table_beside_theory():
     record = study_examples.sweep()
     missed = [

@@ -52,6 +52,7 @@ def send(place, name, dtype=torch.float64):
     return values, left, wire.sent_bytes, planned
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", MAKE)
 def test_every_rank_gets_the_same_bits_and_what_was_not_sent_makes_up_the_difference(gloo, name, world_size):

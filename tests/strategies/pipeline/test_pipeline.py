@@ -283,6 +283,7 @@ def run_part(place, workload, flags, folder, kill_at):
     return train(place, workload, flags, folder=folder, kill_at=kill_at)
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("strategy", ["pipeline", "tensor"])
 def test_a_run_starts_from_the_weights_of_another(gloo, tmp_path, strategy):
     gloo.run(1, run_part, SmallTransformer(), RESUME, str(tmp_path), None)

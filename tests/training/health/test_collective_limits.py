@@ -90,6 +90,7 @@ def waits_of_a_run(place):
     return seen
 
 
+@pytest.mark.combination
 def test_a_rank_waits_for_its_input_less_long_than_the_others_wait_for_it(gloo):
     for seen in gloo.run(2, waits_of_a_run):
         assert seen == {done: {WATCHDOG_SHARE * (LIMIT_S * (1 if done else 3))} for done in range(4)}

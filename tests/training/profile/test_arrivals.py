@@ -96,6 +96,7 @@ def profile_of(gloo, where, flags):
     return run_profile([one.summary.profile for one in finished])
 
 
+@pytest.mark.always("one bucket")
 @pytest.mark.parametrize(("flags", "layers"), STRATEGIES.values(), ids=STRATEGIES)
 def test_a_delay_in_the_backward_pass_of_a_rank_is_named_with_its_rank_and_layers(gloo, flags, layers):
     profile = profile_of(gloo, "backward", flags)

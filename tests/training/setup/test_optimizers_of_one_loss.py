@@ -39,6 +39,7 @@ def test_two_optimizers_train_what_one_with_their_groups_does():
     assert train_alone(Alike(), FLAGS).losses == train_alone(Grouped(), FLAGS).losses
 
 
+@pytest.mark.always("ddp", "fsdp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "tensor", "pipeline", "local_sgd", "gossip", "async_sgd"])
 def test_workers_with_two_optimizers_train_what_one_does(gloo, strategy):
     outcome = gloo.run(2, judge, Paired(), {"strategy.name": strategy}, 2, 4)[0]

@@ -60,6 +60,7 @@ def test_a_slip_of_one_rank_ends_the_check_of_a_resume(gloo, monkeypatch, tmp_pa
     check(gloo.attempt(2, resume, {"strategy.name": "tensor"}, str(tmp_path))[1])
 
 
+@pytest.mark.always("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "pipeline"])
 def test_where_all_ranks_hear_of_a_slip_it_is_the_outcome(gloo, strategy):
     outcome = gloo.run(2, judge, FailsOnOne(), {"strategy.name": strategy})[0]

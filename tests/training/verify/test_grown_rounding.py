@@ -102,6 +102,7 @@ def models_after_each_run(place, strategy, resumes):
     return counts
 
 
+@pytest.mark.always("fsdp-False")
 @pytest.mark.parametrize(("strategy", "resumes"), [("ddp", True), ("ddp", False), ("fsdp", False)])
 def test_a_verification_holds_no_model_of_a_run_that_has_ended(gloo, strategy, resumes):
     counts = gloo.run(2, models_after_each_run, strategy, resumes)

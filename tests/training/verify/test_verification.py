@@ -157,6 +157,7 @@ APART = {
 }
 
 
+@pytest.mark.always("local_sgd", "diloco")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", APART)
 def test_replicas_that_train_apart_keep_what_they_promise(gloo, name, world_size):
