@@ -1,4 +1,4 @@
-"""Every file of `cluster/` as text, from the templates beside this file and the one table of versions."""
+"""Every file of `cluster/` as text, from the templates in this folder and the one table of versions."""
 
 from __future__ import annotations
 

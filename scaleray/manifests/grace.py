@@ -13,4 +13,4 @@ POD_BY_ITSELF_S = 30
 SLURM_S, SLURM_SAVING_S = 300, 240
 """From Slurm's signal to the end of a job's time, and what a training may take of it."""
 POD_S, RAY_STOP_S, SAVING_S = 120, 110, 90
-"""What Kubernetes leaves a pod, what Ray leaves a job that is stopped, and what a training may take of both."""
+"""Time that Kubernetes leaves a pod, that Ray leaves a stopped job, and that a training may take of both."""

@@ -1,6 +1,7 @@
 """The versions that every file of `cluster/` has: stated here once, and held equal to constraints.txt by a test.
 
-Image, Ray, Python and torch of a cluster must be those of who submits to it: Ray refuses another version of itself.
+Image, Ray, Python and torch of a cluster must be those of the submitting machine: Ray refuses another version of
+itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ RAY = "2.60.0"
 PYTHON = "3.11"
 TORCH = "2.13.0"
 CUDA = "13.0"
-"""What torch's wheel on PyPI brings, with cuDNN and NCCL: the machine has only the driver."""
+"""CUDA version of torch's wheel on PyPI, with cuDNN and NCCL: the machine has only the driver."""
 DRIVER = "580.65.06"
 """The oldest driver of NVIDIA that CUDA 13.0 runs on."""
 DEBIAN = "bookworm"

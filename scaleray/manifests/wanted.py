@@ -1,4 +1,4 @@
-"""What a user wants of a cluster, and what follows from it for every file."""
+"""Requirements of a user on a cluster, and the values that follow for every file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Wanted:
         check_kuberay(self.kuberay)
 
     def names(self) -> dict[str, Any]:
-        """What templates may use, by name."""
+        """Values for templates, by name."""
         machine = self.machine
         return {
             "v": versions,

@@ -1,6 +1,6 @@
-"""Judges a run while it lives, in a thread beside its recorder, and tells whoever is to know of its alerts.
+"""Judges a run while it trains, in a thread next to its recorder, and delivers its alerts.
 
-It sees every step's loss and gradient norm, and the series that the run publishes, at each look. Studies and sweeps
+It sees every step's loss and gradient norm, and the series that the run publishes, at each check. Studies and sweeps
 give theirs (`measured_metrics.py`); single trainings of them are not judged.
 """
 

@@ -1,7 +1,7 @@
 """Whether the files of a folder equal MLflow's copy: a training's record and alerts, a study with its points, a
-certificate. Each answers None where MLflow cannot be asked, or has no copy.
+certificate. Each returns None if MLflow cannot be reached, or has no copy.
 
-MLflow is the reader's, never the one that the record names: whoever changes a record can name a store of their own.
+MLflow is the reader's, never the one that the record names: a changed record can name another store.
 """
 
 from __future__ import annotations

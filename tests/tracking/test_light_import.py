@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from scaleray.tracking.light_import import UNUSED
 
 SEES = f"import sys; print('seen:', *[name for name in {UNUSED} if name in sys.modules])\n"

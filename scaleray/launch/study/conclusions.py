@@ -1,4 +1,4 @@
-"""What follows from a study's points beside their curves: words, and the planner's model among the laws."""
+"""Conclusions from a study's points in addition to their curves: text, and the planner's model among the laws."""
 
 from __future__ import annotations
 

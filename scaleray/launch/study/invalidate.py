@@ -1,4 +1,4 @@
-"""What was measured and must not be used: it stays, with the reason, and no study takes it over any more."""
+"""Measurements that must not be used: they stay, with the reason, and no study reuses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient noise scale of a study: which rungs measure it, and what it says beside their batches."""
+"""The gradient noise scale of a study: which rungs measure it, and its meaning for their batches."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def resolved(point: Point | None) -> list[tuple[int, float]]:
 
 
 def sentence(point: Point) -> str:
-    """What the noise of this point says of batches."""
+    """Meaning of this point's noise for batches."""
     noise = point.noise
     if noise is None:
         return ""

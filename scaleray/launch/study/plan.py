@@ -30,7 +30,7 @@ MOST_REPEATS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What a study is asked. repeats: turns of each rung, which last at least so many steps and so many seconds."""
+    """Options of a study. repeats: turns of each rung, which last at least so many steps and so many seconds."""
 
     world_sizes: Sequence[int] = (1, 2)
     modes: Sequence[str] = ("strong",)

@@ -110,7 +110,7 @@ def _doubled(largest: Point) -> Size | None:
 def _node(
     config: RunConfig, hardware: Sequence[Mapping[str, Any]], workers_per_node: int, *, most_workers: int
 ) -> Cluster:
-    """What the workers run on, one node of it, by the catalogue."""
+    """Hardware of the workers, one node of it, by the catalogue."""
     name = "cpu"
     if config.scale.gpus:
         names = [n for kind in hardware for n in (kind.get("accelerators") or {}).get("names", ())]

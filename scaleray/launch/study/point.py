@@ -25,8 +25,9 @@ NOT_STEADY = "not steady"
 
 
 def point_so_far(mode: Mode, rung: Rung) -> PointSoFar:
-    """What the turns so far say, at least one, for whoever watches: the median of all their steps. It takes a
-    millisecond, and may be asked for while the next turn is measured."""
+    """Result of the turns so far, at least one, for live displays: the median of all their steps. It takes a
+    millisecond, and may be called while the next turn is measured.
+    """
     step_s = statistics.median(step for turn in list(rung.turns) for step in turn.step_times_s)
     rate = rung.job.recipe.global_batch_size / step_s
     return PointSoFar(mode, rung.workers, Estimate(rate, rate, rate), Estimate(step_s, step_s, step_s))

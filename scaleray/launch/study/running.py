@@ -50,14 +50,14 @@ from scaleray.training.model_profile import profile_workload
 from scaleray.training.study.ladder import Result, Rung
 
 WriteReport = Callable[[StudyRecord, Path], Sequence[Path]]
-"""Function that writes what people look at beside the record, and gives its files."""
+"""Function that writes the pages next to the record, and returns its files."""
 
 
 @dataclass(kw_only=True)
 class RunningStudy:
     """A study between its plan and its record.
 
-    rungs: by name. left_out: a sentence on sizes that are not measured. more: records of studies whose points stand on
+    rungs: by name. left_out: a sentence on sizes that are not measured. more: records of studies whose points are on
     the same curves.
     """
 
@@ -85,7 +85,7 @@ class RunningStudy:
     points: dict[tuple[Mode, str], Point] = field(default_factory=dict)
     """Those of which everything is known, by curve and rung."""
     metrics: MeasuredMetrics | None = None
-    """What it publishes while it measures."""
+    """Metrics that it publishes while it measures."""
     mlflow: ParentRun = field(init=False)
     """Its run in MLflow, from `open` on."""
     has_left: bool = False
@@ -231,8 +231,7 @@ class RunningStudy:
                     self.say(f"  {name}: noise scale reused")
 
     def keep(self, told: tuple[str, Result]) -> None:
-        """Keep what a worker has told of a rung, at once, and write to MLflow the points of which everything is
-        known."""
+        """Store a worker's result immediately and log every completed point to MLflow."""
         name, result = told
         if isinstance(result, RankSample):
             return self.metrics.hear(result) if self.metrics is not None else None
@@ -270,7 +269,7 @@ class RunningStudy:
                 self.mlflow.log_point(point)
 
     def _standing(self) -> Iterator[tuple[Mode, Rung]]:
-        """Every rung on every curve that it stands on, curve by curve."""
+        """Every rung on every curve that it belongs to, curve by curve."""
         return ((mode, rung) for mode in MODES for rung in self.rungs.values() if mode in rung.modes)
 
     def count_for_planner(self) -> None:
@@ -322,7 +321,9 @@ class RunningStudy:
         )
 
     def _leave(self, status: str) -> None:
-        """Keep what was measured until the end came, and say how to go on; what ended the study matters more."""
+        """Keep the measurements up to the end, and say how to continue; errors here never hide the one that ended the
+        study.
+        """
         if self.has_left:
             return
         self.has_left = True

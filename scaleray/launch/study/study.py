@@ -1,6 +1,6 @@
-"""`study`: how a training scales. Plans the rungs, measures what is not known yet, and draws the conclusions.
+"""`study`: how a training scales. Plans the rungs, measures those that are not known yet, and draws the conclusions.
 
-Turns are kept as soon as they are measured, so that the same command goes on where an interrupted study stopped.
+Turns are kept as soon as they are measured, so that the same command continues where an interrupted study stopped.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def study(
 ) -> StudyRecord:
     """Measure a training on several numbers of workers. workload: an object; None loads `config.workload`.
 
-    local: in gloo processes on this machine, without Ray. points_of: folders of studies whose points stand on the same
-    curves; refused where they were measured under other conditions. command: how to repeat the study.
-    Raises UsageError for what the user can mend, RunFailedError where a worker failed, KeyboardInterrupt when stopped.
+    local: in gloo processes on this machine, without Ray. points_of: folders of studies whose points are on the same
+    curves; refused where they were measured under other conditions. command: how to repeat the study. Raises UsageError
+    for what the user can mend, RunFailedError where a worker failed, KeyboardInterrupt when stopped.
     """
     started_at = steady_time()
     check_started_once(say)

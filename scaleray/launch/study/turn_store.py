@@ -1,5 +1,5 @@
-"""Turns that were measured before, kept beside the runs: a study takes those of the same conditions over, so that what
-an interrupted one has measured is not lost, and what a finished one has is not measured again.
+"""Turns that were measured before, kept next to the runs: a study reuses those of the same conditions, so that the
+turns of an interrupted one are not lost, and those of a finished one are not measured again.
 
 What was measured stays as it is: a file's name holds the hash of its content, and a file that says something else is
 refused. What turns out to be invalid stays too, with the reason, and is not taken over.
@@ -75,7 +75,7 @@ class KnownTurns:
         return sorted((turn for turn in found if turn is not None and self._is_valid(rung, turn)), key=_measured_at)
 
     def to_target(self, rung: str) -> ToTarget | None:
-        """What the newest training of a rung to the target took."""
+        """Duration of the newest training of a rung to the target."""
         return self._newest(f"{rung}/{TARGET}", ToTarget)
 
     def noise(self, rung: str, settings: NoiseScaleSettings, *, is_to_target: bool) -> NoiseCourse | None:

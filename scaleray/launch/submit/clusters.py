@@ -80,7 +80,7 @@ KINDS: dict[str, type[Cluster]] = {"ray": RayCluster, "kubernetes": KubernetesCl
 
 
 def clusters_file() -> Path:
-    """Where names of clusters stand."""
+    """File with the names of clusters."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "scaleray" / "clusters.yaml"
 

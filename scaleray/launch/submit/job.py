@@ -12,13 +12,13 @@ from scaleray.errors import ClusterError
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED", "UNKNOWN")
 GIVE_UP_S = 1800.0
-"""Seconds after which a connection that was lost is given up; the job goes on."""
+"""Seconds after which a lost connection is given up; the job continues."""
 POLL_S = 3.0
 TRY_AGAIN_S = 2.0
 
 
 class LostConnectionError(ClusterError):
-    """A cluster cannot be reached just now; what runs there goes on."""
+    """The cluster is temporarily unreachable; the job keeps running."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class ClusterJobs(Protocol):
 
     @property
     def place(self) -> str:
-        """What `--to` was given to get here, or what leads here as well."""
+        """Value of `--to`, or another one that leads here as well."""
 
     def job(self, name: str) -> JobNow:
-        """What the cluster knows of a job."""
+        """State of a job on the cluster."""
 
     def list(self) -> list[JobNow]:
         """All jobs that were submitted, the newest first."""

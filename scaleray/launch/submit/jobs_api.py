@@ -89,7 +89,7 @@ class Jobs:
         return given
 
     def job(self, name: str) -> JobNow:
-        """What the cluster knows of a job."""
+        """State of a job on the cluster."""
         return _job_now(self._asked(lambda: self._client.get_job_info(name), name=name))
 
     def list(self) -> list[JobNow]:
@@ -192,7 +192,7 @@ def _job_now(job: Any) -> JobNow:
 
 
 def _is_lost(exc: Exception) -> bool:
-    """Whether an error is that of a connection, after which the job may go on."""
+    """Whether an error is that of a connection, after which the job may continue."""
     return isinstance(exc, OSError) or "WebSocket" in str(exc) or type(exc).__module__.startswith("aiohttp")
 
 

@@ -80,7 +80,7 @@ class KubernetesJobs:
             raise
 
     def job(self, name: str) -> JobNow:
-        """What the cluster knows of a job, and why it waits."""
+        """State of a job on the cluster, and the reason why it waits."""
         if name in self._deleted:
             return JobNow(name, "STOPPED", "deleted before it had begun")
         read = self._read(name)

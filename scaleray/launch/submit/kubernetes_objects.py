@@ -42,7 +42,7 @@ exec python -m "$@" {rest}
 
 @dataclass(frozen=True)
 class Objects:
-    """What is created. job: the RayJob. package: the ConfigMap. others: what else the user's manifest holds."""
+    """Objects to create. job: the RayJob. package: the ConfigMap. others: further objects of the user's manifest."""
 
     job: Manifest
     package: Manifest
@@ -94,8 +94,9 @@ def objects_of(
     secret_names: Sequence[str] = (),
     folder: Path,
 ) -> Objects:
-    """What a submission becomes. command: of scaleray, such as train -c FILE. package: the code as a zip file. folder:
-    where a relative path of the cluster's manifest begins. Raises UsageError."""
+    """Objects of a submission. command: of scaleray, such as train -c FILE. package: the code as a zip file. folder:
+    where a relative path of the cluster's manifest begins. Raises UsageError.
+    """
     encoded = base64.b64encode(package).decode()
     if len(encoded) > LARGEST_PACKAGE:
         raise ConfigError(
@@ -145,7 +146,7 @@ def refuse_broken(objects: Objects, *, kuberay: str) -> None:
 
 
 def _job_and_others(cluster: KubernetesCluster, folder: Path) -> tuple[Manifest, list[Manifest]]:
-    """The RayJob to begin with, and what stands beside it in the user's manifest."""
+    """The RayJob to begin with, and the other objects of the user's manifest."""
     if cluster.manifest is None:
         given = {name: value for name, value in (("gpus", cluster.gpus), ("kuberay", cluster.kuberay)) if value}
         image = {"image": cluster.image, "cpu_image": cluster.image} if cluster.image else {}
@@ -191,7 +192,7 @@ def _named(job: Manifest, cluster: KubernetesCluster, name: str, command: Sequen
 
 
 def _entered(job: Manifest, name: str, command: Sequence[str]) -> None:
-    """Set what runs: a training that is tried again goes on, and anything else is not tried again."""
+    """Set the command: a training that is tried again continues, and anything else is not tried again."""
     resumes = command[0] == "train"
     words = ["bash", f"{PACKAGE_AT}/start.sh", "scaleray", command[0], *(["--resume", "auto"] if resumes else [])]
     if resumes and any(one == "--resume" or one.startswith("--resume=") for one in command):
@@ -220,7 +221,7 @@ def _boxes(group: Manifest) -> list[Manifest]:
 
 
 def service_names(objects: Objects) -> Iterator[tuple[str, str]]:
-    """Kind and name of what the job's pods need beside them, and the manifest does not hold."""
+    """Kind and name of further objects that the job's pods need, and the manifest does not hold."""
     held = {(one.get("kind", ""), (one.get("metadata") or {}).get("name", "")) for one in objects.others}
     wanted = {("NetworkPolicy", "scaleray")}
     for _, group in groups(objects.job):

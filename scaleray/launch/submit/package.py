@@ -45,8 +45,9 @@ FIRST_MOMENT = (1980, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Contents:
-    """What travels. files: paths relative to `folder` and their bytes. left_out: how many files and folders do not.
-    linked: links to folders and to what lies outside, which do not either."""
+    """Contents of a package. files: paths relative to `folder` and their bytes. left_out: how many files and folders
+    are not included. linked: links to folders and to files outside, which are not included either.
+    """
 
     folder: Path
     files: dict[str, int]
@@ -67,7 +68,7 @@ class Contents:
         return sizes.most_common(count)
 
     def in_words(self) -> str:
-        """What travels, in a line."""
+        """Summary of the contents, in a line."""
         largest = ", ".join(f"{name} {disk_space(num_bytes)}" for name, num_bytes in self.largest())
         left_out = (
             f"; {self.left_out} left out by git or {' and '.join(IGNORE_FILES)}, as secrets, or as no job needs them"
@@ -80,7 +81,7 @@ class Contents:
 
 
 def contents_of(folder: Path, *, max_mib: float) -> Contents:
-    """What of a folder travels. Raises ConfigError where it is too much, before anything is read."""
+    """Contents of a folder that are sent. Raises ConfigError if they are too large, before anything is read."""
     if not folder.is_dir():
         raise ConfigError("--working-dir", str(folder), "it is not a folder", "give the folder that your code is in")
     files: dict[str, int] = {}

@@ -12,12 +12,12 @@ from scaleray.errors import ClusterError
 
 LIMIT_S = 60.0
 OF_A_LOG = re.compile(r"[EFIW]\d{4} \d\d:\d\d:\d\d")
-"""The beginning of lines that kubectl's libraries write beside what kubectl itself says."""
+"""Prefix of lines that kubectl's libraries write in addition to kubectl's own output."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a program said, and how it ended."""
+    """Output of a program, and how it ended."""
 
     code: int
     raw: bytes = b""
@@ -25,7 +25,7 @@ class Said:
 
     @property
     def out(self) -> str:
-        """What it wrote, as text."""
+        """Its output, as text."""
         return self.raw.decode(errors="replace")
 
     @property

@@ -28,7 +28,7 @@ PASSED_ON = (
     "USER",
     "VIRTUAL_ENV",
 )
-"""Variables of who submits that a job gets beside Slurm's own; any other stays here."""
+"""Variables of the submitting user that a job gets in addition to Slurm's own; any other stays here."""
 ACCOUNTING = "sacct --noheader --allocations --parsable2 --format=JobID,State,ExitCode,Start,End,Reason"
 FIELDS = "JobId=%i JobState=%T Reason=%r StartTime=%S EndTime=%e"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
@@ -85,7 +85,7 @@ class SlurmJobs:
         return found[1]
 
     def _queueing(self, name: str, words: Sequence[str], command: str, secrets: Mapping[str, str]) -> str:
-        """A shell script that queues a job. It goes through a pipe: nobody sees values in the list of processes."""
+        """A shell script that queues a job. It goes through a pipe: the list of processes shows no values."""
         place, cluster = self._path(name), self.cluster
         names = [*PASSED_ON, *secrets]
         storage = f"{cluster.folder.rstrip('/')}/runs"
@@ -110,7 +110,9 @@ class SlurmJobs:
         return "\n".join(lines) + "\n"
 
     def job(self, name: str) -> JobNow:
-        """What Slurm knows of a job by its name or number: by the controller, or by the accounting once it is over."""
+        """State of a job in Slurm, by its name or number: from the controller, or from the
+        accounting once it is over.
+        """
         name, number = self._found(name)
         said = self._shell(
             f'if said=$(scontrol show job {number} --oneliner 2>&1); then echo "$said"\n'

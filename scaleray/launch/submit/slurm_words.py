@@ -1,4 +1,4 @@
-"""What Slurm's words mean: states of jobs, reasons for which they wait, and why a submission was refused."""
+"""Meaning of Slurm's words: states of jobs, reasons for which they wait, and why a submission was refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SSH_PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def problem_of(text: str) -> tuple[str, str]:
-    """What an error means, and what to do."""
+    """Meaning of an error, and its remedy."""
     low = text.lower()
     for signs, allowed, hint in PROBLEMS:
         if any(sign in low for sign in signs):
@@ -88,7 +88,7 @@ def problem_of(text: str) -> tuple[str, str]:
 
 
 def status_of(name: str, text: str, *, folder: str) -> JobNow:
-    """A job by the words of scontrol, squeue or sacct, and of what stands beside its log."""
+    """A job from the words of scontrol, squeue or sacct, and from the files next to its log."""
     lines = text.splitlines()
     fields = _fields(lines[0] if lines else "")
     state = fields.get("JobState", "")

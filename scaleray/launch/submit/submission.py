@@ -27,11 +27,11 @@ DEFAULT_MAX_MIB = 100.0
 
 @dataclass(frozen=True)
 class Submission:
-    """What is submitted, before it is. missing: packages that the cluster lacks, with the versions of this side."""
+    """A submission before it is sent. missing: packages that the cluster lacks, with the versions of this side."""
 
     cluster: Cluster
     command: tuple[str, ...]
-    """What scaleray is given: a command, its config and its options."""
+    """Arguments for scaleray: a command, its config and its options."""
     name: str
     contents: Contents
     workload: Path | None
@@ -133,7 +133,7 @@ def refuse_missing(submission: Submission, *, remedy: str) -> None:
 
 
 def _refuse_secrets(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for options with a secret: a cluster keeps the command, and shows it to whoever asks."""
+    """Raise ConfigError for options with a secret: a cluster keeps the command and shows it to its users."""
     shown = without_secrets(overrides)
     changed = next((at for at, word in enumerate(overrides) if shown[at] != word), None)
     if changed is None:
@@ -186,7 +186,7 @@ def _workload_file(contents: Contents, name: str, config: Path) -> Path | None:
 
 
 def _secrets(names: Sequence[str], *, are_here: bool) -> dict[str, str]:
-    """The values of these variables, which nobody prints. are_here: whether they are those of this environment."""
+    """The values of these variables, which are never printed. are_here: whether they are those of this environment."""
     with_values = [name.partition("=")[0] for name in names if "=" in name]
     missing = with_values or [name for name in names if are_here and not os.environ.get(name)]
     if missing:

@@ -40,9 +40,9 @@ class Started:
 def checked_and_started(
     submission: Submission, *, bring_missing: bool = False, allow_differences: bool = False, say: Say
 ) -> Started:
-    """Compare the cluster with what is needed, and start the job. Raises UsageError.
+    """Compare the cluster with the requirements, and start the job. Raises UsageError.
 
-    allow_differences: say what differs or is missing, and go on.
+    allow_differences: report differences and missing packages, and continue.
     """
     cluster = submission.cluster
     jobs: ClusterJobs | None

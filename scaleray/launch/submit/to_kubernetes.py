@@ -65,7 +65,7 @@ def to_apply(cluster: KubernetesCluster, file: str) -> str:
 
 
 def _compare(submission: Submission, objects: Objects, say: Say) -> None:
-    """Compare what the image's name and the manifest tell; the rest nobody knows before it runs."""
+    """Compare the facts in the image's name and in the manifest; the rest is not known before it runs."""
     known = Versions(objects.python_version, {"ray": objects.ray_version} if objects.ray_version else {})
     refuse_differences(submission, Versions.here(), known, remedy=REMEDY)
     told = [f"Python {known.python}"] if known.python else []

@@ -25,9 +25,10 @@ REMEDY = "use the same here, or an image with these (cluster/image)"
 def checked_and_started(
     submission: Submission, cluster: RayCluster, *, bring_missing: bool, allow_differences: bool, say: Say
 ) -> tuple[Jobs, str]:
-    """Compare the cluster with what is needed, and start the job: the cluster's jobs, and its name. Raises UsageError.
+    """Compare the cluster with the requirements, and start the job: the cluster's jobs, and its name. Raises
+    UsageError.
 
-    allow_differences: say what differs or is missing, and go on.
+    allow_differences: report differences and missing packages, and continue.
     """
     jobs = Jobs(cluster.url)
     try:

@@ -19,7 +19,7 @@ from scaleray.records.run import Say
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 TAKES_COMMANDS = "SUBCOMMAND"
-"""Variable by which the batch script is told what to run."""
+"""Variable that gives the batch script its command."""
 
 
 def checked_and_started(

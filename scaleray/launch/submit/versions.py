@@ -42,7 +42,7 @@ class Versions:
 
 
 def versions_in(text: str) -> Versions | None:
-    """What the program told among all that was printed; None where it did not."""
+    """Answer of the program within all that was printed; None if there is none."""
     lines = [line for line in text.splitlines() if line.startswith(SIGN)]
     if not lines:
         return None
@@ -69,7 +69,7 @@ def normalised(packages: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(here: Versions, there: Versions) -> list[str]:
-    """What is not alike and would fail or train otherwise, a sentence each. An empty version there is not known."""
+    """Differences that would fail or train otherwise, a sentence each. An empty version there is not known."""
     found = []
     if there.python and _minor(here.python) != _minor(there.python):
         found.append(f"Python is {there.python} there and {here.python} here")
@@ -94,7 +94,8 @@ def missing_packages(needed: Iterable[str], here: Versions, there: Versions) -> 
 
 def imported_packages(start: Path, folder: Path) -> set[str]:
     """The packages that a Python file and the user's own modules behind it import, by normalised name. folder: where
-    these modules are, beside the file's own folder."""
+    these modules are, in addition to the file's own folder.
+    """
     homes = _homes()
     found: set[str] = set()
     waiting, seen = [start], {start}

@@ -1,6 +1,7 @@
-"""The files of a sweep: what was asked, a small file for each trial that has ended, and the record at the end.
+"""The files of a sweep: its question, a small file for each trial that has ended, and the record at the end.
 
-A trial's file appears whole or not at all, so that an interrupted sweep goes on with exactly the trials that have none.
+A trial's file appears whole or not at all, so that an interrupted sweep continues with exactly the trials that have
+none.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def grid_record(folder: str | Path) -> SweepRecord:
 
 
 def read_asked(path: str) -> AskedSweep:
-    """What an interrupted sweep was asked. Raises ConfigError for a folder that holds none."""
+    """Question of an interrupted sweep. Raises ConfigError for a folder that holds none."""
     store = Store(path)
     file = store.path(ASKED_FILE)
     try:

@@ -1,7 +1,8 @@
 """`sweep --guided`: two trainings measure noise and throughput, and further trials run only where goodput is highest.
 
-What to run is decided from the records of the trials alone, so that an interrupted sweep goes on as it would have.
-Trials that do not depend on each other start together: on a shared machine their throughputs compare with each other.
+The next trials are chosen from the records of the trials alone, so that an interrupted sweep continues as it would
+have. Trials that do not depend on each other start together: on a shared machine their throughputs compare with each
+other.
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ def _noise_in_words(noises: list[Result]) -> str:
 
 
 def _gain_in_words(guide: Guide, chosen: Result, noises: list[Result], *, optimizer: str) -> list[str]:
-    """What theory says of the learning rate at the chosen batch, where it is larger than the reference."""
+    """Prediction of theory for the learning rate at the chosen batch, if it is larger than the reference."""
     size = chosen.cell.batch_size
     nearest = min(noises, key=lambda r: abs(math.log(r.cell.batch_size / size)))
     kappa = size / guide.reference

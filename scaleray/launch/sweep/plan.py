@@ -1,4 +1,4 @@
-"""What a sweep will run, decided before anything starts: the config of every trial, and which of them can never run."""
+"""Trials of a sweep, decided before anything starts: the config of each, and those that can never run."""
 
 from __future__ import annotations
 

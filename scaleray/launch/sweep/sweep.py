@@ -1,7 +1,7 @@
-"""`sweep`: many trainings of one recipe under Ray Tune, and what they say together.
+"""`sweep`: many trainings of one recipe under Ray Tune, and their joint result.
 
 Everything that can be refused is refused before workers start. The driver alone writes records and MLflow; a sweep that
-was interrupted goes on with the trials that have no record yet.
+was interrupted continues with the trials that have no record yet.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _check(config: RunConfig, question: SweepQuestion) -> None:
 def _asked(
     plan: SweepPlan, refused: list[tuple[Settings, str]], command: str, base_dir: Path | None, started_at: float
 ) -> AskedSweep:
-    """What is written down of a new sweep, before it has an MLflow run."""
+    """Description of a new sweep, before it has an MLflow run."""
     return AskedSweep(
         config=plan.base.to_dict(),
         question=plan.question,

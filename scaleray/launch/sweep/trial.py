@@ -1,8 +1,8 @@
-"""A trial as Ray Tune sees it: trains to its next evaluation, tells how it went, and may be stopped, saved or
+"""A trial as Ray Tune sees it: trains to its next evaluation, reports the result, and may be stopped, saved or
 continued.
 
-The same process, with the workers beside it, takes one trial after another (Tune's `reuse_actors`). Tune's checkpoint
-of a trial is a small file that names the folder where the workers wrote the state.
+The same process, with its other workers, takes one trial after another (Tune's `reuse_actors`). Tune's checkpoint of a
+trial is a small file that names the folder where the workers wrote the state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """What all trials of a sweep have in common. state_path: a folder of the sweep for states of trials."""
+    """Common facts of all trials of a sweep. state_path: a folder of the sweep for states of trials."""
 
     plan: SweepPlan
     pauses: bool
@@ -157,7 +157,7 @@ def _status(ended: Ended, plan: SweepPlan, metrics: dict[str, float]) -> tuple[s
 
 
 def _noise_of(noise: dict[str, Any]) -> dict[str, Any]:
-    """The noise scale that stands for the whole training, where it was long enough; None is infinite."""
+    """The noise scale that represents the whole training, if it was long enough; None is infinite."""
     if noise.get("effective") is None:
         return {}
     value, low, high = (noise[key] for key in ("effective", "effective_low", "effective_high"))

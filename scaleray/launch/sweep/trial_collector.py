@@ -1,4 +1,4 @@
-"""Makes the record of each trial out of what Ray Tune reports, while the sweep goes on."""
+"""Makes the record of each trial from Ray Tune's reports, during the sweep."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TrialCollector(tune.Callback):
         )
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Take note that the trial begins again, or goes on from its last state."""
+        """Note that the trial begins again, or continues from its last state."""
         if trial.checkpoint is None:
             self._open.pop(self._number(trial), None)
 

@@ -1,4 +1,4 @@
-"""The processes of one trial after another: rank 0 where the trial itself is, the other ranks as actors beside it.
+"""The processes of one trial after another: rank 0 in the trial's own process, the other ranks as actors next to it.
 
 They share the trial's placement group, so that Ray gives a trial all of its workers or none, and they stay for the
 trials that come after. Each trial makes its own process group over a store of rank 0. Rows are read by the workers

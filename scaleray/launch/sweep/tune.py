@@ -1,6 +1,6 @@
-"""One Ray Tune experiment: the trials that are asked for, in placement groups that hold all of a trial's workers.
+"""One Ray Tune experiment: the requested trials, in placement groups that hold all of a trial's workers.
 
-Nothing here keeps what Tune keeps for itself: a sweep goes on from its own records.
+Nothing here depends on Tune's own state: a sweep continues from its own records.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def run_experiment(
 
 
 def _trainable(plan: SweepPlan, folder: str) -> Any:
-    """What Tune runs for each trial, in a placement group that holds all of its workers."""
+    """Function that Tune runs for each trial, in a placement group that holds all of its workers."""
     import ray
     from ray import tune
     from ray.tune.execution.placement_groups import PlacementGroupFactory

@@ -31,7 +31,7 @@ from scaleray.training.verify.variants import Outcome
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(JsonRecord):
-    """What every certificate says, readable without the code that gave it."""
+    """Common fields of every certificate, readable without the code that wrote it."""
 
     passed: bool
     verdict: str
@@ -76,8 +76,9 @@ class EqualityCertificate(Certificate):
     global_batch_size: int
     data: dict[str, Any]
     course: dict[str, int] = dataclasses.field(default_factory=dict)
-    """What lies on the way of the compared steps: rows of an epoch, the step of the resume, its batch size, rows of
-    each evaluation."""
+    """Events within the compared steps: rows of an epoch, the step of the resume, its batch size, rows of each
+    evaluation.
+    """
 
 
 @contextlib.contextmanager

@@ -41,8 +41,9 @@ check: a small mistake may hide in it."""
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be verified. strategies: names, `own` for the config's own, or `all`. accumulation: micro-batches in a
-    worker's step."""
+    """Options of a verification. strategies: names, `own` for the config's own, or `all`. accumulation: micro-batches
+    in a worker's step.
+    """
 
     strategies: Sequence[str] = ("all",)
     world_sizes: Sequence[int] = (1, 2)
@@ -241,7 +242,7 @@ def default_world_sizes(config: RunConfig) -> tuple[int, ...]:
 
 
 def course(plan: Plan) -> dict[str, int]:
-    """What lies on the way of the compared steps."""
+    """Events within the compared steps, as text."""
     variant = plan.reference
     found = {
         "rows_of_epoch": variant.job.splits[TRAIN].num_rows,

@@ -1,4 +1,4 @@
-"""What both kinds of verification do first: connect, load workload and data, plan the variants, look for room."""
+"""First steps of both kinds of verification: connect, load workload and data, plan the variants, look for room."""
 
 from __future__ import annotations
 

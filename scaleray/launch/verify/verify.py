@@ -67,7 +67,7 @@ def verify(
 ) -> EqualityCertificate:
     """Run the first steps of a training in every way asked for, and compare each with a single process.
 
-    render: makes the table that is stored beside the certificate. Raises UsageError for what the user can mend and
+    render: makes the table that is stored next to the certificate. Raises UsageError for what the user can mend and
     RunFailedError for a group that died; a mismatch is no error, `passed` says it.
     """
     if local:

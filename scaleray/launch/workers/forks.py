@@ -20,7 +20,7 @@ OF_A_CHECK = PRELOADED[:1]
 
 
 def begin_imports(modules: Sequence[str] = PRELOADED) -> None:
-    """Let that process import beside what this one does meanwhile; where it runs already, nothing happens."""
+    """Let that process import concurrently with this one; if it runs already, nothing happens."""
     keep_compiled_code_here()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
     with without_main():

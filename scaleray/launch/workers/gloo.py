@@ -34,7 +34,7 @@ HOST = "127.0.0.1"
 GRACE_S = 10.0  # seconds after a rank's error for what the others have to say
 ENDED = "the process ended"
 TOLD, ASKED = "told", "asked"
-"""What stands before messages of a process in place of whether it has succeeded."""
+"""First element of messages of a process, in place of whether it has succeeded."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class GlooProcesses:
         workload: Any,
         on_message: Callable[[Any], Any] = lambda message: None,
     ) -> Any:
-        """What rank 0 returned of `function(place, *args)`. Raises what a rank raised.
+        """Result of `function(place, *args)` on rank 0. Raises the error of a rank.
 
-        workload: the object that each process replaces by its own. on_message: gets at once what a process says by
-        calling the function that it finds in the place of TELL among its arguments; what it gives is the answer where
-        the process asks.
+        workload: the object that each process replaces by its own. on_message: receives messages at once; a process
+        sends one by calling the function in the place of TELL among its arguments, and gets the returned value as the
+        answer if it waits for one.
         """
         self._num_groups += 1
         watch = None if self._watched_in is None else (self._watched_in, f"{self._started_at}-{self._num_groups}")
@@ -152,8 +152,8 @@ def gloo_processes(
 ) -> Iterator[GlooProcesses]:
     """Start the processes, and end them by their own handles with the context.
 
-    timeout_s: time limit of a collective. watched_in: folder for what their trainings were doing when they stood still;
-    None: nobody watches.
+    timeout_s: time limit of a collective. watched_in: folder for the accounts of trainings that hang; None: they are
+    not watched.
     """
     keep_compiled_code_here()
     meeting = OwnedStore(HOST)
@@ -273,7 +273,7 @@ class Teller:
 
 
 class _Tell:
-    """Stands for the function by which a process says something to the one that started it."""
+    """Placeholder for the function by which a process sends messages to the one that started it."""
 
 
 TELL = _Tell()
@@ -314,7 +314,7 @@ def _first_cause(failures: dict[int, tuple[BaseException | None, str]]) -> BaseE
 
 
 def _ended_with(code: int | None) -> str:
-    """What is known of a process that has ended without a word."""
+    """Description of a process that has ended without a message."""
     if code != -signal.SIGKILL:
         return f"{ENDED} with code {code}"
     return f"{ENDED} by SIGKILL, as the system does where memory runs out: take fewer workers or a smaller model"

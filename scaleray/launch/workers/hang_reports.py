@@ -1,4 +1,4 @@
-"""What the ranks wrote down when a training stood still, put together into one explanation of its failure."""
+"""Accounts that the ranks wrote when a training hung, put together into one explanation of its failure."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class HangReport:
     dumps: Mapping[int, RankDump]
 
     def explanation(self) -> str:
-        """Which collective it is, who did not come, where each rank stands, and where to read more; nothing where the
-        dumps say no more than that a worker is gone."""
+        """The collective, the missing ranks, the line at which each rank is, and the files with more; empty if the
+        dumps show only that a worker is gone.
+        """
         found = find(self.dumps)
         told = [dump for dump in self.dumps.values() if dump.calls is None]
         if found is None and not told:
@@ -62,16 +63,16 @@ class HangReport:
 
 
 def explain_hang(run_path: str, heartbeats: Sequence[Heartbeat]) -> str:
-    """What the dumps of a group of workers tell of its failure; nothing where they tell nothing, and then they go.
-
+    """Explanation of a group's failure from its dumps; None if they explain nothing, and then they are removed.
     run_path: the run's folder. heartbeats: the last ones of these workers.
     """
     return _explained(lambda: read_report(run_path, heartbeats), len(heartbeats))
 
 
 def with_explanation(error: BaseException, run_path: str, group: str, num_ranks: int) -> BaseException:
-    """The error of a group that has one by that name, with what its ranks have written down; the error itself where
-    nothing was. group: as `GroupWatch` was told."""
+    """The error of the group of that name, with the accounts of its ranks; the error itself without accounts. group:
+    the name given to `GroupWatch`.
+    """
     if not isinstance(error, RunFailedError):
         return error
     text = _explained(lambda: group_report(run_path, group), num_ranks)

@@ -88,7 +88,7 @@ def _watches(
     recorder: Recorder,
     control: Control,
 ) -> tuple[StallWatch, Watchdog]:
-    """What looks at the training from a thread of its own. It ends nothing: a debugger may stop for hours."""
+    """Observer of the training in a thread of its own. It ends nothing: a debugger may stop for hours."""
 
     def beat(step: int, phase: str, since_s: float) -> Wish:
         heartbeat = Heartbeat(0, "here", os.getpid(), step, phase, since_s, recent=progress.recent)

@@ -59,7 +59,7 @@ def run_in_processes(
 
 
 def _train(place: Place, assignment: bytes, tell: Teller) -> None:
-    """What each process runs."""
+    """Main function of each process."""
     import torch
 
     from scaleray.training import loop

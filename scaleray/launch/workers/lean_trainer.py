@@ -69,12 +69,12 @@ class TrainController(controller.TrainController):
 
 
 class WithoutAutoscaler(FixedScalingPolicy):
-    """A fixed number of workers on nodes that are there, so that nobody is asked for more."""
+    """A fixed number of workers on nodes that are there, so that no further ones are requested."""
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Ask nobody."""
+        """Request nothing."""
 
     def _send_resource_request(self) -> None:
-        """Ask nobody."""
+        """Request nothing."""
 
     _maybe_send_resource_request = _cancel_resource_request = _send_resource_request

@@ -1,4 +1,4 @@
-"""What failures of workers mean: the one that explains the others, in words, and whether another try could help."""
+"""Meaning of failures of workers: the one that explains the others, as text, and whether another try could help."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _who_failed(failures: Mapping[int, BaseException], heartbeats: Sequence[Hear
 
 
 def _held_up(beat: Heartbeat) -> str:
-    """What a worker is doing for so long that the others gave up on it, in words."""
+    """Activity of a worker for which the others stopped waiting, as text."""
     took = f"for {beat.since_s:.0f} s in step {beat.step + 1}, longer than the others waited for it"
     if beat.phase == Phase.INPUT:
         return f"has waited for its input {took}: make its rows quicker to read, or raise scale.collective_timeout_s"
@@ -121,7 +121,7 @@ def silent_worker(failures: Mapping[int, BaseException], heartbeats: Sequence[He
 
 
 def tail(beat: Heartbeat | None) -> str:
-    """A worker's own last lines, to stand below what is said of it."""
+    """A worker's own last lines, for the end of its error."""
     return "".join(f"\n  | {line}" for line in (beat.tail[-5:] if beat else ()))
 
 

@@ -34,7 +34,7 @@ class ProcessGroup(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What the controller does with it."""
+        """Methods that the controller calls."""
         return _ProcessGroupBackend
 
     def to_dict(self) -> dict[str, Any]:

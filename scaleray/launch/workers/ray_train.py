@@ -23,7 +23,7 @@ def collective_backend(config: RunConfig) -> str:
 
 
 def worker_resources(config: RunConfig) -> dict[str, float]:
-    """What Ray reserves for each worker."""
+    """Resources that Ray reserves for each worker."""
     resources = {"CPU": config.scale.cpus_per_worker}
     return {**resources, "GPU": config.scale.gpus} if config.scale.gpus else resources
 
@@ -88,10 +88,10 @@ def fit_group(
     storage_path: str,
     name: str,
 ) -> Any:
-    """What rank 0 returned of `function(place, *arguments)`, run once by a group of workers.
+    """Result of `function(place, *arguments)` on rank 0, run once by a group of workers.
 
     Arguments that are object references are fetched. name: name of Ray Train's own folder, with the world size added.
-    Raises what `lost_workers.explain` makes of Ray's errors.
+    Raises the errors that `lost_workers.explain` makes of Ray's.
     """
     import ray
     import ray.train

@@ -1,4 +1,4 @@
-"""The recorder as a Ray actor beside the driver, called like the plain object."""
+"""The recorder as a Ray actor next to the driver, called like the plain object."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scaleray.records.run import Heartbeat, WorkerMessage
 from scaleray.tracking.run_description import RunDescription
 
 NAMESPACE, NAMES = "scaleray", "recorder-"
-"""Ray's namespace of recorders, and what their names begin with: whoever watches a cluster finds them by it."""
+"""Ray's namespace of recorders, and the prefix of their names: `watch` finds them by it."""
 
 SETTINGS = (
     "MLFLOW_", "DATABRICKS_", "AWS_", "AZURE_", "GOOGLE_", "PG", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "SSL_CERT_",
@@ -51,7 +51,7 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
         def begin(self, environment: Mapping[str, str]) -> RunIdentity:
             """Start with the driver's settings of MLflow and its stores, which a Ray that was up before does not have.
 
-            They come as an argument: Ray shows the environment of an actor to everyone who looks at its dashboard.
+            They come as an argument: Ray's dashboard shows the environment of an actor.
             """
             os.environ.update(environment)
             gc.disable()  # an eighth of the CPU time of MLflow's import and of opening its store
@@ -102,10 +102,7 @@ class RemoteRecorder:
         self.started = self.actor.begin.remote(_settings_of_mlflow())
 
     def respawn(self) -> None:
-        """Put another actor in the place of one that was lost.
-
-        It goes on with the same MLflow run, which run.json names.
-        """
+        """Replace an actor that was lost. The new one continues the same MLflow run, which run.json names."""
         self.close()
         before = None
         with contextlib.suppress(OSError, ValueError):  # lost before it had begun
@@ -125,7 +122,7 @@ class RemoteRecorder:
         return False
 
     def _ask(self, answer: Any, *, timeout_s: float | None = 180.0) -> Any:
-        """What the actor answers; what it raised is raised here."""
+        """Answer of the actor; its error is raised here."""
         import ray
 
         try:
@@ -180,7 +177,7 @@ class RemoteRecorder:
         return unsent
 
     def close(self) -> None:
-        """End the actor, whoever still holds a handle to it; what it had to write is written."""
+        """End the actor, even if others hold a handle to it; its last writes are done."""
         import ray
 
         with contextlib.suppress(Exception):  # it may be gone already

@@ -1,4 +1,4 @@
-"""What workers of a group say while they run, handed to the driver at once."""
+"""Messages of a group's workers while they run, handed to the driver at once."""
 
 from __future__ import annotations
 

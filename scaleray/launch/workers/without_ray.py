@@ -1,4 +1,4 @@
-"""What a training that does without Ray cannot have, whichever processes it runs in."""
+"""Features that a training without Ray cannot have, in any kind of process."""
 
 from __future__ import annotations
 
