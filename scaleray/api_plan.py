@@ -114,10 +114,11 @@ def explain_plan(
     strategies: Sequence[str] = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp", "ep"),
     rows: int = 20,
 ) -> list[str]:
-    """Say what the planner's figures are and where they come from, in lines: `scaleray plan explain`.
+    """Return the planner's figures with their sources, or the layouts that do not fit in memory, as lines: `scaleray
+    plan explain`.
 
-    what: constants; a GPU, link or network by name; intervals; or, with a model, a cluster and a global batch, layouts
-    (why they were dropped) or step (the recommended layout's, task by task). rows: layouts or streams to list.
+    what: constants; intervals; a GPU, link or network by name; or, with a model, a cluster and a global batch, layouts.
+    rows: layouts to list.
     """
     from scaleray.cli.plan_explained import explained
     from scaleray.cli.plan_options import ClusterOptions, ModelOptions, RecipeOptions

@@ -89,15 +89,14 @@ def explain(
     strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp,ep",
     rows: int = 20,
 ) -> int:
-    """Say what the planner's figures are and where they come from, why layouts were dropped, or what a step does when.
+    """Print the planner's figures with their sources, or the layouts that do not fit in memory.
 
     Parameters
     ----------
     what
-        constants; a GPU, link or network by name; intervals; or, with --model, --cluster and --global-batch: layouts
-        (why they were dropped), step (the recommended layout's, simulated task by task).
+        constants; intervals; a GPU, link or network by name; or, with --model, --cluster and --global-batch, layouts.
     rows
-        Layouts or streams to list.
+        Layouts to list.
     """
     from scaleray.cli.plan_explained import explained
 

@@ -259,14 +259,6 @@ def test_explain_says_why_layouts_were_dropped(capsys):
     assert code == 0 and out.count("GiB too much") == 5 and "optimizer" in out
 
 
-def test_explain_simulates_the_recommended_step(capsys):
-    words = ("--cluster", "h100:8", "--global-batch", "16", "--strategies")
-    code, out, _ = run(capsys, "explain", "step", "--model", "gpt2-xl", *words, "ddp")
-    assert code == 0 and "data communication" in out and "simulated" in out
-    code, out, _ = run(capsys, "explain", "step", "--model", "llama-13b", *words, "pp")
-    assert code == 0 and "rank of the pipeline" in out and out.count("compute ") >= 2
-
-
 def test_here_is_this_machine(capsys):
     code, out, _ = run(capsys, "--model", "resnet-18", "--here", "--global-batch", "64", "--precision", "fp32")
     assert code == 0 and "recommended" in out

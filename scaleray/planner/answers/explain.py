@@ -9,7 +9,7 @@ import textwrap
 from collections import Counter
 
 from scaleray.errors import UsageError
-from scaleray.planner.answers.advise import HEADROOM, advise
+from scaleray.planner.answers.advise import HEADROOM
 from scaleray.planner.answers.layouts import layouts
 from scaleray.planner.answers.question import Question
 from scaleray.planner.cost.constants import DEFAULT, FITTED, Constants
@@ -25,7 +25,6 @@ from scaleray.planner.cost.uncertainty import (
 )
 from scaleray.planner.hardware.catalogue import CATALOGUE
 from scaleray.planner.hardware.kinds import TRANSPORTS
-from scaleray.planner.simulation.step import simulated_step
 from scaleray.text.units import GIB
 
 
@@ -84,7 +83,7 @@ def explain_hardware(name: str) -> list[str]:
             lines += [f"transport.{key} = {value}" for key, value in transport.__dict__.items()]
         return [*lines, f"source: {entry.source}"]
     raise UsageError(
-        "what to explain", name, "it must be constants, intervals, layouts, step, or the name of a GPU, link or network"
+        "what to explain", name, "it must be constants, intervals, layouts, or the name of a GPU, link or network"
     )
 
 
@@ -108,33 +107,4 @@ def explain_layouts(question: Question, *, rows: int) -> list[str]:
     for missing, layout, needed in sorted(dropped, key=lambda one: one[0])[:rows]:
         parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in needed.parts().items() if value > 0.05 * GIB)
         lines.append(f"{missing:8.1f} GiB too much: {layout.describe()}: {parts}")
-    return lines
-
-
-def explain_step(question: Question, *, rows: int) -> list[str]:
-    """The step of the recommended layout simulated task by task: how busy each stream is, and what the closed form says
-    of the same step."""
-    best = advise(question).best
-    simulated = simulated_step(
-        question.model,
-        best.layout,
-        question.cluster,
-        measured=question.measured,
-        fused_attention=question.fused_attention,
-    )
-    closed = best.step.total_s - best.step.straggler_s - best.step.overhead_s
-    lines = [
-        f"{best.layout.describe()}, simulated: {len(simulated.tasks)} tasks on {len(simulated.busy_shares())} streams",
-        f"{simulated.total_s:.4g} s from the first task to the last; the closed form has {closed:.4g} s, "
-        f"and adds {best.step.straggler_s:.2g} s for the slowest rank "
-        f"and {best.step.overhead_s:.2g} s around the passes",
-        f"the longest chain of dependencies is {simulated.critical_path_s:.4g} s",
-        "",
-        "rank of the pipeline, stream, share of the step in which it works:"
-        if best.layout.pipeline > 1
-        else "stream, share of the step in which it works:",
-    ]
-    for (rank, stream), share in sorted(simulated.busy_shares().items())[:rows]:
-        where = f"{rank:4d}  " if best.layout.pipeline > 1 else ""
-        lines.append(f"  {where}{stream:<22} {100 * share:5.1f} %  {'#' * round(40 * share)}")
     return lines

@@ -1,1 +1,0 @@
-"""One step simulated task by task, for `plan explain step`."""
