@@ -61,7 +61,7 @@ ORDER = (
             "import_weights",
         ),
     ),
-    ("Clusters", ("cluster_up", "cluster_status", "cluster_down", "write_cluster_files", "check_manifests")),
+    ("Clusters", ("cluster_up", "cluster_status", "cluster_down", "write_cluster_files")),
     ("Configs, and MLflow", ("show_config", "config_keys", "config_schema", "replay", "tracking_ui")),
     ("Dashboards", ("write_dashboards", "install_dashboards")),
     ("What you bring", ("Workload", "Callback", "ArraySource", "ParquetSource", "TokenSource")),

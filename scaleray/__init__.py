@@ -38,7 +38,6 @@ _HOMES = {
     "report": "scaleray.api",
     "write_project": "scaleray.projects.write",
     "write_cluster_files": "scaleray.manifests.files",
-    "check_manifests": "scaleray.manifests.rules.read",
     "check": "scaleray.launch.check.check",
     "load": "scaleray.launch.model.load",
     "evaluate": "scaleray.launch.model.evaluate",
@@ -90,7 +89,6 @@ __all__ = [
     "TokenSource",
     "Workload",
     "check",
-    "check_manifests",
     "check_promoted",
     "cluster_down",
     "cluster_status",
@@ -183,7 +181,6 @@ if TYPE_CHECKING:
     from scaleray.launch.promote.rollback import rollback
     from scaleray.launch.study.invalidate import invalidate_experiment
     from scaleray.manifests.files import write_cluster_files
-    from scaleray.manifests.rules.read import check_manifests
     from scaleray.projects.write import write_project
     from scaleray.records.run import RunRecord
     from scaleray.reports.grafana.api import install_dashboards

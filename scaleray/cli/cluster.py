@@ -5,12 +5,12 @@ from __future__ import annotations
 from cyclopts import App
 
 from scaleray.cli.cluster_local import down, status, up
-from scaleray.cli.cluster_write import check, write
+from scaleray.cli.cluster_write import write
 
 cluster_app = App(
     name="cluster",
-    help="Start a cluster on this machine; write what starts one elsewhere, and check what you made of it.",
+    help="Start a cluster on this machine; write the files that start one elsewhere.",
     help_format="plaintext",
 )
-for command in (up, status, down, write, check):
+for command in (up, status, down, write):
     cluster_app.command(command)

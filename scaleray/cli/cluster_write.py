@@ -1,11 +1,9 @@
-"""`scaleray cluster write` and `check`: the files of every kind of cluster, and whether manifests keep the rules."""
+"""`scaleray cluster write`: the files of every kind of cluster."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
-
-from scaleray.cli.output import print_json
 
 Kind = Literal["all", "local", "kubernetes", "slurm", "ray-up", "image", "skypilot"]
 FOLDER = Path("cluster")
@@ -58,27 +56,3 @@ def write(
         return 1 if lines else 0
     print(f"{len(lines)} files written; what to do next: docs/cluster.md")
     return 0
-
-
-def check(*paths: Path, kuberay: str | None = None, json: bool = False) -> int:
-    """Check RayClusters, RayJobs and files for `ray up` against rules. Exit code 1 for faults.
-
-    Parameters
-    ----------
-    paths
-        YAML files, or folders with such.
-    kuberay
-        Release of the KubeRay operator that runs on the cluster.
-    json
-        Print the faults as JSON.
-    """
-    from scaleray.manifests.rules.read import check_manifests
-
-    found = check_manifests(*paths, **({} if kuberay is None else {"kuberay": kuberay}))
-    if json:
-        print_json(found)
-    else:
-        for fault in found["faults"]:
-            print(f"{fault['file']}: {fault['manifest']}: {fault['fault']} [{fault['rule']}]")
-        print(f"{len(found['faults'])} faults in {found['manifests']} manifests")
-    return 1 if found["faults"] else 0

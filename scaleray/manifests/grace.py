@@ -6,9 +6,6 @@ SAVING = "SCALERAY_CHECKPOINT__GRACE_S"
 """Variable of the training's own limit (checkpoint.grace_s): when it is over, the training ends as with Ctrl-C."""
 RAY_STOP = "RAY_JOB_STOP_WAIT_TIME_S"
 """Variable of Ray's: seconds from `ray job stop` to SIGKILL, read on the node that runs the job's driver."""
-RAY_STOP_BY_ITSELF_S = 3
-POD_BY_ITSELF_S = 30
-"""Kubernetes' terminationGracePeriodSeconds where a pod states none."""
 
 SLURM_S, SLURM_SAVING_S = 300, 240
 """From Slurm's signal to the end of a job's time, and what a training may take of it."""

@@ -38,7 +38,7 @@ COMMANDS = {
     "checkpoint prune": "prune_checkpoints", "checkpoint rebuild": "rebuild_checkpoint",
     "checkpoint export": "export_weights", "checkpoint import": "import_weights", "config show": "show_config",
     "config keys": "config_keys", "config schema": "config_schema", "tracking replay": "replay", "tracking ui": "tracking_ui",
-    "watch": "watch", "cluster write": "write_cluster_files", "cluster check": "check_manifests",
+    "watch": "watch", "cluster write": "write_cluster_files",
     "cluster up": "cluster_up", "cluster status": "cluster_status", "cluster down": "cluster_down",
     "dashboards write": "write_dashboards", "dashboards install": "install_dashboards",
     "gate": "gate", "promote": "promote", "path start": "start_path", "path next": "next_on_path", "path try": "try_on_path",

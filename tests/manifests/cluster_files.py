@@ -1,8 +1,7 @@
-"""The files of `cluster/` as tests read them: documents of YAML, their schemas, and edits of them."""
+"""The files of `cluster/` as tests read them: documents of YAML, their schemas, and the places of their keys."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.util
 import json
@@ -16,8 +15,6 @@ import yaml
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "cluster"
 SCHEMAS = Path(__file__).parent / "schemas"
-GONE = object()
-"""In an edit: take the key away."""
 
 
 @functools.cache
@@ -53,23 +50,6 @@ def schema_faults(document: dict[str, Any]) -> list[str]:
 def documents(path: Path) -> list[dict[str, Any]]:
     """The documents of a YAML file."""
     return [document for document in yaml.safe_load_all(path.read_text()) if document]
-
-
-def edited(document: dict[str, Any], edits: dict[str, Any]) -> dict[str, Any]:
-    """A copy with values set or taken away at dotted paths; a number is a place in a list, `a/b` a key with a dot."""
-    result = copy.deepcopy(document)
-    for path, value in edits.items():
-        node: Any = result
-        *before, last = [part.replace("~", ".") for part in path.split(".")]
-        for part in before:
-            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-        if value is GONE:
-            del node[int(last) if isinstance(node, list) else last]
-        elif isinstance(node, list):
-            node[int(last)] = value
-        else:
-            node[last] = value
-    return result
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -16,11 +16,12 @@ from scaleray.errors import ClusterError, ConfigError
 from scaleray.launch.submit.clusters import KubernetesCluster
 from scaleray.launch.submit.programs import run
 from scaleray.manifests.files import files
-from scaleray.manifests.rules.check import broken_rules, too_new_fields
-from scaleray.manifests.rules.kuberay import LONGEST_JOB_NAME, Manifest, groups, pod_of
 from scaleray.manifests.versions import as_numbers
-from scaleray.manifests.wanted import Wanted
+from scaleray.manifests.wanted import NEEDS_KUBERAY, Wanted
 
+Manifest = dict[str, Any]
+LONGEST_JOB_NAME = 47
+"""Characters of a RayJob's name: the operator adds to it."""
 SUBMITTED = {"app.kubernetes.io/managed-by": "scaleray-submit"}
 COMMAND = "scaleray/command"
 """Annotation of a RayJob: what a user submitted."""
@@ -122,8 +123,40 @@ def objects_of(
     return Objects(job, _config_map(name, start, encoded), tuple(others))
 
 
-def refuse_broken(objects: Objects, *, kuberay: str) -> None:
-    """Raise ClusterError where the operator, or a rule of ours, would have something against the job."""
+def groups(manifest: Manifest) -> list[tuple[str, Manifest]]:
+    """Name and specification of the head and of every group of workers."""
+    spec = _ray_cluster(manifest)
+    head = [("head", spec["headGroupSpec"])] if "headGroupSpec" in spec else []
+    return head + [(group.get("groupName", "?"), group) for group in spec.get("workerGroupSpecs") or ()]
+
+
+def pod_of(group: Manifest) -> Manifest:
+    """The specification of a group's pods."""
+    found: Manifest = (group.get("template") or {}).get("spec") or {}
+    return found
+
+
+def _ray_cluster(manifest: Manifest) -> Manifest:
+    """The specification of the Ray cluster; empty if a job selects a cluster that is up."""
+    spec = manifest.get("spec", {})
+    found: Manifest = spec if manifest.get("kind") == "RayCluster" else spec.get("rayClusterSpec") or {}
+    return found
+
+
+def too_new_fields(manifest: Manifest, kuberay: str) -> dict[str, str]:
+    """Fields of a manifest that this release of the operator does not know -> the release that brought them."""
+    found = {}
+    for path, since in NEEDS_KUBERAY.items():
+        node: object = manifest
+        for part in path.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if node is not None and as_numbers(since) > as_numbers(kuberay):
+            found[path] = since
+    return found
+
+
+def refuse_unsafe(objects: Objects, *, kuberay: str) -> None:
+    """Raise ClusterError for a job that the operator is too old for, or whose pods ask for no token."""
     if newer := too_new_fields(objects.job, kuberay):
         oldest = max(newer.values(), key=as_numbers)
         raise ClusterError(
@@ -132,16 +165,13 @@ def refuse_broken(objects: Objects, *, kuberay: str) -> None:
             f"it does not know {', '.join(newer)}, which this job has",
             f"upgrade the operator to {oldest} or newer, or name a manifest for {kuberay} in the cluster's `manifest`",
         )
-    try:
-        found = broken_rules(objects.job)
-    except (AttributeError, TypeError, KeyError) as exc:
-        found = [("schema", f"its parts are not what the schema asks for ({type(exc).__name__}: {exc})")]
-    if found:
+    spec = _ray_cluster(objects.job)
+    if spec and (spec.get("authOptions") or {}).get("mode") != "token":
         raise ClusterError(
             "the RayJob",
             objects.name,
-            "; ".join(fault for _, fault in found[:4]) + (f"; and {len(found) - 4} more" if len(found) > 4 else ""),
-            "scaleray cluster check FILE says it of your manifest; docs/cluster.md, Kubernetes",
+            "authOptions.mode is not token: anyone who reaches a pod could run code in it",
+            "set spec.rayClusterSpec.authOptions to {mode: token} in the manifest",
         )
 
 

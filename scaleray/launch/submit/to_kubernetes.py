@@ -9,7 +9,7 @@ from pathlib import Path
 from scaleray.errors import StorageError, UsageError
 from scaleray.launch.submit.clusters import KubernetesCluster
 from scaleray.launch.submit.kubernetes_jobs import KubernetesJobs
-from scaleray.launch.submit.kubernetes_objects import Objects, kubernetes_name, objects_of, refuse_broken
+from scaleray.launch.submit.kubernetes_objects import Objects, kubernetes_name, objects_of, refuse_unsafe
 from scaleray.launch.submit.package import pack
 from scaleray.launch.submit.programs import is_there
 from scaleray.launch.submit.submission import Submission, imported, refuse_differences
@@ -44,14 +44,14 @@ def checked_and_started(
             raise
         say(f"  warning: {exc}")
     if not is_there("kubectl"):
-        refuse_broken(objects, kuberay=cluster.tested_kuberay)
+        refuse_unsafe(objects, kuberay=cluster.tested_kuberay)
         return None, str(_written(objects))
     jobs = KubernetesJobs(cluster)
     with stage("asking the cluster what it has"):
         release = jobs.check_room(objects, list(submission.variables))
     if release is None:
         say(f"  KubeRay's release may not be looked at; taken to be {cluster.tested_kuberay}")
-    refuse_broken(objects, kuberay=release or cluster.tested_kuberay)
+    refuse_unsafe(objects, kuberay=release or cluster.tested_kuberay)
     with stage("creating the job"):
         jobs.create(objects)
     return jobs, objects.name

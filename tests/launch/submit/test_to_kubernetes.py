@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from file_rules import check_ray_manifest
 
 from scaleray.cli import submit as command
 from scaleray.cli.main import run_command
@@ -21,8 +22,7 @@ from scaleray.errors import ClusterError, ConfigError
 from scaleray.launch.submit.clusters import KubernetesCluster
 from scaleray.launch.submit.job import LostConnectionError
 from scaleray.launch.submit.kubernetes_jobs import KubernetesJobs
-from scaleray.launch.submit.kubernetes_objects import kubernetes_name, objects_of, refuse_broken
-from scaleray.manifests.rules.check import broken_rules
+from scaleray.launch.submit.kubernetes_objects import kubernetes_name, objects_of, too_new_fields
 
 CLUSTER = {"kind": "kubernetes", "context": "lab", "image": "REGISTRY/scaleray:0.1.0-ray2.60.0-py311-cpu"}
 NEEDED = "serviceaccount/scaleray\npersistentvolumeclaim/scaleray\nnetworkpolicy.networking.k8s.io/scaleray\n"
@@ -58,7 +58,8 @@ def test_a_job_is_a_rayjob_that_keeps_every_rule_and_the_code_in_a_config_map(ku
     assert submitted("--name", "mine", "--scale.workers", "2", "--tracking.experiment", "it's $5; a & b") == 0
     made = created(kubectl)
     job, package = made["RayJob"], made["ConfigMap"]
-    assert broken_rules(job) == [] and job["metadata"]["name"] == package["metadata"]["name"] == "mine"
+    check_ray_manifest(job)
+    assert job["metadata"]["name"] == package["metadata"]["name"] == "mine"
     assert job["spec"]["entrypoint"] == "bash /opt/scaleray-package/start.sh scaleray train --resume auto"
     head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
     assert {"name": "package", "configMap": {"name": "mine"}} in head["volumes"]
@@ -145,7 +146,7 @@ def test_without_kubectl_the_job_is_written_with_the_command_that_applies_it(sta
     assert job["message"] == f"kubectl --context lab --namespace scaleray create -f {shlex.quote(str(path))}"
 
 
-def test_a_manifest_of_the_users_own_is_taken_and_must_keep_the_rules(kubectl, clusters, project, capsys):
+def test_a_manifest_of_the_users_own_is_taken_and_must_ask_for_a_token(kubectl, clusters, project, capsys):
     template = objects_of(
         KubernetesCluster(name="lab", **CLUSTER), name="x", command=["train"], package=b"", folder=project
     )
@@ -354,13 +355,11 @@ def test_names_are_made_such_as_kubernetes_takes():
     assert len(long) <= 47 and long.endswith("20260101-000000-ab12")
 
 
-def test_rules_name_what_is_wrong_even_where_parts_are_missing(project):
-    made = objects_of(
-        KubernetesCluster(name="lab", **CLUSTER), name="mine", command=["train"], package=b"", folder=project
-    )
-    made.job["spec"]["rayClusterSpec"]["workerGroupSpecs"] = {"a": "mapping"}
-    with pytest.raises(ClusterError, match="not what the schema asks for"):
-        refuse_broken(made, kuberay="1.7.0")
+def test_fields_that_an_older_operator_does_not_know_are_named(project):
+    cluster = KubernetesCluster(name="lab", **CLUSTER)
+    job = objects_of(cluster, name="mine", command=["train"], package=b"", folder=project).job
+    assert too_new_fields(job, "1.7.0") == too_new_fields(job, "1.6.0") == {}
+    assert too_new_fields(job, "1.5.1") == {"spec.preRunningDeadlineSeconds": "1.6.0"}
 
 
 def test_the_real_kubectl_takes_every_command_and_says_that_nothing_answers(project, monkeypatch, clusters, capsys):
