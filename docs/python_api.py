@@ -52,14 +52,7 @@ ORDER = (
     ("Use a run's model", ("load", "predict", "evaluate", "export_model")),
     (
         "Checkpoints",
-        (
-            "list_checkpoints",
-            "verify_checkpoints",
-            "prune_checkpoints",
-            "rebuild_checkpoint",
-            "export_weights",
-            "import_weights",
-        ),
+        ("list_checkpoints", "verify_checkpoints", "prune_checkpoints", "rebuild_checkpoint", "import_weights"),
     ),
     ("Clusters", ("cluster_up", "cluster_status", "cluster_down", "write_cluster_files")),
     ("Configs, and MLflow", ("show_config", "config_keys", "config_schema", "replay", "tracking_ui")),

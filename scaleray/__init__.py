@@ -62,7 +62,6 @@ _HOMES = {
     "verify_checkpoints": "scaleray.launch.model.stored_checkpoints",
     "prune_checkpoints": "scaleray.launch.model.stored_checkpoints",
     "rebuild_checkpoint": "scaleray.launch.model.stored_checkpoints",
-    "export_weights": "scaleray.launch.model.stored_checkpoints",
     "import_weights": "scaleray.launch.model.stored_checkpoints",
     "write_dashboards": "scaleray.reports.grafana.written",
     "install_dashboards": "scaleray.reports.grafana.api",
@@ -103,7 +102,6 @@ __all__ = [
     "explain_plan",
     "export_experiments",
     "export_model",
-    "export_weights",
     "fetch_path",
     "find_path",
     "gate",
@@ -165,7 +163,6 @@ if TYPE_CHECKING:
     from scaleray.launch.model.load import load
     from scaleray.launch.model.predict import predict
     from scaleray.launch.model.stored_checkpoints import (
-        export_weights,
         import_weights,
         list_checkpoints,
         prune_checkpoints,

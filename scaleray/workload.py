@@ -186,7 +186,7 @@ class Workload:
         return None
 
     def export(self, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-        """Write a new folder from which another library reads the trained model, for `scaleray checkpoint export RUN
+        """Write a new folder from which another library reads the trained model, for `scaleray export RUN --out
         FOLDER`. Optional.
 
         weights: by the names of the model's state dict, on the CPU, with any adapters merged.

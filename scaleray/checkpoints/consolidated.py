@@ -1,9 +1,8 @@
-"""Export of a model's weights to one plain file that other programs read, and import into a checkpoint or a model."""
+"""Import of a plain file of weights into a checkpoint or a model."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
@@ -20,8 +19,8 @@ from scaleray.checkpoints.catalog import Catalog, require
 from scaleray.checkpoints.final_file import final_file
 from scaleray.checkpoints.manifest import Incomplete, Manifest, Tensor, folder_name
 from scaleray.checkpoints.storage import Store
-from scaleray.checkpoints.tensor_files import dtype_of, new_file, read_tensor, write_tensors
-from scaleray.checkpoints.weight_files import opened_safetensors, opened_torch, safetensors_file, torch_file
+from scaleray.checkpoints.tensor_files import dtype_of, new_file, write_tensors
+from scaleray.checkpoints.weight_files import opened_safetensors, opened_torch
 from scaleray.errors import CheckpointError, ScaleRayError
 from scaleray.progress import Stage, stage
 from scaleray.text.units import MIB
@@ -39,59 +38,6 @@ def model_tensors(manifest: Manifest, *, averaged: bool = True) -> dict[str, Ten
     saved = manifest.tensors
     found = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items() if name.startswith(PREFIX)}
     return {name: saved.get(AVERAGE + name, tensor) for name, tensor in found.items()} if averaged else found
-
-
-def has_average(manifest: Manifest) -> bool:
-    """Whether a checkpoint has an average of its weights as well."""
-    return any(name.startswith(AVERAGE) for name in manifest.tensors)
-
-
-def export(catalog: Catalog, manifest: Manifest, path: str, *, averaged: bool = True, overwrite: bool = False) -> int:
-    """Write a checkpoint's model to one file, by its ending `.pt` or `.safetensors`; returns its bytes.
-
-    path: local or a URI. averaged: the average of the weights, where there is one. The file appears when it is
-    complete. Raises CheckpointError for a file that exists unless `overwrite`, for another ending, and for damage that
-    no copy can mend.
-    """
-    tensors = model_tensors(manifest, averaged=averaged)
-    about = {"step": manifest.step, "config_hash": manifest.facts.get("config_hash"), "strategy": manifest.strategy}
-    about = {key: value for key, value in about.items() if value is not None}
-    try:
-        return write_file(
-            path, tensors, lambda name: read_tensor(catalog.stores, tensors[name]), about, overwrite=overwrite
-        )
-    except Incomplete as exc:
-        raise _damaged(manifest, exc) from exc
-
-
-def write_file(
-    path: str,
-    tensors: Mapping[str, Tensor],
-    get: Callable[[str], torch.Tensor],
-    about: Mapping[str, Any],
-    *,
-    overwrite: bool = False,
-) -> int:
-    """Write tensors to one file, by its ending `.pt` or `.safetensors`; returns its bytes.
-
-    get: gives one tensor on the CPU when its turn comes. about: facts that the file states about itself. The file
-    appears when it is complete. Raises CheckpointError for a file that exists unless `overwrite`, and for another
-    ending.
-    """
-    ending = _ending(path, "the file to export to")
-    target = Store(path)
-    folder, name = target.parent, target.name
-    if folder.size(name) is not None and not overwrite:
-        raise CheckpointError("the file to export to", path, "it exists already", "name another, or add --overwrite")
-    layout = safetensors_file if ending == ".safetensors" else torch_file
-    size = sum(math.prod(t.shape) * dtype_of(t).itemsize for t in tensors.values()) / MIB
-    try:
-        with stage("writing the weights", total=size, unit="MiB") as writing:
-            return folder.write(name, layout(tensors, counted(get, writing), about))[1]
-    except Incomplete:
-        if not folder.is_local:
-            folder.delete(name)  # a bucket takes what there is so far for the whole
-        raise
 
 
 def counted(get: Callable[[str], torch.Tensor], writing: Stage) -> Callable[[str], torch.Tensor]:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.checkpoints.manifest import Tensor
-from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, plain_file
+from scaleray.checkpoints.model_layout import PLAIN
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.weight_files import load_torch
 from scaleray.checkpoints.weight_sums import check_weights
@@ -39,25 +38,17 @@ class FinalFile:
             raise CheckpointError(what, path, f"it must hold tensors by name, and holds {type(state).__name__}")
         return cls(path, {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
 
-    def shapes(self) -> dict[str, Tensor]:
-        """Shape and dtype of each tensor."""
-        return {
-            name: Tensor(str(value.dtype).removeprefix("torch."), tuple(value.shape), ())
-            for name, value in self.tensors.items()
-        }
-
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, on the CPU."""
         return self.tensors[name]
 
 
-def final_file(run_path: str, name: str = FINAL_WEIGHTS) -> FinalFile | None:
-    """The weights of this name of a run that left no checkpoint, as a short one does; None where it has one, or no such
-    file.
+def final_file(run_path: str) -> FinalFile | None:
+    """The final weights of a run that left no checkpoint, as a short one does; None if it has one, or no such file.
 
     Raises CheckpointError for a damaged file, and OSError where the folder cannot be read.
     """
     store = Store(run_path)
-    if plain_file(name) not in store.names() or Catalog.at(run_path)[0].newest() is not None:
+    if PLAIN not in store.names() or Catalog.at(run_path)[0].newest() is not None:
         return None
-    return FinalFile.read(store, plain_file(name))
+    return FinalFile.read(store, PLAIN)

@@ -33,10 +33,9 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def model_folder(where: str, name: str = FINAL_WEIGHTS) -> str:
-    """The folder with a sharded run's weights of this name, where `where` is that run and has no checkpoint; else
-    `where`."""
-    inside = str(Path(where) / name)
+def model_folder(where: str) -> str:
+    """The folder with a sharded run's final weights, if `where` is that run and has no checkpoint; else `where`."""
+    inside = str(Path(where) / FINAL_WEIGHTS)
     return inside if is_model_folder(inside) and not Catalog.at(where)[0].steps() else where
 
 

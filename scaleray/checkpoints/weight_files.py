@@ -1,9 +1,7 @@
 """Plain files of weights that other programs read, by format: their bytes from tensors, and their tensors by name.
 
-Both formats are written here, tensor by tensor, so that a model need not fit into memory to be exported. A `.pt` file
-is what `torch.save(model.state_dict())` makes: a zip archive with a pickle and one member a tensor (the layout of
-torch/serialization.py). A `.safetensors` file is a JSON header and then the bytes
-(https://huggingface.co/docs/safetensors). In both, tensors that a model ties are written under each of their names.
+A `.safetensors` file, a JSON header and then the bytes (https://huggingface.co/docs/safetensors), is also written
+here, tensor by tensor, so that a model need not fit into memory. Tied tensors are written under each of their names.
 """
 
 from __future__ import annotations
@@ -13,9 +11,6 @@ import io
 import json
 import math
 import pickle
-import sys
-import zipfile
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -65,104 +60,6 @@ def safetensors_file(
     yield len(text).to_bytes(8, "little") + text
     for name, _ in ordered:
         yield _contents(get(name))
-
-
-class _Storage:
-    """Placeholder for a tensor's memory in the pickle of a `.pt` file, which only names it."""
-
-    def __init__(self, key: str, dtype: torch.dtype, num: int) -> None:
-        self.key, self.dtype, self.num = key, dtype, num
-
-
-class _Lazy:
-    """Object that is pickled as a tensor whose memory is the member `data/<key>` of the archive."""
-
-    def __init__(self, key: str, tensor: Tensor) -> None:
-        self.key, self.tensor = key, tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        shape = tuple(self.tensor.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        dtype = dtype_of(self.tensor)
-        storage = _Storage(self.key, dtype, torch.Size(shape).numel())
-        if _storage_class(dtype) is not None:
-            return torch._utils._rebuild_tensor_v2, (storage, 0, shape, stride, False, OrderedDict())
-        return torch._utils._rebuild_tensor_v3, (storage, 0, shape, stride, False, OrderedDict(), dtype)
-
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _Storage):
-            return None
-        kind = _storage_class(obj.dtype)
-        num = obj.num if kind is not None else obj.num * obj.dtype.itemsize
-        return "storage", kind or torch.UntypedStorage, obj.key, "cpu", num
-
-
-def _storage_class(dtype: torch.dtype) -> Any:
-    """Storage class of torch for an older dtype; None for newer ones, which lie in untyped bytes."""
-    return getattr(torch, torch.storage._dtype_to_storage_type_map().get(dtype, ""), None)
-
-
-def torch_file(
-    tensors: Mapping[str, Tensor], get: Callable[[str], torch.Tensor], about: Mapping[str, Any]
-) -> Iterator[Any]:
-    """Bytes of a `.pt` file, in pieces; each tensor is asked for when its turn comes."""
-    names = sorted(tensors)
-    pickled = io.BytesIO()
-    _Pickler(pickled, protocol=2).dump(
-        OrderedDict((name, _Lazy(str(number), tensors[name])) for number, name in enumerate(names))
-    )
-    stream = _Pieces()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_STORED) as archive:
-        small = {
-            "data.pkl": pickled.getvalue(),
-            "byteorder": sys.byteorder.encode(),
-            ".format_version": b"1",
-            "scaleray.json": json.dumps(about).encode(),
-            "version": b"3\n",
-        }
-        for name, text in small.items():
-            with archive.open(_member(name, stream), "w") as member:
-                member.write(text)
-            yield from stream.take()
-        for number, name in enumerate(names):
-            content = _contents(get(name))
-            with archive.open(_member(f"data/{number}", stream), "w", force_zip64=True) as member:
-                for start in range(0, len(content), 2**24):
-                    member.write(content[start : start + 2**24])
-                    yield from stream.take()
-    yield from stream.take()
-
-
-def _member(name: str, stream: _Pieces) -> zipfile.ZipInfo:
-    """Archive member whose bytes begin at a multiple of 64, for readers that map the file."""
-    info = zipfile.ZipInfo(f"archive/{name}")
-    header = 30 + len(info.filename) + 20  # 20: sizes of 64 bits, which force_zip64 adds
-    padding = -(stream.position + header + 4) % 64
-    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-    return info
-
-
-class _Pieces(io.RawIOBase):
-    """File that can only grow, and whose bytes are taken away as they come."""
-
-    def __init__(self) -> None:
-        self.position = 0
-        self._pieces: list[bytes] = []
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, content: Any) -> int:
-        piece = bytes(content)
-        self._pieces.append(piece)
-        self.position += len(piece)
-        return len(piece)
-
-    def take(self) -> Iterator[bytes]:
-        pieces, self._pieces = self._pieces, []
-        yield from pieces
 
 
 @contextlib.contextmanager

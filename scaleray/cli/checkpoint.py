@@ -1,4 +1,4 @@
-"""`scaleray checkpoint`: look at stored checkpoints, prove and mend them, and carry weights out and in."""
+"""`scaleray checkpoint`: look at stored checkpoints, prove and mend them, and make one of weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from cyclopts import App, Parameter
 
 from scaleray.cli.options import Json
 from scaleray.cli.output import print_json, with_stages
-from scaleray.cli.run_options import WhichWeights
 from scaleray.text.units import disk_space
 
 Where = Annotated[
@@ -147,48 +146,6 @@ def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json:
         print(f"step {done['step']} holds every byte itself already")
     else:
         print(f"step {done['step']} depends on no other now: {disk_space(done['bytes_written'])} written")
-    return 0
-
-
-@checkpoint_app.command
-def export(
-    path: Where,
-    file: str,
-    *,
-    step: Step = None,
-    weights: WhichWeights = None,
-    adapter: bool = False,
-    overwrite: bool = False,
-    copy_path: CopyPath = None,
-    json: Json = False,
-) -> int:
-    """Write a checkpoint's weights, or the final ones of a run without checkpoints or of RUN/weights, to one plain
-    file: .pt or .safetensors. To a name without an ending: the final weights as a folder, as the model's own library
-    reads it.
-
-    Parameters
-    ----------
-    file
-        Where to; local or s3://. Its ending says the format; without one it is a folder, such as from_pretrained reads.
-    adapter
-        To a folder: the low-rank adapters alone, as the library peft reads them.
-    overwrite
-        Replace a file that exists; a folder is renamed to FOLDER.before-1.
-    """
-    from scaleray.launch.model.stored_checkpoints import export_weights
-
-    with with_stages():
-        done = export_weights(
-            path, file, step=step, weights=weights, adapter=adapter, overwrite=overwrite, copy_path=copy_path
-        )
-    source = done.pop("source")
-    if json:
-        kind = "folder" if "folder" in done else "file"
-        print_json({**done, kind: file}, written={"folder" if kind == "folder" else "weights": done[kind]})
-    elif "folder" in done:
-        print(f"wrote {source}, {disk_space(done['bytes'])}, to {file}")
-    else:
-        print(f"wrote {done['tensors']} tensors {source}, {disk_space(done['bytes'])}, to {file}")
     return 0
 
 

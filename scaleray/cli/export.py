@@ -1,4 +1,4 @@
-"""`scaleray export`: the model of a run in a file that others read."""
+"""`scaleray export`: the model of a run in a file or folder that others read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def export(
     run: Run,
     *,
     out: Path,
-    format: Literal["safetensors", "torch.export", "onnx"] = "safetensors",
+    format: Literal["safetensors", "torch.export", "onnx", "pt", "folder", "adapter"] | None = None,
     step: Step = None,
     weights: WhichWeights = None,
     workload: WorkloadName = None,
@@ -25,18 +25,20 @@ def export(
     uri: Uri = None,
     json: Json = False,
 ) -> int:
-    """Write the model of a run, or models:/NAME@ALIAS, to one file; open that again and compare its outputs on real
-    rows with the model's. The file appears when they agree.
+    """Write the model of a run, or models:/NAME@ALIAS, to a file or folder that others read.
 
     safetensors has the weights; torch.export and onnx have weights and the computation of the model's forward, as the
-    workload calls it, for programs without its code. Transforms and preprocessors are no part of it.
+    workload calls it, for programs without its code. Such a file is opened again, and appears when its outputs on real
+    rows are the model's. Transforms and preprocessors are no part of it.
+    pt is the state dict as torch saves it. folder is what the workload's export() writes, such as from_pretrained
+    reads; adapter is a folder of the low-rank adapters alone, as the library peft reads it.
 
     Parameters
     ----------
     out
-        The file: .safetensors, .pt2 or .onnx.
+        The file: .safetensors, .pt2, .onnx or .pt; a name without an ending is a folder.
     format
-        Format of the file. onnx needs pip install 'scaleray[onnx]'.
+        Format; by default that of the ending. onnx needs pip install 'scaleray[onnx]'.
     data
         File of rows to compare on; by default rows of the training's data.
     dtype
@@ -45,7 +47,7 @@ def export(
         Largest difference over the largest output; by default 0 for safetensors, 1e-5 for torch.export, 1e-4 for onnx
         and fp32, 1e-2 for fp16, 5e-2 for bf16.
     overwrite
-        Replace a file that exists.
+        Replace a file that exists; a folder is renamed to FOLDER.before-1.
     """
     from scaleray.launch.model.exported import export_model
 

@@ -41,7 +41,7 @@ def absolute(model: Any) -> Any:
             "workload.args.model",
             model,
             "it is a run of scaleray, which transformers does not read",
-            f"scaleray checkpoint export {model} FOLDER writes a folder that it reads: give that one",
+            f"scaleray export {model} --out FOLDER writes a folder that it reads: give that one",
         )
     return str(path)
 

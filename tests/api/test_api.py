@@ -36,7 +36,7 @@ COMMANDS = {
     "profile": "profile", "report": "report", "evaluate": "evaluate", "predict": "predict", "export": "export_model", "check": "check", "init": "write_project",
     "checkpoint list": "list_checkpoints", "checkpoint verify": "verify_checkpoints",
     "checkpoint prune": "prune_checkpoints", "checkpoint rebuild": "rebuild_checkpoint",
-    "checkpoint export": "export_weights", "checkpoint import": "import_weights", "config show": "show_config",
+    "checkpoint import": "import_weights", "config show": "show_config",
     "config keys": "config_keys", "config schema": "config_schema", "tracking replay": "replay", "tracking ui": "tracking_ui",
     "watch": "watch", "cluster write": "write_cluster_files",
     "cluster up": "cluster_up", "cluster status": "cluster_status", "cluster down": "cluster_down",

@@ -7,14 +7,12 @@ import os
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import save_file
 from saved_runs import catalog_of, flip, make_newer, make_saver, save, shards, snapshot
 
 from scaleray import progress
 from scaleray.checkpoints.storage import Store
 from scaleray.cli.main import run_command
-from scaleray.strategies.contract.weight_shares import Placed, WeightShare
-from scaleray.training.state.weights import complete, save_weights
 
 BODY, HEAD = torch.arange(10_000.0), torch.ones(500)
 
@@ -94,9 +92,6 @@ def test_one_checkpoint_is_named_by_its_folder(run, capsys):
     one = run / "checkpoints" / "step-000000020"
     assert "1 complete of 1" in command(capsys, "list", one)[1]
     assert [c["step"] for c in json.loads(command(capsys, "verify", one, "--json")[1])["checkpoints"]] == [20]
-    code, out, _ = command(capsys, "export", one, run / "w.pt")
-    assert code == 0 and "step 20" in out
-    assert torch.load(run / "w.pt", weights_only=True)["head"][0] == 20
 
 
 def test_verify_finds_damage_and_heals_it_from_the_copy_that_the_run_names(run, capsys):
@@ -159,14 +154,10 @@ def test_rebuild_makes_a_checkpoint_independent(run, capsys):
     assert command(capsys, "verify", run)[0] == 0
 
 
-def test_weights_go_out_and_come_back(run, tmp_path, capsys):
-    for ending in ("pt", "safetensors"):
+def test_weights_become_a_checkpoint(tmp_path, capsys):
+    for ending, write in (("pt", torch.save), ("safetensors", save_file)):
         file, folder = tmp_path / f"w.{ending}", tmp_path / f"from {ending}"
-        code, out, _ = command(capsys, "export", run, file, "--step", "30", "--json")
-        assert code == 0 and json.loads(out)["tensors"] == 2
-        code, _, err = command(capsys, "export", run, file)
-        assert code == 2 and "exists already" in err and "--overwrite" in err
-        assert command(capsys, "export", run, file, "--step", "30", "--overwrite")[0] == 0
+        write({"body": BODY, "head": HEAD}, file)
         code, out, _ = command(capsys, "import", file, folder)
         assert code == 0 and "--workload.weights" in out
         assert "imported" in command(capsys, "list", folder)[1]
@@ -175,25 +166,9 @@ def test_weights_go_out_and_come_back(run, tmp_path, capsys):
         assert code == 2 and "holds checkpoints already" in err
 
 
-def test_the_shares_of_a_sharded_run_become_one_file(run, tmp_path, capsys):
-    layout = {"body": Placed(0, BODY.nbytes), "head": Placed(1, HEAD.nbytes)}
-    finished = tmp_path / "runs" / "finished"
-    for folder in (finished, run):
-        for rank, (name, tensor) in enumerate((("body", BODY), ("head", HEAD * 50))):
-            save_weights(WeightShare({name: tensor}, layout), str(folder), rank=rank)
-        complete(str(folder))
-    # the folder itself, a run without checkpoints, and one whose checkpoints are asked for first
-    for where, head in ((run / "weights", 50), (finished, 50), (run, 40)):
-        for file in (tmp_path / "w.pt", tmp_path / "w.safetensors"):
-            code, out, err = command(capsys, "export", where, file, "--overwrite", "--json")
-            assert code == 0 and json.loads(out)["step"] == (40 if head == 40 else None), err
-            found = torch.load(file, weights_only=True) if file.suffix == ".pt" else load_file(file)
-            assert torch.equal(found["body"], BODY) and torch.equal(found["head"], HEAD * head)
-    assert f"2 tensors of {finished / 'weights'}" in command(capsys, "export", finished, tmp_path / "again.pt")[1]
-    (finished / "weights" / "model-00002-of-00002.safetensors").write_bytes(b"cut")
-    code, _, err = command(capsys, "export", finished, tmp_path / "more.pt")
-    assert code == 2 and "model-00002-of-00002.safetensors" in err
-    assert "--workload.weights" in command(capsys, "import", finished / "weights.pt", tmp_path / "new")[2]
+def test_an_import_of_a_folder_says_that_it_needs_none(tmp_path, capsys):
+    (tmp_path / "weights.pt").mkdir()
+    assert "--workload.weights" in command(capsys, "import", tmp_path / "weights.pt", tmp_path / "new")[2]
 
 
 @pytest.mark.parametrize(
@@ -206,9 +181,6 @@ def test_the_shares_of_a_sharded_run_become_one_file(run, tmp_path, capsys):
         (["list", "nowhere://x"], ["cannot be read"]),
         (["verify", "{run}", "--step", "11"], ["step 11 is missing", "complete ones: 40, 30, 20, 10"]),
         (["verify", "{run}/checkpoints/step-000000011"], ["there is no such checkpoint|there is nothing"]),
-        (["export", "{run}", "{tmp}/w.onnx"], ["w.onnx", "must end in .pt, .pth or .safetensors"]),
-        (["export", "{run}", "{tmp}/file/w.pt"], ["cannot be written"]),
-        (["export", "{tmp}", "{tmp}/w.pt"], ["no complete checkpoint"]),
         (["import", "{tmp}/nothing.pt", "{tmp}/new"], ["does not exist"]),
         (["import", "{tmp}/file", "{tmp}/new"], ["must end in"]),
         (["prune", "{run}", "--keep-last", "0"], ["--keep-last is 0", "at least 1"]),
@@ -234,17 +206,17 @@ def test_a_newer_format_is_refused_by_every_command(run, tmp_path, capsys):
     make_newer(run / "checkpoints" / "step-000000040")
     make_newer(tmp_path / "copies" / "mine" / "checkpoints" / "step-000000040")
     before = snapshot(tmp_path)
-    for words in (["verify", run], ["prune", run], ["export", run, tmp_path / "w.pt"], ["rebuild", run]):
+    for words in (["verify", run], ["prune", run], ["rebuild", run]):
         code, _, err = command(capsys, *words)
         assert code == 2 and "newer scaleray" in err, words
     assert snapshot(tmp_path) == before
-    assert command(capsys, "export", run, tmp_path / "w.pt", "--step", "30")[0] == 0
+    assert command(capsys, "rebuild", run, "--step", "30")[0] == 0
 
 
 def test_an_unfinished_folder_is_named(run, tmp_path, capsys):
     for place in (run, tmp_path / "copies" / "mine"):
         (place / "checkpoints" / "step-000000040" / "manifest.json").unlink()
-    code, _, err = command(capsys, "export", run, tmp_path / "w.pt", "--step", "40")
+    code, _, err = command(capsys, "rebuild", run, "--step", "40")
     assert code == 2 and "incomplete" in err and "complete ones: 30, 20, 10" in err
     code, out, _ = command(capsys, "verify", run)
     assert code == 0 and "not a checkpoint" in out and "step-000000040" in out
@@ -271,41 +243,17 @@ def test_a_place_that_may_not_be_read_is_named(run, capsys, monkeypatch):
         assert code == 2 and "Permission denied" in err, name
 
 
-def test_a_damaged_checkpoint_is_not_exported(run, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_not_rebuilt(run, tmp_path, capsys):
     for file in shards(tmp_path):
         flip(file, 10)
-    code, _, err = command(capsys, "export", run, tmp_path / "w.safetensors")
-    assert code == 2 and "damaged" in err and "verify" in err
     code, _, err = command(capsys, "rebuild", run)
-    assert code == 2 and "damaged" in err
-    assert not (tmp_path / "w.safetensors").exists()
+    assert code == 2 and "damaged" in err and "verify" in err
 
 
 def test_help_names_every_command(capsys):
     out = command(capsys, "--help")[1]
-    for name in ("list", "verify", "prune", "rebuild", "export", "import"):
+    for name in ("list", "verify", "prune", "rebuild", "import"):
         assert name in out
-
-
-def test_a_finished_short_run_without_checkpoints_exports_its_final_weights(tmp_path, capsys):
-    run = tmp_path / "short"
-    run.mkdir()
-    torch.save({"body": BODY, "head": HEAD.bfloat16(), "_extra_state": {"not": "a tensor"}}, run / "weights.pt")
-    for name, read in (("w.safetensors", load_file), ("w.pt", torch.load)):
-        code, out, _ = command(capsys, "export", run, tmp_path / name)
-        assert code == 0 and f"wrote 2 tensors of {run / 'weights.pt'}" in out
-        found = read(tmp_path / name)
-        assert torch.equal(found["body"], BODY) and found["head"].dtype == torch.bfloat16
-    code, _, err = command(capsys, "export", run, tmp_path / "w2.pt", "--step", "30")
-    assert code == 2 and "the checkpoint of step 30" in err
-    (run / "weights.pt").write_bytes(b"cut off")
-    code, _, err = command(capsys, "export", run, tmp_path / "w3.pt")
-    assert code == 2 and "cannot be read" in err and not (tmp_path / "w3.pt").exists()
-
-
-def test_a_run_with_checkpoints_exports_the_newest_of_these(run, tmp_path, capsys):
-    torch.save({"body": BODY * 2}, run / "weights.pt")
-    assert "of step 40" in command(capsys, "export", run, tmp_path / "w.pt")[1]
 
 
 def test_what_reads_or_writes_every_byte_says_how_much_of_it_is_done(run, capsys, tmp_path):
@@ -319,13 +267,13 @@ def test_what_reads_or_writes_every_byte_says_how_much_of_it_is_done(run, capsys
         def end(self, stage):
             self.ended.append((stage.name, stage.done, stage.total))
 
+    save_file({"body": BODY, "head": HEAD}, tmp_path / "w.safetensors")
     noting = Noting()
     with progress.shown_by(noting):
         assert command(capsys, "verify", run)[0] == 0
-        assert command(capsys, "export", run, tmp_path / "w.safetensors")[0] == 0
         assert command(capsys, "import", tmp_path / "w.safetensors", tmp_path / "imported")[0] == 0
         assert command(capsys, "rebuild", run)[0] == 0
     names = [name for name, _, _ in noting.ended]
-    assert names == [*(f"reading step {step}" for step in (40, 30, 20, 10)), "writing the weights", "copying the weights", "writing step 40 anew"]  # fmt: skip
+    assert names == [*(f"reading step {step}" for step in (40, 30, 20, 10)), "copying the weights", "writing step 40 anew"]  # fmt: skip
     for name, done, total in noting.ended:  # a file has a header beside its tensors
         assert done == pytest.approx(total, rel=0.01), name

@@ -59,11 +59,11 @@ def test_a_run_is_exported_by_its_name_as_a_folder_and_as_an_adapter(texts, tmp_
         "tracking": {"uri": f"sqlite:///{mlflow_database}", "system_metrics": False},
     }
     run = scaleray.train(config, local=True).run_dir
-    assert run_command(["checkpoint", "export", run, str(tmp_path / "model")]) == 0
-    assert run_command(["checkpoint", "export", run, str(tmp_path / "adapter"), "--adapter"]) == 0
-    assert "wrote the adapters of the weights after step 3" in capsys.readouterr().out
-    assert run_command(["checkpoint", "export", run, str(tmp_path / "model")]) == 2  # it exists
-    assert run_command(["checkpoint", "export", run, str(tmp_path / "x.pt"), "--adapter"]) == 2
+    assert run_command(["export", run, "--out", str(tmp_path / "model")]) == 0
+    assert run_command(["export", run, "--out", str(tmp_path / "adapter"), "--format", "adapter"]) == 0
+    assert "the adapters of the weights after step 3" in " ".join(capsys.readouterr().out.split())
+    assert run_command(["export", run, "--out", str(tmp_path / "model")]) == 2  # it exists
+    assert run_command(["export", run, "--out", str(tmp_path / "x.pt"), "--format", "adapter"]) == 2
     expected = scaleray.load(run).module
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     base = transformers.AutoModelForCausalLM.from_pretrained(start)

@@ -11,37 +11,7 @@ from scaleray.errors import CheckpointError, StorageError, first_line
 
 if TYPE_CHECKING:
     from scaleray.checkpoints.catalog import Catalog
-    from scaleray.checkpoints.final_file import FinalFile
-    from scaleray.checkpoints.hugging_face import ModelFolder
     from scaleray.checkpoints.manifest import Manifest
-
-
-def final_weights(path: str, which: str | None = None) -> ModelFolder | FinalFile | None:
-    """The folder of safetensors files that a path means, or what a run without checkpoints has inside: such a folder,
-    or the one file of its final weights. which: averaged or trained, of a run that has both."""
-    from pyarrow import ArrowInvalid
-
-    from scaleray.checkpoints import model_layout as layout
-    from scaleray.checkpoints.final_file import final_file
-    from scaleray.checkpoints.hugging_face import ModelFolder, model_folder
-    from scaleray.checkpoints.storage import Store
-
-    run, has_both = _meant(path), False
-    with contextlib.suppress(OSError, ArrowInvalid):  # `opened` says what is wrong with the path
-        inside = Store(run)
-        has_both = inside.size(layout.plain_file(layout.TRAINED_WEIGHTS)) is not None
-        has_both = has_both or inside.size(f"{layout.TRAINED_WEIGHTS}/{layout.INDEX}") is not None
-    name = layout.TRAINED_WEIGHTS if has_both and which == layout.TRAINED else layout.FINAL_WEIGHTS
-    where = model_folder(run, name)
-    found: ModelFolder | FinalFile | None = None
-    if layout.is_model_folder(where):
-        found = ModelFolder.open(where)
-    else:
-        with contextlib.suppress(OSError, ArrowInvalid):
-            found = final_file(where, name)
-    if found is not None:
-        layout.check_which(which, has_average=has_both, where=path)
-    return found
 
 
 @contextlib.contextmanager
@@ -107,7 +77,7 @@ def empty(path: str) -> CheckpointError:
         "the path",
         path,
         "it holds no complete checkpoint",
-        "name a run folder, or one checkpoint in it; scaleray checkpoint export takes final weights without one",
+        "name a run folder, or one checkpoint in it; scaleray export takes final weights without one",
     )
 
 

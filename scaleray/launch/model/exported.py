@@ -1,4 +1,4 @@
-"""`scaleray export`: a run's model in a file that others read, loaded back and asked the same before it appears."""
+"""`scaleray export`: a run's model in a file or folder that others read."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from scaleray.data.source import Columns, rows_in
 from scaleray.errors import CheckpointError, DataError, StorageError, UsageError, first_line
 from scaleray.gates.statement import file_digest
 from scaleray.launch.model import export_formats as formats
-from scaleray.launch.model.load import ModelParts, TrainedModel, find_parts
+from scaleray.launch.model.export_folder import write_folder
+from scaleray.launch.model.load import ModelParts, TrainedModel, find_parts, weights_of
 from scaleray.launch.model.model_call import ModelCall, distance
 from scaleray.launch.model.rows import Files, columns_of, shape_of
+from scaleray.launch.model.trained_run import TrainedRun, find_trained
+from scaleray.launch.model.weights import Weights
 from scaleray.progress import stage
 from scaleray.records.json_record import JsonRecord
 
-Format = Literal["safetensors", "torch.export", "onnx"]
+Format = Literal["safetensors", "torch.export", "onnx", "pt", "folder", "adapter"]
 DType = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS, FEWER = 8, 5
@@ -48,30 +51,44 @@ KINDS: dict[Format, _Kind] = {
     "torch.export": _Kind(".pt2", formats.write_program, formats.open_program),
     "onnx": _Kind(".onnx", formats.write_onnx, formats.open_onnx),
 }
+"""Formats whose files are loaded back and compared with the model."""
+ENDINGS: dict[Format, str] = {
+    **{name: kind.ending for name, kind in KINDS.items()},
+    "pt": ".pt",
+    "folder": "",
+    "adapter": "",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel(JsonRecord):
-    """A model in a file. difference: largest of its outputs from the model's over the largest output, on so many rows;
-    any_rows: whether it takes other numbers of rows than that."""
+    """A model in a file or folder. sha256: None of a folder. former: new name of a folder that was there before.
+    difference: largest of its outputs from the model's over the largest output, on so many rows; None if they were not
+    compared. any_rows: whether it takes other numbers of rows than that."""
 
     file: str
     format: Format
     weights: str
     step: int | None
-    dtype: DType | None
     num_bytes: int
-    sha256: str
-    rows: int
-    any_rows: bool
-    difference: float
-    tolerance: float
+    sha256: str | None = None
+    former: str | None = None
+    dtype: DType | None = None
+    rows: int = 0
+    any_rows: bool = False
+    difference: float | None = None
+    tolerance: float | None = None
 
     def lines(self) -> list[str]:
-        """What was written, and how far its outputs are from the model's."""
+        """Description of the file, and the distance of its outputs from the model's."""
+        written = f"{self.weights} -> {self.file} ({self.num_bytes:,} bytes, {self.format}"
+        if self.former is not None:
+            return [f"{written})", f"the folder that was there is {self.former} now"]
+        if self.difference is None:
+            return [f"{written})"]
         many = "any number of rows" if self.any_rows else f"{self.rows} rows and no other number"
         return [
-            f"{self.weights} -> {self.file} ({self.num_bytes:,} bytes, {self.format}, takes {many})",
+            f"{written}, takes {many})",
             f"loaded back, its outputs for {self.rows} rows differ by {self.difference:.2g} of the largest "
             f"(at most {self.tolerance:g} is allowed)",
         ]
@@ -81,7 +98,7 @@ def export_model(
     run: str | Path,
     out: str | Path,
     *,
-    format: Format = "safetensors",
+    format: Format | None = None,
     step: int | str | None = None,
     weights: str | None = None,
     workload: Any = None,
@@ -91,16 +108,52 @@ def export_model(
     overwrite: bool = False,
     uri: str | None = None,
 ) -> ExportedModel:
-    """Write a run's model to a file, open the file again, and compare its outputs on real rows with the model's before
-    the file appears.
+    """Write a run's model to a file or folder that others read; it appears when it is complete.
 
-    run: as for `load`, `models:/NAME@ALIAS` among others. format: weights (safetensors), or weights and the computation
-    of the model's forward as `torch.export` or onnxruntime run them. data: a file of rows; None takes rows of the
-    training's data. dtype: type of the floating-point weights; None leaves them as they are. tolerance: largest
-    difference over the largest output. Raises UsageError, DataError, CheckpointError, WorkloadError and StorageError.
+    run, step, weights, workload, uri: as for `load`, `models:/NAME@ALIAS` among others. format: None is that of out's
+    ending. `safetensors` (weights), `torch.export` and `onnx` (weights and the computation of the model's forward) are
+    opened again, and their outputs on real rows compared with the model's. `pt` is the state dict as torch saves it,
+    without the workload or data; `folder` what the workload's `export` writes, such as `from_pretrained` reads;
+    `adapter` a folder of the low-rank adapters alone, as peft reads it. data: a file of rows to compare on; None takes
+    rows of the training's data. dtype: type of the floating-point weights; None leaves them as they are. tolerance:
+    largest difference over the largest output. overwrite: replace a file, rename a folder to `FOLDER.before-1`.
+    Raises UsageError, DataError, CheckpointError, WorkloadError and StorageError.
     """
-    _check(format, dtype, tolerance, Path(out), overwrite=overwrite)
-    parts = find_parts(run, step=step, which=weights, workload=workload, uri=uri)
+    out = Path(out)
+    chosen = _format_of(out) if format is None else format
+    _check(chosen, out, dtype=dtype, tolerance=tolerance, data=data, overwrite=overwrite)
+    if chosen in KINDS:
+        parts = find_parts(run, step=step, which=weights, workload=workload, uri=uri)
+        return _compared(parts, out, chosen, data, dtype, tolerance)
+    trained = find_trained(run, uri=uri)
+    if chosen == "pt":
+        return _plain(trained, out, weights_of(trained, step, weights))
+    target, is_adapter = out.expanduser().absolute(), chosen == "adapter"
+    found, former = write_folder(trained, target, step=step, weights=weights, workload=workload, adapter=is_adapter)
+    return ExportedModel(
+        file=str(out), format=chosen, step=found.step,
+        weights=f"{'the adapters of ' if is_adapter else ''}{found.words} of {trained.name}",
+        num_bytes=sum(path.stat().st_size for path in target.rglob("*") if path.is_file()),
+        former=None if former is None else str(former),
+    )  # fmt: skip
+
+
+def _plain(trained: TrainedRun, out: Path, weights: Weights) -> ExportedModel:
+    """The weights as a file of `torch.save`, by the names of the model's state dict."""
+    with _place(out) as file:
+        with stage("writing pt"):
+            torch.save(weights.tensors, file)
+        made = ExportedModel(
+            file=str(out), format="pt", weights=f"{weights.words} of {trained.name}", step=weights.step,
+            num_bytes=file.stat().st_size, sha256=file_digest(file),
+        )  # fmt: skip
+    return made
+
+
+def _compared(
+    parts: ModelParts, out: Path, format: Format, data: str | Path | None, dtype: DType | None, tolerance: float | None
+) -> ExportedModel:
+    """The model in a file whose outputs are the model's within the tolerance."""
     model = parts.build()
     model, rows = _with_rows(model, parts, data)
     call = ModelCall.of(model, rows)
@@ -119,7 +172,7 @@ def export_model(
 
     allowed = tolerance if tolerance is not None else OF_DTYPE[dtype] if dtype else TOLERANCES[format]
     about = {"run": parts.name, "weights": parts.weights.words, "step": str(parts.weights.step)}
-    with _place(Path(out)) as file:
+    with _place(out) as file:
         with stage(f"writing {format}"):
             KINDS[format].write(model.module, call, file, about)
         with stage("loading it back"):
@@ -141,10 +194,25 @@ def export_model(
     return made
 
 
-def _check(format: str, dtype: str | None, tolerance: float | None, out: Path, *, overwrite: bool) -> None:
-    """Refuse what cannot be, before anything is read."""
-    if format not in KINDS:
-        raise UsageError("--format", format, f"formats are {', '.join(KINDS)}")
+def _format_of(out: Path) -> Format:
+    """The format that a name's ending means."""
+    found: Format | None = next((name for name, ending in ENDINGS.items() if ending == out.suffix), None)
+    if found is None:
+        known = ", ".join(filter(None, ENDINGS.values()))
+        raise UsageError("--out", str(out), f"endings are {known}", "for a folder of this name: --format folder")
+    return found
+
+
+def _check(
+    format: str, out: Path, *, dtype: str | None, tolerance: float | None, data: str | Path | None, overwrite: bool
+) -> None:
+    """Refuse options that do not go together, before anything is read."""
+    if format not in ENDINGS:
+        raise UsageError("--format", format, f"formats are {', '.join(ENDINGS)}")
+    for option, value in (("--dtype", dtype), ("--tolerance", tolerance), ("--data", data)):
+        if value is not None and format not in KINDS:
+            why = f"{format} holds the weights as they are, which are not compared"
+            raise UsageError(option, str(value), why, f"leave it out, or use --format {', '.join(KINDS)}")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError("--dtype", dtype, f"types are {', '.join(DTYPES)}")
     if format == "onnx":
@@ -154,8 +222,10 @@ def _check(format: str, dtype: str | None, tolerance: float | None, out: Path, *
             raise UsageError("--dtype", dtype, allowed, "--dtype fp16, or --format torch.export")
     if tolerance is not None and not tolerance >= 0:
         raise UsageError("--tolerance", tolerance, "it must be at least 0")
-    if out.suffix != KINDS[format].ending:
-        raise UsageError("--out", str(out), f"a file of {format} ends in {KINDS[format].ending}")
+    if ENDINGS[format] and out.suffix != ENDINGS[format]:
+        raise UsageError("--out", str(out), f"a file of {format} ends in {ENDINGS[format]}")
+    if not ENDINGS[format] and out.suffix in ENDINGS.values() and out.suffix:
+        raise UsageError("--out", str(out), f"{format} is a folder, whose name does not end in {out.suffix}")
     if out.exists() and not overwrite:
         raise CheckpointError("--out", str(out), "it exists already", "name another, or --overwrite")
 

@@ -169,14 +169,19 @@ def find_parts(
     """Workload, config and weights of a run, as `load` finds them."""
     found = find_trained(run, uri=uri)
     made = workload_of(found, workload)
-    weights = read_run_weights(found, step, which)
-    settings = found.config.fine_tuning
-    if settings.lora_rank and settings.merge and fine_tuning.has_adapters(weights.tensors):
-        weights = replace(weights, tensors=fine_tuning.merged(weights.tensors, settings))  # as final weights are
+    weights = weights_of(found, step, which)
     if weights.workload_state is not None and callable(getattr(made, "load_state_dict", None)):
         state = weights.workload_state
         call_user_code(lambda: made.load_state_dict(state), what="load_state_dict()", doing="restoring its state")
     return ModelParts(found.name, found.config, made, weights, preprocessor_of_run(found, made))
+
+
+def weights_of(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:
+    """The weights of a run as its final ones are: with adapters merged unless `fine_tuning.merge` is off."""
+    weights, settings = read_run_weights(run, step, which), run.config.fine_tuning
+    if settings.lora_rank and settings.merge and fine_tuning.has_adapters(weights.tensors):
+        return replace(weights, tensors=fine_tuning.merged(weights.tensors, settings))
+    return weights
 
 
 def preprocessor_of_run(run: TrainedRun, workload: Any) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scaleray.errors import CheckpointError, UsageError
-from scaleray.launch.model.checkpoint_path import chosen, empty, final_weights, opened, written
+from scaleray.launch.model.checkpoint_path import chosen, empty, opened, written
 
 if TYPE_CHECKING:
     from scaleray.checkpoints.catalog import Catalog
@@ -121,51 +121,6 @@ def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: s
     return {"step": full.step, "bytes_written": full.bytes_written if is_new else 0, "checkpoint": place}
 
 
-def export_weights(
-    run: str | Path,
-    out: str | Path,
-    *,
-    step: int | None = None,
-    weights: str | None = None,
-    adapter: bool = False,
-    overwrite: bool = False,
-    copy_path: str | None = None,
-) -> dict[str, Any]:
-    """Write a run's weights to one plain file, .pt or .safetensors, or to a folder that the model's own library reads.
-
-    run, copy_path: as for `list_checkpoints`. out: a name without an ending is a folder, such as `from_pretrained`
-    reads. step: of a checkpoint; None is the newest one, or for a folder the final weights. weights: `averaged` or
-    `trained`, of a run that keeps an average; None is the average. adapter: the low-rank
-    adapters alone, as the library peft reads them. `["source"]` says which weights they are.
-    """
-    file = str(out)
-    if is_folder(file):
-        from scaleray.launch.model.export import export_folder
-
-        made = export_folder(run, file, step=step, weights=weights, adapter=adapter, overwrite=overwrite)
-        source = f"the adapters of {made.words}" if adapter else made.words
-        return {"step": made.step, "folder": made.folder, "bytes": made.num_bytes, "source": source}
-    if adapter:
-        raise UsageError("--adapter", file, "an adapter is a folder, so its name has no ending")
-    from scaleray.checkpoints.consolidated import export as write
-    from scaleray.checkpoints.consolidated import has_average, model_tensors, write_file
-    from scaleray.checkpoints.model_layout import TRAINED, check_which
-    from scaleray.config.base import absolute_path
-
-    target = absolute_path(file)
-    final = final_weights(str(run), weights) if step is None else None
-    if final is not None:
-        tensors, found, source = final.shapes(), None, f"of {final.path}"
-        with written(file):
-            num_bytes = write_file(target, tensors, final.tensor, {}, overwrite=overwrite)
-    else:
-        with chosen(str(run), step, copy_path) as (catalog, manifest), written(file):
-            check_which(weights, has_average=has_average(manifest), where=f"the checkpoint of step {manifest.step}")
-            num_bytes = write(catalog, manifest, target, averaged=weights != TRAINED, overwrite=overwrite)
-        tensors, found, source = model_tensors(manifest), manifest.step, f"of step {manifest.step}"
-    return {"step": found, "file": target, "tensors": len(tensors), "bytes": num_bytes, "source": source}
-
-
 def import_weights(file: str | Path, folder: str | Path) -> dict[str, Any]:
     """Make a checkpoint of a plain file of weights, from which `workload.weights` starts a training.
 
@@ -178,11 +133,6 @@ def import_weights(file: str | Path, folder: str | Path) -> dict[str, Any]:
     with written(str(folder)):
         manifest = read(absolute_path(str(file)), target)
     return {"path": target, "tensors": len(manifest.tensors), "bytes": manifest.total_bytes}
-
-
-def is_folder(file: str) -> bool:
-    """Whether a name that weights are written to means a folder: it has no ending and is no URI."""
-    return "://" not in file and not Path(file).suffix
 
 
 def _row(catalog: Catalog, step: int) -> dict[str, Any]:

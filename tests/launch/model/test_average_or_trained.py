@@ -84,7 +84,7 @@ def test_an_export_is_of_the_average_unless_the_trained_ones_are_asked_for(avera
     average, weights = final(averaged)
     for which, wanted in (([], average), (["--weights", "averaged"], average), (["--weights", "trained"], weights)):
         file = tmp_path / f"{which[-1] if which else 'default'}.safetensors"
-        assert run_command(["checkpoint", "export", str(run), str(file), *which]) == 0
+        assert run_command(["export", str(run), "--out", str(file), *which]) == 0
         found = load_file(file)
         assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
@@ -95,5 +95,5 @@ def test_a_choice_that_there_is_not_is_refused(averaged, trained, tmp_path, caps
     assert same(scaleray.load(trained.run_dir, weights="trained").module, read_weights(trained.run_dir))
     with pytest.raises(UsageError, match=r"--weights.*'mean'.*it is averaged or trained"):
         scaleray.load(averaged.run_dir, weights="mean")
-    command = ["checkpoint", "export", trained.run_dir, str(tmp_path / "x.pt"), "--weights", "averaged"]
+    command = ["export", trained.run_dir, "--out", str(tmp_path / "x.pt"), "--weights", "averaged"]
     assert run_command(command) == 2 and "keeps no average" in capsys.readouterr().err

@@ -204,7 +204,7 @@ READERS = {
     "evaluate": ["evaluate", "{run}"],
     "predict": ["predict", "{run}", "--local", "--split", "val", "--out", "{out}/answers.jsonl"],
     "export": ["export", "{run}", "--out", "{out}/exported.safetensors"],
-    "checkpoint export": ["checkpoint", "export", "{run}", "{out}/plain.pt"],
+    "export of plain weights": ["export", "{run}", "--out", "{out}/plain.pt"],
     "checkpoint import": ["checkpoint", "import", "{run}/weights.pt", "{out}/imported"],
     "promote": ["promote", "{run}", "--model", "exchanged"],
     "workload.weights": ["train", "--local", "--workload.name", "{name}", "--workload.weights", "{run}/weights.pt",

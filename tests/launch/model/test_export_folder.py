@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from scaleray.launch.model import export
-from scaleray.launch.model.export import export_folder
+from scaleray.launch.model import export_folder, exported
+from scaleray.launch.model.exported import export_model
 
 
 class Workload:
@@ -20,9 +20,9 @@ class Workload:
 def _a_run(monkeypatch):
     plain = SimpleNamespace(fine_tuning=SimpleNamespace(lora_rank=0))
     weights = SimpleNamespace(tensors={}, words="the final weights", step=None)
-    monkeypatch.setattr(export, "find_trained", lambda run: SimpleNamespace(name="mine", config=plain))
-    monkeypatch.setattr(export, "workload_of", lambda trained: Workload())
-    monkeypatch.setattr(export, "read_run_weights", lambda *asked: weights)
+    monkeypatch.setattr(exported, "find_trained", lambda run, uri: SimpleNamespace(name="mine", config=plain))
+    monkeypatch.setattr(export_folder, "workload_of", lambda *asked: Workload())
+    monkeypatch.setattr(export_folder, "read_run_weights", lambda *asked: weights)
 
 
 def test_what_lay_in_the_folder_stays_under_another_name(tmp_path):
@@ -30,15 +30,16 @@ def test_what_lay_in_the_folder_stays_under_another_name(tmp_path):
     (models / "another").mkdir(parents=True)
     (models / "another" / "weights").write_text("of a month")
     (tmp_path / "models.before-1").mkdir()
-    made = export_folder("mine", models, overwrite=True)
+    made = export_model("mine", models, overwrite=True)
     assert [path.name for path in models.iterdir()] == ["config.json"]
     assert (tmp_path / "models.before-2/another/weights").read_text() == "of a month"
-    assert made.words == f"the final weights of mine; what was there is in {tmp_path / 'models.before-2'}"
+    assert (made.weights, made.former) == ("the final weights of mine", str(tmp_path / "models.before-2"))
+    assert "models.before-2" in made.lines()[1]
 
 
 def test_an_export_that_fails_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     monkeypatch.setattr(Workload, "export", lambda self, weights, folder: 1 / 0)
     with pytest.raises(Exception, match="division by zero"):
-        export_folder("mine", tmp_path / "model", overwrite=True)
+        export_model("mine", tmp_path / "model", overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def test_weights_come_back_to_the_bit_and_any_reader_of_safetensors_finds_them(r
 
 
 def test_a_program_runs_without_the_code_of_the_model_for_any_number_of_rows(run, tmp_path):
-    found = export_model(run, tmp_path / "a.pt2", format="torch.export")
+    found = export_model(run, tmp_path / "a.pt2")
     program = torch.export.load(tmp_path / "a.pt2").module()
     rows = torch.randn(13, 4, generator=torch.Generator().manual_seed(0))
     assert found.any_rows and torch.allclose(program(rows), scaleray.load(run).module(rows), atol=1e-6)
@@ -149,6 +150,17 @@ def test_a_file_that_says_something_else_does_not_take_the_place_of_a_good_one(
     assert good.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
+def test_plain_weights_need_neither_code_nor_data_and_become_a_checkpoint(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    (copy / "run.json").write_text((copy / "run.json").read_text().replace(":Points", ":Gone"))
+    found = export_model(copy, tmp_path / "w.pt")
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    expected = scaleray.load(run).module.state_dict()
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert (found.format, found.difference, found.sha256 is None) == ("pt", None, False)
+    assert run_command(["checkpoint", "import", str(tmp_path / "w.pt"), str(tmp_path / "imported")]) == 0
+
+
 def test_rows_may_come_from_a_file_without_labels(run, tmp_path):
     rows = np.random.default_rng(0).normal(size=(20, 4))
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"x": row.tolist()}) for row in rows))
@@ -174,10 +186,15 @@ def test_a_workload_that_calls_parts_of_its_model_is_told_so(run, classes, tmp_p
         ("a.safetensors", {"dtype": "int8"}, "types are fp32"),
         ("a.safetensors", {"tolerance": -1.0}, "at least 0"),
         ("there.safetensors", {}, "--overwrite"),
+        ("there", {}, "--overwrite"),
+        ("model.gguf", {}, r"endings are .safetensors, .pt2, .onnx, .pt(?s:.*)--format folder"),
+        ("model.pt", {"format": "folder"}, "does not end in .pt"),
+        ("model.pt", {"dtype": "bf16"}, "--format safetensors, torch.export, onnx"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_read(tmp_path, name, more, message):
     (tmp_path / "there.safetensors").write_bytes(b"")
+    (tmp_path / "there").mkdir()
     with pytest.raises(UsageError, match=message):
         export_model("nowhere", tmp_path / name, **more)
 

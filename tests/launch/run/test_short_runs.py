@@ -72,7 +72,7 @@ def test_the_adapters_of_a_run_without_a_checkpoint_are_exported(config, tmp_pat
 
     tuned = {"fine_tuning": {"lora_rank": 2, "lora_layers": ["0", "2"]}}
     run = scaleray.train({**config, **tuned}, Line, local=True)
-    assert run_command(["checkpoint", "export", run.run_dir, str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert run_command(["export", run.run_dir, "--out", str(tmp_path / "adapter"), "--format", "adapter"]) == 0
     adapter = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(adapter) == 4 and all(value.any() for value in adapter.values())
 
