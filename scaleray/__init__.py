@@ -30,10 +30,8 @@ _HOMES = {
     "check_promoted": "scaleray.launch.promote.check",
     "rollback": "scaleray.launch.promote.rollback",
     "drift": "scaleray.launch.drift.drift",
-    "list_experiments": "scaleray.tracking.registry.choose",
     "invalidate_experiment": "scaleray.launch.study.invalidate",
     "experiment_curves": "scaleray.api_registry",
-    "export_experiments": "scaleray.tracking.registry.export",
     "profile": "scaleray.api",
     "report": "scaleray.api",
     "write_project": "scaleray.projects.write",
@@ -100,7 +98,6 @@ __all__ = [
     "evaluate",
     "experiment_curves",
     "explain_plan",
-    "export_experiments",
     "export_model",
     "fetch_path",
     "find_path",
@@ -110,7 +107,6 @@ __all__ = [
     "invalidate_experiment",
     "job_logs",
     "list_checkpoints",
-    "list_experiments",
     "list_jobs",
     "live_state",
     "load",
@@ -182,8 +178,6 @@ if TYPE_CHECKING:
     from scaleray.records.run import RunRecord
     from scaleray.reports.grafana.api import install_dashboards
     from scaleray.reports.grafana.written import write_dashboards
-    from scaleray.tracking.registry.choose import list_experiments
-    from scaleray.tracking.registry.export import export_experiments
     from scaleray.workload import Workload
 
 

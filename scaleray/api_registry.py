@@ -17,7 +17,6 @@ def experiment_curves(
     model: str | None = None,
     gpus: int | None = None,
     since: str | None = None,
-    where: str | None = None,
     figure: str = "efficiency",
     html: str | Path | None = None,
     uri: str | None = None,
@@ -25,13 +24,13 @@ def experiment_curves(
     """How a figure of the same training on the same machines went over time, with its changes: `scaleray registry
     curve`.
 
-    figure: efficiency, samples_per_s, mfu, speedup or step_time_s. html: a file for the page. The others choose as
-    those of `list_experiments`. A change of level is a `ChangePoint` of `.changes`, found by the E-divisive method.
-    Raises UsageError where nothing has the figure.
+    model: a part of the workload's name. gpus: number of workers. since: a date such as 2026-11-01, or how long ago, as
+    in 7d. figure: efficiency, samples_per_s, mfu, speedup or step_time_s. html: a file for the page. A change of level
+    is a `ChangePoint` of `.changes`, found by the E-divisive method. Raises UsageError where nothing has the figure.
     """
     from scaleray.cli.registry_curve import curves, write_page
 
-    found = curves(model=model, gpus=gpus, since=since, where=where, figure=figure, uri=uri)
+    found = curves(model=model, gpus=gpus, since=since, figure=figure, uri=uri)
     if html is not None:
         write_page(found, Path(html), command="scaleray.experiment_curves(...)")
     return found

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from scaleray.config import RunConfig
+from scaleray.errors import UsageError
 from scaleray.planner.answers.learning import Lesson, learn
-from scaleray.planner.answers.team_points import TeamPoints, model_key, read_team_points
+from scaleray.planner.answers.team_points import TeamPoints, model_key
 from scaleray.planner.cost.block_pass import Measured
 from scaleray.planner.cost.uncertainty import Anchor
 from scaleray.planner.hardware.kinds import Cluster
@@ -38,8 +37,8 @@ def used(lesson: Lesson) -> tuple[Measured | None, Anchor | None]:
 
 
 def _points(where: str) -> TeamPoints:
-    if where == TRACKING or "://" in where:
-        from scaleray.tracking.registry.export import points_in_mlflow
+    if where != TRACKING and "://" not in where:
+        raise UsageError("--learn", where, f"it must be {TRACKING}, or MLflow's URI such as sqlite:////runs/mlflow.db")
+    from scaleray.tracking.registry.points import points_in_mlflow
 
-        return points_in_mlflow(None if where == TRACKING else where)
-    return read_team_points(Path(where))
+    return points_in_mlflow(None if where == TRACKING else where)

@@ -72,8 +72,8 @@ class MeasuredOptions:
     from_run: Path | None = None
     """Record of a run or study on one worker or more, whose smallest point replaces --step-time; or of a sweep."""
     learn: str | None = None
-    """The team's own points that correct the data sheets: a file of `scaleray registry export`, tracking, or MLflow's
-    URI. Said is by how much they do, on points left out."""
+    """The team's own points that correct the data sheets: tracking, or MLflow's URI. The plan shows by how much they
+    do, on points left out."""
     input_rate: float | None = None
     """Samples a second that the input pipeline of one node delivers."""
 

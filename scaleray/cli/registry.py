@@ -1,4 +1,4 @@
-"""`scaleray registry`: what a team has trained, measured and planned, from MLflow."""
+"""`scaleray registry`: figures of a team's experiments over time, and marks of those that are invalid."""
 
 from __future__ import annotations
 
@@ -13,60 +13,10 @@ from scaleray.cli.output import print_json
 from scaleray.cli.run_options import Uri
 
 registry_app = App(
-    name="registry", help="Look through the experiments of a team, and learn from them.", help_format="plaintext"
+    name="registry",
+    help="Show figures of a team's experiments over time, and mark invalid ones.",
+    help_format="plaintext",
 )
-
-
-@registry_app.command(name="list")
-def list_(
-    *,
-    model: str | None = None,
-    gpus: int | None = None,
-    since: str | None = None,
-    where: str | None = None,
-    kind: str | None = None,
-    uri: Uri = None,
-    rows: int = 40,
-    json: Json = False,
-) -> int:
-    """List runs, studies with their points, sweeps and plans, the newest first.
-
-    Parameters
-    ----------
-    model
-        Part of the workload's name.
-    gpus
-        Number of workers.
-    since
-        A date such as 2026-11-01, or how long ago: 12h, 7d, 2w.
-    where
-        A condition on fields, such as "efficiency < 0.8 and owner == anna", "not purpose is known",
-        "rule in [linear, sqrt]" or "val/accuracy >= 0.97"; also on any param or metric of MLflow.
-    kind
-        run, profile, study, point, sweep, trial or plan, with commas; by default all but trials.
-    rows
-        Rows to show.
-    """
-    from rich.console import Console
-
-    from scaleray.reports.terminal.record import print_whole, width_of
-    from scaleray.reports.terminal.registry import registry_table
-    from scaleray.reports.terminal.tables import MOST_ROWS, as_rich
-    from scaleray.tracking.registry.choose import list_experiments
-
-    kinds = kind.replace(" ", "").split(",") if kind else ()
-    found = list_experiments(model=model, gpus=gpus, since=since, where=where, kinds=kinds, uri=uri)
-    if json:
-        print_json({"experiments": [one.to_dict() for one in found]})
-        return 0
-    console = Console()
-    shown = found[: max(0, rows)]
-    for start in range(0, len(shown), MOST_ROWS):
-        table = registry_table(shown[start : start + MOST_ROWS])
-        print_whole(console, as_rich(table, width=width_of(console)))
-    left_out = len(found) - len(shown)
-    print(f"{len(found)} experiments" + (f", {left_out} of them not shown: --rows, --json" if left_out else ""))
-    return 0
 
 
 @registry_app.command
@@ -96,7 +46,6 @@ def curve(
     model: str | None = None,
     gpus: int | None = None,
     since: str | None = None,
-    where: str | None = None,
     figure: str = "efficiency",
     html: Path | None = None,
     rows: int = 20,
@@ -113,8 +62,6 @@ def curve(
         Number of workers.
     since
         A date such as 2026-11-01, or how long ago: 12h, 7d, 2w.
-    where
-        A condition on fields, as of `registry list`.
     figure
         efficiency, samples_per_s, mfu, speedup or step_time_s.
     html
@@ -130,7 +77,7 @@ def curve(
     from scaleray.reports.terminal.record import print_whole, width_of
     from scaleray.reports.terminal.tables import as_rich
 
-    found = curves(model=model, gpus=gpus, since=since, where=where, figure=figure, uri=uri)
+    found = curves(model=model, gpus=gpus, since=since, figure=figure, uri=uri)
     if html is not None:
         write_page(found, html, command=f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}")
     if json:
@@ -141,44 +88,4 @@ def curve(
     for course in found:
         print_whole(console, as_rich(course_table(course, rows=rows), width=width_of(console)))
     print(course_headline(found) + (f"\npage: {html}" if html is not None else ""))
-    return 0
-
-
-@registry_app.command
-def export(
-    *,
-    out: Path,
-    model: str | None = None,
-    gpus: int | None = None,
-    since: str | None = None,
-    where: str | None = None,
-    kind: str | None = None,
-    uri: Uri = None,
-    json: Json = False,
-) -> int:
-    """Write experiments as a Parquet table, or the measured points of studies for `scaleray plan --learn`.
-
-    Parameters
-    ----------
-    out
-        File to write: .parquet with all experiments, or .json with what the planner learns from.
-    model
-        Part of the workload's name.
-    gpus
-        Number of workers.
-    since
-        A date such as 2026-11-01, or how long ago: 12h, 7d, 2w.
-    where
-        A condition on fields, as of `registry list`.
-    kind
-        run, profile, study, point, sweep, trial or plan, with commas; by default all.
-    """
-    from scaleray.tracking.registry.export import export_experiments
-
-    kinds = kind.replace(" ", "").split(",") if kind else ()
-    lines = export_experiments(out, model=model, gpus=gpus, since=since, where=where, kinds=kinds, uri=uri)
-    if json:
-        print_json({"done": lines}, written={"table" if out.suffix == ".parquet" else "points": str(out.absolute())})
-        return 0
-    print("\n".join(lines))
     return 0

@@ -9,20 +9,16 @@ from scaleray.errors import ConfigError, StorageError, UsageError
 from scaleray.scaling.curves.history import FIGURES, Course, courses
 
 
-def curves(
-    *, model: str | None, gpus: int | None, since: str | None, where: str | None, figure: str, uri: str | None
-) -> list[Course]:
+def curves(*, model: str | None, gpus: int | None, since: str | None, figure: str, uri: str | None) -> list[Course]:
     """The courses of a figure. Raises UsageError where nothing that is asked for has it."""
-    from scaleray.tracking.registry.choose import list_experiments
+    from scaleray.tracking.registry.experiments import read_experiments
 
     if figure not in FIGURES:
         raise ConfigError("--figure", figure, f"it must be one of {', '.join(FIGURES)}")
     kinds = ("point", "run") if figure in ("samples_per_s", "step_time_s") else ("point",)
-    found = courses(
-        list_experiments(model=model, gpus=gpus, since=since, where=where, kinds=kinds, uri=uri), figure=figure
-    )
+    found = courses(read_experiments(uri, model=model, gpus=gpus, since=since, kinds=kinds), figure=figure)
     if not found:
-        hint = "efficiency is measured by scaleray study; scaleray registry list shows what there is"
+        hint = "efficiency is measured by scaleray study; docs/experiments.md shows how to search MLflow"
         raise UsageError(figure, None, "no experiment that is like that has it", hint)
     return found
 

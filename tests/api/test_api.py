@@ -44,8 +44,7 @@ COMMANDS = {
     "gate": "gate", "promote": "promote", "path start": "start_path", "path next": "next_on_path", "path try": "try_on_path",
     "path skip": "skip_on_path", "path redo": "redo_on_path", "path status": "find_path", "path fetch": "fetch_path",
     "rollback": "rollback", "drift": "drift", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job", "doctor": "doctor",
-    "registry list": "list_experiments", "registry curve": "experiment_curves",
-    "registry export": "export_experiments", "registry invalidate": "invalidate_experiment",
+    "registry curve": "experiment_curves", "registry invalidate": "invalidate_experiment",
 }  # fmt: skip
 OTHER_NAMES = {
     "kind": "kinds", "mode": "modes", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "continue_": "continue_folder",

@@ -296,13 +296,13 @@ def test_without_a_batch_a_usual_one_is_assumed_and_said(capsys):
 def test_a_plan_is_recorded_where_that_is_asked_for_and_held_against_the_teams_policy(
     capsys, tmp_path, uri, monkeypatch
 ):
-    from scaleray.tracking.registry.choose import list_experiments
+    from scaleray.tracking.registry.experiments import read_experiments
 
     monkeypatch.setenv("SCALERAY_TRACKING__URI", uri)
     monkeypatch.setenv("SCALERAY_TRACKING__OWNER", "anna")
     code, out, _ = run(capsys, *SMALL, "--record")
     assert code == 0 and "MLflow: " in out
-    [plan] = list_experiments(uri=uri)
+    [plan] = read_experiments(uri)
     assert (plan.kind, plan.values["owner"], plan.values["gpus"], plan.values["hardware"]) == (
         "plan",
         "anna",
@@ -316,4 +316,4 @@ def test_a_plan_is_recorded_where_that_is_asked_for_and_held_against_the_teams_p
     assert code == 2 and "team.yaml:2 purpose is required" in err and "recommended" not in out
     monkeypatch.setenv("SCALERAY_TRACKING__PURPOSE", "before we buy")
     assert run(capsys, *SMALL)[0] == 0
-    assert [one.values.get("purpose") for one in list_experiments(uri=uri)] == ["before we buy", None]
+    assert [one.values.get("purpose") for one in read_experiments(uri)] == ["before we buy", None]

@@ -22,10 +22,8 @@ COMMANDS = {
     "rollback": ["rollback", MODEL],
     "export": ["export", "none", "--out", "x.safetensors"],
     "path fetch": ["path", "fetch", "none"],
-    "registry list": ["registry", "list"],
     "registry invalidate": ["registry", "invalidate", "none", "--reason", "x"],
     "registry curve": ["registry", "curve"],
-    "registry export": ["registry", "export", "--out", "out.parquet"],
 }
 
 

@@ -66,9 +66,9 @@ def test_each_field_may_be_required_and_its_lack_is_refused_by_its_name_and_line
 
 def test_what_the_config_alone_shows_is_refused_before_anything_is_started(policy):
     message = refused(check_policy, config_of(policy("invariants:\n  purpose: required\n")))
-    assert "team.yaml:2 purpose is required" in message and "--tracking.purpose" in message
-    message = refused(check_policy, config_of(policy("invariants:\n  global_batch: <= 32\n")))
-    assert "team.yaml:2 global_batch is 64: it must be <= 32" in message
+    assert "team.yaml:2 purpose is missing" in message and "--tracking.purpose" in message
+    message = refused(check_policy, config_of(policy("invariants:\n  global_batch: {max: 32}\n")))
+    assert "team.yaml:2 global_batch is 64, but it must be at most 32" in message
     check_policy(config_of(policy("invariants:\n  data_hash: required\n")))  # not known yet
 
 
@@ -81,14 +81,37 @@ def test_what_only_the_machine_shows_is_refused_before_workers_start(policy):
 
 
 def test_a_constraint_may_be_broken_with_a_reason_which_is_recorded_and_an_invariant_may_not(policy):
-    text = "constraints:\n  gpus: <= 1\n  rule: [linear, sqrt]\ninvariants:\n  seed: 0\n"
+    text = "constraints:\n  gpus: {max: 1}\n  rule: [linear, sqrt]\ninvariants:\n  seed: 0\n"
     path = policy(text)
     message = refused(tags, config_of(path))
-    assert "team.yaml:2 gpus is 2: it must be <= 1 by a constraint" in message and "--tracking.policy-reason" in message
+    assert (
+        "team.yaml:2 gpus is 2, but it must be at most 1 by a constraint" in message
+        and "--tracking.policy-reason" in message
+    )
     because = {"tracking.policy_reason": "the deadline"}
     broken = tags(config_of(path, **because))[EXCEPTIONS]
-    assert broken.startswith("gpus is 2, not <= 1 (") and broken.count(": the deadline") == broken.count("; ") + 1
+    assert broken.startswith("gpus is 2, not at most 1 (") and broken.count(": the deadline") == broken.count("; ") + 1
     assert "team.yaml:5 seed is 1" in refused(tags, config_of(path, seed=1, **because))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "allowed", "broken"),
+    [
+        ("8", [8, "8", 8.0], [9, "eight", None, True]),
+        ("sqrt", ["sqrt"], ["linear", None]),
+        ("false", [False, "False"], [True, None, 0]),
+        ("[linear, 2]", ["linear", 2, "2"], ["sqrt", 3, None]),
+        ("{in: [linear]}", ["linear"], ["sqrt"]),
+        ("{min: 2, max: 8}", [2, 8, "4"], [1, 9, "many", None, True]),
+        ("{max: 1.5}", [-1, 1.5], [2, "1e4"]),
+        ("{min: 2, in: [1, 4]}", [4], [1, 8]),
+        ("required", [0, False, "x"], [None]),
+    ],
+)
+def test_a_value_is_allowed_or_breaks_the_rule(policy, wanted, allowed, broken):
+    [rule] = read_team_policy(policy(f"invariants:\n  rule: {wanted}\n")).rules
+    assert [rule.holds(value) for value in allowed] == [True] * len(allowed)
+    assert [rule.holds(value) for value in broken] == [False] * len(broken)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +119,12 @@ def test_a_constraint_may_be_broken_with_a_reason_which_is_recorded_and_an_invar
     [
         ("invariants:\n  owners: required\n", "team.yaml:2 owners is an unknown field.*did you mean owner"),
         ("invariant:\n  owner: required\n", "team.yaml:1 invariant is an unknown section.*did you mean invariants"),
-        ("invariants:\n  scale.worker: <= 4\n", "did you mean scale.workers"),
-        ("invariants:\n  gpus: <= \n", "team.yaml:2 gpus.*a value is expected"),
-        ("invariants:\n  gpus: < 3 and cots > 1\n", "team.yaml:2 cots is an unknown field"),
+        ("invariants:\n  scale.worker: {max: 4}\n", "did you mean scale.workers"),
+        ("invariants:\n  gpus: <= 4\n", "team.yaml:2 gpus.*bounds such as {min: 2, max: 64}"),
+        ("invariants:\n  gpus: {most: 4}\n", "team.yaml:2 gpus.*bounds such as"),
+        ("invariants:\n  gpus: {max: many}\n", "team.yaml:2 gpus.*bounds such as"),
+        ("invariants:\n  gpus: {}\n", "team.yaml:2 gpus.*bounds such as"),
+        ("invariants:\n  gpus: []\n", "team.yaml:2 gpus.*bounds such as"),
         ("invariants: [owner]\n", "team.yaml:1 invariants is no mapping"),
         ("- owner\n", "it holds sections: invariants, constraints"),
         ("", "it holds sections: invariants, constraints"),

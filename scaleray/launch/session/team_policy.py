@@ -1,15 +1,15 @@
-"""What a team asks of every training, study, sweep, plan and profile before it starts: a YAML file with two levels.
+"""A team's policy for every training, study, sweep, plan and profile before it starts: a YAML file with two levels.
 
     invariants:            # never to be broken
       purpose: required
       uncommitted: false
-      global_batch: <= 8192
+      global_batch: {max: 8192}
     constraints:           # may be broken with a reason, which is recorded
-      gpus: <= 64
-      rule: [linear, sqrt]
+      gpus: {min: 2, max: 64}
+      rule: {in: [linear, sqrt]}
 
-A field is one of the registry's or a key of the config; what it must be is `required`, a value, a list of values, or
-whatever `registry list --where` takes after a field.
+A field is one of the registry's or a key of the config. Its value must be known (`required`), equal to a value, one of
+a list, or within bounds.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from scaleray.config.loading import known_keys
 from scaleray.errors import ConfigError, first_line
 from scaleray.parsing import BoundedLoader, near_words
 from scaleray.records.experiment import REQUIRED
-from scaleray.records.where import Condition
 
 KEY = "tracking.policy"
 LEVELS = ("invariants", "constraints")
 OWN_FIELDS = (*REQUIRED, "gpus", "model", "strategy", "uncommitted")
 """Fields of a policy beside the keys of the config."""
-SIGNS = ("<", ">", "=", "!=", "in ", "is ")
+BOUNDS = ("min", "max", "in")
 HINTS = {
     "owner": "say who answers for it: --tracking.owner NAME",
     "purpose": "say what it is for: --tracking.purpose 'WORDS'",
@@ -46,13 +45,40 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field must be. where: file and line. allowed: in words, as the file has it."""
+    """Values that a field may have. least, most: bounds. one_of: None for any value that is known. where: file and
+    line."""
 
     field: str
-    allowed: str
-    condition: Condition
     where: str
     may_break: bool
+    least: float | None = None
+    most: float | None = None
+    one_of: tuple[Any, ...] | None = None
+
+    @property
+    def allowed(self) -> str:
+        """The values as text; empty for any."""
+        found = [
+            *([f"at least {self.least:g}"] if self.least is not None else []),
+            *([f"at most {self.most:g}"] if self.most is not None else []),
+        ]
+        if self.one_of is not None:
+            words = [str(one).lower() if isinstance(one, bool) else str(one) for one in self.one_of]
+            found.append(words[0] if len(words) == 1 else f"one of {', '.join(words)}")
+        return " and ".join(found)
+
+    def holds(self, found: Any) -> bool:
+        """Whether a value is known and allowed."""
+        if found is None or (self.one_of is not None and not any(_equal(found, one) for one in self.one_of)):
+            return False
+        if self.least is None and self.most is None:
+            return True
+        number = _number(found)
+        return (
+            number is not None
+            and (self.least is None or number >= self.least)
+            and (self.most is None or number <= self.most)
+        )
 
     def refusal(self, found: Any) -> ConfigError:
         """The error for a value that is not allowed."""
@@ -61,10 +87,8 @@ class Rule:
             why = "say why it must be so, which is recorded: --tracking.policy-reason 'WORDS'"
             hint = f"{hint}; or {why}" if hint else why
         level = "a constraint" if self.may_break else "an invariant"
-        wanted = f"{level} of the team's policy requires it"
-        if self.allowed != "required":
-            wanted = f"it must be {self.allowed} by {level} of the team's policy"
-        return ConfigError(f"{self.where} {self.field}", found, wanted, hint)
+        wanted = f"it must be {self.allowed}" if self.allowed else "it is required"
+        return ConfigError(f"{self.where} {self.field}", found, f"{wanted} by {level} of the team's policy", hint)
 
 
 @dataclass(frozen=True)
@@ -79,18 +103,11 @@ class TeamPolicy:
         the values are left for later. Raises ConfigError for one that may not be broken, or without a reason."""
         broken = []
         for rule in self.rules:
-            if not set(rule.condition.fields) <= values.keys():
-                continue
-            found = values[rule.field]
-            try:
-                holds = rule.condition.holds(values)
-            except ValueError:  # a word where a number is asked for
-                holds = False
-            if holds:
+            if rule.field not in values or rule.holds(found := values[rule.field]):
                 continue
             if not rule.may_break or not reason:
                 raise rule.refusal(found)
-            broken.append(f"{rule.field} is {found}, not {rule.allowed} ({rule.where}): {reason}")
+            broken.append(f"{rule.field} is {found}, not {rule.allowed or 'known'} ({rule.where}): {reason}")
         return broken
 
 
@@ -143,35 +160,40 @@ def _rules(loader: BoundedLoader, node: yaml.Node | None, name: str) -> list[Rul
 def _rule(key: yaml.Node, value: Any, name: str, *, may_break: bool) -> Rule:
     where, field = f"{name}:{key.start_mark.line + 1}", str(key.value)
     known = [*OWN_FIELDS, *known_keys()]
-    words = _in_words(value)
+    if field not in known:
+        near = near_words(field, known)
+        hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(OWN_FIELDS)}, and keys of the config"
+        raise ConfigError(f"{where} {field}", "an unknown field", "a team's policy knows no such one", hint)
+    bounds = value if isinstance(value, dict) else {} if value == "required" else {"in": value}
+    if "in" in bounds and not isinstance(bounds["in"], list):
+        bounds = {**bounds, "in": [bounds["in"]]}
+    if not _are_bounds(bounds) or (not bounds and value != "required"):
+        allowed = "its value must be required, a value, a list, or bounds such as {min: 2, max: 64}"
+        raise ConfigError(f"{where} {field}", value, allowed)
+    one_of = tuple(bounds["in"]) if "in" in bounds else None
+    return Rule(field, where, may_break, bounds.get("min"), bounds.get("max"), one_of)
+
+
+def _are_bounds(bounds: Mapping[Any, Any]) -> bool:
+    """Whether these are known bounds: numbers, and values that are no comparisons in words."""
+    numbers = [bounds[name] for name in ("min", "max") if name in bounds]
+    values = bounds.get("in", ["any"])
+    return (
+        set(bounds) <= {*BOUNDS}
+        and all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in numbers)
+        and bool(values)
+        and all(isinstance(one, (str, int, float)) and not str(one).startswith(("<", ">", "=", "!")) for one in values)
+    )
+
+
+def _equal(found: Any, wanted: Any) -> bool:
+    if isinstance(found, bool) or isinstance(wanted, bool):
+        return str(found).lower() == str(wanted).lower()
+    return str(found) == wanted if isinstance(wanted, str) else _number(found) == wanted
+
+
+def _number(value: Any) -> float | None:
     try:
-        condition = Condition.parse(f"{field} {words}")
-    except ValueError as exc:
-        allowed = f"what a field must be is required, a value, a list, or such as '<= 64': {exc}"
-        raise ConfigError(f"{where} {field}", value, allowed) from exc
-    for one in (field, *condition.fields):
-        if one not in known:
-            near = near_words(one, known)
-            hint = f"did you mean {near[0]}?" if near else f"fields are {', '.join(OWN_FIELDS)}, and keys of the config"
-            raise ConfigError(f"{where} {one}", "an unknown field", "a team's policy knows no such one", hint)
-    allowed = f"one of {', '.join(map(str, value))}" if isinstance(value, list) else str(value)
-    allowed = allowed.lower() if isinstance(value, bool) else allowed
-    return Rule(field, allowed, condition, where, may_break)
-
-
-def _in_words(value: Any) -> str:
-    """What comes after the field in a condition."""
-    if isinstance(value, str) and value.startswith(SIGNS):
-        return value
-    if value == "required":
-        return "is known"
-    if isinstance(value, list):
-        return f"in [{', '.join(map(_quoted, value))}]"
-    return f"== {_quoted(value)}"
-
-
-def _quoted(value: Any) -> str:
-    if isinstance(value, (bool, int, float)):
-        return str(value).lower()
-    sign = "'" if '"' in str(value) else '"'
-    return f"{sign}{value}{sign}"
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None

@@ -93,9 +93,8 @@ def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str 
     on_gpu = [point for point in known.points if point.gpu == cluster.gpu.name]
     if not on_gpu:
         others = ", ".join(sorted({point.gpu for point in known.points})) or "nothing"
-        raise UsageError(
-            "--learn", f"points on {others}", f"the plan is for {cluster.gpu.name}", "plan for what was measured"
-        )
+        hint = f"left out: {'; '.join(known.skipped[:3])}" if known.skipped else "plan for what was measured"
+        raise UsageError("--learn", f"points on {others}", f"the plan is for {cluster.gpu.name}", hint)
     own = [point for point in on_gpu if point.model == key]
     points = own or on_gpu
     asked = [_Asked(point, model if point.model == key else known.profile(point.model), catalogue) for point in points]

@@ -1,26 +1,18 @@
-"""A team's own measured steps as the planner learns from them: a JSON file with the counted costs of each model, and a
-point for each number of workers that was measured.
-
-    {"format": "scaleray team points", "version": 1,
-     "models": {KEY: counted costs, as `WorkloadProfile.to_json` writes them},
-     "points": [{"study": ..., "model": KEY, "gpu": "h100", "workers": 8, "workers_per_node": 8, ...}]}
-"""
+"""A team's own measured steps as the planner learns from them: the counted costs of each model, and a point for each
+number of workers that was measured."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from scaleray.config.strategy_traits import TRAITS, traits_of
 from scaleray.errors import UsageError, first_line
-from scaleray.parsing import load_json
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.hardware.catalogue import CATALOGUE
 from scaleray.planner.hardware.kinds import Cluster
@@ -30,7 +22,6 @@ from scaleray.planner.models.profile import ModelProfile
 from scaleray.records.study import Point, StudyRecord
 from scaleray.records.workload_profile import WorkloadProfile
 
-FORMAT, VERSION = "scaleray team points", 1
 STATE_BYTES = {"sgd": 4, "lars": 4}
 """Bytes of optimizer state for each parameter, where they are not Adam's 8."""
 
@@ -102,36 +93,6 @@ class TeamPoints:
     def profile(self, key: str) -> ModelProfile:
         """The model of a key in the planner's terms."""
         return from_workload(self.models[key], name=key)
-
-    def to_json(self) -> str:
-        """The points as JSON, which `read_team_points` reads."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "models": {key: profile.to_dict() for key, profile in self.models.items()},
-                "points": [dataclasses.asdict(point) for point in self.points],
-            },
-            indent=2,
-        )
-
-
-def read_team_points(path: Path) -> TeamPoints:
-    """Read what `to_json` wrote. Raises UsageError for anything else."""
-    try:
-        data = load_json(path.read_text())
-        if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, VERSION):
-            raise ValueError(f"it is not '{FORMAT}', version {VERSION}")
-        models = TypeAdapter(dict[str, WorkloadProfile]).validate_python(data["models"])
-        points = TypeAdapter(tuple[TeamPoint, ...]).validate_python(data["points"])
-        if lost := {point.model for point in points} - set(models):
-            raise ValueError(f"no costs of {', '.join(sorted(lost))} are in it")
-    except (OSError, ValueError, KeyError, TypeError) as exc:  # pydantic's errors are ValueErrors
-        raise UsageError(
-            "--learn", str(path), f"it holds no points to learn from: {first_line(exc)}",
-            "scaleray registry export --out FILE.json writes one",
-        ) from exc  # fmt: skip
-    return TeamPoints(points, models)
 
 
 def points_of(records: Sequence[StudyRecord]) -> TeamPoints:

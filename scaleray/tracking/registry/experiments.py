@@ -6,12 +6,14 @@ no artifact is fetched.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from scaleray import metric_names as names
-from scaleray.errors import TrackingError
+from scaleray.errors import ConfigError, TrackingError
 from scaleray.records import experiment as fields
 from scaleray.records.experiment import KINDS, Experiment
 from scaleray.tracking.find_record import PARENT_TAG, reading_mlflow
@@ -19,6 +21,7 @@ from scaleray.tracking.registry.seal import problem_of
 from scaleray.tracking.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
 
 PAGE = 1000
+UNITS = {"h": "hours", "d": "days", "w": "weeks"}
 KIND_TAG = "scaleray.kind"
 OF_PARENT = ("model", "owner", "purpose", "hardware", "rule", "data_hash", "code", "environment", "invalid")
 """Fields that a point or a trial has of its study or sweep."""
@@ -44,11 +47,23 @@ TAGS = {
 }  # fmt: skip
 
 
-def read_experiments(uri: str | None = None, *, since_ms: int | None = None) -> list[Experiment]:
-    """All experiments, the newest first. since_ms: only those that began then or later, in ms since 1970.
+def read_experiments(
+    uri: str | None = None,
+    *,
+    model: str | None = None,
+    gpus: int | None = None,
+    since: str | None = None,
+    kinds: Sequence[str] = (),
+) -> list[Experiment]:
+    """Experiments, the newest first.
 
-    Raises TrackingError for a store that cannot be reached or holds none at all.
+    model: a part of the workload's name. gpus: number of workers. since: a date such as 2026-11-01, or how long ago, as
+    in 7d or 12h. kinds: run, profile, study, point, sweep, trial or plan; none are all but trials. Raises TrackingError
+    for a store that cannot be reached or holds none at all, and ConfigError.
     """
+    if gpus is not None and gpus < 1:
+        raise ConfigError("--gpus", gpus, "it must be a number of workers, at least 1")
+    since_ms = None if since is None else moment_ms(since)
     store = resolve_uri(uri)
     empty = TrackingError(
         "the registry",
@@ -72,8 +87,29 @@ def read_experiments(uri: str | None = None, *, since_ms: int | None = None) -> 
             if parent and parent not in parents:
                 parents[parent] = client.get_run(parent)
     rows = {run_id: _experiment(run) for run_id, run in parents.items()}
-    made = [_of_parent(rows[run.info.run_id], rows) for run in found]
+    made = [
+        one
+        for one in (_of_parent(rows[run.info.run_id], rows) for run in found)
+        if (one.kind in kinds if kinds else one.kind != "trial")
+        and (model is None or model.lower() in str(one.values.get("model", "")).lower())
+        and (gpus is None or one.values.get("gpus") == gpus)
+    ]
     return sorted(made, key=lambda one: str(one.values.get("started")), reverse=True)
+
+
+def moment_ms(text: str) -> int:
+    """Milliseconds since 1970 of a date, a date with a time (UTC), or a time ago. Raises ConfigError."""
+    ago = re.fullmatch(r"(\d{1,4})\s*([hdw])", text.strip())
+    try:
+        if ago is not None:
+            moment = datetime.now(UTC) - timedelta(**{UNITS[ago[2]]: int(ago[1])})
+        else:
+            moment = datetime.fromisoformat(text.strip())
+            moment = moment.replace(tzinfo=moment.tzinfo or UTC)
+    except (ValueError, OverflowError):
+        allowed = "it must be a date such as 2026-11-01, or how long ago: 12h, 7d, 2w"
+        raise ConfigError("--since", text, allowed) from None
+    return math.floor(moment.timestamp() * 1000)
 
 
 def _runs(client: Any, ids: Sequence[str], query: str, most: int = PAGE) -> Iterator[Any]:
@@ -116,8 +152,6 @@ def _experiment(run: Any) -> Experiment:
         run_id=info.run_id,
         parent_id=tags.get(PARENT_TAG),
         values={name: value for name, value in values.items() if value not in (None, "")},
-        metrics=data.metrics,
-        params=data.params,
         problem=problem_of(tags, data.params, data.metrics),
     )
 

@@ -9,7 +9,7 @@ import study_examples
 
 from scaleray.errors import UsageError
 from scaleray.planner.answers.learning import learn
-from scaleray.planner.answers.team_points import TeamPoint, TeamPoints, model_key, points_of, read_team_points
+from scaleray.planner.answers.team_points import TeamPoint, TeamPoints, model_key, points_of
 from scaleray.planner.cost.block_pass import Measured
 from scaleray.planner.cost.step_time import step_time
 from scaleray.planner.hardware.catalogue import CATALOGUE
@@ -96,29 +96,8 @@ def test_the_models_own_points_are_preferred_and_others_teach_where_there_are_no
 def test_points_on_another_gpu_teach_nothing_of_this_one():
     with pytest.raises(UsageError, match="points on a100-80: the plan is for h100"):
         lesson(team(gpu="a100-80"))
-
-
-def test_points_are_read_as_they_were_written(tmp_path):
-    (tmp_path / "points.json").write_text(team().to_json())
-    assert read_team_points(tmp_path / "points.json") == team()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{}", "it is not 'scaleray team points'"),
-        ("[1", "it holds no points"),
-        ('{"format": "scaleray team points", "version": 2}', "version 1"),
-        ('{"format": "scaleray team points", "version": 1, "models": {}, "points": [{"study": 1}]}', "holds no points"),
-        (team(studies=1).to_json().replace('"mine": {', '"yours": {'), "no costs of mine"),
-    ],
-)
-def test_a_file_that_holds_no_points_is_one_error(tmp_path, text, message):
-    (tmp_path / "points.json").write_text(text)
-    with pytest.raises(UsageError, match=message):
-        read_team_points(tmp_path / "points.json")
-    with pytest.raises(UsageError, match="it holds no points to learn from"):
-        read_team_points(tmp_path / "none.json")
+    with pytest.raises(UsageError, match=r"points on nothing(?s:.*)left out: curve: the fan was off"):
+        lesson(TeamPoints((), {}, ("curve: the fan was off",)))
 
 
 def a_study(**more):

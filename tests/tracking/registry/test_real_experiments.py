@@ -2,16 +2,19 @@
 
 import pytest
 from small_runs import Classify
+from test_experiments import missing
 
 import scaleray
 from scaleray.errors import ConfigError
 from scaleray.records.experiment import REQUIRED
+from scaleray.tracking.registry.experiments import read_experiments
+from scaleray.tracking.registry.points import points_in_mlflow
 
 
 @pytest.fixture
 def flags(tmp_path, uri):
     """A training of some steps with an owner and a policy."""
-    (tmp_path / "team.yaml").write_text("invariants:\n  purpose: required\nconstraints:\n  global_batch: <= 4\n")
+    (tmp_path / "team.yaml").write_text("invariants:\n  purpose: required\nconstraints:\n  global_batch: {max: 4}\n")
     return {
         "workload.name": "x:Classify", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "4 steps",
         "tracking.uri": uri, "checkpoint.storage_path": str(tmp_path / "runs"), "tracking.owner": "anna",
@@ -24,11 +27,11 @@ def test_a_training_that_breaks_the_policy_leaves_nothing_and_one_that_keeps_it_
         scaleray.train(flags, Classify(), local=True)
     assert not (tmp_path / "runs").exists()
     flags["tracking.purpose"] = "a baseline"
-    with pytest.raises(ConfigError, match=r"team\.yaml:4 global_batch is 8: it must be <= 4 by a constraint"):
+    with pytest.raises(ConfigError, match=r"team\.yaml:4 global_batch is 8, but it must be at most 4 by a constraint"):
         scaleray.train(flags, Classify(), local=True)
     scaleray.train({**flags, "tracking.policy_reason": "four are too noisy"}, Classify(), local=True)
-    [run] = scaleray.list_experiments(uri=uri, where="exceptions is known")
-    assert run.missing() == [] and run.values["exceptions"].endswith(": four are too noisy")
+    [run] = [one for one in read_experiments(uri) if "exceptions" in one.values]
+    assert missing(run) == [] and run.values["exceptions"].endswith(": four are too noisy")
     assert {name: run.values[name] for name in ("owner", "purpose", "global_batch", "rule", "topology")} == {
         "owner": "anna", "purpose": "a baseline", "global_batch": 8, "rule": "none", "topology": "1 node, 1 worker",
     }  # fmt: skip
@@ -49,18 +52,15 @@ def test_studies_are_reused_invalidated_and_learned_from(flags, tmp_path, uri):
     again = scaleray.study({**flags, "tracking.run_name": "again"}, Classify(), **sizes, say=said.append)
     assert any("turns reused from first" in line for line in said)
     assert {at.point.reused_from for at in again.curves[0].points} == {"first"}
-    scaleray.export_experiments(tmp_path / "points.json", uri=uri)
-    from scaleray.planner.answers.team_points import read_team_points
-
     steady = {
         (record.name, at.point.workers)
         for record in (first, second)
         for at in record.curves[0].points
         if not at.point.marks
     }
-    assert {(point.study, point.workers) for point in read_team_points(tmp_path / "points.json").points} == steady
+    assert {(point.study, point.workers) for point in points_in_mlflow(uri).points} == steady
     scaleray.invalidate_experiment("first", "the fan was off", uri=uri)
     said.clear()
     scaleray.study({**flags, "tracking.run_name": "anew"}, Classify(), **sizes, say=said.append)
     assert not any("reused from first" in line for line in said)
-    assert all(one.missing() == [] for one in scaleray.list_experiments(uri=uri, kinds=["study"]))
+    assert all(missing(one) == [] for one in read_experiments(uri, kinds=["study"]))

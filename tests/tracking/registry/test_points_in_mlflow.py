@@ -1,4 +1,4 @@
-"""The registry for other programs: a table, points that the planner learns from, and nothing of what is invalid."""
+"""The points that the planner learns from, and marks of what is invalid."""
 
 import dataclasses
 import json
@@ -10,11 +10,9 @@ from test_experiments import CONFIG, a_study, a_training
 from scaleray.errors import ConfigError, UsageError
 from scaleray.launch.study.invalidate import invalidate_experiment
 from scaleray.launch.study.turn_store import INVALID
-from scaleray.planner.answers.team_points import read_team_points
-from scaleray.records.experiment import COLUMNS, OWNER
 from scaleray.records.workload_profile import PartProfile, Product, WorkloadProfile
-from scaleray.tracking.registry.choose import list_experiments
-from scaleray.tracking.registry.export import export_experiments, points_in_mlflow
+from scaleray.tracking.registry.experiments import read_experiments
+from scaleray.tracking.registry.points import points_in_mlflow
 from scaleray.tracking.study_runs import ParentRun
 
 PART = PartProfile(name="part", num_parameters=1000, products=[Product(rows=1, inner=64, columns=64)], num_operations=3)
@@ -41,29 +39,11 @@ def a_counted_study(uri, tmp_path, *, name="counted"):
     return run
 
 
-def test_the_table_has_a_row_for_each_experiment_and_all_its_numbers(uri, tmp_path):
-    import pyarrow.parquet
-
-    a_study(uri)
-    a_training(uri, metrics={"val/accuracy": 0.97}, tags={OWNER: "ben"})
-    assert export_experiments(tmp_path / "all.parquet", uri=uri)[0].startswith("6 experiments")
-    table = pyarrow.parquet.read_table(tmp_path / "all.parquet").to_pylist()
-    assert len(table) == 6 and {*COLUMNS, "run_id", "val/accuracy", "point/step_time_s"} <= table[0].keys()
-    run = next(row for row in table if row["kind"] == "run")
-    assert (run["owner"], run["gpus"], run["val/accuracy"], run["efficiency"]) == ("ben", 4.0, 0.97, None)
-    point = next(row for row in table if row["name"] == "strong-w004-ddp-b512")
-    assert point["efficiency"] == pytest.approx(0.9, abs=0.05) and point["parent_id"]
-
-
 def test_the_planner_learns_from_the_points_of_studies_that_are_valid(uri, tmp_path):
     a_counted_study(uri, tmp_path)
     a_study(uri, name="uncounted", started_at=1.79e9)
-    lines = export_experiments(tmp_path / "points.json", uri=uri)
-    assert lines[0].startswith("3 points of 1 model:") and any(
-        "uncounted: it has no record.json" in line for line in lines
-    )
-    found = read_team_points(tmp_path / "points.json")
-    assert found == points_in_mlflow(uri)
+    found = points_in_mlflow(uri)
+    assert len(found.models) == 1 and any("uncounted: it has no record.json" in line for line in found.skipped)
     assert [(point.workers, point.gpu, point.workers_per_node) for point in found.points] == [
         (1, "cpu", 8),
         (2, "cpu", 8),
@@ -75,7 +55,7 @@ def test_a_point_that_was_changed_in_mlflow_teaches_nothing(uri, tmp_path):
     from mlflow import MlflowClient
 
     a_counted_study(uri, tmp_path)
-    point = next(one for one in list_experiments(uri=uri, kinds=["point"]) if one.values["gpus"] == 4)
+    point = next(one for one in read_experiments(uri, kinds=["point"]) if one.values["gpus"] == 4)
     MlflowClient(uri).log_metric(point.run_id, "point/step_time_s", 1e-6, timestamp=int(2e12))
     found = points_in_mlflow(uri)
     assert [one.workers for one in found.points] == [1, 2]
@@ -88,19 +68,19 @@ def test_what_is_invalid_stays_with_its_reason_and_is_used_by_nothing(uri, tmp_p
     assert "counted is invalid: the fan was off" in lines[0] and str(tmp_path) in lines[1]
     [marked] = (tmp_path / INVALID).glob("*.json")
     assert json.loads(marked.read_text())["study"] == "counted"
-    found = list_experiments(uri=uri)
+    found = read_experiments(uri)
     assert len(found) == 4 and all(one.values["invalid"].startswith("the fan was off (") for one in found)
-    with pytest.raises(UsageError, match="counted: the fan was off"):
-        export_experiments(tmp_path / "points.json", uri=uri)
+    learned = points_in_mlflow(uri)
+    assert not learned.points and learned.skipped[0].startswith("counted: the fan was off")
     with pytest.raises(UsageError, match="it is invalid already: the fan was off"):
         invalidate_experiment(run.run_id, "twice", uri=uri)
 
 
 def test_a_single_point_is_invalid_by_its_id(uri, tmp_path):
     a_counted_study(uri, tmp_path)
-    point = next(one for one in list_experiments(uri=uri, kinds=["point"]) if one.values["gpus"] == 2)
+    point = next(one for one in read_experiments(uri, kinds=["point"]) if one.values["gpus"] == 2)
     invalidate_experiment(point.run_id, "a neighbour ran", uri=uri)
-    assert [one.run_id for one in list_experiments(uri=uri, where="invalid is known")] == [point.run_id]
+    assert [one.run_id for one in read_experiments(uri) if "invalid" in one.values] == [point.run_id]
     assert [path.name for path in (tmp_path / INVALID).iterdir()] == ["counted-w002.json"]
     assert sorted(p.workers for p in points_in_mlflow(uri).points) == [1, 4]
 
@@ -124,8 +104,6 @@ def test_a_run_that_is_invalid_is_not_what_a_gate_lets_through(uri, tmp_path):
 def test_slips_are_one_error_each(uri, tmp_path):
     a_study(uri)
     a_study(uri, started_at=1.81e9)
-    with pytest.raises(ConfigError, match=r"must end in \.parquet"):
-        export_experiments(tmp_path / "x.csv", uri=uri)
     with pytest.raises(UsageError, match="2 runs have this name"):
         invalidate_experiment("study", "why", uri=uri)
     with pytest.raises(UsageError, match="no run of this id or name"):
