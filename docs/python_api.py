@@ -32,7 +32,6 @@ ORDER = (
             "promote",
             "check_promoted",
             "rollback",
-            "drift",
             "experiment_curves",
             "invalidate_experiment",
             "report",

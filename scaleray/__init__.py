@@ -29,7 +29,6 @@ _HOMES = {
     "fetch_path": "scaleray.launch.path.fetched",
     "check_promoted": "scaleray.launch.promote.check",
     "rollback": "scaleray.launch.promote.rollback",
-    "drift": "scaleray.launch.drift.drift",
     "invalidate_experiment": "scaleray.launch.study.invalidate",
     "experiment_curves": "scaleray.api_registry",
     "profile": "scaleray.api",
@@ -94,7 +93,6 @@ __all__ = [
     "config_keys",
     "config_schema",
     "doctor",
-    "drift",
     "evaluate",
     "experiment_curves",
     "explain_plan",
@@ -153,7 +151,6 @@ if TYPE_CHECKING:
     from scaleray.errors import ConfigError, ScaleRayError
     from scaleray.launch.check.check import check
     from scaleray.launch.doctor.doctor import doctor
-    from scaleray.launch.drift.drift import drift
     from scaleray.launch.model.evaluate import evaluate
     from scaleray.launch.model.exported import export_model
     from scaleray.launch.model.load import load

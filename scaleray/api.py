@@ -249,11 +249,12 @@ def compare(*runs: str | Path, uri: str | None = None) -> Comparison:
 @names_what_is_missing
 def gate(
     *runs: str | Path,
-    against: Sequence[str | Path] = (),
+    against: str | Path | Sequence[str | Path] = (),
     policy: str | Path | Mapping[str, Any] | None = None,
     study: str | None = None,
     certificates: Sequence[str | Path] = (),
     gates: Sequence[str] | None = None,
+    days: float | None = None,
     uri: str | None = None,
 ) -> GateRecord:
     """Whether a training may go into production: `.answer` is pass, fail or inconclusive, `.gates` has what was asked.
@@ -261,16 +262,22 @@ def gate(
     runs: the candidate, and runs that repeat it with other seeds: folders, names in the storage path, or ids or names
     in MLflow at `uri`. against: runs of the baseline. policy: a YAML file, or its sections as a mapping. study: a
     scaling study of the candidate's training. certificates: folders of `verify`. gates: names of some; None is all.
+
+    against may be one registered version, `NAME@ALIAS` or `models:/NAME/VERSION`: the gates are then `speed`,
+    `convergence` and `data`, by the evidence that its promotion kept and its policy, or `policy`. Without runs, those
+    in MLflow of its experiment are judged that train the same, began after its promotion and in the last `days` (8),
+    and have finished or failed. Raises UsageError, ConfigError and TrackingError.
     """
-    from scaleray.launch.gate.gate import GATES, judge
+    from scaleray.launch.gate.gate import judge
 
     return judge(
         [str(run) for run in runs],
-        against=[str(run) for run in against],
+        against=[str(run) for run in ([against] if isinstance(against, str | Path) else against)],
         policy=policy,
         study=study,
         certificates=[str(one) for one in certificates],
-        gates=GATES if gates is None else gates,
+        gates=gates,
+        days=days,
         uri=uri,
     )
 

@@ -19,7 +19,6 @@ from scaleray.cli.compare import compare
 from scaleray.cli.config import config_app
 from scaleray.cli.dashboards import dashboards_app
 from scaleray.cli.doctor import doctor
-from scaleray.cli.drift import drift
 from scaleray.cli.evaluate import evaluate
 from scaleray.cli.export import export
 from scaleray.cli.gate import gate
@@ -74,7 +73,6 @@ for command in (
     path_app,
     promote,
     rollback,
-    drift,
     registry_app,
     submit,
     jobs_app,

@@ -107,8 +107,8 @@ class OperationsPolicy(Settings):
 
 
 class DriftPolicy(Settings):
-    """How far today's runs may be from the promoted ones, see `scaleray drift`; how they learn is judged by
-    `convergence`."""
+    """How far runs may be from those of a registered version (`scaleray gate --against NAME@ALIAS`); how they learn is
+    judged by `convergence`."""
 
     margin_slower: Annotated[float, Field(gt=0)] = 0.1
     """Largest share by which a sample may take longer."""

@@ -43,7 +43,7 @@ COMMANDS = {
     "dashboards write": "write_dashboards", "dashboards install": "install_dashboards",
     "gate": "gate", "promote": "promote", "path start": "start_path", "path next": "next_on_path", "path try": "try_on_path",
     "path skip": "skip_on_path", "path redo": "redo_on_path", "path status": "find_path", "path fetch": "fetch_path",
-    "rollback": "rollback", "drift": "drift", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job", "doctor": "doctor",
+    "rollback": "rollback", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job", "doctor": "doctor",
     "registry curve": "experiment_curves", "registry invalidate": "invalidate_experiment",
 }  # fmt: skip
 OTHER_NAMES = {

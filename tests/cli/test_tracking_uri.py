@@ -17,7 +17,6 @@ COMMANDS = {
     "evaluate": ["evaluate", "none", "--local"],
     "predict": ["predict", "none", "--data", "x.csv", "--out", "y.parquet"],
     "gate": ["gate", "none", "--against", "other"],
-    "drift": ["drift", MODEL],
     "promote": ["promote", "none", "--as", "champion"],
     "rollback": ["rollback", MODEL],
     "export": ["export", "none", "--out", "x.safetensors"],
@@ -42,12 +41,12 @@ def test_every_command_with_the_option_is_here():
     assert set(with_uri(app)) == COMMANDS.keys() | {"doctor", "tracking replay", "tracking ui"}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_environment_says_where_mlflow_is(name, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("words", [*COMMANDS.values(), ["gate", "--against", MODEL]], ids=" ".join)
+def test_the_environment_says_where_mlflow_is(words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'of_mlflow.db'}")
     monkeypatch.setenv("SCALERAY_TRACKING__URI", f"sqlite:///{tmp_path / 'mine.db'}")
-    run_command(COMMANDS[name])
+    run_command(words)
     said = capsys.readouterr()
     assert "mine.db" in "".join((said.out + said.err).split()) and "of_mlflow.db" not in said.out + said.err
 

@@ -1,1 +1,1 @@
-"""`scaleray gate`: evidence of recorded runs, certificates and studies, and the policy that they are held against."""
+"""`scaleray gate`: evidence of recorded runs, certificates and studies, judged by a policy."""

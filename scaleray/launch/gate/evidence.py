@@ -79,7 +79,7 @@ def collect(
     baselines = [find_run(name, uri=uri) for name in against]
     for one in (*candidates, *baselines):
         training(one)
-    _refuse_twice(candidates, baselines)
+    refuse_twice(candidates, baselines)
     notes: list[str] = []
     beside = _neighbours(candidates[0])
     for side, what in ((candidates, "candidate"), (baselines, "baseline")):
@@ -99,7 +99,7 @@ def collect(
     return Evidence(candidates, baselines, facts, found_study, notes, endured)
 
 
-def _refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun]) -> None:
+def refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun] = ()) -> None:
     """Raise UsageError for a run that is given twice, by its place or its id: it repeats nothing."""
     sides = [(one, side) for side in ("the candidate", "the baseline") for one in
              (candidates if side == "the candidate" else baselines)]  # fmt: skip

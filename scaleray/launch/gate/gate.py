@@ -18,6 +18,7 @@ from scaleray.gates.policy import Policy
 from scaleray.gates.record import GateRecord
 from scaleray.launch.gate.as_recorded import runs_as_recorded, study_as_recorded
 from scaleray.launch.gate.evidence import Evidence, alerts_of, certificates_for, collect, learning, target_of, training
+from scaleray.launch.gate.of_promoted import OF_PROMOTED, judge_promoted, registered
 from scaleray.launch.gate.of_study import equality_of, judge_study
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.session.conditions import digest, training_of
@@ -35,14 +36,29 @@ def judge(
     policy: str | Path | Mapping[str, Any] | None = None,
     study: str | None = None,
     certificates: Sequence[str] = (),
-    gates: Sequence[str] = GATES,
+    gates: Sequence[str] | None = None,
+    days: float | None = None,
     uri: str | None = None,
 ) -> GateRecord:
     """Ask the gates about a training. runs: the candidate, and runs that repeat it with other seeds, or one study,
-    of which `OF_STUDY` are asked; against: the baseline's; gates: only these.
+    of which `OF_STUDY` are asked; against: the baseline's, or one registered version, for which `OF_PROMOTED` are
+    asked; gates: only these; days: see `judge_promoted`.
 
     Raises ConfigError for a policy or gate that is not known, TrackingError for a run that is not there.
     """
+    version = registered(against)
+    if version is not None:
+        if study or certificates:
+            option, value = ("--study", study) if study else ("--certificates", " ".join(certificates))
+            allowed = f"no gate of runs against a registered version reads it: they are {', '.join(OF_PROMOTED)}"
+            raise UsageError(option, value, allowed, "leave it out, or name runs with --against")
+        return judge_promoted(runs, version, days=days, policy=policy, gates=gates, uri=uri)
+    if days is not None:
+        raise UsageError("--days", days, "it is of runs against a registered version", "--against NAME@ALIAS")
+    if not runs:
+        hint = "scaleray gate RUN --against BASELINE"
+        raise ConfigError("RUN", "missing", "a gate judges a training or a study", hint)
+    gates = GATES if gates is None else gates
     for name in gates:
         if name not in GATES:
             raise ConfigError("--gates", name, f"gates are {', '.join(GATES)}")

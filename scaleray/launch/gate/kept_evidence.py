@@ -22,6 +22,8 @@ from scaleray.records.read import FILE
 from scaleray.records.study import StudyRecord
 from scaleray.tracking.find_record import FoundRun, read_alerts, record_of
 
+EVIDENCE = "evidence"
+"""Folder of the evidence among the files of a promoted version."""
 INDEX, EVALUATIONS, STUDY = "evidence.json", "evaluations.json", "study.json"
 SIDES = ("candidates", "baselines", "endured")
 

@@ -14,10 +14,10 @@ from scaleray.gates.answer import Answer, Check, gate_of
 from scaleray.gates.record import GateRecord
 from scaleray.gates.statement import GATES_FILE
 from scaleray.launch.gate.gate import judge_evidence
-from scaleray.launch.gate.kept_evidence import read_evidence
+from scaleray.launch.gate.kept_evidence import EVIDENCE, read_evidence
 from scaleray.launch.model.load import find_parts
 from scaleray.launch.promote.pipeline_check import pipeline_checks
-from scaleray.launch.promote.promote import EVIDENCE, PASSED
+from scaleray.launch.promote.promote import PASSED
 from scaleray.own_folder import cache_folder
 from scaleray.progress import stage
 from scaleray.tracking.registry.fetched import MODEL, changes

@@ -180,7 +180,8 @@ def _alerts(run: RunRecord, model: str, measured: MeasuredLimits) -> str:
             "annotations": {
                 "summary": summary,
                 "costs": "The same training at a higher price.",
-                "what_to_do": "scaleray drift says whether it is beyond noise, scaleray profile RUN where time goes.",
+                "what_to_do": f"scaleray gate --against {model} says whether it is beyond noise, scaleray profile RUN "
+                "where time goes.",
             },
         }
         groups["groups"].append({"name": "scaleray-promoted", "rules": [rule]})
@@ -209,7 +210,7 @@ exec {start}
 
 def _drift(model: str, uri: str, policy: Policy) -> str:
     runs = max(policy.drift.min_runs, policy.convergence.min_runs)
-    words = shlex.join(["drift", model, "--uri", without_password(uri)])
+    words = shlex.join(["gate", "--against", model, "--uri", without_password(uri)])
     return f"""#!/bin/bash
 # Compares the runs of the last days with {model}. The policy asks for {runs}: by default as many weeks and a day, and
 # DAYS is for another rhythm.

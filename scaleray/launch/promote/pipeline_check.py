@@ -10,9 +10,8 @@ from scaleray.config.decides import Decides, decides
 from scaleray.errors import ScaleRayError, first_line
 from scaleray.gates.answer import Check
 from scaleray.gates.statement import digests
-from scaleray.launch.gate.kept_evidence import read_evidence
+from scaleray.launch.gate.kept_evidence import EVIDENCE, read_evidence
 from scaleray.launch.promote.pipeline import FOLDER, JOB
-from scaleray.launch.promote.promote import EVIDENCE
 from scaleray.records.json_record import jsonable, leaves
 
 MAY_DIFFER = ("workload.name",)

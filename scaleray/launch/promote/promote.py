@@ -22,7 +22,7 @@ from scaleray.gates.record import GateRecord
 from scaleray.gates.statement import GATES_FILE, STATEMENT, digests, file_digest, statement_of
 from scaleray.launch.gate.evidence import collect
 from scaleray.launch.gate.gate import judge_evidence
-from scaleray.launch.gate.kept_evidence import keep_evidence, read_evidence
+from scaleray.launch.gate.kept_evidence import EVIDENCE, keep_evidence, read_evidence
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.model.load import find_parts
 from scaleray.launch.model.packed import pack
@@ -46,7 +46,6 @@ from scaleray.user_name import user_or_somebody
 
 ARTIFACTS = "promoted"
 """Folder of a run's artifacts with a folder for each promotion of it."""
-EVIDENCE = "evidence"
 PASSED = "pass"
 
 

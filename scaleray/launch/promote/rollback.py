@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scaleray.errors import TrackingError, UsageError
-from scaleray.launch.promote.promote import EVIDENCE
+from scaleray.launch.gate.kept_evidence import EVIDENCE
 from scaleray.own_folder import cache_folder
 from scaleray.tracking.registry.fetched import changes
 from scaleray.tracking.registry.models import ModelRegistry, ModelVersion, Named

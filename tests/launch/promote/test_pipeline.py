@@ -98,7 +98,7 @@ def test_the_scripts_take_another_interpreter_where_this_one_is_not(four_runs, p
     script = tmp_path / "out" / "drift.sh"
     for given in ({"PYTHON": str(tmp_path / "python")}, {"PATH": f"{tmp_path}:/usr/bin:/bin"}):
         done = run_as_cron_does(script, **given)
-        assert done.stdout.startswith(f"{tmp_path}/python -m scaleray drift corners@champion"), done.stderr
+        assert done.stdout.startswith(f"{tmp_path}/python -m scaleray gate --against corners@champion"), done.stderr
 
 
 def test_the_check_for_drift_looks_back_as_many_weeks_as_the_policy_needs_runs(four_runs, packed, tmp_path):

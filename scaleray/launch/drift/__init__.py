@@ -1,1 +1,0 @@
-"""`scaleray drift`: whether today's runs are still like those of a promoted model."""
