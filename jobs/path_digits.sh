@@ -35,10 +35,8 @@ along distribute
 stage optimise
 rc=0
 along optimise || rc=$?
-if [ "$rc" = 3 ]; then # a person decides: here to try one change, and then to go on
-    scaleray path try larger --batch.global-size 128 --name "$path"
-    along optimise || [ $? = 3 ]
-    scaleray path skip optimise/decide --reason "one change is enough for an example" --name "$path"
+if [ "$rc" = 3 ]; then # a person decides: here to go on with this job
+    scaleray path skip optimise/decide --reason "the job's own batch is good enough for an example" --name "$path"
 elif [ "$rc" != 0 ]; then
     exit "$rc"
 fi
@@ -76,4 +74,4 @@ scores = next(iter(scores.values())) if isinstance(scores, dict) else scores
 answers = [max(range(10), key=row.__getitem__) for row in scores]
 print("asked for", labels[:8].tolist(), "answered", answers)
 END
-stage "the end; the page is $path/path.html"
+stage "the end; the runbook is $path/runbook.md"

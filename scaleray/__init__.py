@@ -23,10 +23,8 @@ _HOMES = {
     "start_path": "scaleray.launch.path.state",
     "find_path": "scaleray.launch.path.state",
     "next_on_path": "scaleray.launch.path.go",
-    "try_on_path": "scaleray.launch.path.trials",
     "skip_on_path": "scaleray.launch.path.go",
     "redo_on_path": "scaleray.launch.path.go",
-    "fetch_path": "scaleray.launch.path.fetched",
     "check_promoted": "scaleray.launch.promote.check",
     "rollback": "scaleray.launch.promote.rollback",
     "invalidate_experiment": "scaleray.launch.study.invalidate",
@@ -97,7 +95,6 @@ __all__ = [
     "experiment_curves",
     "explain_plan",
     "export_model",
-    "fetch_path",
     "find_path",
     "gate",
     "import_weights",
@@ -129,7 +126,6 @@ __all__ = [
     "sweep",
     "tracking_ui",
     "train",
-    "try_on_path",
     "verify",
     "verify_checkpoints",
     "watch",
@@ -162,10 +158,8 @@ if TYPE_CHECKING:
         rebuild_checkpoint,
         verify_checkpoints,
     )
-    from scaleray.launch.path.fetched import fetch_path
     from scaleray.launch.path.go import next_on_path, redo_on_path, skip_on_path
     from scaleray.launch.path.state import find_path, start_path
-    from scaleray.launch.path.trials import try_on_path
     from scaleray.launch.promote.check import check_promoted
     from scaleray.launch.promote.promote import promote
     from scaleray.launch.promote.rollback import rollback

@@ -70,5 +70,6 @@ def doctor(
         )
     show_preflight(output.console, record)
     if json:
-        print_json(record.to_dict(), written={"collectives": str(collectives.absolute())} if collectives else None)
+        written = {"collectives": str(collectives.absolute())} if collectives else None
+        print_json(record.to_dict(), written=written, summary=record.summary)
     return int(record.worst in ((RED, YELLOW) if strict else (RED,)))

@@ -75,5 +75,5 @@ def gate(
         )
     show_gates(Console(stderr=json), record)
     if json:
-        print_json(record.to_dict())
+        print_json(record.to_dict(), summary=record.summary)
     return EXIT_CODES[record.answer]

@@ -64,12 +64,16 @@ def with_stages() -> Iterator[None]:
         yield
 
 
-def print_json(values: Mapping[str, Any], *, written: Mapping[str, str] | None = None, in_a_line: bool = False) -> None:
+def print_json(
+    values: Mapping[str, Any], *, written: Mapping[str, str] | None = None, summary: str = "", in_a_line: bool = False
+) -> None:
     """Print what `--json` promises of every command: one object with the version of its keys, and by name the absolute
-    paths or URIs of what the command wrote. in_a_line: for a command that prints one again and again."""
+    paths or URIs of what the command wrote. summary: of a record, in a line. in_a_line: for a command that prints one
+    again and again."""
     from scaleray.records.json_record import SCHEMA_VERSION
 
-    whole = {"schema_version": SCHEMA_VERSION, **values, "written": dict(written or {})}
+    told = {"summary": summary} if summary else {}
+    whole = {"schema_version": SCHEMA_VERSION, **values, **told, "written": dict(written or {})}
     print(json_library.dumps(whole, indent=None if in_a_line else 2), flush=in_a_line)
 
 

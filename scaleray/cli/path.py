@@ -9,7 +9,6 @@ from cyclopts import App, Parameter
 
 from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
 from scaleray.cli.output import Output, print_json
-from scaleray.cli.run_options import Uri
 from scaleray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def start(
         local=local,
         overrides=overrides,
     )
-    return _shown(path, json=json, writes=True)
+    return _shown(path, json=json)
 
 
 @path_app.command(name="next")
@@ -110,28 +109,13 @@ def next_(
     if only_print:
         return _printed(name, until, json=json)
     path = next_on_path(name, until=until, say=Output(json=True).say)
-    _shown(path, json=json, writes=True)
+    _shown(path, json=json)
     following = path.next_task()
     if following is None:
         return 0
     if following.status == "failed":
         return INCONCLUSIVE if following.exit_code == INCONCLUSIVE else 1
     return INCONCLUSIVE if following.act == "decide" and (until is None or following.step == until) else 0
-
-
-@path_app.command(name="try")
-def try_(trial: str, *overrides: Overrides, name: Name = None, json: Json = False) -> int:
-    """Try a change of the config beside what is the best now; it is kept if it is faster and learns not worse.
-
-    Parameters
-    ----------
-    trial
-        A name for its runs.
-    """
-    from scaleray.launch.path.trials import try_on_path
-
-    path = try_on_path(trial, _settings(overrides), name=name, say=Output(json=True).say)
-    return _shown(path, json=json, writes=True)
 
 
 @path_app.command
@@ -141,11 +125,11 @@ def skip(task: str, *, reason: str, name: Name = None, json: Json = False) -> in
     Parameters
     ----------
     reason
-        Why, for whoever reads the path later.
+        Reason that the status shows.
     """
     from scaleray.launch.path.go import skip_on_path
 
-    return _shown(skip_on_path(task, reason, name=name), json=json, writes=True)
+    return _shown(skip_on_path(task, reason, name=name), json=json)
 
 
 @path_app.command
@@ -155,41 +139,19 @@ def redo(task: str, *, reason: str = "", name: Name = None, json: Json = False) 
     Parameters
     ----------
     reason
-        Why, for whoever reads the path later.
+        Reason that the status shows.
     """
     from scaleray.launch.path.go import redo_on_path
 
-    return _shown(redo_on_path(task, reason, name=name), json=json, writes=True)
+    return _shown(redo_on_path(task, reason, name=name), json=json)
 
 
 @path_app.command
-def fetch(name: str, *, storage_path: str | None = None, uri: Uri = None, json: Json = False) -> int:
-    """Make a path's folder anew from its copy in MLflow: decisions and trials stay, trainings are open again.
-
-    Parameters
-    ----------
-    name
-        Name of the path.
-    storage_path
-        Folder to make it in; by default that for runs.
-    """
-    from scaleray.launch.path.fetched import fetch_path
-
-    return _shown(fetch_path(name, storage_path=storage_path, uri=uri), json=json, writes=True)
-
-
-@path_app.command
-def status(*, name: Name = None, html: Path | None = None, json: Json = False) -> int:
-    """Show how far a path is.
-
-    Parameters
-    ----------
-    html
-        Write the whole path as one page to this file.
-    """
+def status(*, name: Name = None, json: Json = False) -> int:
+    """Show how far a path is, and every task with its result."""
     from scaleray.launch.path.state import find_path
 
-    return _shown(find_path(name), json=json, page=html)
+    return _shown(find_path(name), json=json, tables=True)
 
 
 def _printed(name: str | None, until: str | None, *, json: bool) -> int:
@@ -208,39 +170,17 @@ def _printed(name: str | None, until: str | None, *, json: bool) -> int:
     return INCONCLUSIVE if tasks and tasks[-1].act == "decide" else 0
 
 
-def _settings(words: tuple[str, ...]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    following = iter(words)
-    for word in following:
-        key, equals, value = word.removeprefix("--").partition("=")
-        given = value if equals else next(following, None)
-        if given is None or not word.startswith("--"):
-            raise ConfigError(
-                "a change", word, "it is a key of the config and its value", "such as --batch.global-size 128"
-            )
-        found[key.replace("-", "_")] = given
-    if not found:
-        raise ConfigError(
-            "a change", "missing", "it is a key of the config", "scaleray path try NAME --batch.global-size 128"
-        )
-    return found
+def _shown(path: PathRecord, *, json: bool, tables: bool = False) -> int:
+    """Show a path. tables: with all of its tasks."""
+    from scaleray.reports.terminal.path import path_tables
+    from scaleray.reports.terminal.record import print_whole, width_of
+    from scaleray.reports.terminal.tables import as_rich
 
-
-def _shown(path: PathRecord, *, json: bool, writes: bool = False, page: Path | None = None) -> int:
-    """Show a path. writes: its page in its folder is written anew."""
-    from scaleray.reports.records.path import PAGE, write_path_page
-
-    pages = [*([Path(path.folder) / PAGE] if writes else []), *([page] if page is not None else [])]
-    for file in pages:
-        write_path_page(path, file)
     output = Output(json=json)
+    for table in path_tables(path) if tables else ():
+        print_whole(output.console, as_rich(table, width=width_of(output.console)))
     for line in path.lines():
         output.say(line)
-    for trial in path.trials:
-        output.say(f"{'kept' if trial.is_kept else 'left'}: {trial.name} {trial.settings}: {trial.verdict}")
-    for file in pages:
-        output.say(f"page: {file}")
     if json:
-        written = {"page": str(pages[-1].absolute())} if pages else {}
-        print_json(path.to_dict(), written={"folder": path.folder, **written})
+        print_json(path.to_dict(), written={"folder": path.folder})
     return 0

@@ -72,7 +72,9 @@ def plan(
     if output.json:
         record = plan_record(advice, seen, rows=output.rows, kept=kept, ways=found.ways)
         files = {"config": output.write, "page": output.html}
-        print_json(record, written={name: str(path.absolute()) for name, path in files.items() if path is not None})
+        written = {name: str(path.absolute()) for name, path in files.items() if path is not None}
+        summary = f"recommended: {advice.best.layout.describe()}; {seen.doubling}".removesuffix("; ")
+        print_json(record, written=written, summary=summary)
     return 0
 
 

@@ -68,7 +68,7 @@ def profile(
     if profiled.traced is not None:
         print_traced(profiled.traced, is_error=json)
     if json:
-        print_json(profiled.to_dict(), written=written_in(profiled.record.run_dir))
+        print_json(profiled.to_dict(), written=written_in(profiled.record.run_dir), summary=profiled.summary)
     return 0
 
 

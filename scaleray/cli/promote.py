@@ -99,7 +99,7 @@ def promote(
     if pipeline is not None and found.version is not None:
         output.say(f"pipeline: {pipeline}")
     if json:
-        print_json(found.to_dict())
+        print_json(found.to_dict(), summary=found.summary)
     return EXIT_CODES[found.answer] if found.version is None else 0
 
 
@@ -142,5 +142,5 @@ def _verify(name: str, output: Output, *, pipeline: Path | None, uri: str | None
         record = check_promoted(name, pipeline=pipeline, uri=uri)
     show_gates(Console(stderr=json), record)
     if json:
-        print_json(record.to_dict())
+        print_json(record.to_dict(), summary=record.summary)
     return EXIT_CODES[record.answer]

@@ -115,7 +115,7 @@ def sweep(
         )
     show_record(output.console, record)
     if json:
-        print_json(record.to_dict(), written=written_in(record.folder))
+        print_json(record.to_dict(), written=written_in(record.folder), summary=record.summary)
     return 0
 
 

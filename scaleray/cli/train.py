@@ -83,7 +83,7 @@ def train(
         for line in _kept(record, resolve_uri(resolved.tracking.uri)):
             terminal.say(line)
     if json:
-        print_json(record.to_dict(), written=written_in(record.run_dir))
+        print_json(record.to_dict(), written=written_in(record.run_dir), summary=record.summary)
     return 0
 
 

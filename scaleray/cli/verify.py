@@ -77,7 +77,7 @@ def verify(
     for line in lines:
         output.show(line)
     if json:
-        print_json(certificate.to_dict(), written=written_in(certificate.run_dir))
+        print_json(certificate.to_dict(), written=written_in(certificate.run_dir), summary=certificate.summary)
     return 0 if certificate.passed else 1
 
 

@@ -22,6 +22,22 @@ class GateRecord(JsonRecord):
     notes: list[str]
     date: str
 
+    @property
+    def summary(self) -> str:
+        """The answer of each gate, and every check that did not pass."""
+        answers = ", ".join(f"{gate.gate} {gate.answer}" for gate in self.gates)
+        return "; ".join(
+            [
+                answers,
+                *(
+                    f"{gate.gate}: {check.what}: {check.words}"
+                    for gate in self.gates
+                    for check in gate.checks
+                    if check.answer != "pass"
+                ),
+            ]
+        )
+
     def lines(self) -> list[str]:
         """The answer, each gate's, and what did not pass."""
         found = [f"{self.answer}: {self.run}"]

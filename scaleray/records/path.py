@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from scaleray.records.json_record import JsonRecord
 
@@ -36,8 +36,9 @@ class PathTask:
     folder: str = ""
     """Where the command wrote its record."""
     figures: dict[str, float] = field(default_factory=dict)
+    """What a training measured, by name."""
     words: str = ""
-    """What came of it, or why it was skipped, or what a person must decide."""
+    """Summary of the record that it wrote, or why it failed or was skipped, or what a person must decide."""
 
     @property
     def step(self) -> str:
@@ -49,27 +50,6 @@ class PathTask:
         """The command for a shell, as it was run; before that, capitals stand for what earlier tasks will give."""
         words = [word[1:-1].upper() if word[:1] + word[-1:] == "{}" else word for word in self.ran or self.command]
         return shlex.join(["scaleray", *words]) if words else ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A change that was tried beside what was the best then. settings: keys of the config; verdict: why it was kept or
-    not, empty until its trainings are over."""
-
-    name: str
-    settings: dict[str, Any]
-    is_kept: bool = False
-    verdict: str = ""
-    figures: dict[str, float] = field(default_factory=dict)
-    by: str = ""
-    at: float = 0.0
-    trainings: list[PathTask] = field(default_factory=list)
-    """Those with the change and those of what was the best, in the order in which they were made."""
-
-    def shell(self, folder: str) -> str:
-        """The command that tried it on the path in `folder`."""
-        changes = [word for key, value in self.settings.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-        return shlex.join(["scaleray", "path", "try", self.name, *changes, "--name", folder])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,17 +83,10 @@ class PathRecord(JsonRecord):
     kind: str = "local"
     alias: str = "champion"
     cluster: str | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    """Keys of the config that trials have changed since the start."""
-    trials: list[Trial] = field(default_factory=list)
     decisions: list[PathDecision] = field(default_factory=list)
     tasks: list[PathTask] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    copy_behind: str = ""
-    """Why MLflow has not the state as it is now; empty where it has."""
     tracking_uri: str = ""
-    experiment_id: str = ""
-    run_id: str = ""
 
     def task(self, key: str) -> PathTask | None:
         """The task of this key."""
@@ -129,8 +102,6 @@ class PathRecord(JsonRecord):
         for step in STEPS:
             tasks = [task for task in self.tasks if task.step == step]
             found.append(f"{step}: {sum(task.status in OVER for task in tasks)} of {len(tasks)}")
-        if self.copy_behind:
-            found.append(f"MLflow's copy of the path is behind, the folder is whole: {self.copy_behind}")
         found += [f"{task.key} failed: {task.words}" for task in self.tasks if task.status == "failed"]
         following = self.next_task()
         if following is None:

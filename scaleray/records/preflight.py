@@ -216,6 +216,11 @@ class DoctorRecord(JsonRecord):
             return f"ready: {len(green)} checks of {where} are green"
         return f"{'not ready' if red else 'ready, with doubts'}: {'; '.join(words)} ({len(green)} green, {where})"
 
+    @property
+    def summary(self) -> str:
+        """The verdict, and every check that is not green."""
+        return "; ".join(self.lines())
+
     def lines(self) -> list[str]:
         """The verdict, and every check that is not green."""
         doubtful = [check for check in self.checks if check.verdict in (RED, YELLOW)]

@@ -16,6 +16,11 @@ class Printed:
         """The lines, without indentation."""
         raise NotImplementedError
 
+    @property
+    def summary(self) -> str:
+        """The outcome in a line, which `--json` prints with the record."""
+        return self.lines()[0]
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.__repr__ = Printed.__repr__  # type: ignore[method-assign] # a dataclass keeps it, and would write all fields

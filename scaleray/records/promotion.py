@@ -31,6 +31,11 @@ class Promotion(JsonRecord):
     """How others load the model."""
     statement_sha256: str | None = None
 
+    @property
+    def summary(self) -> str:
+        """The version that was promoted, or why none was."""
+        return "; ".join(self.lines())
+
     def lines(self) -> list[str]:
         """Gates that did not pass, and the promoted version."""
         name = f"{self.model}@{self.alias}" if self.alias else f"{self.model}/{self.version}"

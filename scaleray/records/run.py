@@ -312,6 +312,11 @@ class RunRecord(JsonRecord):
         ]
         return [line for line in lines if line]
 
+    @property
+    def summary(self) -> str:
+        """The run's verdict."""
+        return self.verdict
+
     def alerts_in_words(self) -> str:
         """How often each alert began, in one line; empty without any."""
         return counted(str(alert.get("name")) for alert in self.alerts)

@@ -301,6 +301,11 @@ class StudyRecord(JsonRecord):
     mlflow_link: str = ""
     folder: str = ""
 
+    @property
+    def summary(self) -> str:
+        """The verdict of the first curve."""
+        return self.curves[0].verdict if self.curves else ""
+
     def lines(self) -> list[str]:
         """Each point of the curves, the conclusions, and where the study is."""
         points = [

@@ -150,6 +150,11 @@ class SweepRecord(JsonRecord):
         nearest = min(sizes, key=lambda size: abs(size - asked))
         return max(1, round(asked / nearest * sizes[nearest]))
 
+    @property
+    def summary(self) -> str:
+        """The first two conclusions: the fastest setting, and what the search saved."""
+        return " ".join(self.words[:2])
+
     def lines(self) -> list[str]:
         """How many trials ran, the conclusions, and where the sweep is."""
         counts = Counter(trial.status for trial in self.trials)

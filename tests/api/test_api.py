@@ -41,8 +41,8 @@ COMMANDS = {
     "watch": "watch", "cluster write": "write_cluster_files",
     "cluster up": "cluster_up", "cluster status": "cluster_status", "cluster down": "cluster_down",
     "dashboards write": "write_dashboards", "dashboards install": "install_dashboards",
-    "gate": "gate", "promote": "promote", "path start": "start_path", "path next": "next_on_path", "path try": "try_on_path",
-    "path skip": "skip_on_path", "path redo": "redo_on_path", "path status": "find_path", "path fetch": "fetch_path",
+    "gate": "gate", "promote": "promote", "path start": "start_path", "path next": "next_on_path",
+    "path skip": "skip_on_path", "path redo": "redo_on_path", "path status": "find_path",
     "rollback": "rollback", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job", "doctor": "doctor",
     "registry curve": "experiment_curves", "registry invalidate": "invalidate_experiment",
 }  # fmt: skip
@@ -70,13 +70,7 @@ def options_of(words):
         yield from [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else [name]
 
 
-ELSEWHERE = {
-    "config schema": {"out"},
-    "profile": {"ranks", "memory"},
-    "promote": {"verify"},
-    "predict": {"config"},
-    "path status": {"html"},
-}
+ELSEWHERE = {"config schema": {"out"}, "profile": {"ranks", "memory"}, "promote": {"verify"}, "predict": {"config"}}
 """What a function gives in another way: the schema is returned, options of `trace` are part of its argument, and
 `check_promoted` verifies, and `workload` is what the config of `predict` names."""
 

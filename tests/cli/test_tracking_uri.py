@@ -20,7 +20,6 @@ COMMANDS = {
     "promote": ["promote", "none", "--as", "champion"],
     "rollback": ["rollback", MODEL],
     "export": ["export", "none", "--out", "x.safetensors"],
-    "path fetch": ["path", "fetch", "none"],
     "registry invalidate": ["registry", "invalidate", "none", "--reason", "x"],
     "registry curve": ["registry", "curve"],
 }

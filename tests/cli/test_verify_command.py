@@ -76,6 +76,7 @@ def test_a_correct_training_passes_and_prints_its_certificate(folder, capsys):
     (stored,) = (folder / "runs").glob("verify-good-*/certificate.json")
     written = certificate.pop("written")
     assert written["certificate.json"] == str(stored) and written["folder"] == str(stored.parent)
+    assert certificate.pop("summary").startswith("passed: the same training: 4 variants")
     assert json.loads(stored.read_text()) == certificate
     assert "repeats itself to the bit" in (stored.parent / "verification.txt").read_text()
 

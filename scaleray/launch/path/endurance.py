@@ -1,4 +1,4 @@
-"""What a path asks of a training beside its result: that it survives being killed, and that it stays well for long."""
+"""Trainings that a path judges by more than their result: one that is killed and resumes, and a long one."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ from scaleray.errors import ScaleRayError
 from scaleray.filesystems import set_aside
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.policy_file import read_policy
-from scaleray.launch.path.commands import Outcome, folder_of, is_finished, log_of, of_training, ran
-from scaleray.launch.path.figures import numbers_of
-from scaleray.launch.path.tasks import CANDIDATE, POLICY, run_folder
+from scaleray.launch.path.commands import LOOK_S, Outcome, finite, folder_of, held, is_finished, of_training, ran
+from scaleray.launch.path.tasks import CANDIDATE, POLICY, log_of, run_folder
 from scaleray.records.path import PathRecord, PathTask
 from scaleray.records.read import read_record
 from scaleray.records.run import RunRecord
 from scaleray.tracking.steps_file import step_rows
 
-LOOK_S = 0.05
 LIMIT_S = 3600.0
 """Seconds without a checkpoint after which a training is not waited for any longer."""
 
@@ -39,10 +37,10 @@ def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -
     assert folder is not None
     if not _was_killed(folder):
         set_aside(folder)  # it was cut off before it had a checkpoint, or came to its end unhurt
-        killed = _killed(words, folder, log_of(path, task.key))
+        killed = _killed(words, folder, log_of(path, task))
         if not killed:
             return Outcome(1, "it ended before it could be killed: it is too short for a checkpoint on its way")
-    outcome = Outcome(0) if is_finished(folder) else ran(path, task.key, words)
+    outcome = Outcome(0) if is_finished(folder) else ran(path, task, words)
     if outcome.code:
         return outcome
     compared = _compared(path, folder)
@@ -60,11 +58,9 @@ def _was_killed(folder: Path) -> bool:
 
 def _killed(words: Sequence[str], folder: Path, log: Path) -> bool:
     """Start a training and kill it with all its processes once it has a checkpoint; whether that came in time."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as kept:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "scaleray", *words, "--json"], stdout=kept, stderr=kept, start_new_session=True
-        )
+    command = [sys.executable, "-m", "scaleray", *words, "--json"]
+    with held(log) as lock, log.open("a") as kept:
+        process = subprocess.Popen(command, stdout=kept, stderr=kept, start_new_session=True, pass_fds=[lock])
         try:
             until = time.monotonic() + LIMIT_S
             while process.poll() is None and time.monotonic() < until:
@@ -97,12 +93,12 @@ def _compared(path: PathRecord, folder: Path) -> Outcome:
     figures = {"steps": record.steps, "went on after step": record.resumed_after[-1], metric: value}
     words = f"killed, went on after step {record.resumed_after[-1]} of {record.steps}"
     if other is None or value is None or other.metrics.get(metric) is None:
-        return Outcome(1, f"{words}; nothing that was not killed has {metric}", numbers_of(figures), str(folder))
+        return Outcome(1, f"{words}; nothing that was not killed has {metric}", finite(figures), str(folder))
     apart = abs(value - other.metrics[metric])
     figures["differs by"] = apart
     allowed = policy.convergence.metric_margin
     words += f"; {metric} {value:.4g}, not killed {other.metrics[metric]:.4g} (may differ by {allowed:g})"
-    return Outcome(int(apart > allowed), words, numbers_of(figures), str(folder))
+    return Outcome(int(apart > allowed), words, finite(figures), str(folder))
 
 
 def judged_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Outcome:
@@ -122,7 +118,7 @@ def judged_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Out
         told.append(f"a step of its last quarter takes {drift:.2f} x one of its second")
     if too_many:
         told.append(f"{record.nonfinite_steps} steps were not finite")
-    figures = {**outcome.figures, **numbers_of({"drift": drift, "alerts": len(record.alerts)})}
+    figures = {**outcome.figures, **finite({"drift": drift, "alerts": len(record.alerts)})}
     return Outcome(int(bool(begun) or too_many), "; ".join(told), figures, str(folder))
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from scaleray.errors import UsageError
 from scaleray.filesystems import set_aside
-from scaleray.launch.path.commands import Outcome, folder_of, going_on, ran
+from scaleray.launch.path.commands import Outcome, folder_of, going_on, held, ran
 from scaleray.launch.path.endurance import judged_soak, killed_and_gone_on
 from scaleray.launch.path.runbook import write_runbook
 from scaleray.launch.path.state import find_path, locked, write
-from scaleray.launch.path.tasks import DECIDE, STUDY, SWEEP, again, filled
+from scaleray.launch.path.tasks import DECIDE, STUDY, SWEEP, filled, log_of, tasks_of
 from scaleray.records.path import OVER, STEPS, PathDecision, PathRecord, PathTask
 from scaleray.records.run import Say
 from scaleray.records.start import steady_time
@@ -64,12 +65,13 @@ def _step(name: str) -> str:
 
 
 def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathRecord:
-    """Leave a task out, with the reason that the page shows. Raises UsageError for one that is not there."""
+    """Leave a task out, with the reason that the status shows. Raises UsageError for one that is not there."""
     path = find_path(name)
     if not reason.strip():
-        raise UsageError("--reason", reason or None, "whoever reads the path later must know why")
+        raise UsageError("--reason", reason or None, "the readers of the path must know why")
     with locked(path) as path:
         known = _known(path, task)
+        _refuse_running(path, [known])
         by, at = user_or_somebody(), time.time()
         path = _with(path, replace(known, status="skipped", words=reason, by=by, started_at=at))
         path = write(_decided(path, f"skip {task}", reason))
@@ -82,7 +84,8 @@ def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> Pat
     with locked(path) as path:
         first = path.tasks.index(_known(path, task))
         after = [one.key for one in path.tasks[first:] if one.status != "skipped" or one.key == task]
-        fresh = {one.key: one for one in again(replace(path, tasks=[]), path.settings)}
+        _refuse_running(path, [one for one in path.tasks if one.key in after])
+        fresh = {one.key: one for one in tasks_of(path)}
         path = replace(path, tasks=[_opened(t, fresh[t.key]) if t.key in after else t for t in path.tasks])
         path = write(_decided(path, f"redo {task}", reason))
     return path
@@ -128,10 +131,11 @@ def _run(path: PathRecord, task: PathTask, *, say: Say) -> PathRecord:
 def _outcome(path: PathRecord, task: PathTask, *, say: Say) -> Outcome:
     if task.act == "runbook":
         return write_runbook(path)
-    say(f"{task.key}: {task.shell}")
+    with held(log_of(path, task)):  # the command of an earlier call, which was killed, has ended
+        say(f"{task.key}: {task.shell}")
     if task.act == "faults":
         return killed_and_gone_on(path, task, task.ran)
-    outcome = ran(path, task.key, task.ran)
+    outcome = ran(path, task, task.ran)
     return judged_soak(path, outcome, task.ran) if task.act == "soak" else outcome
 
 
@@ -142,6 +146,14 @@ def _advised(path: PathRecord, advice: str) -> PathRecord:
         return path
     plain = task.words[task.words.index("a person decides") :]
     return _with(path, replace(task, words=f"the sweep says: {advice} Now {plain}"))
+
+
+def _refuse_running(path: PathRecord, tasks: Sequence[PathTask]) -> None:
+    """Raise UsageError for a task whose command still runs, as its call was killed."""
+    for task in tasks:
+        if task.status == "running":
+            hint = f"wait for its end, or end it; its log is {log_of(path, task)}"
+            raise UsageError("the task", task.key, "its command still runs", hint)
 
 
 def _known(path: PathRecord, key: str) -> PathTask:

@@ -1,4 +1,4 @@
-"""The state of a path: one folder, with a copy in MLflow, so that a colleague can go on."""
+"""The state of a path: one folder, with which a colleague can go on."""
 
 from __future__ import annotations
 
@@ -11,32 +11,25 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import yaml
 
 from scaleray.config import RunConfig, Target, load_config
 from scaleray.config.base import Duration, absolute_path, without_password
 from scaleray.config.checkpoint import default_storage_path
-from scaleray.errors import ConfigError, TrackingError, UsageError, first_line
+from scaleray.errors import ConfigError, UsageError, first_line
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.policy_file import read_policy
-from scaleray.launch.path.tasks import JOB, POLICY, STATE, tasks_of
+from scaleray.launch.path.tasks import JOB, POLICY, STATE, log_of, tasks_of
 from scaleray.launch.promote.pipeline import KINDS
 from scaleray.launch.session.start import with_absolute_paths
 from scaleray.records.json_record import jsonable
 from scaleray.records.path import PathRecord
 from scaleray.reproducibility.fingerprint import git_state
-from scaleray.tracking.operations import LogArtifact, LogParams, SetTags
-from scaleray.tracking.store import RunStore, check_reachable, open_client, resolve_uri, sqlite_path
+from scaleray.tracking.store import check_reachable, resolve_uri
 from scaleray.user_name import user_or_somebody
 
-if TYPE_CHECKING:
-    from mlflow.entities import Run
-
-EXPERIMENT = "paths"
-NAME = "scaleray.path.name"
-"""Tag of a path's run in MLflow."""
 LOCK, SQLITE = ".lock", "sqlite:///"
 SOAK = 3
 """How much longer than the job the long training is."""
@@ -57,7 +50,7 @@ def start_path(
     local: bool = False,
     overrides: Sequence[str] | Mapping[str, Any] = (),
 ) -> PathRecord:
-    """Begin a path: a folder with the job, the policy and the tasks, and a run in MLflow.
+    """Begin a path: a folder with the job, the policy and the tasks.
 
     config: YAML file of the training. target: metric, >= or <=, and a value. workers: of the distributed training.
     runs: trainings of each side; with fewer than the policy asks for the gates answer `inconclusive`. name: of the
@@ -97,10 +90,11 @@ def start_path(
         tracking_uri=without_password(resolve_uri(whole.tracking.uri)),
     )
     _refuse_taken(path)
+    check_reachable(resolve_uri(path.tracking_uri))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / JOB).write_text(yaml.safe_dump(job, sort_keys=False))
     (folder / POLICY).write_text(yaml.safe_dump(jsonable(held.model_dump(mode="json")), sort_keys=False))
-    return write(_with_run(replace(path, tasks=tasks_of(path))))
+    return write(replace(path, tasks=tasks_of(path)))
 
 
 def _target(target: str, workers: int, runs: int) -> Target:
@@ -141,28 +135,10 @@ def _of_code(policy: Policy) -> list[str]:
 
 
 def _refuse_taken(path: PathRecord) -> None:
-    """Raise UsageError for a path of this name, here or in the same MLflow."""
+    """Raise UsageError for a path of this name."""
     if (Path(path.folder) / STATE).exists():
         taken = f"there is a path of this name in {path.folder}"
         raise UsageError("--name", path.name, taken, "scaleray path next goes on with it; or name this one otherwise")
-    if (run := copy_in_mlflow(path.tracking_uri, path.name)) is not None:
-        by, where = run.data.tags.get("mlflow.user"), run.data.params.get("folder")
-        taken = f"MLflow has a path of this name, which {by} began in {where}"
-        hint = "go on with that one, where its folder is gone after scaleray path fetch, or name this one otherwise"
-        raise UsageError("--name", path.name, taken, hint)
-    check_reachable(resolve_uri(path.tracking_uri))
-
-
-def copy_in_mlflow(uri: str, name: str) -> Run | None:
-    """MLflow's run of the path of this name, with its state; None where there is none. Raises TrackingError."""
-    uri = resolve_uri(uri)
-    if uri.startswith("sqlite:") and not sqlite_path(uri).exists():
-        return None
-    check_reachable(uri)
-    client = open_client(uri)
-    experiment = client.get_experiment_by_name(EXPERIMENT)
-    found = [] if experiment is None else client.search_runs([experiment.experiment_id])
-    return next((run for run in found if run.data.tags.get(NAME) == name), None)
 
 
 def _job(config: RunConfig, file: Path) -> dict[str, Any]:
@@ -204,7 +180,7 @@ def read(folder: Path) -> PathRecord:
     here = absolute_path(str(folder))
     if found.folder != here:  # it was moved, or is mounted
         found = PathRecord.from_json(json.dumps(_moved(found.to_dict(), found.folder, here)))
-    return found if _is_locked(folder) else _interrupted(found)
+    return found if _is_locked(folder / LOCK) else _interrupted(found)
 
 
 def _moved(value: Any, before: str, here: str) -> Any:
@@ -222,37 +198,22 @@ def _moved(value: Any, before: str, here: str) -> Any:
 
 
 def _interrupted(path: PathRecord) -> PathRecord:
-    """The path as it is where nobody goes on with it: what was running has been cut off."""
-    cut = [replace(task, status="interrupted") if task.status == "running" else task for task in path.tasks]
+    """The path after a call that was cut off. A task whose command has ended since, is no longer running."""
+    cut = [
+        replace(task, status="interrupted") if task.status == "running" and not _is_locked(log_of(path, task)) else task
+        for task in path.tasks
+    ]
     return replace(path, tasks=cut)
 
 
 def write(path: PathRecord) -> PathRecord:
-    """Write the state, whole or not at all, and its copy in MLflow if that answers; gives the path, which says why the
-    copy is behind where it does not. The folder is what counts: the next write sends all of it again."""
-    path = replace(path, copy_behind="")
-    _write_file(path)
-    if not path.run_id:
-        return path
-    try:
-        uri = resolve_uri(path.tracking_uri)
-        check_reachable(uri, timeout_s=2.0)
-        store = RunStore(uri, path.run_id, path.experiment_id)
-        store.send(LogArtifact(str(Path(path.folder) / STATE)))
-        following = path.next_task()
-        store.send(SetTags({"scaleray.path.next": "" if following is None else following.key}))
-    except Exception as exc:  # whatever it is: nothing that was trained depends on it
-        path = replace(path, copy_behind=first_line(exc))
-        _write_file(path)
-    return path
-
-
-def _write_file(path: PathRecord) -> None:
+    """Write the state, whole or not at all."""
     place = Path(path.folder) / STATE
     part = place.with_name(f".{STATE}.part")
     part.unlink(missing_ok=True)  # a colleague's, who was killed
     part.write_text(path.to_json())  # with the mode that the umask gives, as all other files of the folder
     part.replace(place)
+    return path
 
 
 @contextlib.contextmanager
@@ -291,44 +252,13 @@ def _lock_file(folder: Path) -> IO[str]:
         return place.open()
 
 
-def _is_locked(folder: Path) -> bool:
-    """Whether somebody goes on with the path in a folder; a lock that cannot be asked is as good as none."""
+def _is_locked(file: Path) -> bool:
+    """Whether a process holds the lock on a file; a lock that cannot be read is as good as none."""
     try:
-        with (folder / LOCK).open() as lock:
+        with file.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
     return False
-
-
-def _with_run(path: PathRecord) -> PathRecord:
-    try:
-        store = RunStore.create(
-            resolve_uri(path.tracking_uri),
-            experiment=EXPERIMENT,
-            run_name=path.name,
-            tags={"scaleray.kind": "path", "mlflow.user": path.by, NAME: path.name},
-            key=f"path-{path.name}-{path.started_at}",
-        )
-        store.send(
-            LogParams(
-                {
-                    "target": path.target,
-                    "workers": path.workers,
-                    "strategy": path.strategy,
-                    "runs": path.runs,
-                    "folder": path.folder,
-                }
-            )
-        )
-        store.send(LogArtifact(f"{path.folder}/{JOB}"))
-        store.send(LogArtifact(f"{path.folder}/{POLICY}"))
-    except TrackingError:  # the folder may hold what is not the path's
-        for file in (JOB, POLICY):
-            (Path(path.folder) / file).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            Path(path.folder).rmdir()
-        raise
-    return replace(path, run_id=store.run_id, experiment_id=store.experiment_id)

@@ -1,98 +1,125 @@
-"""The tasks of a path, by its settings: what each runs, and where it writes."""
+"""The tasks of a path: name, command, what each needs and what it proves."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from scaleray.errors import UsageError
 from scaleray.monitoring.rules.files import PATH as ALERTS
-from scaleray.records.path import Act, PathRecord, PathTask
+from scaleray.records.path import PathRecord, PathTask
+from scaleray.records.printed import quantity
 
-JOB, POLICY, STATE, RUNS, PIPELINE = "job.yaml", "policy.yaml", "path.json", "runs", "pipeline"
+JOB, POLICY, STATE = "job.yaml", "policy.yaml", "path.json"
+RUNS, PIPELINE, LOGS = "runs", "pipeline", "logs"
 BASELINE, CANDIDATE = "baseline", "candidate"
 VERIFY, STUDY, SWEEP, DECIDE = "distribute/verify", "optimise/study", "optimise/sweep", "optimise/decide"
 FIRST, GATE, PROMOTE, CHECK = "distribute/first-0", "validate/gate", "produce/promote", "produce/check"
 BATCH = "batch.global_size"
-ALERTS_WORD = "{alerts}"
-"""Place of the rules of alerts with the limits that the promotion has measured."""
+NEEDS = {
+    "{study}": (STUDY,),
+    "{verify}": (VERIFY,),
+    "{alerts}": (PROMOTE,),
+    "{quarter}": (f"validate/{CANDIDATE}-0", FIRST),
+}
+"""Words of a command that stand for results, and the tasks that give them: folders of the study and of the certificate,
+rules of alerts with the limits that the promotion measured, a quarter of the first known training's steps."""
+A_PERSON = (
+    f"a person decides: `scaleray path skip {DECIDE} --reason WORDS` goes on with this job; "
+    "`scaleray path start --name NAME --section.key value ...` begins a path with another"
+)
 NO_CLUSTER = "the path began without --cluster, for which the planner would give advice"
 
 
 def tasks_of(path: PathRecord) -> list[PathTask]:
-    """The tasks of a path, in their order."""
-    return [*_baseline(path), *_distribute(path), *_optimise(path), *_validate(path), *_produce(path)]
-
-
-def _baseline(path: PathRecord) -> list[PathTask]:
-    first = replace(path, settings={})  # the baseline and the first run are what changes are held against
-    return [_training(first, "baseline", BASELINE, seed, workers=1) for seed in range(path.runs)]
-
-
-def _distribute(path: PathRecord) -> list[PathTask]:
-    verify = ["verify", *job_words(path), "--strategies", path.strategy, "--world-sizes"]
-    first = replace(path, settings={})  # what a trial changes asks for proofs, not for other machines
-    advice = _task("distribute/plan", f"what the planner advises for {path.cluster or 'a cluster'}",
-                   ["plan", *job_words(first), "--cluster", str(path.cluster)])  # fmt: skip
-    if path.cluster is None:
-        advice = replace(advice, command=[], status="skipped", words=NO_CLUSTER)
-    return [
-        _task("distribute/doctor", "the machines are ready", ["doctor", *job_words(first), *_local(path)]),
-        _task(VERIFY, "the distributed training equals that of one process",
-              [*verify, f"1,{path.workers}", *_local(path)]),
-        _task("distribute/resume", "an interrupted training goes on as if it had not been",
-              [*verify, str(path.workers), "--resume", *_local(path)]),
-        advice,
-        _training(first, "distribute", "first", 0, workers=path.workers),
-    ]  # fmt: skip
-
-
-def _optimise(path: PathRecord) -> list[PathTask]:
-    half, most = max(path.workers, path.batch_size // 2), 4 * path.batch_size
-    sweep = ["sweep", *job_words(replace(path, settings={})), "--guided", "--batch-sizes", f"{half}..{most}",
-             "--rules", "linear,sqrt,none"]  # fmt: skip
-    sweep += ["--stop.at", path.target, "--workers-per-trial", str(path.workers)]
-    return [
-        _task(STUDY, "speed and efficiency by the number of workers",
-              ["study", *job_words(path), "--world-sizes", f"1,{path.workers}", *_local(path)]),
-        _task("optimise/profile", "what limits the first run", ["profile", run_folder(path, "first-0")]),
-        _task(SWEEP, "which batch size and rule of the learning rate are worth a trial", sweep),
-        PathTask(key=DECIDE, act="decide", what="changes to try, or to go on without one",
-                 words="a person decides: `scaleray path try NAME --section.key value ...`, or `scaleray path skip "
-                 f"{DECIDE} --reason WORDS`"),
-    ]  # fmt: skip
-
-
-def _validate(path: PathRecord) -> list[PathTask]:
-    found = [_training(path, "validate", CANDIDATE, seed, workers=path.workers) for seed in range(path.runs)]
-    size = int(path.settings.get(BATCH, path.batch_size))
-    sizes = [one for one in (size // 2, 2 * size) if one >= path.workers]
-    found += [_training(path, "validate", f"batch-{one}", 0, workers=path.workers, settings={BATCH: one})
-              for one in sizes]  # fmt: skip
-    found += [_training(path, "validate", f"workers-{one}", 0, workers=one) for one in between(path.workers)]
-    faults = _training(path, "validate", "faults", 0, workers=path.workers, settings={"checkpoint.every": "{quarter}"})
-    soak = _training(path, "validate", "soak", 0, workers=path.workers, settings={"stop.after": path.soak})
-    return [
-        *found,
-        replace(faults, act="faults", what="killed in the middle, and gone on to the same end"),
-        replace(soak, act="soak", what=f"a long training: {path.soak}"),
-        _task(GATE, "all five gates", ["gate", *_evidence(path)]),
-    ]
-
-
-def _produce(path: PathRecord) -> list[PathTask]:
-    uri = ["--uri", path.tracking_uri] if path.tracking_uri else []
+    """The table of a path's tasks, in their order: name, what each proves, and its command, whose words in braces are
+    results of other tasks (`NEEDS`)."""
+    job, local = job_words(path), ["--local"] if path.local else []
+    verify = ["verify", *job, "--strategies", path.strategy, "--world-sizes"]
+    halved, doubled = max(path.workers, path.batch_size // 2), 2 * path.batch_size
     pipeline = ["--pipeline", f"{path.folder}/{PIPELINE}"]
+    seeds = range(path.runs)
+    plan = PathTask(
+        key="distribute/plan",
+        what=f"what the planner advises for {path.cluster or 'a cluster'}",
+        command=["plan", *job, "--cluster", str(path.cluster)],
+    )
     return [
-        _task(PROMOTE, f"a version that {path.alias} names, with the pipeline that trains it again",
-              ["promote", *_evidence(path), "--as", path.alias, "--model", path.model, *pipeline,
-               "--cluster", path.kind]),
-        _task(CHECK, "the version holds what was promoted, and its pipeline trains it",
-              ["promote", "--verify", f"{path.model}@{path.alias}", *pipeline, *uri]),
-        _task("produce/dashboards", "dashboards for Grafana, and a configuration of Prometheus",
-              ["dashboards", "write", "--folder", f"{path.folder}/dashboards", "--alerts", ALERTS_WORD]),
-        PathTask(key="produce/runbook", act="runbook", what="a runbook for whoever is called"),
+        *(_training(path, f"{BASELINE}/{BASELINE}-{seed}", workers=1, seed=seed) for seed in seeds),
+        PathTask(key="distribute/doctor", what="the machines are ready", command=["doctor", *job, *local]),
+        PathTask(
+            key=VERIFY,
+            what="the distributed training equals that of one process",
+            command=[*verify, f"1,{path.workers}", *local],
+        ),
+        PathTask(
+            key="distribute/resume",
+            what="an interrupted training goes on as if it had not been",
+            command=[*verify, str(path.workers), "--resume", *local],
+        ),
+        plan if path.cluster is not None else replace(plan, command=[], status="skipped", words=NO_CLUSTER),
+        _training(path, FIRST),
+        PathTask(
+            key=STUDY,
+            what="speed and efficiency by the number of workers",
+            command=["study", *job, "--world-sizes", f"1,{path.workers}", *local],
+        ),
+        PathTask(
+            key="optimise/profile",
+            what="what limits the first run",
+            command=["profile", run_folder(path, FIRST.partition("/")[2])],
+        ),
+        PathTask(
+            key=SWEEP,
+            what="which batch size and rule of the learning rate reach the target fastest",
+            command=[
+                "sweep", *job, "--guided", "--batch-sizes", f"{halved}..{2 * doubled}", "--rules", "linear,sqrt,none",
+                "--stop.at", path.target, "--workers-per-trial", str(path.workers),
+            ],
+        ),
+        PathTask(key=DECIDE, act="decide", what="to go on with this job, or with a changed one", words=A_PERSON),
+        *(_training(path, f"validate/{CANDIDATE}-{seed}", seed=seed) for seed in seeds),
+        *(
+            _training(path, f"validate/batch-{size}-0", {BATCH: size})
+            for size in (path.batch_size // 2, doubled)
+            if size >= path.workers
+        ),
+        *(_training(path, f"validate/workers-{number}-0", workers=number) for number in between(path.workers)),
+        replace(
+            _training(path, "validate/faults-0", {"checkpoint.every": "{quarter}"}),
+            act="faults",
+            what="killed in the middle, and gone on to the same end",
+        ),
+        replace(
+            _training(path, "validate/soak-0", {"stop.after": path.soak}),
+            act="soak",
+            what=f"a long training: {path.soak}",
+        ),
+        PathTask(key=GATE, what="all five gates", command=["gate", *_evidence(path)]),
+        PathTask(
+            key=PROMOTE,
+            what=f"a version that {path.alias} names, with the pipeline that trains it again",
+            command=[
+                "promote", *_evidence(path), "--as", path.alias, "--model", path.model, *pipeline, "--cluster",
+                path.kind,
+            ],
+        ),
+        PathTask(
+            key=CHECK,
+            what="the version holds what was promoted, and its pipeline trains it",
+            command=[
+                "promote", "--verify", f"{path.model}@{path.alias}", *pipeline,
+                *(["--uri", path.tracking_uri] if path.tracking_uri else []),
+            ],
+        ),
+        PathTask(
+            key="produce/dashboards",
+            what="dashboards for Grafana, and a configuration of Prometheus",
+            command=["dashboards", "write", "--folder", f"{path.folder}/dashboards", "--alerts", "{alerts}"],
+        ),
+        PathTask(key="produce/runbook", act="runbook", what="a runbook for the people on call"),
     ]  # fmt: skip
 
 
@@ -105,43 +132,32 @@ def between(workers: int) -> list[int]:
     return found
 
 
-def again(path: PathRecord, settings: Mapping[str, Any]) -> list[PathTask]:
-    """The tasks of a path whose trainings have other settings: those whose command that changes are open again."""
-    known = {task.key: task for task in path.tasks}
-    fresh = tasks_of(replace(path, settings=dict(settings)))
-    return [
-        known[one.key] if one.key in known and known[one.key].command == one.command else one for one in fresh
-    ]  # fmt: skip
-
-
-def trial_training(path: PathRecord, name: str, seed: int, settings: Mapping[str, Any]) -> PathTask:
-    """A training of a trial, or of what is the best beside it."""
-    return _training(path, "optimise", name, seed, workers=path.workers, settings=settings)
-
-
 def filled(path: PathRecord, words: Sequence[str]) -> list[str]:
-    """The words of a command with what earlier tasks gave: folders of study and certificate, a quarter of a training's
-    steps; trainings that were skipped are left out. Raises UsageError where no baseline is left."""
-    places, found = {"{study}": STUDY, "{verify}": VERIFY, ALERTS_WORD: PROMOTE}, list[str]()
+    """The words of a command with the results of the tasks that it needs; trainings that were skipped are left out.
+    Raises UsageError where no baseline is left."""
+    found = list[str]()
     skipped = {run_folder(path, task.key.partition("/")[2]) for task in path.tasks if task.status == "skipped"}
     for word in words:
-        if word == "{quarter}":
-            found.append(f"{_quarter(path)} steps")
-        elif word in skipped and words[0] != "train":
+        if word in skipped and words[0] != "train":
             continue
-        elif word not in places:
+        if word not in NEEDS:
             found.append(word)
-        elif (
-            (task := path.task(places[word])) is not None
-            and task.status == "done"
-            and (task.folder or word == ALERTS_WORD)
-        ):
-            found.append(f"{path.folder}/{PIPELINE}/{ALERTS}" if word == ALERTS_WORD else task.folder)
+        elif word == "{quarter}":
+            found.append(f"{_quarter(path)} steps")
+        elif result := _result(path, word):
+            found.append(result)
         else:
             found.pop()  # the option that names it: the gates say what lacks, and limits are the usual ones
     if "--against" in words:
         _check_sides(path, skipped)
     return found
+
+
+def _result(path: PathRecord, word: str) -> str:
+    task = path.task(NEEDS[word][0])
+    if task is None or task.status != "done":
+        return ""
+    return f"{path.folder}/{PIPELINE}/{ALERTS}" if word == "{alerts}" else task.folder
 
 
 def _check_sides(path: PathRecord, skipped: set[str]) -> None:
@@ -153,7 +169,7 @@ def _check_sides(path: PathRecord, skipped: set[str]) -> None:
 
 
 def _quarter(path: PathRecord) -> int:
-    for key in (f"validate/{CANDIDATE}-0", FIRST):
+    for key in NEEDS["{quarter}"]:
         if (task := path.task(key)) is not None and task.figures.get("steps"):
             return max(1, int(task.figures["steps"]) // 4)
     raise UsageError(
@@ -165,33 +181,26 @@ def _quarter(path: PathRecord) -> int:
 
 
 def _training(
-    path: PathRecord, step: str, name: str, seed: int, *, workers: int, settings: Mapping[str, Any] | None = None
+    path: PathRecord, key: str, keys: Mapping[str, Any] | None = None, *, workers: int | None = None, seed: int = 0
 ) -> PathTask:
-    run = f"{name}-{seed}"
-    words = ["train", *job_words(path, settings), "--scale.workers", str(workers), "--seed", str(seed)]
-    words += ["--tracking.run-name", run]
-    words += _local(path) if workers == 1 else []  # several workers of a training are Ray's
-    many = f"{workers} worker{'s' * (workers > 1)}"
-    of_size = f", batch {settings[BATCH]}" if settings and BATCH in settings else ""
-    return _task(f"{step}/{run}", f"a training on {many}{of_size}, seed {seed}", words, act="train")
+    """A training of the path's job with other keys of the config. workers: None is all."""
+    number = path.workers if workers is None else workers
+    command = ["train", *job_words(path, keys), "--scale.workers", str(number), "--seed", str(seed)]
+    command += ["--tracking.run-name", key.partition("/")[2]]
+    command += ["--local"] if path.local and number == 1 else []  # several workers of a training are Ray's
+    of_size = f", batch {keys[BATCH]}" if keys and BATCH in keys else ""
+    what = f"a training on {quantity(number, 'worker')}{of_size}, seed {seed}"
+    return PathTask(key=key, what=what, command=command, act="train")
 
 
-def _task(key: str, what: str, words: list[str], act: Act = "command") -> PathTask:
-    return PathTask(key=key, what=what, command=words, act=act)
-
-
-def job_words(path: PathRecord, settings: Mapping[str, Any] | None = None) -> list[str]:
-    """Options that name the path's job, what was changed in it, and where its runs are kept. A database in the path's
+def job_words(path: PathRecord, keys: Mapping[str, Any] | None = None) -> list[str]:
+    """Options that name the path's job, other keys of it, and where its runs are kept. A database in the path's
     folder is named too, as the job names where it was before the folder moved."""
     words = ["-c", f"{path.folder}/{JOB}"]
     words += ["--tracking.uri", path.tracking_uri] if f"{path.folder}/" in path.tracking_uri else []
-    for key, value in {**path.settings, **(settings or {})}.items():
+    for key, value in (keys or {}).items():
         words += [f"--{key.replace('_', '-')}", str(value)]
     return [*words, "--checkpoint.storage-path", f"{path.folder}/{RUNS}"]
-
-
-def _local(path: PathRecord) -> list[str]:
-    return ["--local"] if path.local else []
 
 
 def run_folder(path: PathRecord, run: str) -> str:
@@ -205,3 +214,8 @@ def _evidence(path: PathRecord) -> list[str]:
     )
     policy = ["--policy", f"{path.folder}/{POLICY}"]
     return [*candidates, "--against", *baselines, *policy, "--study", "{study}", "--certificates", "{verify}"]
+
+
+def log_of(path: PathRecord, task: PathTask) -> Path:
+    """The file with what the task's command has logged."""
+    return Path(path.folder) / LOGS / f"{task.key.replace('/', '-')}.log"

@@ -9,7 +9,7 @@ import pytest
 
 import scaleray
 from scaleray.launch.path import commands as of_commands
-from scaleray.launch.path import endurance, trials
+from scaleray.launch.path import endurance
 from scaleray.launch.path.state import start_path
 from tests import study_examples
 
@@ -33,11 +33,10 @@ def path(tmp_path, empty_database):
 
 
 class Commands:
-    """Answers commands as scaleray would. codes: of the next ones; speeds: of trainings by their name's beginning;
-    printed: by the command's first word."""
+    """Answers commands as scaleray would. codes: of the next ones; printed: by the command's first word."""
 
     def __init__(self):
-        self.ran, self.codes, self.speeds, self.printed = [], [], {}, {}
+        self.ran, self.codes, self.printed = [], [], {}
 
     def __call__(self, words, *, log):
         self.ran.append(list(words))
@@ -48,15 +47,14 @@ class Commands:
             (folder / "run.json").write_text("{}")
             if code == 0:
                 self.train(folder, resumed=[2] if "--resume" in words else [])
-            return code, {"samples_per_s": 100.0, "steps": 40, "written": {"folder": str(folder)}}, "Error: it broke"
+            return code, {"written": {"folder": str(folder)}}, "Error: it broke"
         return code, {"written": {"folder": f"/{words[0]}"}, **self.printed.get(words[0], {})}, "its last words"
 
     def train(self, folder, resumed=()):
-        name, _, seed = folder.name.rpartition("-")
-        speed = self.speeds.get(name, 100.0) + int(seed)
+        speed = 100.0 + int(folder.name.rpartition("-")[2])
         record = study_examples.run_record(
             name=folder.name, samples_per_s=speed, run_dir=str(folder), metrics={"test/accuracy": 0.95},
-            resumed_after=list(resumed),
+            resumed_after=list(resumed), steps=40,
         )  # fmt: skip
         (folder / "record.json").write_text(record.to_json())
         (folder / "steps.csv").write_text(study_examples.steps_csv(40))
@@ -66,7 +64,6 @@ class Commands:
 def commands(monkeypatch):
     answering = Commands()
     monkeypatch.setattr(of_commands, "run_command", answering)
-    monkeypatch.setattr(trials, "run_command", answering)
 
     def killed(words, folder, log):
         folder.mkdir(parents=True)

@@ -12,9 +12,8 @@ import pytest
 import scaleray
 from scaleray.cli.main import run_command
 from scaleray.errors import ConfigError, UsageError
-from scaleray.gates.answer import GateResult
 from scaleray.launch.path import commands as of_commands
-from scaleray.launch.path import endurance, trials
+from scaleray.launch.path import endurance
 from scaleray.launch.path.runbook import runbook
 from scaleray.launch.path.state import find_path, locked, read, start_path
 from tests.launch.path.conftest import to_the_gates
@@ -32,7 +31,8 @@ def test_a_path_begins_with_as_many_trainings_on_one_worker_as_there_are_seeds(p
 def test_each_call_does_one_task_and_until_does_a_step(path, commands):
     after = scaleray.next_on_path(path.folder)
     assert [task.status for task in after.tasks[:2]] == ["done", "open"]
-    assert after.tasks[0].figures == {"samples_per_s": 100.0, "test/accuracy": 0.95, "steps": 40.0}
+    figures = after.tasks[0].figures
+    assert {"samples_per_s": 100.0, "test/accuracy": 0.95, "steps": 40.0}.items() <= figures.items(), figures
     after = scaleray.next_on_path(path.folder, until="distribute")
     assert {task.key: task.status for task in after.tasks if task.step in ("baseline", "distribute")} == {
         "baseline/baseline-0": "done", "baseline/baseline-1": "done", "distribute/doctor": "done",
@@ -85,8 +85,7 @@ def test_a_command_that_fails_stops_the_path_and_is_run_again(path, commands):
 
 @pytest.mark.parametrize(("code", "answer"), [(1, "fail"), (3, "inconclusive")])
 def test_a_gate_that_does_not_pass_stops_the_path_before_anything_is_promoted(path, commands, code, answer):
-    check = {"what": "repeated runs", "answer": answer, "words": "2 of each; 5 are asked for"}
-    commands.printed["gate"] = {"gates": [{"gate": "scaling", "answer": answer, "checks": [check]}]}
+    commands.printed["gate"] = {"summary": f"scaling {answer}; scaling: repeated runs: 2 of each; 5 are asked for"}
     to_the_gates(path)
     commands.codes = [0] * 6 + [code]  # four trainings, the fault's, the soak's
     after = scaleray.next_on_path(path.folder, until="produce")
@@ -267,86 +266,10 @@ def test_a_promotion_that_is_done_again_sets_its_pipeline_aside(path, commands):
     assert (Path(path.folder) / "pipeline.before-1").is_dir() and not (Path(path.folder) / "pipeline").exists()
 
 
-class TestTrials:
-    def ready(self, path):
-        policy = Path(path.folder) / "policy.yaml"
-        policy.write_text("convergence: {min_runs: 2, metric_margin: 0.5, not_faster_than_chance: false}\n")
-        return scaleray.next_on_path(path.folder, until="produce")
-
-    def test_a_change_is_left_where_it_is_not_faster_beyond_the_noise(self, path, commands):
-        self.ready(path)
-        after = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder)
-        (trial,) = after.trials
-        assert not trial.is_kept and "within the noise" in trial.verdict and after.settings == {}
-        trained = [words[words.index("--tracking.run-name") + 1] for words in commands.ran[-4:]]
-        assert trained == ["best-0-0", "larger-0", "best-0-1", "larger-1"], "in turns"
-
-    def test_one_that_was_interrupted_goes_on(self, path, commands):
-        self.ready(path)
-        commands.codes = [0, 0, 0, 1]
-        with pytest.raises(UsageError, match="exit code 1: Error: it broke"):
-            scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder)
-        (trial,) = find_path(path.folder).trials
-        assert trial.verdict == ""
-        with pytest.raises(UsageError, match="it was tried with"):
-            scaleray.try_on_path("larger", {"batch.global_size": "32"}, name=path.folder)
-        number = len(commands.ran)
-        (trial,) = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder).trials
-        assert trial.verdict and [words[:2] for words in commands.ran[number:]] == [["train", "--resume"]]
-        again = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder)
-        assert again.trials == [trial] and len(commands.ran) == number + 1
-
-    def test_a_key_that_is_none_is_found_before_anything_is_trained(self, path, commands):
-        self.ready(path)
-        number = len(commands.ran)
-        with pytest.raises(ConfigError, match="globl_size"):
-            scaleray.try_on_path("larger", {"batch.globl_size": "16"}, name=path.folder)
-        assert len(commands.ran) == number and find_path(path.folder).trials == []
-
-    def test_learning_that_was_not_shown_to_be_no_worse_leaves_a_faster_change(self, path, commands):
-        self.ready(path)
-        commands.speeds = {"larger": 1000.0}
-        after = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder)
-        (trial,) = after.trials
-        assert not trial.is_kept and "beyond the noise" in trial.verdict and "learning inconclusive" in trial.verdict
-
-    def test_a_change_that_is_kept_is_in_the_trainings_to_come_and_proven_anew(self, path, commands, monkeypatch):
-        monkeypatch.setattr(
-            trials, "convergence_gate", lambda *a, **m: GateResult(gate="convergence", answer="pass", checks=[])
-        )
-        self.ready(path)
-        commands.speeds = {"larger": 1000.0}
-        after = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder)
-        assert after.settings == {"batch.global_size": "16"} and after.next_task().key == "distribute/verify"
-        assert [task.status for task in after.tasks if task.step == "baseline"] == ["done", "done"]
-        candidate = after.task("validate/candidate-0").command
-        assert candidate[candidate.index("--batch.global-size") + 1] == "16"
-        assert "--batch.global-size" not in after.task("baseline/baseline-0").command
-        with pytest.raises(UsageError, match="changes are tried at optimise/decide"):
-            scaleray.try_on_path("more", {"batch.global_size": "32"}, name=path.folder)
-        scaleray.next_on_path(path.folder, until="optimise")
-        with pytest.raises(UsageError, match="name it otherwise"):
-            scaleray.try_on_path("larger", {"batch.global_size": "32"}, name=path.folder)
-        assert {"validate/batch-8-0", "validate/batch-32-0"} <= {task.key for task in after.tasks}
-
-    def test_runs_that_are_too_short_to_have_a_speed_are_judged_in_words(self, path, commands, monkeypatch):
-        before = commands.train
-
-        def train(folder, resumed=()):
-            before(folder, resumed)
-            record = json.loads((folder / "record.json").read_text())
-            (folder / "record.json").write_text(json.dumps({**record, "samples_per_s": None}))
-
-        monkeypatch.setattr(commands, "train", train)
-        self.ready(path)
-        (trial,) = scaleray.try_on_path("larger", {"batch.global_size": "16"}, name=path.folder).trials
-        assert not trial.is_kept and trial.verdict.startswith("too short to have a speed")
-        assert [task.key for task in trial.trainings][::2] == ["optimise/best-0-0", "optimise/best-0-1"]
-
-    def test_the_sweep_says_what_is_worth_a_trial(self, path, commands):
-        commands.printed["sweep"] = {"words": ["goodput is highest at batch 16."]}
-        task = self.ready(path).next_task()
-        assert task.key == "optimise/decide" and "goodput is highest at batch 16. Now a person decides" in task.words
+def test_the_sweep_says_what_to_decide_by(path, commands):
+    commands.printed["sweep"] = {"summary": "goodput is highest at batch 16."}
+    task = scaleray.next_on_path(path.folder, until="produce").next_task()
+    assert task.key == "optimise/decide" and "goodput is highest at batch 16. Now a person decides" in task.words
 
 
 def test_the_runbook_says_what_is_usual_and_what_every_alert_asks_for(path, commands):
@@ -357,7 +280,7 @@ def test_the_runbook_says_what_is_usual_and_what_every_alert_asks_for(path, comm
     (Path(path.folder) / "pipeline").mkdir()
     (Path(path.folder) / "pipeline" / "pipeline.json").write_text('{"alert_limits": ["no_progress_s 40: 20 seen"]}')
     assert "- no_progress_s 40: 20 seen" in runbook(after)
-    assert "| samples_per_s | 100 | 100 | 100 to 100 |" in text and "scaleray rollback digits@champion" in text
+    assert "| samples_per_s | 100.5 | 100.5 | 100 to 101 |" in text and "scaleray rollback digits@champion" in text
     assert "| no_progress | critical |" in text
 
 
@@ -371,17 +294,6 @@ def test_a_path_goes_on_where_its_folder_was_moved_to(path, commands, tmp_path):
     assert str(path.folder) not in " ".join(word for task in read(moved).tasks for word in task.command)
 
 
-def test_mlflow_has_the_state_as_it_is_now(path, commands):
-    from scaleray.tracking.store import open_client
-
-    scaleray.next_on_path(path.folder)
-    client = open_client(path.tracking_uri)
-    run = client.get_run(path.run_id)
-    assert run.data.tags["scaleray.path.next"] == "baseline/baseline-1" and run.data.params["workers"] == "2"
-    kept = json.loads(Path(client.download_artifacts(path.run_id, "path.json")).read_text())
-    assert kept["tasks"][0]["status"] == "done"
-
-
 def test_two_at_once_and_two_of_one_name_are_refused(path, tmp_path):
     with locked(path), pytest.raises(UsageError, match="somebody else"):
         scaleray.next_on_path(path.folder)
@@ -390,10 +302,6 @@ def test_two_at_once_and_two_of_one_name_are_refused(path, tmp_path):
             tmp_path / "job.yaml", "a/b >= 1", workers=2, name="digits",
             overrides={"checkpoint.storage_path": str(tmp_path / "runs")},
         )  # fmt: skip
-    elsewhere = {"checkpoint.storage_path": str(tmp_path / "others"), "tracking.uri": path.tracking_uri}
-    with pytest.raises(UsageError, match="MLflow has a path of this name"):
-        start_path(tmp_path / "job.yaml", "a/b >= 1", workers=2, name="digits", overrides=elsewhere)
-    assert not (tmp_path / "others").exists()
 
 
 def test_bad_input_is_one_message(path, tmp_path):

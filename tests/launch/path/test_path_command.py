@@ -4,90 +4,71 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import scaleray
 from scaleray.cli.main import run_command
-from scaleray.launch.path.state import find_path, write
+from scaleray.launch.path.state import find_path
 from tests.launch.path.conftest import JOB, to_the_gates
-
-
-@pytest.fixture
-def alone(path):
-    """The path without its copy in MLflow, which costs a second at each task."""
-    return write(replace(path, run_id=""))
 
 
 def along(path, *words):
     return run_command(["path", *words, "--name", path.folder])
 
 
-def test_next_prints_the_command_of_the_next_task_and_does_nothing(alone, commands, capsys):
-    assert along(alone, "next", "--print") == 0
+def test_next_prints_the_command_of_the_next_task_and_does_nothing(path, commands, capsys):
+    assert along(path, "next", "--print") == 0
     note, command = capsys.readouterr().out.splitlines()
     assert note == "# baseline/baseline-0: a training on 1 worker, seed 0"
-    assert shlex.split(command) == ["scaleray", *alone.tasks[0].command]
-    assert commands.ran == [] and find_path(alone.folder).tasks[0].status == "open"
-    along(alone, "next", "--print", "--until", "produce", "--json")
+    assert shlex.split(command) == ["scaleray", *path.tasks[0].command]
+    assert commands.ran == [] and find_path(path.folder).tasks[0].status == "open"
+    along(path, "next", "--print", "--until", "produce", "--json")
     told = json.loads(capsys.readouterr().out)["tasks"]
     assert [one["key"] for one in told][-2:] == ["optimise/sweep", "optimise/decide"], "a person decides"
     assert all("{" not in one["command"] for one in told)
 
 
-def test_what_is_printed_has_what_earlier_tasks_gave(alone, commands, capsys):
-    to_the_gates(alone)
+def test_what_is_printed_has_what_earlier_tasks_gave(path, commands, capsys):
+    to_the_gates(path)
     commands.codes = [0] * 6 + [1]
-    scaleray.next_on_path(alone.folder, until="validate")
-    assert along(alone, "next", "--print") == 0
+    scaleray.next_on_path(path.folder, until="validate")
+    assert along(path, "next", "--print") == 0
     assert "--study /study --certificates /verify" in capsys.readouterr().out
 
 
-def test_exit_codes_say_done_failed_and_that_a_person_must_decide(alone, commands, capsys):
-    assert along(alone, "next") == 0
+def test_exit_codes_say_done_failed_and_that_a_person_must_decide(path, commands, capsys):
+    assert along(path, "next") == 0
     commands.codes = [1]
-    assert along(alone, "next") == 1
+    assert along(path, "next") == 1
     assert "baseline/baseline-1 failed: Error: it broke" in capsys.readouterr().out
-    assert along(alone, "next", "--until", "optimise") == 3
-    assert along(alone, "next", "--print") == 3
+    assert along(path, "next", "--until", "optimise") == 3
+    assert along(path, "next", "--print") == 3
     assert "a person decides" in capsys.readouterr().out
-    assert along(alone, "skip", "optimise/decide", "--reason", "fast enough") == 0
+    assert along(path, "skip", "optimise/decide", "--reason", "fast enough") == 0
     commands.codes = [0] * 6 + [3]
-    assert along(alone, "next", "--until", "produce") == 3, "a gate is inconclusive"
-    assert along(alone, "next", "--until", "produce") == 0
-    assert along(alone, "next") == 0 and "the path is at its end" in capsys.readouterr().out
+    assert along(path, "next", "--until", "produce") == 3, "a gate is inconclusive"
+    assert along(path, "next", "--until", "produce") == 0
+    assert along(path, "next") == 0 and "the path is at its end" in capsys.readouterr().out
 
 
-def test_status_says_how_far_it_is_as_lines_as_json_and_as_a_page(alone, commands, capsys, tmp_path):
-    along(alone, "next")
+def test_status_shows_every_task_and_decision_as_tables_and_as_json(path, commands, capsys):
+    commands.printed["doctor"] = {"summary": "ready: 11 checks of 1 node are green"}
+    along(path, "next", "--until", "distribute")
+    along(path, "skip", "optimise/study", "--reason", "<fast> enough")
     capsys.readouterr()
-    assert along(alone, "status", "--html", str(tmp_path / "page.html")) == 0
+    assert along(path, "status") == 0
     said = capsys.readouterr().out
-    assert "baseline: 1 of 2" in said and f"page: {tmp_path / 'page.html'}" in said
-    assert "Path to production" in (tmp_path / "page.html").read_text()
-    assert along(alone, "status", "--json") == 0
+    assert "baseline: 2 of 2" in said and "ready: 11 checks of 1 node are green" in said
+    assert [said.count(f"{task.key.partition('/')[2]} ") > 0 for task in path.tasks].count(False) == 0
+    assert said.count("<fast> enough") == 2, "as the result of the task, and as a decision"
+    assert along(path, "status", "--json") == 0
     assert json.loads(capsys.readouterr().out)["tasks"][0]["status"] == "done"
-    assert along(alone, "status", "--html", str(tmp_path / "no" / "page.html")) == 2
-    assert "--html" in capsys.readouterr().err
-
-
-def test_a_trial_is_tried_as_it_is_typed(alone, commands, capsys):
-    policy = Path(alone.folder) / "policy.yaml"
-    policy.write_text("convergence: {min_runs: 2, metric_margin: 0.5, not_faster_than_chance: false}\n")
-    along(alone, "next", "--until", "optimise")
-    assert along(alone, "try", "larger", "--batch.global-size", "16") == 0
-    assert "left: larger {'batch.global_size': '16'}: " in capsys.readouterr().out
-    assert along(alone, "redo", "optimise/sweep") == 0
-    assert find_path(alone.folder).next_task().key == "optimise/sweep"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["try", "larger"], "a change is missing"),
-        (["try", "larger", "--batch.global-size"], "it is a key of the config and its value"),
         (["next", "--until", "the end"], "steps are baseline"),
         (["next", "--print", "--until", "the end"], "steps are baseline"),
         (["skip", "baseline", "--reason", "no"], "digits has baseline/baseline-0"),
@@ -95,8 +76,8 @@ def test_a_trial_is_tried_as_it_is_typed(alone, commands, capsys):
         (["redo", "the/end"], "digits has baseline/baseline-0"),
     ],
 )
-def test_a_slip_is_one_message(alone, commands, capsys, words, message):
-    assert along(alone, *words) == 2
+def test_a_slip_is_one_message(path, commands, capsys, words, message):
+    assert along(path, *words) == 2
     said = capsys.readouterr()
     assert message in said.err + said.out and "Traceback" not in said.err and commands.ran == []
 
@@ -108,7 +89,7 @@ def test_a_path_begins_as_it_is_typed_and_not_without_a_training(tmp_path, mlflo
     keys = ["--checkpoint.storage-path", str(tmp_path / "runs"), "--tracking.uri", f"sqlite:///{mlflow_database}"]
     assert run_command([*words, "2", "--runs", "2", "--name", "digits", *keys]) == 0
     assert "2 trainings of each side are fewer than the policy's 5" in capsys.readouterr().out
-    assert (tmp_path / "runs" / "path-digits" / "path.html").is_file()
+    assert (tmp_path / "runs" / "path-digits" / "path.json").is_file()
     assert run_command([*words, "1", *keys]) == 2
     assert run_command([*words, "2", "--batch.globl-size", "8", *keys]) == 2
     assert run_command(["path", "start", "--target", "a/b >= 1", "--workers", "2"]) == 2

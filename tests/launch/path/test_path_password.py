@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
-from mlflow.artifacts import download_artifacts
 
 import scaleray
+from scaleray.cli.main import run_command
 from scaleray.errors import TrackingError
-from scaleray.launch.path import fetched, state
-from scaleray.launch.path.fetched import fetch_path
-from scaleray.reports.records.path import write_path_page
+from scaleray.launch.path import state
 from scaleray.tracking import store
 from tests.launch.path.conftest import JOB
 
@@ -20,16 +17,12 @@ URI = "http://me:hunter2@127.0.0.1:9"
 
 
 @pytest.fixture
-def database(tmp_path, empty_database, monkeypatch):
-    """An MLflow that stands in for the one at URI."""
-    real, place = store.open_client, f"sqlite:///{shutil.copy(empty_database, tmp_path / 'mlflow.db')}"
-    for module in (store, state, fetched):
-        monkeypatch.setattr(module, "open_client", lambda uri: real(place))
-    for module in (store, state):
-        monkeypatch.setattr(module, "check_reachable", lambda uri, **_: None)
+def job(tmp_path, monkeypatch):
+    """A job whose MLflow at URI answers."""
+    monkeypatch.setattr(state, "check_reachable", lambda uri: None)
     (tmp_path / "job.py").write_text("class Job:\n    pass\n")
     (tmp_path / "job.yaml").write_text(JOB)
-    return place
+    return tmp_path
 
 
 def start(folder, **keys):
@@ -41,25 +34,23 @@ def secrets_in(folder):
     return [path for path in Path(folder).rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
 
 
-def test_the_password_is_in_no_file_artifact_page_or_command(tmp_path, database, monkeypatch):
+def test_the_password_is_in_no_file_command_or_output(job, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", URI)
-    path = start(tmp_path, **{"tracking.uri": URI})
+    path = start(job, **{"tracking.uri": URI})
     path = scaleray.skip_on_path("distribute/doctor", "the machine is known", name=path.folder)
-    assert path.copy_behind == "" and secrets_in(path.folder) == []
-    kept = download_artifacts(run_id=path.run_id, dst_path=str(tmp_path / "kept"), tracking_uri=database)
-    assert (Path(kept) / "path.json").exists() and secrets_in(kept) == []
+    assert secrets_in(path.folder) == []
     commands = [word for task in path.tasks for word in task.command]
     assert "http://me:***@127.0.0.1:9" in commands and "hunter2" not in " ".join(commands)
-    write_path_page(path, tmp_path / "page.html")
-    assert "hunter2" not in (tmp_path / "page.html").read_text()
-    shutil.rmtree(path.folder)
-    assert secrets_in(fetch_path("p", storage_path=str(tmp_path / "new")).folder) == []
+    for words in (["status"], ["status", "--json"], ["next", "--print", "--until", "produce"]):
+        run_command(["path", *words, "--name", path.folder])
+    said = capsys.readouterr()
+    assert "the machine is known" in said.out and "hunter2" not in said.out + said.err
 
 
-def test_an_address_whose_password_the_next_command_cannot_know_begins_no_path(tmp_path, database):
+def test_an_address_whose_password_the_next_command_cannot_know_begins_no_path(job):
     with pytest.raises(TrackingError, match="set MLFLOW_TRACKING_URI to the address with its password") as caught:
-        start(tmp_path, **{"tracking.uri": URI})
-    assert "hunter2" not in str(caught.value) and not (tmp_path / "runs").exists()
+        start(job, **{"tracking.uri": URI})
+    assert "hunter2" not in str(caught.value) and not (job / "runs").exists()
 
 
 def test_a_saved_address_has_the_password_of_the_environment_only_if_all_else_is_the_same(monkeypatch):
