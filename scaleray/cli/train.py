@@ -90,11 +90,11 @@ def train(
 def _kept(record: RunRecord, tracking_uri: str) -> list[str]:
     """Lines on the report and on the page of all trainings. Never raises: the run itself is complete."""
     from scaleray.reports.records.kept import keep_for_readers
-    from scaleray.tracking import run_views
+    from scaleray.tracking import saved_views
 
     try:
         path = keep_for_readers(record, tracking_uri=tracking_uri)
     except Exception as exc:  # mlflow and its drivers, matplotlib and the disk share no base class
         return [f"warning: no report was written ({type(exc).__name__}: {first_line(exc)}); scaleray report writes one"]
-    where = run_views.link(tracking_uri, record.experiment_id)
+    where = saved_views.trainings_link(tracking_uri, record.experiment_id)
     return [*([f"report:  {path}"] if path else []), f"all runs: {where}"]

@@ -57,7 +57,6 @@ from scaleray.tracking.study_values import (
     trial_params,
     trial_values,
 )
-from scaleray.tracking.study_views import KEY_TAG, view_of
 from scaleray.tracking.writer import Writer
 
 Kind = Literal["scaling-study", "sweep"]
@@ -124,7 +123,7 @@ class ParentRun:
             run._write(LogParams(params))
             for of_split in datasets:
                 run._write(LogDataset(**of_split))
-            run._write(SetTags({KEY_TAG: store.run_id}))
+            run._write(SetTags({saved_views.KEY_TAG: store.run_id}))
             run._save_view(None)
         return run
 
@@ -262,7 +261,11 @@ class ParentRun:
         tags: Mapping[str, str],
         status: str = "FINISHED",
     ) -> None:
-        own = {KEY_TAG: self.run_id, "scaleray.kind": CHILD_KIND[self.kind], "mlflow.source.name": "scaleray"}
+        own = {
+            saved_views.KEY_TAG: self.run_id,
+            "scaleray.kind": CHILD_KIND[self.kind],
+            "mlflow.source.name": "scaleray",
+        }
         self._write(
             LogChild(
                 key,
@@ -297,7 +300,9 @@ class ParentRun:
         self._write(LogMetrics(as_points(values)))
 
     def _save_view(self, record: StudyRecord | SweepRecord | None) -> None:
-        self._write(SaveView(*saved_views.tag(self._view_key, view_of(self.kind, self.name, self.run_id, record))))
+        self._write(
+            SaveView(*saved_views.tag(self._view_key, saved_views.view_of(self.kind, self.name, self.run_id, record)))
+        )
 
     def _write(self, operation: StudyOperation) -> None:
         self._num_asked += 1

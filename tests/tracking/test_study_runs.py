@@ -26,7 +26,6 @@ from scaleray.tracking.study_values import (
     thinned,
     trial_name,
 )
-from scaleray.tracking.study_views import view_of
 
 
 def client(uri):
@@ -343,10 +342,11 @@ def test_a_file_that_holds_no_record_is_refused_when_it_is_sent(tmp_path, text):
 def test_a_view_survives_its_packing_and_fits_into_a_tag():
     record = study_examples.sweep()
     for found in (record, None):
-        view = view_of("sweep", "a name with <b> and 'quotes'", "0" * 32, found)
+        view = saved_views.view_of("sweep", "a name with <b> and 'quotes'", "0" * 32, found)
         name, value = saved_views.tag("key", view, created_at=1.8e9)
         assert name == "mlflow.sharedViewState.key" and len(value) < saved_views.LONGEST_TAG
         assert json.loads(value)["createdAt"] == 1_800_000_000_000
+        assert found is None or view.charts[0].title == f"Best {record.metric}"
         state = saved_views.state_of(value)
         sections = {section["uuid"] for section in state["compareRunSections"] if section["display"]}
         assert {chart["metricSectionId"] for chart in state["compareRunCharts"]} == sections

@@ -9,7 +9,7 @@ from typing import Any
 from scaleray.records.run import RunRecord
 from scaleray.reports.page.page import render
 from scaleray.reports.records.run import run_page
-from scaleray.tracking import run_views
+from scaleray.tracking import saved_views
 from scaleray.tracking.accepted import acceptable_name
 from scaleray.tracking.steps_file import step_rows
 from scaleray.tracking.store import open_client
@@ -29,7 +29,7 @@ def keep_for_readers(record: RunRecord, *, tracking_uri: str) -> str | None:
         path = (folder if is_local else Path(temporary)) / NAME
         path.write_text(html)
         client.log_artifact(record.run_id, str(path))
-    run_views.save(client, record.experiment_id, record.metrics)
+    saved_views.save_trainings(client, record.experiment_id, record.metrics)
     return str(path) if is_local else None
 
 

@@ -6,7 +6,7 @@ import pytest
 from mlflow import MlflowClient
 
 from scaleray import user_name
-from scaleray.tracking import provenance, run_views, saved_views
+from scaleray.tracking import provenance, saved_views
 from scaleray.tracking.operations import LogDataset, LogMetrics, LogParams
 from scaleray.tracking.store import RunStore
 from scaleray.tracking.study_runs import ParentRun
@@ -24,11 +24,11 @@ def store(uri):
 
 def view_in(uri, store):
     tags = MlflowClient(uri).get_experiment(store.experiment_id).tags
-    return saved_views.state_of(tags[f"{saved_views.TAG}{run_views.KEY}"])
+    return saved_views.state_of(tags[f"{saved_views.TAG}{saved_views.TRAININGS}"])
 
 
-def test_the_table_has_what_tells_runs_apart_and_the_loss_is_the_first_chart(uri, store):
-    run_views.save(store.client, store.experiment_id, ["test/loss", "test/accuracy"])
+def test_the_table_has_what_tells_runs_apart_and_the_evaluation_metric_is_first(uri, store):
+    saved_views.save_trainings(store.client, store.experiment_id, ["test/loss", "test/accuracy"])
     state = view_in(uri, store)
     for column in (
         "params.`topology.workers`",
@@ -39,28 +39,30 @@ def test_the_table_has_what_tells_runs_apart_and_the_loss_is_the_first_chart(uri
     ):
         assert column in state["selectedColumns"]
     charts = [chart["metricKey"] for chart in state["compareRunCharts"]]
-    assert charts[0] == "train/loss" and charts.index("train/loss") < charts.index("perf/samples_per_s")
+    assert charts[:3] == ["test/accuracy", "test/loss", "train/loss"] and charts.index("perf/samples_per_s") > 2
+    columns = [name for name in state["selectedColumns"] if name.startswith("metrics.")]
+    assert columns[:3] == ["metrics.`test/accuracy`", "metrics.`test/loss`", "metrics.`train/loss`"]
     assert state["orderByKey"] == "attributes.start_time" and not state["orderByAsc"]
     (found,) = store.client.search_runs([store.experiment_id], state["searchFilter"])
     assert found.info.run_id == store.run_id
 
 
 def test_a_run_with_other_metrics_adds_its_columns_and_the_same_ones_change_nothing(uri, store):
-    run_views.save(store.client, store.experiment_id, ["test/accuracy"])
-    run_views.save(store.client, store.experiment_id, ["val/bleu"])
+    saved_views.save_trainings(store.client, store.experiment_id, ["test/accuracy"])
+    saved_views.save_trainings(store.client, store.experiment_id, ["val/bleu"])
     state = view_in(uri, store)
     assert {"metrics.`test/accuracy`", "metrics.`val/bleu`"} <= set(state["selectedColumns"])
     before = MlflowClient(uri).get_experiment(store.experiment_id).tags
-    run_views.save(store.client, store.experiment_id, ["test/accuracy"])
+    saved_views.save_trainings(store.client, store.experiment_id, ["test/accuracy"])
     assert MlflowClient(uri).get_experiment(store.experiment_id).tags == before
 
 
 def test_a_view_of_many_metrics_fits_into_a_tag(store):
-    run_views.save(
+    saved_views.save_trainings(
         store.client, store.experiment_id, [f"validation_{number}/a_long_name_of_a_metric" for number in range(40)]
     )
     tags = store.client.get_experiment(store.experiment_id).tags
-    assert len(tags[f"{saved_views.TAG}{run_views.KEY}"]) < saved_views.LONGEST_TAG
+    assert len(tags[f"{saved_views.TAG}{saved_views.TRAININGS}"]) < saved_views.LONGEST_TAG
 
 
 def test_owner_source_and_commit_are_those_that_mlflow_shows(uri, store):
@@ -94,7 +96,7 @@ def test_a_study_has_its_datasets_as_a_training_has(uri):
 
 
 def test_the_link_opens_the_table(uri, store):
-    link = run_views.link(uri, store.experiment_id)
+    link = saved_views.trainings_link(uri, store.experiment_id)
     assert link.endswith(
-        f"/#/experiments/{store.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={run_views.KEY}"
+        f"/#/experiments/{store.experiment_id}/runs?workflowType=machine_learning&viewStateShareKey={saved_views.TRAININGS}"
     )
