@@ -1,4 +1,4 @@
-"""What the commands do, as functions: `import scaleray` has each of them under its own name, loaded on first use.
+"""The commands as functions: `import scaleray` has each of them under its own name, loaded on first use.
 
 A config is a RunConfig, a YAML file, or a mapping of dotted keys or sections; a workload is a class or an object, and
 None is the one that the config names. All raise UsageError for what the user can mend.
@@ -49,10 +49,10 @@ def train(
     that run. workload: an instance or class, a notebook's own too; None loads the config's. resume: continue an
     interrupted run: its folder, its name, or `auto` for the newest unfinished run of the same training, if there is
     one. allow_change: keys of the config that may differ from that run's although they alter the training. local: in
-    this process, without Ray. progress: show a live table, in a notebook or on a terminal; None does so where somebody
-    watches, false never. show: called with the run's messages as they arrive, say with lines about what happens
-    meanwhile, expect_steps with the length of the training once it is known. started_at: wall clock from which the time
-    to the first step is counted; None is now.
+    this process, without Ray. progress: show a live table, in a notebook or on a terminal; None does so on a terminal
+    or in a notebook, false never. show: called with the run's messages as they arrive, say with lines about what
+    happens meanwhile, expect_steps with the length of the training once it is known. started_at: wall clock from which
+    the time to the first step is counted; None is now.
 
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
@@ -137,8 +137,8 @@ def study(
 
     modes: strong (the global batch divided), weak (a batch that grows with the workers), or both. repeats: turns of
     each size, of at least so many steps and seconds. to_target: train each size to stop.at as well. noise: measure the
-    gradient noise scale. relaunch: launch each size on its own. force: measure anew what is known. oversubscribe:
-    although workers share cores. points_of: folders of studies whose points stand on the same curves. local: in gloo
+    gradient noise scale. relaunch: launch each size on its own. force: measure again what is known. oversubscribe:
+    although workers share cores. points_of: folders of studies whose points belong to the same curves. local: in gloo
     processes, without Ray.
     """
     from scaleray.launch.study.plan import Question
@@ -199,8 +199,8 @@ def sweep(
     batch_sizes: such as "32..2048" or "32,64"; rules: "linear,sqrt"; learning_rates: "1e-4..1e-2"; vary:
     ["optimizer.weight_decay=0,0.01"]; these and the others up to `metric` are the options of `scaleray sweep`.
     guided_share: run only what is worth it, within this share of the grid's samples. against_grid: folder of a sweep of
-    the whole grid, to judge that choice by. continue_folder: of an interrupted sweep, which goes on as it was asked
-    for, with None as the config; tracking_uri: where MLflow is then.
+    the whole grid, to judge that choice by. continue_folder: of an interrupted sweep, which continues with its own
+    options, with None as the config; tracking_uri: where MLflow is then.
     """
     from scaleray.launch.sweep.folder import grid_record
     from scaleray.launch.sweep.sweep import sweep as run
@@ -236,7 +236,8 @@ def sweep(
 
 @names_what_is_missing
 def compare(*runs: str | Path, uri: str | None = None) -> Comparison:
-    """What differs between recorded trainings, studies or sweeps, each beside the first, and whether one became slower.
+    """Differences between recorded trainings, studies or sweeps, each compared with the first, and whether one became
+    slower.
 
     runs: folders, names in the storage path, or ids or names in MLflow at `uri`.
     """

@@ -1,4 +1,4 @@
-"""What `scaleray cluster up`, `status` and `down` do, as functions."""
+"""`scaleray cluster up`, `status` and `down` as functions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 def cluster_up(
     name: str = "local", *, nodes: int = 1, cpus: int | None = None, port: int | None = None
 ) -> LocalCluster:
-    """Start a Ray cluster of several nodes on this machine, which goes on until it is told to end; with `with`, until
-    the end of the context.
+    """Start a Ray cluster of several nodes on this machine, which runs until `cluster_down`; with `with`, until the end
+    of the context.
 
-    name: of at most 12 letters, to have several beside each other. nodes: its head among them. cpus: that each node
-    hands out, which may be more than the machine has; None shares out one more than it has. port: of the head on
-    127.0.0.1; None takes one that is free. Raises UsageError.
+    name: of at most 12 letters, to have several at once. nodes: its head among them. cpus: that each node hands out,
+    which may be more than the machine has; None shares out one more than it has. port: of the head on 127.0.0.1; None
+    takes one that is free. Raises UsageError.
     """
     from scaleray.launch.cluster import local_clusters
 

@@ -1,4 +1,4 @@
-"""What `scaleray submit` and `scaleray jobs` do, as functions."""
+"""`scaleray submit` and `scaleray jobs` as functions."""
 
 from __future__ import annotations
 

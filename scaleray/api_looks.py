@@ -1,4 +1,4 @@
-"""What `scaleray watch`, `scaleray config` and `scaleray tracking` do, as functions."""
+"""`scaleray watch`, `scaleray config` and `scaleray tracking` as functions."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tracking_ui(*, uri: str | None = None, port: int = 5000) -> int:
 
 @names_what_is_missing
 def live_state(run: str | Path, *, uri: str | None = None) -> LiveState:
-    """What is known of a run now: how far it is, its loss, speed, phases, ranks and alerts, or how it ended.
+    """Current state of a run: how far it is, its loss, speed, phases, ranks and alerts, or how it ended.
 
     run: its folder, its name in the storage path or in the cluster of RAY_ADDRESS, or its id or name in MLflow at
     `uri`. Disturbs nothing.
@@ -88,10 +88,10 @@ def live_state(run: str | Path, *, uri: str | None = None) -> LiveState:
 def watch(
     run: str | Path | None = None, *, interval: float = 2.0, uri: str | None = None
 ) -> Iterator[LiveState | list[LiveState]]:
-    """A run as it goes on: its state again and again, until it has ended.
+    """A run while it trains: its state again and again, until it has ended.
 
     run: as for `live_state`; None gives all runs of this machine and of the cluster of RAY_ADDRESS that live or ended
-    within the last hour, and never ends. interval: seconds between two looks.
+    within the last hour, and never ends. interval: seconds between two states.
     """
     from scaleray.launch.watch.find import states_of
 

@@ -134,7 +134,7 @@ def prune(
 
 @checkpoint_app.command
 def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json: Json = False) -> int:
-    """Write an incremental checkpoint anew as a full one, which depends on no other."""
+    """Write an incremental checkpoint again as a full one, which depends on no other."""
     from scaleray.launch.model.stored_checkpoints import rebuild_checkpoint
 
     with with_stages():

@@ -24,14 +24,14 @@ def up(
     block: Flag = False,
     json: Json = False,
 ) -> int:
-    """Start a Ray cluster of several nodes on this machine, which goes on until `scaleray cluster down`.
+    """Start a Ray cluster of several nodes on this machine, which runs until `scaleray cluster down`.
 
     It listens on 127.0.0.1 alone and wants the token of this user.
 
     Parameters
     ----------
     name
-        Its name, of at most 12 letters, to have several beside each other.
+        Its name, of at most 12 letters, to have several at once.
     nodes
         How many nodes it has, its head among them.
     cpus

@@ -40,7 +40,7 @@ def write(
     folder
         Where to write; each kind has a folder in it.
     check
-        Only compare what stands there with what would be written. Exit code 1 where they differ.
+        Only compare the files there with those that would be written. Exit code 1 where they differ.
     overwrite
         Replace files that differ.
     """

@@ -9,7 +9,7 @@ from scaleray.errors import ConfigError
 
 
 def compare(*runs: str, uri: Uri = None, fail_if_slower: float | None = None, json: Json = False) -> int:
-    """Show what differs between two or more trainings, studies or sweeps, each beside the first.
+    """Show the differences between two or more trainings, studies or sweeps, each compared with the first.
 
     Differences in config, code, environment, topology and data; figures side by side; and whether step times differ
     beyond noise, with the 95 % interval. Those of the same config, code and machines count as repeats of each other:

@@ -1,6 +1,6 @@
 """Shell completion: cyclopts' own, with every key of the config as an option of the commands that take them.
 
-cyclopts completes what stands in a command's signature. Keys of the config reach a command as loose words, so the
+cyclopts completes the options in a command's signature. Keys of the config reach a command as loose words, so the
 script is made from copies of the commands that have each key as an option of its own, with its choices.
 """
 
@@ -52,7 +52,7 @@ def with_config_keys(app: App) -> App:
 
 
 def _with_options(function: Any) -> Any:
-    """A stand-in of a command with the same options, and the config's keys in place of loose words."""
+    """Copy of a command with the same options, and the config's keys in place of loose words."""
 
     def stand_in(*_: Any, **__: Any) -> None:
         raise AssertionError("only its signature is used")

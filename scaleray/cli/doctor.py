@@ -24,7 +24,7 @@ def doctor(
 
     Versions, GPUs, drivers, limits of the system, shared memory, disks, clocks, ports, the shared storage, MLflow,
     matrix products of every GPU, all-reduces inside and between nodes, and each link between two nodes. Every check is
-    red, yellow or green, with what to do. GPUs that somebody uses are left alone.
+    red, yellow or green, with what to do. GPUs in use are left alone.
 
     Exit code 0 when no check is red, 1 when one is, 2 for bad usage. With a config its storage and MLflow are looked
     at, and its keys can be given as options, as for train.

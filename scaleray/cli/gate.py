@@ -28,11 +28,11 @@ def gate(
     """Ask the gates about a training or a study: fingerprint, equality, scaling, convergence and operations.
 
     Each answers pass, fail or inconclusive, with its numbers and what to do next. Missing evidence never passes. Runs
-    of the same but the seed in the folders beside the candidate and the baseline count as their repeats where only one
+    of the same but the seed in the folders next to the candidate and the baseline count as their repeats where only one
     of them is given; certificates and studies there are found as well.
 
-    Against a registered version the gates are speed, convergence and data: whether today's runs are still like those
-    of the promoted model, by the evidence and the policy that were kept at its promotion.
+    Against a registered version the gates are speed, convergence and data: whether today's runs are still like those of
+    the promoted model, by the evidence and the policy that were kept at its promotion.
 
     Exit code 0 when all pass, 1 when one fails, 3 when one is inconclusive and none fails, 2 for bad usage.
 

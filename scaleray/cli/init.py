@@ -56,7 +56,7 @@ def init(
 
 
 def _asked() -> tuple[str, str | None, str | None, int, str]:
-    """The answers to five questions on the terminal; an empty one is what stands in brackets."""
+    """The answers to five questions on the terminal; an empty one takes the value in brackets."""
     from scaleray.projects.write import KINDS
 
     for number, (kind, about) in enumerate(KINDS.items(), start=1):

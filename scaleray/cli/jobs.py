@@ -65,7 +65,7 @@ def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
     Parameters
     ----------
     follow
-        Go on until it has ended; exit code 1 if it failed. Ctrl-C leaves it alone; the exit code is 130 then.
+        Follow it until it has ended; exit code 1 if it failed. Ctrl-C leaves it alone; the exit code is 130 then.
     """
     jobs = _jobs(to)
     if not follow:

@@ -117,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _has_lost_its_reader(output: int) -> bool:
-    """Whether this end of a pipe has nobody at the other one."""
+    """Whether the reader of this end of a pipe has gone."""
     watch = select.poll()
     watch.register(output, 0)
     return any(state & select.POLLERR for _, state in watch.poll(0))
@@ -161,7 +161,7 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _usage(exc: CycloptsError) -> str:
-    """What is wrong with the words of a command line, and how its command is called."""
+    """The fault in the words of a command line, and how its command is called."""
     command = " ".join(["scaleray", *(exc.command_chain or ())])
     if isinstance(exc, UnusedCliTokensError) and exc.unused_tokens:
         words = " ".join(exc.unused_tokens)

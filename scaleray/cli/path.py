@@ -93,14 +93,14 @@ def next_(
     only_print: Annotated[Flag, Parameter(name="--print")] = False,
     json: Json = False,
 ) -> int:
-    """Do the next task; say what a person must decide where it is not a command's to do.
+    """Do the next task; if a person must decide, print the question.
 
     Exit code 0 when it is done, 1 when its command failed, 3 when gates are inconclusive or a person must decide.
 
     Parameters
     ----------
     until
-        Go on until this step is through: baseline, distribute, optimise, validate or produce.
+        Continue until this step is done: baseline, distribute, optimise, validate or produce.
     only_print
         Do nothing; print the command of the next task, with --until of all as far as they are known.
     """

@@ -1,4 +1,4 @@
-"""What `scaleray plan` answers: the ranked layouts, the outlook, the ways to a target, and what checkpoints cost."""
+"""Answer of `scaleray plan`: the ranked layouts, the outlook, the ways to a target, and the cost of checkpoints."""
 
 from __future__ import annotations
 

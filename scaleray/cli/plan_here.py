@@ -1,5 +1,6 @@
-"""What there is as a cluster: this machine, its GPUs by the driver or its processors where there is none; or the nodes
-of a Ray cluster."""
+"""The hardware at hand as a cluster: this machine, with its GPUs by the driver or its processors without any; or the
+nodes of a Ray cluster.
+"""
 
 from __future__ import annotations
 

@@ -13,15 +13,14 @@ from scaleray.planner.hardware.lookup import Catalogue
 from scaleray.planner.models.profile import ModelProfile
 
 TRACKING = "tracking"
-"""What names the team's MLflow, where scaleray records anyway."""
+"""Value for the team's MLflow, where scaleray records anyway."""
 
 
 def lesson_of(
     where: str, model: ModelProfile, cluster: Cluster, *, config: RunConfig | None, catalogue: Catalogue
 ) -> Lesson:
-    """What the points there teach of this question. config: of the workload that is planned; None for a model by name.
-
-    Raises UsageError where there are none for this kind of GPU.
+    """Corrections from the points there for this question. config: of the workload that is planned; None for a model by
+    name. Raises UsageError if there are none for this kind of GPU.
     """
     key = None if config is None else model_key(config.to_dict())
     return learn(_points(where), model, cluster, key=key, catalogue=catalogue)

@@ -63,7 +63,7 @@ class RecipeOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class MeasuredOptions:
-    """What has been measured."""
+    """Measurements."""
 
     step_time: float | None = None
     """Seconds of a step measured on one GPU of the cluster's kind with --micro-batch samples, to scale the compute."""
@@ -105,7 +105,7 @@ class TargetOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is shown and written."""
+    """Output."""
 
     rows: int = 10
     """Layouts to show."""

@@ -51,7 +51,7 @@ def question_of(
     config: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> Question:
-    """What the planner is asked. Raises ConfigError or UsageError where something is missing, unknown or impossible."""
+    """Question for the planner. Raises ConfigError or UsageError if something is missing, unknown or impossible."""
     if overrides and config is None:
         raise ConfigError(
             "an option",

@@ -1,4 +1,4 @@
-"""A plan as an experiment of the registry: held against the team's policy, and recorded where that is asked for."""
+"""A plan as an experiment of the registry: checked against the team's policy, and recorded on request."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from scaleray.scaling.noise.goodput import Noise, is_trusted, predict_samples
 
 @dataclass(frozen=True)
 class Learned:
-    """What a record says of learning: samples to its target by batch size, and noise scales."""
+    """Facts of a record on learning: samples to its target by batch size, and noise scales."""
 
     samples: Mapping[int, float] = field(default_factory=dict)
     noises: Sequence[Noise] = ()
@@ -30,7 +30,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a plan is asked about the length of the training.
+    """Length of the training for a plan.
 
     samples: samples of the whole training, where it is known how long that is. ways: batch sizes and numbers of GPUs
     with the time that they take, where those were asked for, and `words` on where the target comes from.
@@ -112,9 +112,8 @@ def target_of(
 
 
 def read_learned(path: Path) -> Learned:
-    """What a sweep's trials needed, or the noise scale that a study or a run measured; nothing where it measured none.
-
-    Raises UsageError for a file that is no record.
+    """Samples of a sweep's trials, or the noise scale that a study or a run measured; empty if it measured none. Raises
+    UsageError for a file that is not a record.
     """
     try:
         record = read_record(path)
@@ -130,8 +129,9 @@ def read_learned(path: Path) -> Learned:
 
 
 def _of_sweep(trials: Sequence[Trial]) -> Learned:
-    """What a sweep says of learning; for each batch size, the trial that reached the target with the fewest samples
-    counts."""
+    """Facts of a sweep on learning; for each batch size, the trial that reached the target with the fewest samples
+    counts.
+    """
     samples: dict[int, float] = {}
     noises: dict[int, Noise] = {}
     for trial in trials:

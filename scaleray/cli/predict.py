@@ -33,8 +33,8 @@ def predict(
 ) -> int:
     """Let a run's model predict rows over Ray Data, and write its answers in the order of the rows.
 
-    The answers are the workload's predict(model, batch), or without one what the model returns to its loss. With
-    -c FILE the workload is that of the config, and --weights names the run.
+    The answers are the workload's predict(model, batch), or without one the model's output in its loss. With -c FILE
+    the workload is that of the config, and --weights names the run.
 
     Parameters
     ----------
@@ -45,9 +45,9 @@ def predict(
     split
         A split of the run's own, in place of --data.
     keep
-        Columns of the data to write beside the answers, with commas.
+        Columns of the data to write next to the answers, with commas.
     batch_size
-        Rows that the model is given at a time.
+        Rows in a batch of the model.
     workers
         Ray actors, each of which has the model.
     local

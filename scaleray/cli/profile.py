@@ -107,7 +107,7 @@ def _show_traces(where: str, *, json: bool) -> int:
 
 
 def print_traced(traced: Traced, *, is_error: bool) -> None:
-    """Print the tables of traces, where the file for Perfetto is, and the page, which is written beside them."""
+    """Print the tables of traces, the path of the file for Perfetto, and that of the page, which is next to it."""
     from rich.console import Console
     from rich.text import Text
 

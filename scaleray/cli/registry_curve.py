@@ -1,4 +1,4 @@
-"""What `scaleray registry curve` gathers and writes."""
+"""Data and page of `scaleray registry curve`."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from scaleray.progress import stage
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """What is measured, and how."""
+    """Measurements, and how they are taken."""
 
     world_sizes: str = "1,2"
     """Numbers of workers, with commas."""
@@ -39,9 +39,9 @@ class StudyOptions:
     oversubscribe: Flag = False
     """Measure although workers must share cores; every figure is marked."""
     force: Flag = False
-    """Measure anew what is known already."""
+    """Measure again what is known already."""
     points_of: Several = ()
-    """Folder of another study whose points stand on the same curves; refused if its conditions were others."""
+    """Folder of another study whose points belong to the same curves; refused if its conditions were others."""
     seed: int = 0
     """Seed of the order of turns."""
     local: Flag = False

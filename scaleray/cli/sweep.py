@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class SpaceOptions:
-    """What is tried, and how it is searched."""
+    """Trials, and how they are searched."""
 
     batch_sizes: str | None = None
     """Global batch sizes: 32..2048 is 32 and every doubling up to 2048; or 32,64,256."""
@@ -48,7 +48,9 @@ class SpaceOptions:
     scheduler: Literal["fifo", "asha", "hyperband", "median", "pbt"] = "fifo"
     """fifo runs every trial to its end; asha, hyperband, median stop worse ones early; pbt hands on better weights."""
     metric: str | None = None
-    """What trials are judged by, such as "val/loss min". By default that of stop.at, else the first split's loss."""
+    """Metric that trials are judged by, such as "val/loss min". By default that of stop.at, else the first split's
+    loss.
+    """
 
 
 @Parameter(name="*")
@@ -131,7 +133,7 @@ def _asked(
 
 
 def _given_again(folder: str, config: Path | None, overrides: tuple[str, ...]) -> str | None:
-    """Where MLflow is, the one thing that a sweep which goes on may be told. Raises ConfigError for any other."""
+    """Address of MLflow, the one option that a continued sweep takes. Raises ConfigError for any other."""
     from scaleray.config.loading import read_flags
 
     given = {key: entry.value for key, entry in read_flags(overrides).items()}

@@ -26,8 +26,8 @@ def train(
 ) -> int:
     """Train a workload on Ray: a local cluster, or the one of RAY_ADDRESS.
 
-    Every key of the config can be given as an option, for example --scale.workers 2 --batch.global-size 64;
-    `scaleray config keys` lists them. Options win over SCALERAY_ environment variables, those over the file.
+    Every key of the config can be given as an option, for example --scale.workers 2 --batch.global-size 64; `scaleray
+    config keys` lists them. Options win over SCALERAY_ environment variables, those over the file.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def train(
     allow_change
         A key whose change alters the training, and which may differ from the interrupted run's all the same.
     report
-        Write report.html beside the record, and save the page of all trainings in MLflow.
+        Write report.html next to the record, and save the page of all trainings in MLflow.
     local
         Run in this process without Ray, for a debugger.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """What is compared, and how."""
+    """Variants to compare, and how."""
 
     strategies: str = "own"
     """Names with commas; own: the config's own; all: every one that there is, of which those that do not take this

@@ -1,4 +1,4 @@
-"""`scaleray watch`: a run, or all of them, as they go on."""
+"""`scaleray watch`: a run, or all of them, while they train."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _tables(source: Source) -> Iterator[Any]:
 
 
 def _columns(batch: Any, *, allows_text: bool) -> Mapping[str, Any]:
-    """What Ray's preprocessors return (a dict of arrays, a table or a DataFrame) as columns."""
+    """Columns from the result of Ray's preprocessors: a dict of arrays, a table or a DataFrame."""
     import pyarrow as pa
 
     if isinstance(batch, pa.Table):

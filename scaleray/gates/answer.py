@@ -27,8 +27,9 @@ class Check:
     without noise, and where nothing is known of the noise or no number would do."""
     needed_of: str = "runs of each side"
     remedy: str = ""
-    """Command or key to go on with, where the check did not pass. `-c FILE` stands for the run's config, `RUN` for it,
-    and `--seed N` for the next seed, until the gate knows them."""
+    """Command or key to continue with, if the check did not pass. `-c FILE` means the run's config, `RUN` the run, and
+    `--seed N` the next seed, until the gate knows them.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

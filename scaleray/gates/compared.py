@@ -23,10 +23,9 @@ def compared(
     ask_for: AskFor = "not worse",
     of_logs: bool = False,
 ) -> Check:
-    """Whether the first of two sides is not worse than the second by the margin, or equal within it.
-
-    of_logs: the runs are of logarithms, so that the absolute margin is one of a ratio; told are geometric means, and
-    what is worse as a share.
+    """Whether the first of two sides is not worse than the second by the margin, or equal within it. of_logs: the runs
+    are of logarithms, so that the absolute margin is one of a ratio; the text has geometric means, and the difference
+    as a share.
     """
     candidate, baseline = runs
     mean: Callable[[float], float] = math.exp if of_logs else float

@@ -3,8 +3,8 @@
 A reference point is a set of runs of the reference at one batch size. The mean of a set leaves out its best and its
 worst run (`olympic`). A submission's mean below `slowest_allowed` is faster than chance explains: its recipe, data or
 target is likely another one. The smallest mean that a one-sided pooled t-test does not reject, with the reference's
-standard deviation for both sides, has a closed form, which stands here in place of MLPerf's bisection.
-Source: MLPerf Training rules, section Reference Convergence Points; mlperf-logging 4.1.68, rcp_checker.
+standard deviation for both sides, has a closed form, which is used here in place of MLPerf's bisection. Source: MLPerf
+Training rules, section Reference Convergence Points; mlperf-logging 4.1.68, rcp_checker.
 """
 
 from __future__ import annotations

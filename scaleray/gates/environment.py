@@ -1,7 +1,7 @@
-"""The code and the environment of what was measured, as flat facts that can be compared.
+"""The code and the environment of a measurement, as flat facts that can be compared.
 
-The driver takes down its own machine, which may be a head without any GPU. Where workers told of theirs, these facts
-take the place of the driver's: kinds of GPU (not their number), driver, CUDA, cuDNN and NCCL, kernel and torch.
+The driver takes down its own machine, which may be a head without any GPU. If workers reported theirs, these facts take
+the place of the driver's: kinds of GPU (not their number), driver, CUDA, cuDNN and NCCL, kernel and torch.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from scaleray.records.run import RunRecord
 
 GPU = "environment.accelerators."
 KNOWN_OF_GPUS = ("names", "driver", "cuda", "cudnn", "nccl")
-"""What must be known of GPUs that were used."""
+"""Required facts of GPUs that were used."""
 NO_FACTS = ("nvml_error",)
 """Keys of the accelerators that are no property of them."""
 OF_WORKERS = {"cpu": "environment.cpu.model", "os": "environment.os", "torch": "environment.packages.torch"}
-"""What else workers tell of their machines, and the driver's fact that it replaces."""
+"""Further facts that workers report of their machines, and the driver's fact that each replaces."""
 MISSING = "missing"
 Facts = Mapping[str, Any]
 
 
 def facts_of_environment(environment: Facts, workers: Sequence[Facts] = ()) -> dict[str, Any]:
-    """Code and environment as `reproducibility.fingerprint.environment` took them, as dotted keys. workers: what each
-    worker, or each kind of worker, told of its hardware; without any the driver's is all that is known."""
+    """Code and environment as `reproducibility.fingerprint.environment` took them, as dotted keys. workers: hardware of
+    each worker, or each kind of worker; without any the driver's is all that is known.
+    """
     found = {}
     for key, value in leaves(jsonable(environment)):
         section = "code" if key.startswith("git.") else "environment"
@@ -45,7 +46,7 @@ def facts_of_run(run: RunRecord) -> dict[str, Any]:
 
 
 def workers_of(run: RunRecord) -> list[Facts]:
-    """What each worker of a training told of its hardware; empty where none did."""
+    """Hardware that each worker of a training reported; empty if none did."""
     return list(run.environment.get("workers") or [])
 
 
@@ -55,7 +56,7 @@ def uses_gpus(workers: Iterable[Facts]) -> bool:
 
 
 def unknown_of_gpus(facts: Facts, may_differ: Sequence[str] = ()) -> list[str]:
-    """What facts of a run on GPUs do not say of them, but for what may differ."""
+    """Missing facts of a run on GPUs, except those that may differ."""
     return [
         name
         for name in KNOWN_OF_GPUS

@@ -26,7 +26,7 @@ on them."""
 
 @dataclass(frozen=True)
 class CertificateFacts:
-    """What a certificate says, as far as the gate reads it. date: seconds since 1970."""
+    """Fields of a certificate that the gate reads. date: seconds since 1970."""
 
     name: str
     passed: bool
@@ -67,8 +67,9 @@ class CertificateFacts:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a certificate has to be of: a kind of training, as a run or a study had it. facts: of code and environment;
-    folder: where its config.yaml lies."""
+    """Subject that a certificate must have: a kind of training, as a run or a study had it. facts: of code and
+    environment; folder: the one with its config.yaml.
+    """
 
     strategy: str
     workers: int

@@ -24,7 +24,7 @@ ABOUT_FILES = ("rows", "bytes", "sha256", "hashed", "tokens")
 CONTENT = "content"
 """Word of `hashed` for a hash of all bytes; other hashes are of names and sizes, or there is none."""
 LINK = f"{GPU}interconnect"
-"""What connects GPUs: a fact of trainings on several of them."""
+"""Connection of GPUs: a fact of trainings on several of them."""
 
 
 def fingerprint_gate(

@@ -174,7 +174,7 @@ def _error(candidate: Runs, baseline: Runs, factor: float) -> tuple[float, float
     """Standard error of candidate - factor * baseline, and its degrees of freedom: those of Welch and Satterthwaite,
     and at most those of sides that are equally noisy.
 
-    Three runs beside ten pass 5.5 % at the margin by the former alone, 6.1 % beside thirty: where the few have little
+    Three runs against ten pass 5.5 % at the margin by the former alone, 6.1 % against thirty: where the few have little
     spread by chance, the error is too small and the degrees of freedom are those of the many as well (4.1 % here).
     """
     sides = candidate, baseline

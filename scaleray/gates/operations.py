@@ -1,4 +1,4 @@
-"""The gate `operations`: every candidate ran as something may run that nobody watches all day."""
+"""Gate `operations`: is each candidate safe to run unattended?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNMEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Operated:
-    """How one candidate ran. alerts: what its alerts.jsonl holds; None: nobody looked."""
+    """Facts of one candidate's operation. alerts: content of its alerts.jsonl; None: it was not read."""
 
     run: RunRecord
     alerts: Sequence[Alert] | None = field(default=None)

@@ -1,6 +1,6 @@
-"""What a team asks of a model before it goes into production: one section for each gate.
+"""Requirements of a team on a model before it goes into production: one section for each gate.
 
-A key that is left out keeps its default; None switches a check off. What is asked for and not known makes a gate
+A key that is left out keeps its default; None switches a check off. A requirement whose fact is not known makes a gate
 inconclusive, never passed.
 """
 
@@ -16,7 +16,7 @@ from scaleray.gates.noisy_means import ALPHA, Better
 
 
 class FingerprintPolicy(Settings):
-    """What candidate and baseline must have in common."""
+    """Common facts of candidate and baseline."""
 
     may_differ: tuple[str, ...] = ("environment.memory_gib", "environment.cpu.cores", "environment.cpu.threads")
     """Beginnings of keys that may differ, of `code.`, `environment.` and `data.`."""
@@ -43,7 +43,7 @@ class ScalingPolicy(Settings):
     base_workers: Annotated[int, Field(ge=1)] = 1
     """Largest number of workers that a study may begin with: its efficiency is relative to that."""
     min_launches: Annotated[int, Field(ge=2)] = 3
-    """Fewest turns of a number of workers: of one, nobody knows how much the next would differ."""
+    """Fewest turns of a number of workers: a single one does not show how much the next would differ."""
 
 
 class ConvergencePolicy(Settings):

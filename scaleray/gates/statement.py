@@ -1,8 +1,7 @@
-"""Where a promoted model comes from, as an in-toto statement with SLSA's predicate of provenance.
+"""Provenance of a promoted model, as an in-toto statement with SLSA's predicate of provenance.
 
-https://in-toto.io/Statement/v1 and https://slsa.dev/spec/v1.0/provenance: subjects are files with their SHA-256, what
-they were made from are the resolved dependencies. The statement is not signed: it shows what was changed later, and
-not who wrote it.
+https://in-toto.io/Statement/v1 and https://slsa.dev/spec/v1.0/provenance: subjects are files with their SHA-256, their
+sources are the resolved dependencies. The statement is not signed: it shows later changes, and not its author.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ def statement_of(
     at: str,
     version: str,
 ) -> dict[str, Any]:
-    """The statement. files: SHA-256 by path; weights: which ones, in words; by, at: who promoted and when; version: of
-    scaleray."""
+    """The statement. files: SHA-256 by path; weights: which ones, as text; by, at: user and time of the promotion;
+    version: of scaleray.
+    """
     facts = run.environment.get("environment") or {}
     git = facts.get("git") or {}
     materials = [

@@ -13,8 +13,9 @@ STEPS = ("baseline", "distribute", "optimise", "validate", "produce")
 """The steps of a path, in their order."""
 OVER = ("done", "skipped")
 Act = Literal["command", "train", "faults", "soak", "decide", "runbook"]
-"""What a task is: a command, a training, one that is killed and goes on, a long one that is judged, what a person
-decides, or a page that the path writes."""
+"""Kind of a task: a command, a training, one that is killed and continues, a long one that is judged, a person's
+decision, or a page that the path writes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class PathTask:
     folder: str = ""
     """Where the command wrote its record."""
     figures: dict[str, float] = field(default_factory=dict)
-    """What a training measured, by name."""
+    """Measurements of a training, by name."""
     words: str = ""
     """Summary of the record that it wrote, or why it failed or was skipped, or what a person must decide."""
 
@@ -47,14 +48,14 @@ class PathTask:
 
     @property
     def shell(self) -> str:
-        """The command for a shell, as it was run; before that, capitals stand for what earlier tasks will give."""
+        """The command for a shell, as it was run; before that, capitals mark results of earlier tasks."""
         words = [word[1:-1].upper() if word[:1] + word[-1:] == "{}" else word for word in self.ran or self.command]
         return shlex.join(["scaleray", *words]) if words else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathDecision:
-    """What a person has decided. at: wall clock in s."""
+    """Decision of a person. at: wall clock in s."""
 
     at: float
     by: str

@@ -265,7 +265,7 @@ class Curve:
     best_law: str | None = None
     next_doubling: NextDoubling | None = None
     limit: str = ""
-    """What limits the largest point: `communication`, `input`, `contention`, `compute`, `computing or communication`
+    """Limit of the largest point: `communication`, `input`, `contention`, `compute`, `computing or communication`
     (which some strategies cannot separate) or `nothing yet`.
     """
     verdict: str = ""

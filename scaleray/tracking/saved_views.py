@@ -62,9 +62,8 @@ class Chart:
 class View:
     """A chart page.
 
-    search: MLflow's filter. sort_by: a metric, as sorting by anything but the date shows children beside their parent;
-    "" is the date.
-    columns: those of the table, such as metrics.`point/world_size`.
+    search: MLflow's filter. sort_by: a metric, as sorting by anything but the date shows children next to their parent;
+    "" is the date. columns: those of the table, such as metrics.`point/world_size`.
     """
 
     name: str
@@ -87,7 +86,7 @@ def tag(key: str, view: View, *, created_at: float | None = None) -> tuple[str, 
 
 
 def state_of(value: str) -> dict[str, Any]:
-    """What `tag` packed: the state of the page."""
+    """The state of the page that `tag` packed."""
     packed = json.loads(value)["state"].removeprefix(PREFIX)
     state: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(packed)))
     return state
@@ -120,7 +119,7 @@ def trainings_view(metrics: Sequence[str]) -> View:
 
 
 def save_trainings(client: Any, experiment_id: str, metrics: Iterable[str]) -> None:
-    """Keep the view with the experiment, with these metrics beside those that earlier runs had."""
+    """Keep the view with the experiment, with these metrics in addition to those that earlier runs had."""
     tags = client.get_experiment(experiment_id).tags
     kept = tags.get(f"{TAG}{TRAININGS}")
     columns = state_of(kept)["selectedColumns"] if kept else []
@@ -137,9 +136,9 @@ def trainings_link(uri: str, experiment_id: str) -> str:
 
 
 def view_of(kind: str, name: str, run_id: str, record: StudyRecord | SweepRecord | None) -> View:
-    """Charts of the parent's curves first, then of the children beside each other.
+    """Charts of the parent's curves first, then of the children next to each other.
 
-    kind: as in the parent's tag. record: None while it goes on; the charts are then those that need no curves.
+    kind: as in the parent's tag. record: None while it runs; the charts are then those that need no curves.
     """
     search = f"tags.`{KEY_TAG}` = '{run_id}'"
     if kind == "sweep":

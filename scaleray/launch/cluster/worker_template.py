@@ -97,7 +97,7 @@ def is_possible() -> bool:
 
 @dataclass(frozen=True)
 class Request:
-    """What a process that Ray started wants to be.
+    """Request of a process that Ray started.
 
     files: its connection, where it waits, and its three standard streams, as this process holds them; about: its
     arguments, environment, folder, niceness, and where its Python is and finds modules.

@@ -1,6 +1,7 @@
-"""Whether the evidence says what MLflow was told: trainings with their alerts, the study with its points, the
-certificate. A change of a file in a folder, or of a number in MLflow, is found; the same change of both is not. MLflow
-is the one that the reader chose."""
+"""Whether the evidence equals MLflow's copy: trainings with their alerts, the study with its points, the certificate. A
+change of a file in a folder, or of a number in MLflow, is found; the same change of both is not. MLflow is the one that
+the reader chose.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def runs_as_recorded(evidence: Evidence, uri: str | None) -> Check:
 
 
 def study_as_recorded(study: StudyRecord, uri: str | None) -> Check:
-    """Whether the study and its points are what MLflow was told, with their seals, and none is marked as invalid."""
+    """Whether the study and its points equal MLflow's copy, with their seals, and none is marked as invalid."""
     what = "the study and its points as MLflow has them"
     return _check(what, study.name, study_differences(study, uri=uri), uri)
 

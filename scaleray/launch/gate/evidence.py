@@ -32,12 +32,12 @@ NO_CERTIFICATE = f"it holds no {CERTIFICATE} of `scaleray verify`"
 READERS = 8
 """Number of neighbouring folders that are read at once, as a bucket answers each request late."""
 MOST_NEIGHBOURS = 500
-"""Most folders beside a run's own that are looked at for its repeats, certificates and studies, the newest first."""
+"""Most folders next to a run's own that are searched for its repeats, certificates and studies, the newest first."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the gates look at. The first candidate is the one that is judged; others repeat it."""
+    """Evidence for the gates. The first candidate is the one that is judged; others repeat it."""
 
     candidates: list[FoundRun]
     baselines: list[FoundRun]
@@ -71,9 +71,9 @@ def collect(
     certificates: Sequence[str] = (),
     uri: str | None = None,
 ) -> Evidence:
-    """The evidence of these runs. What is not named is looked for in the folders beside the runs' own.
+    """The evidence of these runs. Evidence that is not named is searched in the folders next to the runs' own.
 
-    Raises UsageError for what is of the wrong kind, TrackingError for what is not there.
+    Raises UsageError for evidence of the wrong kind, TrackingError for evidence that is not there.
     """
     candidates = [one if isinstance(one, FoundRun) else find_run(one, uri=uri) for one in runs]
     baselines = [find_run(name, uri=uri) for name in against]
@@ -114,7 +114,7 @@ def refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun] =
 
 
 def certificates_for(found: FoundRun, named: Sequence[str]) -> list[CertificateFacts]:
-    """The certificates that are named, or those in the folders beside that of a run or study."""
+    """The certificates that are named, or those in the folders next to that of a run or study."""
     return [_named_certificate(name) for name in named] or _certificates(_neighbours(found))
 
 
@@ -143,13 +143,13 @@ def target_of(run: RunRecord) -> Target | None:
 
 
 def alerts_of(found: FoundRun) -> list[Alert] | None:
-    """What a run told of its alerts; None where it recorded none, not even that there were none."""
+    """Alerts that a run recorded; None if it recorded none, not even that there were none."""
     return None if found.alerts is None else parse_alerts(found.alerts)
 
 
 @dataclass(frozen=True)
 class _Neighbour:
-    """A folder beside a run's own, and what is in it."""
+    """A folder next to a run's own, and its contents."""
 
     place: Store
     record: AnyRecord | None
@@ -157,7 +157,7 @@ class _Neighbour:
 
 
 def _neighbours(found: FoundRun) -> list[_Neighbour]:
-    """The folders beside a run's own, newest first; none for what is in MLflow alone."""
+    """The folders next to a run's own, newest first; none for a run in MLflow alone."""
     if "://" not in found.where and found.folder is None:
         return []
     own = Store(str(found.folder) if found.folder is not None else found.where)
@@ -183,8 +183,9 @@ def _neighbour(place: Store) -> _Neighbour:
 
 
 def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> list[FoundRun]:
-    """Runs beside a run that are the same but for the seed, one of each seed: the newest that has finished, else one
-    that failed."""
+    """Runs next to a run that are the same but for the seed, one of each seed: the newest that has finished, else one
+    that failed.
+    """
     mine, repeats = repeat_key(own), dict[Any, Store]()
     for status in ("FINISHED", "FAILED"):
         for place, record in _runs(beside, status):
@@ -195,7 +196,7 @@ def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> l
 
 
 def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> list[FoundRun]:
-    """Finished runs beside the candidates that trained the same on as many workers, and survived a fault."""
+    """Finished runs next to the candidates that trained the same on as many workers, and survived a fault."""
     mine, known = _trained(training(candidates[0])), {one.where for one in candidates}
     return [
         find_run(place.root)
@@ -205,7 +206,7 @@ def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> li
 
 
 def _trained(run: RunRecord) -> list[Any]:
-    """What a run trained, of which code, and on how many workers; neither its seed nor how it was kept safe."""
+    """Training of a run, its code, and its number of workers; neither its seed nor its checkpoints."""
     config = {key: value for key, value in leaves(jsonable(run.config)) if decides(key) is Decides.RESULT}
     config.pop("seed", None)
     git = (run.environment.get("environment") or {}).get("git") or {}

@@ -87,8 +87,9 @@ def judge_evidence(
     now: float | None = None,
     uri: str | None = None,
 ) -> GateRecord:
-    """What the gates answer to this evidence. now: seconds since 1970 at which a certificate's age counts, by default
-    this moment. uri: MLflow that records are compared with where the one that they were written to is not there."""
+    """Answers of the gates to this evidence. now: seconds since 1970 at which a certificate's age counts, by default
+    this moment. uri: MLflow that records are compared with if the one that they were written to is not there.
+    """
     moment = time.time() if now is None else now
     asked: dict[str, Callable[[Evidence, Policy], GateResult]] = {
         fingerprint.GATE: functools.partial(_fingerprint, uri=uri),
@@ -111,7 +112,7 @@ def judge_evidence(
 
 
 def filled(result: GateResult, evidence: Evidence) -> GateResult:
-    """The gate's answer with remedies that can be typed as they stand."""
+    """The gate's answer with remedies that can be typed unchanged."""
     run = evidence.run
     seeds = [training(one).config.get("seed") for one in (*evidence.candidates, *evidence.baselines)]
     following = max((seed for seed in seeds if isinstance(seed, int)), default=0) + 1

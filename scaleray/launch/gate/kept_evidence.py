@@ -47,7 +47,7 @@ def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> None:
 
 
 def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
-    """What `keep_evidence` wrote. Raises TrackingError for a folder that is not whole."""
+    """Evidence that `keep_evidence` wrote. Raises TrackingError for a folder that is not whole."""
     try:
         about = load_json((folder / INDEX).read_bytes())
         sides = [

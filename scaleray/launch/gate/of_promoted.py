@@ -133,7 +133,7 @@ def _since(registry: ModelRegistry, named: Named, kept: Evidence, days: float, n
 
 
 def _training_of(run: RunRecord) -> dict[str, Any]:
-    """What a run trains, and on how many workers."""
+    """Training of a run, and its number of workers."""
     values = {
         key: value
         for key, value in leaves(run.config)

@@ -31,7 +31,7 @@ def judge_study(
     policy_name: str | None = None,
     uri: str | None = None,
 ) -> GateRecord:
-    """What the gates answer to a study. Raises UsageError where none of those that are asked is one of a study."""
+    """Answers of the gates to a study. Raises UsageError if none of the requested ones applies to a study."""
     study = found.record
     assert isinstance(study, StudyRecord)
     asked = [gate for gate in OF_STUDY if gate in gates]

@@ -1,1 +1,1 @@
-"""What is done with the model of a run that has been trained: load, evaluate, predict."""
+"""Uses of a trained run's model: load, evaluate, predict."""

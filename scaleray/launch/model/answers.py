@@ -1,6 +1,6 @@
-"""What a model says of a batch: the workload's own `predict`, or what the model returns to the loss.
+"""Answers of a model for a batch: the workload's own `predict`, or the model's output in the loss.
 
-Without a `predict` the loss is asked, as it alone knows how the model is called: it runs until the model has returned,
+Without a `predict` the loss is called, as it alone knows how the model is called: it runs until the model has returned,
 so that the columns which only the rest of the loss needs, labels above all, may be missing.
 """
 
@@ -65,10 +65,9 @@ class _Returned(BaseException):
 
 
 def returned_to_loss(workload: Any, model: nn.Module, batch: Any, *, to_the_end: bool = False) -> Any:
-    """What the model returns when the loss calls it for this batch. to_the_end: let the loss go on, as far as the
-    columns that are there take it, to see that it calls the model once.
-
-    Raises WorkloadError where the loss does not get to the model, or does not call it once and as a whole.
+    """Output of the model when the loss calls it for this batch. to_the_end: let the loss continue, as far as the
+    columns that are there take it, to see that it calls the model once. Raises WorkloadError if the loss does not get
+    to the model, or does not call it once and as a whole.
     """
     seen: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Which stored checkpoints a path means that somebody gives: a run folder, a run's name, or one checkpoint's folder."""
+"""Stored checkpoints that a given path means: a run folder, a run's name, or one checkpoint's folder."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def evaluate(
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker evaluates."""
+    """Input of an evaluating worker."""
 
     job: TrainJob
     weights: Weights
@@ -146,8 +146,9 @@ def evaluate_here(place: Place, task: Task, sources: Mapping[str, Source]) -> di
 
 
 def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunConfig:
-    """The run's config for the evaluation of an unsharded model on so many workers: what its training needs beside
-    that is left at its defaults."""
+    """The run's config for the evaluation of an unsharded model on so many workers: settings that only training needs
+    are left at their defaults.
+    """
     config = with_absolute_paths(parts.config)
     derived = run.record.derived if run.record is not None else {}
     size = config.evaluation.micro_size or derived.get("evaluation_micro_batch_size") or config.batch.micro_size
@@ -176,7 +177,7 @@ def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunCo
 
 
 def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
-    """A training of one step that nobody takes, which evaluates these sources. `train` may be among them."""
+    """A training of one step that is never taken, which evaluates these sources. `train` may be among them."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     if streamed := [name for name, split in splits.items() if split.is_streamed]:
         raise DataError(
@@ -255,7 +256,7 @@ def _on_what_is_there(config: RunConfig, *, local: bool, say: Say) -> RunConfig:
 
 @contextlib.contextmanager
 def _place_for_ray_train(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Storage path and name of a folder that Ray Train needs, and nobody else."""
+    """Storage path and name of a folder that only Ray Train needs."""
     name = f".evaluate-{secrets.token_hex(4)}"
     try:
         yield config.checkpoint.storage_path, name

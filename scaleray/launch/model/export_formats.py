@@ -19,7 +19,7 @@ from scaleray.launch.model.model_call import ModelCall
 from scaleray.workload import user_traceback
 
 Opened = Callable[[ModelCall], list[torch.Tensor]]
-"""What an opened file gives for a call of the model."""
+"""Result of an opened file for a call of the model."""
 ONNX = ("onnx", "onnxscript", "onnxruntime")
 LARGEST_ONNX_BYTES = 2**31
 """Largest file that ONNX can be, as its format counts bytes in 32 bits."""
@@ -34,7 +34,7 @@ def write_safetensors(module: nn.Module, call: ModelCall, file: Path, about: dic
 
 
 def open_safetensors(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
-    """The weights in a model that was built anew."""
+    """The weights in a newly built model."""
     from safetensors.torch import load_model
 
     module = fresh()

@@ -256,7 +256,7 @@ def _takes(opened: formats.Opened, call: ModelCall, expected: list[torch.Tensor]
 
 @contextlib.contextmanager
 def _place(out: Path) -> Iterator[Path]:
-    """A file of the same name beside `out`, which takes its place at the end of the context, and not after an error."""
+    """Yield a temporary path that replaces `out` on success."""
     target = out.expanduser().absolute()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ from scaleray.training.step.micro_batches import user_batch
 from scaleray.workload import built_model, call_user_code
 
 PREDICT = "predict"
-"""Split that a transform is told of for rows of which nothing is measured."""
+"""Split given to a transform for rows that are not measured."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ class TrainedModel:
     """The model of a run, in evaluation mode, with the weights that were asked for."""
 
     module: nn.Module
-    """What the workload's `build_model` made, with the weights in it."""
+    """Result of the workload's `build_model`, with the weights in it."""
     workload: Any
     config: RunConfig
     """Config of the run."""
     step: int | None
-    """Optimizer steps after which the weights were so; None where nobody knows."""
+    """Optimizer steps after which the weights were so; None if it is not known."""
     words: str
     """Which weights these are and whose, for people."""
     device: torch.device
@@ -56,7 +56,7 @@ class TrainedModel:
     """Whether the workload's rows are tuples rather than columns with names."""
 
     def predict(self, rows: Mapping[str, Any]) -> dict[str, Any]:
-        """What the model says of some rows: arrays by name with an element for each row.
+        """Answers of the model for some rows: arrays by name with an element for each row.
 
         rows: arrays by column, as the workload's `datasets()` has them; labels are not needed. It is the workload's
         `predict(model, batch)`, or without one what the model returns to the loss. Raises WorkloadError.
@@ -89,7 +89,9 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What a process needs to make the model of a run: it can be sent to others, who need not see the run's files."""
+    """Parts from which a process makes the model of a run: they can be sent to others, which need no access to the
+    run's files.
+    """
 
     name: str
     config: RunConfig
@@ -124,7 +126,7 @@ class ModelParts:
 
     @property
     def keeps_adapters(self) -> bool:
-        """Whether the weights have adapters beside their layers."""
+        """Whether the weights have adapters next to their layers."""
         return bool(self.config.fine_tuning.lora_rank) and fine_tuning.has_adapters(self.weights.tensors)
 
 

@@ -51,7 +51,7 @@ class ModelCall:
         return ModelCall(args, kwargs, self.num_rows)
 
     def __call__(self, module: Callable[..., Any]) -> list[torch.Tensor]:
-        """What a module returns to this call: its tensors, in order."""
+        """Output of a module for this call: its tensors, in order."""
         with torch.no_grad():
             return list(tensors_in(module(*self.args, **self.kwargs)))
 
@@ -61,8 +61,9 @@ class ModelCall:
         return list(tensors_in([self.args, self.kwargs]))
 
     def shapes(self, module: nn.Module) -> dict[str, Any] | None:
-        """Which dimensions of the arguments are rows, as `torch.export.export` wants to know it; None where they
-        cannot be told by name."""
+        """Dimensions of the arguments that are rows, for `torch.export.export`; None if their names
+        do not show them.
+        """
         try:
             named = inspect.signature(module.forward).bind(*self.args, **self.kwargs).arguments
         except TypeError:
@@ -77,7 +78,7 @@ KEEP = object()
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any], *, other: Any = KEEP) -> Any:
-    """A structure of lists, tuples and mappings with its tensors changed. other: what stands for everything else."""
+    """A structure of lists, tuples and mappings with its tensors changed. other: replacement of everything else."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""A trained model packed into one folder, which `load` opens where nothing else of its run is left.
+"""A trained model packed into one folder, which `load` opens if nothing else of its run is left.
 
 It holds the weights, the config, the code of the workload and its neighbours, the fitted preprocessor, the workload's
-state and what the columns are. Nothing in it is a pickle. Whoever loads it runs the code in it.
+state and the columns. Nothing in it is a pickle. Loading it runs the code in it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Packed:
-    """What was packed. columns: those that training had. rows: examples of the needed ones; answers: what the model
-    says of them, by name."""
+    """Contents of a packed model. columns: those that training had. rows: examples of the needed ones; answers: the
+    model's for them, by name.
+    """
 
     columns: tuple[Column, ...]
     rows: Columns
@@ -176,14 +177,14 @@ def _answers_without(answer: RowAnswers, rows: Columns, name: str, every: Mappin
 
 
 def _two_of(values: Any) -> list[Any]:
-    """The first example of a column, and one that differs from it where there is one: what stands in for a label."""
+    """The first example of a column, and one that differs from it if there is one: values in place of a label."""
     first = values[0]
     other = next((values[at] for at in range(len(values)) if not np.array_equal(values[at], first)), first)
     return [np.asarray(one).tolist() for one in (first, other)]
 
 
 def read_shape(folder: Path, workload: Any) -> tuple[Shape, bool]:
-    """What `pack` wrote of the columns: their shapes, and whether the workload's rows are tuples."""
+    """Columns that `pack` wrote: their shapes, and whether the workload's rows are tuples."""
     about = load_json((folder / COLUMNS).read_bytes())
     columns: dict[str, tuple[tuple[int, ...] | None, np.dtype]] = {}
     examples: Columns = {}

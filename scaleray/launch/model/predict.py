@@ -38,7 +38,7 @@ from scaleray.records.run import Say
 BATCH_ROWS = 256
 MOST_NAMED = 5
 READER_CPUS = 0.25
-"""Ray CPUs of a task that reads rows: they must find room beside actors that have all cores."""
+"""Ray CPUs of a task that reads rows: they must find room next to actors that have all cores."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Predictions:
     failed: Mapping[int, str] = field(default_factory=dict)
 
     def about(self) -> dict[str, Any]:
-        """What there is to know beside the answers, as JSON holds it."""
+        """Facts in addition to the answers, as JSON holds them."""
         first = {str(row): why for row, why in list(self.failed.items())[:MOST_NAMED]}
         about = {"model": self.model, "rows": self.num_rows, "out": self.out, "failed": len(self.failed)}
         return {**about, "first_failed": first}
@@ -77,7 +77,7 @@ def predict(
     uri: str | None = None,
     say: Say = lambda text: None,
 ) -> Predictions:
-    """What the model of a run says of rows, in their order.
+    """Answers of a run's model for rows, in their order.
 
     run, step, weights, workload, uri: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of
     such files, a path that the workload reads itself (`read_data`: folders of images, records with a text), a mapping

@@ -1,5 +1,6 @@
-"""Predictions for tables of rows: the model's answers beside the columns that are kept, and the rows that fail by
-name."""
+"""Predictions for tables of rows: the model's answers next to the columns that are kept, and the rows that fail by
+name.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ INDEX = "id"
 
 @dataclass(frozen=True)
 class PredictorParts:
-    """What a process needs to predict. keep: columns of the rows that are written beside the answers. where: name of
-    the data in messages. threads: torch's; None leaves them."""
+    """Parts from which a process predicts. keep: columns of the rows that are written next to the answers. where: name
+    of the data in messages. threads: torch's; None leaves them.
+    """
 
     model: ModelParts
     shape: Shape

@@ -1,4 +1,4 @@
-"""What a model says of rows that are in memory, asked again and again: of a server's requests, say."""
+"""Answers of a model for rows in memory, call after call: for a server's requests, say."""
 
 from __future__ import annotations
 

@@ -162,8 +162,9 @@ def gives_tuples(source: Source) -> bool:
 
 
 def columns_of(table: Any, where: str, *, allows_text: bool) -> tuple[Columns, list[DataError]]:
-    """The columns of an Arrow table as arrays; and what is wrong with those that are left out, as they have nulls, or
-    text where none is allowed: nobody may need them."""
+    """The columns of an Arrow table as arrays; and the faults of those that are left out, as they have nulls, or text
+    where none is allowed: they may not be needed.
+    """
     found: Columns = {}
     problems: list[DataError] = []
     for name in table.column_names:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from mlflow.models import ModelSignature
 
 NEEDS = ("scaleray", "torch", "numpy", "pyarrow")
-"""Packages that a server needs beside what the workload imports."""
+"""Packages that a server needs in addition to the workload's imports."""
 
 
 class ServedModel:
-    """What MLflow calls for each request."""
+    """Model that MLflow calls for each request."""
 
     def __init__(self, folder: Path) -> None:
         parts = find_parts(folder)

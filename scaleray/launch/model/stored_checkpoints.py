@@ -1,6 +1,5 @@
-"""What is stored of a run's checkpoints, and what can be done with them: the commands of `scaleray checkpoint`.
-
-Each function gives what its command prints with `--json`.
+"""Stored checkpoints of a run, and operations on them: the commands of `scaleray checkpoint`. Each function returns the
+content of its command's `--json`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ LEFTOVER_S = 3600.0
 
 
 def list_checkpoints(run: str | Path, *, copy_path: str | None = None) -> list[dict[str, Any]]:
-    """What is stored of a run: a mapping for each checkpoint, with the reason for one that is not usable.
+    """Stored checkpoints of a run: a mapping for each, with the reason for one that is not usable.
 
     run: its folder, local or s3://, its name in the storage path, or one checkpoint's folder. copy_path: where second
-    copies are; None is what the run says. Raises CheckpointError where there is none.
+    copies are; None is the run's own setting. Raises CheckpointError where there is none.
     """
     with opened(str(run), copy_path) as (catalog, only):
         folder = catalog.stores[0].root
@@ -109,7 +108,7 @@ def prune_checkpoints(
 
 
 def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: str | None = None) -> dict[str, Any]:
-    """Write an incremental checkpoint anew as a full one, which depends on no other.
+    """Write an incremental checkpoint again as a full one, which depends on no other.
 
     run, copy_path: as for `list_checkpoints`. step: None is the newest. `["checkpoint"]` is None where it held every
     byte itself already.
@@ -169,7 +168,7 @@ def _borrows(manifest: Manifest) -> bool:
 
 
 def _retention(keep_last: int, keep_best: int, best: str | None, keep_every: int | None) -> Retention:
-    """What prune keeps. Raises UsageError for what cannot be meant."""
+    """Checkpoints that prune keeps. Raises UsageError for a request that makes no sense."""
     from scaleray.checkpoints.retention import Retention
 
     metric, direction = _best(best)

@@ -1,8 +1,8 @@
-"""Rows without the columns that only training needs: labels, which a preprocessor fitted with them asks for all the
+"""Rows without the columns that only training needs: labels, which a preprocessor fitted with them requires all the
 same.
 
-A column that is missing is stood in for by a value of training's. Whatever becomes another value with another stand-in
-is made of it, and is left out again: the rest is what it would be with the column.
+A missing column is replaced by a value of training's. A column that changes with another replacement is made of it, and
+is left out again: the rest is as it would be with the column.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ BEST = "best"
 @dataclass(frozen=True)
 class Weights:
     """Tensors by the names of the model's state dict, on the CPU. step: optimizer steps after which they were so; None
-    where nobody knows. words: which ones they are, for people. workload_state: what the workload's `state_dict` gave
-    with them; None where it has none, or none was kept. has_hash: whether the run recorded their
-    files' SHA-256."""
+    if it is not known. words: which ones they are, for people. workload_state: result of the workload's `state_dict`;
+    None if it has none, or none was kept. has_hash: whether the run recorded their files' SHA-256.
+    """
 
     tensors: dict[str, torch.Tensor]
     step: int | None
@@ -177,8 +177,9 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
 
 
 def _state_beside_final(run: TrainedRun) -> dict[str, Any] | None:
-    """The workload's state in the checkpoint of the last step, where there is one, or beside the weights of a packed
-    model."""
+    """The workload's state in the checkpoint of the last step, if there is one, or next to the weights of a packed
+    model.
+    """
     try:
         if run.about.get(PACKED):
             return read_state(run.folder)
@@ -189,7 +190,7 @@ def _state_beside_final(run: TrainedRun) -> dict[str, Any] | None:
 
 
 def _workload_state(catalog: Catalog, manifest: Manifest) -> dict[str, Any] | None:
-    """What the workload's `state_dict` gave when a checkpoint was made."""
+    """Result of the workload's `state_dict` when a checkpoint was made."""
     tensors = {
         name.removeprefix(f"{WORKLOAD}."): read_tensor(catalog.stores, tensor).clone()
         for name, tensor in tensors_of(manifest, WORKLOAD).items()

@@ -1,4 +1,4 @@
-"""The state of a workload beside the weights of a packed model: JSON, and its tensors as safetensors."""
+"""The state of a workload next to the weights of a packed model: JSON, and its tensors as safetensors."""
 
 from __future__ import annotations
 

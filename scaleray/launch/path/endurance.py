@@ -32,7 +32,7 @@ LIMIT_S = 3600.0
 
 
 def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
-    """Kill a training once it has a checkpoint, go on with it, and hold its end against one that nobody killed."""
+    """Kill a training once it has a checkpoint, continue it, and compare its end with that of an undisturbed one."""
     folder = folder_of(words)
     assert folder is not None
     if not _was_killed(folder):
@@ -49,7 +49,9 @@ def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -
 
 
 def _was_killed(folder: Path) -> bool:
-    """Whether a folder holds a training that was killed when it had a checkpoint, and goes on or has gone on."""
+    """Whether a folder holds a training that was killed when it had a checkpoint, and that can continue or has
+    continued.
+    """
     if not is_finished(folder):
         return _has_checkpoint(folder)
     record = _record(folder)

@@ -24,10 +24,10 @@ ANEW = "--force"
 
 
 def next_on_path(name: str | None = None, *, until: str | None = None, say: Say = lambda text: None) -> PathRecord:
-    """Run the next task of a path, or all of them until a step is through.
+    """Run the next task of a path, or all of them until a step is done.
 
-    until: name of a step; the path stops earlier where a task fails or a person must decide. Gives the path as it is
-    then. What was interrupted goes on where it was.
+    until: name of a step; the path stops earlier where a task fails or a person must decide. Returns the path as it is
+    then. An interrupted task continues where it was.
     """
     last = STEPS.index(_step(until)) if until is not None else None
     path = find_path(name)
@@ -92,8 +92,9 @@ def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> Pat
 
 
 def _opened(task: PathTask, fresh: PathTask) -> PathTask:
-    """A task as it was before it began; what it wrote is set aside, where it can still be looked at. A study that has
-    begun measures all anew, rather than to take over what it measured then."""
+    """A task as it was before it began; its files are set aside, where they can still be read. A study that has begun
+    measures all again, rather than reusing its measurements.
+    """
     is_promotion = "--pipeline" in task.command and "--verify" not in task.command
     folder = Path(task.command[task.command.index("--pipeline") + 1]) if is_promotion else folder_of(task.command)
     if folder is not None:

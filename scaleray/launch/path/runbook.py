@@ -1,4 +1,4 @@
-"""The runbook of a promoted model: a page of Markdown for whoever is called when something is wrong."""
+"""The runbook of a promoted model: a page of Markdown for the person on call."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _alerts(path: PathRecord) -> str:
 
 
 def _limits(path: PathRecord) -> list[str]:
-    """What the promotion has measured for the limits of alerts, as its pipeline keeps it."""
+    """Measured limits of alerts from the promotion, as its pipeline keeps them."""
     try:
         pins = load_json((Path(path.folder) / PIPELINE / PINS).read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The state of a path: one folder, with which a colleague can go on."""
+"""The state of a path: one folder, with which a colleague can continue."""
 
 from __future__ import annotations
 
@@ -125,7 +125,9 @@ def _notes(runs: int, policy: Policy) -> list[str]:
 
 
 def _of_code(policy: Policy) -> list[str]:
-    """What the gate fingerprint will miss of the code, said before anything is trained rather than after all of it."""
+    """Facts of the code that the gate fingerprint will miss, reported before anything is trained rather than after all
+    of it.
+    """
     state = git_state(Path.cwd())
     if not state:
         return ["no commit is known of this folder: the gate fingerprint will say inconclusive; begin it in a checkout"]
@@ -218,9 +220,9 @@ def write(path: PathRecord) -> PathRecord:
 
 @contextlib.contextmanager
 def locked(path: PathRecord) -> Iterator[PathRecord]:
-    """A context in which nobody else goes on with a path, which it gives as it is now.
+    """A context in which no other process works on a path, which it yields as it is now.
 
-    Raises UsageError where somebody does, and for a file of the folder that cannot be read or written.
+    Raises UsageError if another process does, and for a file of the folder that cannot be read or written.
     """
     try:
         with _lock_file(Path(path.folder)) as lock:
@@ -242,7 +244,7 @@ def _lock(lock: IO[str], path: PathRecord) -> None:
 
 
 def _lock_file(folder: Path) -> IO[str]:
-    """The file that is locked, which may be another user's: whoever may write to the folder may lock it."""
+    """The file that is locked, which may be another user's: every user with write access to the folder may lock it."""
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     place = folder / LOCK

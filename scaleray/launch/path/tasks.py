@@ -24,8 +24,9 @@ NEEDS = {
     "{alerts}": (PROMOTE,),
     "{quarter}": (f"validate/{CANDIDATE}-0", FIRST),
 }
-"""Words of a command that stand for results, and the tasks that give them: folders of the study and of the certificate,
-rules of alerts with the limits that the promotion measured, a quarter of the first known training's steps."""
+"""Words of a command that are replaced by results, and the tasks that give them: folders of the study and of the
+certificate, rules of alerts with the limits that the promotion measured, a quarter of the first known training's steps.
+"""
 A_PERSON = (
     f"a person decides: `scaleray path skip {DECIDE} --reason WORDS` goes on with this job; "
     "`scaleray path start --name NAME --section.key value ...` begins a path with another"

@@ -147,7 +147,7 @@ def _head(run: RunRecord, model: str) -> str:
 
 
 def _pins(run: RunRecord, model: str, cluster: str, measured: MeasuredLimits) -> dict[str, Any]:
-    """What the pipeline was made from, for programs."""
+    """Sources of the pipeline, for programs."""
     facts = run.environment.get("environment") or {}
     return {
         "model": model,

@@ -15,7 +15,7 @@ from scaleray.launch.promote.pipeline import FOLDER, JOB
 from scaleray.records.json_record import jsonable, leaves
 
 MAY_DIFFER = ("workload.name",)
-"""Keys of the config in which the job may differ from the run: its code lies beside it."""
+"""Keys of the config in which the job may differ from the run: its code is next to it."""
 
 
 def pipeline_checks(folder: Path, elsewhere: str | Path | None) -> Iterator[Check]:

@@ -1,7 +1,7 @@
-"""Promotion of a trained model: gates, a folder with all that shows where it comes from, a version, an alias.
+"""Promotion of a trained model: gates, a folder with its provenance, a version, an alias.
 
 The alias moves last, so that a promotion that is cut off has promoted nothing. Its id is made of the model and the
-evidence: the same command again finds the version that is there already and goes on from it.
+evidence: the same command again finds the version that is there already and continues from it.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def _write(
     workload: Any,
     uri: str | None,
 ) -> str:
-    """Write MLflow's model with evidence and answers of the gates beside it, and give in words which weights it has."""
+    """Write MLflow's model with evidence and answers of the gates next to it, and return which
+    weights it has, as text.
+    """
     from scaleray.launch.model.served import save_for_mlflow
 
     trained = find_trained(name, uri=uri)

@@ -1,4 +1,4 @@
-"""What the registry knows of an experiment before it starts, and whether the team's policy lets it start."""
+"""Facts of an experiment for the registry before it starts, and whether the team's policy lets it start."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def known_of(config: RunConfig) -> dict[str, Any]:
 
 
 def _device(config: RunConfig, environment: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str:
-    """What one worker has: the name of its GPU, or of the processor that workers share."""
+    """Hardware of one worker: the name of its GPU, or of the processor that workers share."""
     if not config.scale.gpus:
         return str((environment.get("cpu") or {}).get("model") or "CPU")
     of_nodes = [str(node["accelerator"]) for node in nodes if node.get("accelerator")]

@@ -30,7 +30,7 @@ from scaleray.records.experiment import REQUIRED
 KEY = "tracking.policy"
 LEVELS = ("invariants", "constraints")
 OWN_FIELDS = (*REQUIRED, "gpus", "model", "strategy", "uncommitted")
-"""Fields of a policy beside the keys of the config."""
+"""Fields of a policy in addition to the keys of the config."""
 BOUNDS = ("min", "max", "in")
 HINTS = {
     "owner": "say who answers for it: --tracking.owner NAME",
@@ -40,7 +40,7 @@ HINTS = {
     "code": "run it in a git checkout, or set GIT_COMMIT to the commit",
     "data_hash": "train on rows whose content can be hashed",
 }
-"""What to do about a field that is not as it must be."""
+"""Remedy for a field that is not as it must be."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a GPU, a link between GPUs and a network between nodes can do.
+"""Capabilities of a GPU, a link between GPUs and a network between nodes.
 
 Used by every part of the planner, and wherever the peak of a device is needed (MFU). The figures are in
 `planner.hardware.catalogue`, each entry with its source; `lookup` finds one by a name that people type, and a user adds

@@ -1,6 +1,6 @@
-"""Messages and sums between workers that are under way while training goes on, and the limit on their number.
+"""Messages and sums between workers that are in flight while training continues, and the limit on their number.
 
-A worker waits when it has more under way than it may, and only then: that bounds how far it is ahead of the slowest of
+A worker waits when it has more in flight than it may, and only then: that bounds how far it is ahead of the slowest of
 those it receives from. Used by strategies.gossip and strategies.async_sgd.
 """
 

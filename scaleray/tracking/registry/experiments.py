@@ -1,7 +1,7 @@
 """Every experiment of a team as MLflow knows it: runs, studies with their points, sweeps with their trials, plans.
 
-Read in pages of a thousand runs with what MLflow gives beside them: tags, params, last values of metrics and datasets;
-no artifact is fetched.
+Read in pages of a thousand runs with MLflow's further data: tags, params, last values of metrics and datasets; no
+artifact is fetched.
 """
 
 from __future__ import annotations

@@ -99,8 +99,9 @@ def _remove_unused(models: Path) -> None:
 
 
 def changes(folder: Path, version: ModelVersion | None) -> list[str]:
-    """What differs from the statement, or the statement from the version's tag, in words; none where all is whole.
-    version: None compares with the statement alone."""
+    """Differences from the statement, or of the statement from the version's tag, as text; none if all is whole.
+    version: None compares with the statement alone.
+    """
     if not (folder / STATEMENT).is_file():
         return [f"{STATEMENT} is missing"]
     if version is not None and file_digest(folder / STATEMENT) != version.tags.get(STATEMENT_TAG):

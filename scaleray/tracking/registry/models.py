@@ -1,7 +1,7 @@
 """Versions of a model in MLflow's registry, and its aliases.
 
-MLflow lets anybody with access move an alias and asks nobody. So each version that was given an alias here carries a
-tag with the moment at which it was, and the version with the newest such tag is the one that the alias ought to name.
+MLflow lets every user with access move an alias. So each version that was given an alias here carries a tag with the
+time, and the version with the newest such tag is the one that the alias ought to name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scaleray.tracking.store import check_reachable, open_client, resolve_uri, s
 
 PROMOTION_TAG, STATEMENT_TAG = "scaleray.promotion", "scaleray.statement_sha256"
 GIVEN = "scaleray.given."
-"""Beginning of a version's tag of an alias: nanoseconds since 1970 and the user who gave it."""
+"""Beginning of a version's tag of an alias: nanoseconds since 1970 and the user that gave it."""
 WITHDRAWN = "scaleray.withdrawn."
 """Beginning of a version's tag of an alias that was taken back from it: nanoseconds since 1970 and the user."""
 MODEL_URI = "models:/"
@@ -62,7 +62,7 @@ class ModelVersion:
 
 @dataclass(frozen=True)
 class Named:
-    """What `models:/NAME@ALIAS`, `models:/NAME/3`, or the same without `models:/`, names."""
+    """Version that `models:/NAME@ALIAS`, `models:/NAME/3`, or the same without `models:/`, names."""
 
     model: str
     alias: str | None = None

@@ -1,6 +1,6 @@
-"""The SHA-256 of what was measured, kept beside it: whoever changes a number later is found.
+"""The SHA-256 of measurements, kept next to them: a later change of a number is found.
 
-MLflow lets anybody with access log another value of a metric, and shows the last one. A seal covers params and last
+MLflow lets every user with access log another value of a metric, and shows the last one. A seal covers params and last
 values of metrics of one run, as they were written together; it is no signature.
 """
 
@@ -16,7 +16,7 @@ from scaleray.records.experiment import SEAL
 from scaleray.tracking.chart_points import Point
 
 MEASURED, RELATIVE = f"{SEAL}measured", f"{SEAL}relative"
-"""Tags of a point: of what was measured at it, and of what it is beside the base of its curve."""
+"""Tags of a point: its measurements, and its figures relative to the base of its curve."""
 OF_CURVE = (names.POINT_SPEEDUP.name, names.POINT_EFFICIENCY.name)
 """Metrics that are known when the curve is, after the point."""
 
@@ -30,7 +30,7 @@ def seals(points: Iterable[Point], params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def seal(metrics: Mapping[str, float], params: Mapping[str, Any]) -> str:
-    """SHA-256 of metrics by name and params, but for those of `OF_CURVE` beside params."""
+    """SHA-256 of metrics by name and params, except those of `OF_CURVE`."""
     kept = {name: float(value) for name, value in metrics.items() if not params or name not in OF_CURVE}
     text = json.dumps([kept, {name: str(value) for name, value in params.items()}], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

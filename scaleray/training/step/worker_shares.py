@@ -1,8 +1,8 @@
 """Shares of the global batch that follow the speed of each worker, measured while it trains.
 
 A worker's speed is samples over the seconds from the beginning of its step, input at hand, to its last gradient. Other
-workers cannot delay that: within it nobody communicates, except that DDP, where a model has buffers, makes them equal
-before the first forward pass, which is where the clock starts then. What remains is the worker's own: forward and
+workers cannot delay that: within it no worker communicates, except that DDP, where a model has buffers, makes them
+equal before the first forward pass, which is where the clock starts then. What remains is the worker's own: forward and
 backward passes of all its micro-batches, and their copies to the device. Limits: the optimizer's update, which is the
 same for all, is not in it; on machines that workers share, reductions of others take their share of the cores; and a
 workload that communicates in its own loss is measured with the wait.

@@ -1,4 +1,4 @@
-"""One turn of a rung of a ladder: some steps of the real training, and the same work without communication beside it.
+"""One turn of a rung of a ladder: some steps of the real training, and the same work without communication.
 
 What a step waits for communication cannot be read off a clock: transfers overlap with computing, and workers on shared
 cores slow each other down whether they talk or not. So the same micro-batches and the same update run a second time, as
