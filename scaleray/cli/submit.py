@@ -41,8 +41,8 @@ def submit(
         A Ray's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml, which may be a Kubernetes or
         a Slurm; by default the dashboard of RAY_API_SERVER_ADDRESS.
     wait
-        Show what the job prints until it has ended; exit code 1 if it failed. Ctrl-C asks whether it should continue; if it
-        does, the exit code is 130.
+        Show what the job prints until it has ended; exit code 1 if it failed. Ctrl-C asks whether it should continue;
+        if it does, the exit code is 130.
     command
         Command that runs there.
     working_dir
