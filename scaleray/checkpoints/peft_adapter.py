@@ -123,7 +123,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = load_json((path / CONFIG).read_text())
     except (OSError, ValueError) as exc:
-        raise CheckpointError(str(path / CONFIG), f"not readable ({exc})", "it says what the adapter is") from exc
+        raise CheckpointError(str(path / CONFIG), f"not readable ({exc})", "it describes the adapter") from exc
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         found = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise CheckpointError(

@@ -28,7 +28,7 @@ def install(app: App, shell: Shell | None, output: Path | None) -> Path:
     try:
         return with_config_keys(app).install_completion(shell=shell, output=output, add_to_startup=output is None)
     except ShellDetectionError:
-        raise UsageError("the shell", "unknown", "it is not told by the environment", "add --shell bash") from None
+        raise UsageError("the shell", "unknown", "the environment does not show it", "add --shell bash") from None
     except OSError as exc:
         raise UsageError(
             "the script", str(output), f"it cannot be written: {exc}", "name a file with --output"

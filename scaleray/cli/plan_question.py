@@ -122,7 +122,7 @@ def _measurement(options: MeasuredOptions) -> Measurement | None:
 def _cluster(options: ClusterOptions, catalogue: Catalogue) -> Cluster:
     text, here, address, network = options.cluster, options.here, options.address, options.network
     if address is not None and not here:
-        raise ConfigError("--address", address, "it says whose nodes --here reads", "add --here")
+        raise ConfigError("--address", address, "it names the cluster that --here reads", "add --here")
     if network is not None and address is None:
         raise ConfigError(
             "--network", network, "it is for --here with --address", "--cluster has net=, as in h100:8x16,net=8x400G"

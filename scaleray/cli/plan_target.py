@@ -124,7 +124,7 @@ def read_learned(path: Path) -> Learned:
         return _of_run(record)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise UsageError(
-            "--from-run", str(path), f"it is no record of a run, study or sweep: {type(exc).__name__} {exc}"
+            "--from-run", str(path), f"it is not a record of a run, study or sweep: {type(exc).__name__} {exc}"
         ) from exc
 
 

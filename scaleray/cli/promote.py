@@ -66,7 +66,7 @@ def promote(
     output = Output(json=json)
     if verify is not None:
         if runs:
-            raise ConfigError("--verify", verify, "it promotes nothing, so no RUN is given beside it")
+            raise ConfigError("--verify", verify, "it promotes nothing and takes no RUN")
         return _verify(verify, output, pipeline=pipeline, uri=uri, json=json)
     if not runs:
         raise ConfigError("RUN", "missing", "a promotion is of a training", "scaleray promote RUN --as champion")

@@ -142,7 +142,7 @@ def _given_again(folder: str, config: Path | None, overrides: tuple[str, ...]) -
         raise ConfigError(
             "--continue",
             folder,
-            "the sweep goes on as it was asked for, without other options",
+            "a sweep continues with its own options",
             "leave them out; only --tracking.uri may be given again",
         )
     return tracking_uri

@@ -183,7 +183,7 @@ def _own_keys(
                 raise ConfigError(f"{where} a key", key_node.value, f"keys have at most {LONGEST_KEY} characters")
             key = prefix + key_node.value
             if key in found and not may_repeat:
-                raise ConfigError(f"{where} {key}", "given twice", "each key may stand once", "remove one of the two")
+                raise ConfigError(f"{where} {key}", "given twice", "each key may occur once", "remove one of the two")
             found[key] = (where, value_node)
         return found
 

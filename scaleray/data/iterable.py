@@ -64,7 +64,7 @@ class IterableSource(DatasetSource):
                 f"a {type(dataset).__name__}",
                 "an iterator",
                 "it can be read once, and epochs and workers need it again",
-                "give an object whose __iter__ starts anew, such as an IterableDataset",
+                "give an object whose __iter__ starts from the beginning, such as an IterableDataset",
             )
         first, again, moved = self._first_rows()
         self.num_rows = self._count() if first else 0
@@ -187,7 +187,7 @@ class IterableSource(DatasetSource):
             f"the {plan.name} data",
             f"{type(self.dataset).__name__} {found}",
             f"it had {plan.num_samples} at the start of the run",
-            "give as many rows in every epoch; __len__ says how many. One that knows of ranks by itself deals its rows "
+            "give as many rows in every epoch; __len__ says how many. One that already divides by rank deals its rows "
             "out twice: give it shard(rank, world_size) instead",
         )
 

@@ -90,7 +90,7 @@ def _marked_text(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, l
             raise WorkloadError(
                 "the chat template",
                 "one that rewrites earlier turns",
-                "where the assistant speaks cannot be told from it",
+                "it does not show which words are the assistant's",
                 "tokenise in a workload of your own: labels are -100 outside the assistant's words",
             )
         spans.append((len(before), len(after)))

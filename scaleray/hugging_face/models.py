@@ -33,7 +33,7 @@ def absolute(model: Any) -> Any:
         raise WorkloadError(
             "workload.args.model",
             model,
-            "it must be a folder, a JSON file or a mapping with model_type: there is no such path here",
+            "it is not a folder, a JSON file or a mapping with model_type",
             "nothing is fetched from a hub: copy the model's folder to a place that every worker sees",
         )
     if (path / RUN).is_file() and not (path / CONFIG).is_file():
@@ -82,7 +82,7 @@ def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
         raise WorkloadError(
             "model_type of workload.args.model",
             stated.get("model_type") if isinstance(stated, Mapping) else type(stated).__name__,
-            "a config says by it which model it describes",
+            "it names the kind of model",
             'for example {"model_type": "gpt2", "n_layer": 4}',
         )
     known = library.CONFIG_MAPPING

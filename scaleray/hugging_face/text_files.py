@@ -50,7 +50,7 @@ def read_records(given: Any, *, what: str) -> Iterator[Record]:
             raise
         except UnicodeDecodeError as exc:
             raise DataError(
-                "the text file", str(path), f"it is no UTF-8 (byte {exc.start})", "convert it, or leave it out"
+                "the text file", str(path), f"it is not UTF-8 (byte {exc.start})", "convert it, or leave it out"
             ) from exc
         except (OSError, ValueError) as exc:  # pyarrow's own are ValueErrors
             raise DataError("the data file", str(path), f"it cannot be read: {first_line(exc)}") from exc
@@ -89,7 +89,7 @@ def _paths(given: Any, what: str) -> list[Path]:
         else:
             files = [Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file()]
         if not files:
-            raise DataError(what, text, "there is no such file, folder or pattern here, or it holds no file")
+            raise DataError(what, text, "no file matches it")
         found += sorted(files)
     return found
 

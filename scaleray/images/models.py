@@ -60,7 +60,7 @@ def load_weights(model: nn.Module, path: str) -> None:
         raise CheckpointError(
             f"the tensor {other[0]}",
             list(own[other[0]].shape),
-            f"{path} has {list(saved[other[0]].shape)}, and layers beside the head differ as well",
+            f"{path} has {list(saved[other[0]].shape)}, and layers other than the head differ as well",
             "the weights belong to another model",
         )
     if heads:

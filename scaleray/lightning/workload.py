@@ -186,9 +186,9 @@ class LightningWorkload(Workload):
         shown = ", ".join(f"{total / count:.6g} for {count:g}" for total, count in (whole, first, second))
         return WorkloadError(
             place_of(self._class(), "training_step"),
-            f"with a loss that is no mean over {over} ({shown}: some rows and their two halves)",
+            f"with a loss that is not a mean over {over} ({shown}: some rows and their two halves)",
             "its sum over micro-batches and workers would depend on how they are cut",
-            "say what it is a mean over: as_workload(..., count=lambda batch: ...), tokens, say; "
+            "name its count: as_workload(..., count=lambda batch: ...), tokens, say; "
             "or count='rows' to weight micro-batches by their rows all the same, as Lightning does with batches",
         )
 

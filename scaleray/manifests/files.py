@@ -101,8 +101,8 @@ def write(folder: Path, texts: dict[str, str], *, overwrite: bool = False) -> li
         raise UsageError(
             "--folder",
             str(folder / edited[0]),
-            "it exists already and is not what would be written",
-            "name another folder, or --overwrite what stands there",
+            "it exists already with other content",
+            "name another folder, or replace the files with --overwrite",
         )
     try:
         for name in changed:

@@ -84,5 +84,5 @@ def check_kuberay(version: str) -> None:
             "--kuberay",
             version,
             "it does not know " + ", ".join(f"{name} (since {since})" for name, since in newer.items()),
-            f"upgrade the operator to {oldest} or newer; without authOptions whoever reaches a pod may run code in it",
+            f"upgrade the operator to {oldest} or newer; without authOptions all who reach a pod may run code in it",
         )

@@ -219,7 +219,7 @@ def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
             raise WorkloadError(
                 "tensor_plan()",
                 f"without {where}",
-                "a parameter beside other modules cannot be left out",
+                "a parameter next to other modules cannot be left out",
                 f"name {name or 'the model'} in the plan, or put the parameter into a module of its own",
             )
         if sequence_parallel:

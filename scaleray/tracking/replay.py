@@ -66,7 +66,7 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
             "unsent file",
             str(path),
             f"{num_lost} of its lines cannot be read; the other {len(unsent.operations)} were sent",
-            f"it is kept as {damaged}; steps.csv beside it has every step",
+            f"it is kept as {damaged}; steps.csv next to it has every step",
         )
     path.unlink()
     return len(unsent.operations)

@@ -138,9 +138,9 @@ def received(task: Any) -> Any:
         reason = str(exc).splitlines()[0].removeprefix("System error: ")
         raise WorkloadError(
             f"the workload on {ray.util.get_node_ip_address()}",
-            "not to be opened there",
+            "not readable there",
             f"a worker said: {reason}",
-            "install the package on every node, or keep the module beside the workload's file, from where it travels",
+            "install the package on every node, or keep the module next to the workload's file, which is sent along",
         ) from None
 
 

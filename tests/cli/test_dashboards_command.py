@@ -132,7 +132,7 @@ def test_a_port_that_nobody_listens_on_is_one_message(grafana, capsys):
         ((500, {}, f"the token {TOKEN} broke me".encode()), 1, "failed (500): the token *** broke me."),
         ((503, {}, b""), 1, "failed (503): Service Unavailable."),
         ((302, {"Location": "https://u:p@elsewhere/login?a=b"}, b""), 2, "it points to https://elsewhere/login:"),
-        ((200, {}, b"<html>a router</html>"), 2, "is no Grafana: its answer is no JSON"),
+        ((200, {}, b"<html>a router</html>"), 2, "is not a Grafana: its answer is not JSON"),
     ],
 )
 def test_each_refusal_is_one_clear_message(grafana, capsys, answer, code, words):

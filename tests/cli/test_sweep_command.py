@@ -30,7 +30,7 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
         ([*DIGITS, "--guided"], "shortest way to a target"),
         ([*DIGITS, "--vary", "optimizer.wait_decay=0,1"], "optimizer.weight_decay"),
         ([*DIGITS, "--scheduler", "pbt", "--batch-sizes", "32,64"], "may differ in its learning rate alone"),
-        ([*DIGITS, "--continue", "somewhere"], "the sweep goes on as it was asked for"),
+        ([*DIGITS, "--continue", "somewhere"], "a sweep continues with its own options"),
         (["sweep", "--continue", "/nowhere/at/all"], "/nowhere/at/all"),
         (
             ["sweep", "--continue", "nothing://bucket/sweep"],

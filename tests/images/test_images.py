@@ -202,7 +202,7 @@ def test_weights_come_from_a_file_and_a_head_of_other_classes_is_drawn(folder, t
     with pytest.warns(UserWarning, match="fc is drawn anew"):
         model = by_name(folder, weights=str(path))
     assert torch.equal(model.body.weight, other.body.weight) and model.fc.out_features == 2
-    with pytest.raises(CheckpointError, match="layers beside the head differ"):
+    with pytest.raises(CheckpointError, match="layers other than the head differ"):
         load_weights(Named(2, width=3), str(path))
     with pytest.raises(CheckpointError, match="must be weights of this model"):
         load_weights(nn.Linear(2, 2), str(path))

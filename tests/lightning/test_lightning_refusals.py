@@ -123,7 +123,7 @@ class OverTokens(Plain):
 
 def test_a_loss_that_is_no_mean_over_rows_is_found_at_the_first_batch_and_a_count_makes_it_exact():
     message = refused(lambda: with_scaleray(as_workload(OverTokens, Data)()))
-    assert "with a loss that is no mean over rows" in message and "count=lambda batch" in message
+    assert "with a loss that is not a mean over rows" in message and "count=lambda batch" in message
     assert f"OverTokens in {__file__}:" in message
     counted = as_workload(OverTokens, Data, count=lambda batch: (batch[0][:, 0] > 0).sum())
     assert len(with_scaleray(counted()).steps) == 20

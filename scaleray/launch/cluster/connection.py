@@ -185,7 +185,7 @@ def set_auth_mode(address: str | None = None) -> None:
             raise ClusterError(
                 token.MODE,
                 given,
-                "this process is connected to a Ray without a token, and what it starts beside that would have none",
+                "this process is connected to a Ray without a token, and a new one would have none either",
                 "end the connection first (ray.shutdown()), or start the cluster from another process",
             )
         return

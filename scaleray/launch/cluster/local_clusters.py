@@ -224,7 +224,7 @@ def _check(*, num_nodes: int, cpus: int | None, port: int | None) -> None:
         socket.create_server((loopback.ADDRESS, port)).close()
     except OSError as exc:
         raise UsageError(
-            "--port", port, f"nobody can listen there: {exc.strerror}", "leave it out for one that is free"
+            "--port", port, f"it cannot be used: {exc.strerror}", "leave it out for one that is free"
         ) from exc
 
 

@@ -140,7 +140,7 @@ def new_folder(name: str) -> Path:
             "NAME",
             name,
             "a cluster of this name is up, or being started",
-            f"scaleray cluster status; to end it: scaleray cluster down {name}; for one beside it give another name",
+            f"scaleray cluster status; to end it: scaleray cluster down {name}; for a second one give another name",
         ) from exc
     return folder
 
@@ -156,7 +156,7 @@ def load(name: str) -> ClusterState | None:
         raise ClusterError(
             str(folder_of(name) / "state.json"),
             "not readable",
-            f"it says which processes belong to a cluster: {' '.join(str(exc).splitlines()[1:3]) or exc}",
+            f"it lists the processes of a cluster: {' '.join(str(exc).splitlines()[1:3]) or exc}",
             "another release of scaleray wrote it: end the cluster with that one",
         ) from exc
 
@@ -187,8 +187,8 @@ def _place() -> Path:
             found.rmdir()
         raise ClusterError(
             str(short_place() / f"scaleray-{os.getuid()}"),
-            "somebody else's",
-            "this user's clusters are remembered there",
+            "another user's",
+            "it keeps the list of this user's clusters",
             "its owner or root can remove it",
         )
     return found

@@ -60,7 +60,7 @@ def _export_of(workload: Any) -> Callable[..., None]:
         raise WorkloadError(
             "the workload",
             "without export()",
-            "what belongs beside the weights in a folder is the workload's to say",
+            "a folder needs files next to the weights, which the workload writes",
             "export to a .safetensors or .pt file, or add export(self, weights, folder) to the workload",
         )
     return found

@@ -147,7 +147,7 @@ def _tried(parts: ModelParts, folder: Path) -> Packed:
         raise DataError(
             "the training data",
             "not readable here",
-            "a packed model says which columns it takes, and that is read from them",
+            "the columns of a packed model are read from them",
             "pack it on a machine that has the data",
         )
     answer = RowAnswers(parts, shape, tuples)

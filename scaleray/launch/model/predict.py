@@ -289,7 +289,7 @@ def _failed_rows(failed: Mapping[int, str]) -> DataError:
         f"rows {', '.join(str(row) for row, _ in first)}{more}",
         "without an answer",
         f"row {first[0][0]}: {first[0][1]}",
-        "rows are counted from 0; mend them, or add --skip-failed to go on without them",
+        "rows are counted from 0; correct them, or add --skip-failed to leave them out",
     )
 
 

@@ -123,7 +123,7 @@ def _checked(folder: Store, about: dict[str, Any], record: RunRecord | None = No
             f"the config of the run in {where}",
             "not one of this version",
             first_line(exc),
-            "load it with the version that trained it: environment.yaml in its folder says which",
+            "load it with the version that trained it: it is in environment.yaml in its folder",
         ) from exc
     return TrainedRun(folder, where, about, config, record or _record(folder))
 

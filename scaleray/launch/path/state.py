@@ -140,7 +140,7 @@ def _refuse_taken(path: PathRecord) -> None:
     """Raise UsageError for a path of this name."""
     if (Path(path.folder) / STATE).exists():
         taken = f"there is a path of this name in {path.folder}"
-        raise UsageError("--name", path.name, taken, "scaleray path next goes on with it; or name this one otherwise")
+        raise UsageError("--name", path.name, taken, "scaleray path next continues it; or choose another name")
 
 
 def _job(config: RunConfig, file: Path) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _lock(lock: IO[str], path: PathRecord) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UsageError("the path", path.name, "somebody else is going on with it", "wait for that to end") from None
+        raise UsageError("the path", path.name, "another process is working on it", "wait for that to end") from None
 
 
 def _lock_file(folder: Path) -> IO[str]:

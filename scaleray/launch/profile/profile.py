@@ -94,7 +94,7 @@ def profile_run(run: str, *, uri: str | None = None) -> Profiled:
     found = find_run(run, uri=uri)
     if not isinstance(found.record, RunRecord):
         raise UsageError(
-            "RUN", run, "it is no training but a study or sweep", "scaleray report shows where its time went"
+            "RUN", run, "it is a study or sweep, not a training", "scaleray report shows where its time went"
         )
     return _profiled(found.record)
 
@@ -120,7 +120,7 @@ def _profiled(record: RunRecord) -> Profiled:
             f"the profile of {record.name}",
             "missing",
             "a run has one from the version on that measures it, and from its second step on",
-            f"train some steps anew: {again}",
+            f"train some steps again: {again}",
         )
     traced = traced_of(record.run_dir) if record.run_dir else None
     verdict = verdict_of_run(record)
@@ -143,5 +143,5 @@ def _check_has_ended(run: str) -> None:
                     "RUN",
                     run,
                     f"it has no {RECORD}, which is written when a run ends: it is running, or was killed",
-                    f"wait for its end, or train some steps anew: scaleray profile -c {place.root}/config.yaml",
+                    f"wait for its end, or train some steps again: scaleray profile -c {place.root}/config.yaml",
                 )

@@ -237,8 +237,8 @@ def _open(path: str, config: RunConfig | None) -> Interrupted:
         raise CheckpointError(
             "--resume",
             path,
-            "it is no run folder: it has no readable run.json",
-            "folders of runs lie in checkpoint.storage_path",
+            "it is not a run folder: it has no readable run.json",
+            "run folders are in checkpoint.storage_path",
         ) from exc
     except (ValueError, KeyError, TypeError) as exc:
         raise _damaged(path, exc) from exc

@@ -148,14 +148,14 @@ def _check(config: RunConfig, question: Question, splits: Mapping[str, Split]) -
         raise DataError(
             "the train data",
             "a Ray Dataset",
-            "it is dealt out once, for a fixed number of workers, while every turn begins anew with another",
+            "it is dealt out once, for a fixed number of workers, and every turn needs another",
             "study rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
         )
     if config.memory.find_micro_size:
         raise ConfigError(
             "memory.find_micro_size",
             True,
-            "every turn would search anew, and sizes with other micro-batches make no curve",
+            "every turn would search again, and sizes with other micro-batches make no curve",
             "give batch.micro_size what a training on the smallest size has found, and leave it out",
         )
     _check_shares(config, question)

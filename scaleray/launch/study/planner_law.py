@@ -115,7 +115,7 @@ def _node(
     if config.scale.gpus:
         names = [n for kind in hardware for n in (kind.get("accelerators") or {}).get("names", ())]
         if not names:
-            raise UsageError("the workers' GPUs", None, "their names were not told")
+            raise UsageError("the workers' GPUs", None, "they did not report their names")
         name = names[0]
     gpu = CATALOGUE.find_gpu(name)
     network = CATALOGUE.find_network(gpu.network) if most_workers > workers_per_node and gpu.network else None

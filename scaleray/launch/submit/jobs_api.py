@@ -200,9 +200,7 @@ def _check(url: str) -> tuple[str, str]:
     """Versions of Ray and Python that a dashboard tells; the latter may be empty. Raises ClusterError."""
     version = str(_get(url, "/api/version").get("ray_version", ""))
     if not version:
-        raise ClusterError(
-            "--to", url, "whatever answers there is no Ray dashboard", "check host and port; 8265 is usual"
-        )
+        raise ClusterError("--to", url, "the server there is not a Ray dashboard", "check host and port; 8265 is usual")
     with contextlib.suppress(ClusterError):
         about = _get(url, "/api/v0/cluster_metadata").get("data") or {}
         return version, str(about.get("pythonVersion", ""))

@@ -207,7 +207,7 @@ def _documents(path: Path) -> list[Any]:
     except OSError as exc:
         raise ConfigError("manifest", str(path), f"it cannot be read: {exc.strerror}") from exc
     except (yaml.YAMLError, UnicodeDecodeError) as exc:
-        raise ConfigError("manifest", str(path), f"it is no YAML: {' '.join(str(exc).split())[:200]}") from exc
+        raise ConfigError("manifest", str(path), f"it is not YAML: {' '.join(str(exc).split())[:200]}") from exc
 
 
 def _named(job: Manifest, cluster: KubernetesCluster, name: str, command: Sequence[str]) -> None:

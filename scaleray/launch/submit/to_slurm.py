@@ -62,7 +62,7 @@ def _check_name(name: str) -> None:
         raise ConfigError(
             "--name",
             name,
-            "on Slurm it has at most 100 letters, digits, dots, - and _, a letter or digit first, and is no number",
+            "on Slurm it has at most 100 letters, digits, dots, - and _, a letter or digit first, and is not a number",
             "such as digits-2",
         )
 
@@ -90,7 +90,7 @@ def _scripts(contents: Contents, cluster: SlurmCluster) -> dict[str, str]:
         raise ConfigError(
             SCRIPT,
             f"without {TAKES_COMMANDS}",
-            "it is of an older scaleray, or changed so that it cannot be told what to run",
-            "write it anew: scaleray cluster write --kind slurm --overwrite",
+            "it is from an older scaleray, or was edited so that it takes no command",
+            "write it again: scaleray cluster write --kind slurm --overwrite",
         )
     return {}

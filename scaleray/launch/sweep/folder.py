@@ -120,7 +120,7 @@ def read_asked(path: str) -> AskedSweep:
     try:
         values = load_json(store.read(ASKED_FILE))
     except FileNotFoundError:
-        raise ConfigError("--continue", path, f"there is no {ASKED_FILE}, so that it is no sweep's folder") from None
+        raise ConfigError("--continue", path, f"it is not a sweep's folder: it has no {ASKED_FILE}") from None
     except (OSError, ValueError) as exc:
         raise ConfigError("--continue", file, f"it cannot be read: {exc}") from exc
     if values.pop("format", None) != FORMAT:

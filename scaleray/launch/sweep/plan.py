@@ -157,7 +157,7 @@ def make_material(workload: Any, sources: Mapping[str, Source]) -> Material:
             "datasets()",
             f"only {TRAIN!r}",
             "trials are compared by an evaluation, which needs another split",
-            "return a 'val' split beside it",
+            "return a 'val' split as well",
         )
     return Material(workload, splits, sources)
 

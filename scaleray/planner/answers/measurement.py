@@ -53,7 +53,7 @@ def read_measurement(path: Path) -> Measurement | None:
             found, about = _of_run(record), record.environment
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise UsageError(
-            "--from-run", str(path), f"it is no record of a study or run: {type(exc).__name__} {exc}"
+            "--from-run", str(path), f"it is not a record of a study or run: {type(exc).__name__} {exc}"
         ) from exc
     names = (about.get("accelerators") or {}).get("names") or ()
     # an old record does not say, and that of processors has none

@@ -140,7 +140,9 @@ class _Containers(pickle.Unpickler):
         )
 
     def persistent_load(self, pid: object) -> NoReturn:
-        raise TraceError(self.name, "a pickle that refers to others", "a memory snapshot stands alone", _ADVICE)
+        raise TraceError(
+            self.name, "a pickle that refers to others", "a memory snapshot refers to no other pickle", _ADVICE
+        )
 
 
 def _unpickled(content: bytes, name: str) -> Mapping[str, Any]:

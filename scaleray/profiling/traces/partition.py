@@ -81,7 +81,7 @@ def marked_steps(trace: Trace) -> Steps:
         raise TraceError(
             trace.file,
             "a trace without step marks",
-            "its steps are told by events of the name ProfilerStep#N",
+            "its steps are events named ProfilerStep#N",
             "call `step()` of torch.profiler after each step, or trace with: scaleray profile -c FILE --trace",
         )
     marks = marks[np.argsort(trace.start[marks])]

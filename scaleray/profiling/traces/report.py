@@ -94,7 +94,7 @@ def ranks_of(traces: list[Trace]) -> dict[int, Trace]:
             raise TraceError(
                 f"the rank of {trace.file}",
                 "not in it",
-                "each trace of several says its rank in distributedInfo",
+                "each of several traces has its rank in distributedInfo",
                 "trace after torch.distributed is initialised, or give this file alone",
             )
         if (rank or 0) in by_rank:

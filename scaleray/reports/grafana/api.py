@@ -45,7 +45,7 @@ class Grafana:
         try:
             parts = urllib.parse.urlsplit(address)
         except ValueError as exc:
-            raise UsageError("--grafana", address.rpartition("@")[2], f"that is no address: {exc}", hint) from None
+            raise UsageError("--grafana", address.rpartition("@")[2], f"it is not an address: {exc}", hint) from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError("--grafana", _without_secrets(parts), "it must be an http or https address", hint)
         if parts.username or parts.password or parts.query:
@@ -100,7 +100,7 @@ class Grafana:
             ) from None
         except ValueError:
             raise UsageError(
-                "--grafana", self._address, f"what answers {path} is no Grafana: its answer is no JSON"
+                "--grafana", self._address, f"the server at {path} is not a Grafana: its answer is not JSON"
             ) from None
 
     def _refused(self, exc: urllib.error.HTTPError, path: str) -> Exception:

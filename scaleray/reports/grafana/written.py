@@ -60,7 +60,7 @@ def _rules(file: Path) -> str:
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as exc:
-        raise UsageError("--alerts", str(file), f"it is no YAML: {first_line(exc)}") from exc
+        raise UsageError("--alerts", str(file), f"it is not YAML: {first_line(exc)}") from exc
     if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
         raise UsageError("--alerts", str(file), "rules of Prometheus are in `groups`")
     return text

@@ -85,7 +85,7 @@ def _check(mode: Mode, points: Sequence[Point]) -> None:
         raise UsageError(f"the {mode} curve", "no point", "a curve needs at least one measured number of workers")
     sizes = sorted(point.workers for point in points)
     if len(set(sizes)) < len(sizes):
-        raise UsageError(f"the numbers of workers of the {mode} curve", sizes, "each may stand there once")
+        raise UsageError(f"the numbers of workers of the {mode} curve", sizes, "each may occur once")
     if other := [point.mode for point in points if point.mode != mode]:
         raise UsageError(f"the points of the {mode} curve", other[0], f"all must be {mode}")
     base = min(points, key=lambda point: point.workers)

@@ -144,7 +144,7 @@ def check_training_apart(config: RunConfig) -> None:
             "scale.workers",
             str(config.scale.workers),
             f"under {name} another number of workers is another training",
-            "give one number; a run can be resumed on another, where it goes on from the mean of its replicas",
+            "give one number; a run can be resumed on another, where it continues from the mean of its replicas",
         )
     if config.compression.name != "none":
         raise ConfigError(

@@ -145,7 +145,7 @@ def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
         )
     containers = {p.rpartition(".")[0][:end] for p in paths for end in _prefix_ends(p.rpartition(".")[0])}
     if containers & paths.keys():
-        raise WorkloadError("blocks()", "a block within a block", "blocks must lie beside each other")
+        raise WorkloadError("blocks()", "a block within a block", "blocks must not contain each other")
     if [paths[p] for p in paths] != list(range(len(blocks))):
         raise WorkloadError(
             "blocks()", "blocks in another order than in the model", "name each once, in the order of use"

@@ -239,7 +239,7 @@ class ModelRegistry:
                 "MLflow at",
                 without_password(self.uri),
                 f"{what} cannot be read or written: {first_line(exc)}",
-                "when it is back, give the same command again: it goes on where it was",
+                "when it is back, give the same command again: it continues where it was",
             ) from exc
 
 

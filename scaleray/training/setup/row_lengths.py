@@ -81,6 +81,6 @@ def check_same_place(config: RunConfig, plan: StepPlan, progress: Mapping[str, A
         raise ConfigError(
             "batch.global_size",
             config.batch.global_size,
-            "a run that orders or packs its rows by length goes on with the batches that it began with",
+            "a run that orders or packs its rows by length keeps the batches that it began with",
             "resume with the same size, or start a new run from its weights: --workload.weights RUN_FOLDER",
         )

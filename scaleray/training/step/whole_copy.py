@@ -52,7 +52,7 @@ class WholeCopy:
             raise WorkloadError(
                 what,
                 f"on {self.place.world_size} workers that share out a model of {memory(need)}",
-                "it needs the whole of it on each worker for its passes, and there is no room for that",
+                "it needs the whole of it on each worker for its passes, and they have no room for that",
                 "measure in metrics(), whose passes all workers run alike, or evaluate a checkpoint: scaleray evaluate",
             )
 

@@ -158,7 +158,7 @@ def test_a_port_that_is_taken_is_one_error(place):
 
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
-        pytest.raises(UsageError, match="nobody can listen there: Address already in use"),
+        pytest.raises(UsageError, match="it cannot be used: Address already in use"),
     ):
         scaleray.cluster_up(port=taken.getsockname()[1])
 

@@ -295,7 +295,7 @@ def test_a_path_goes_on_where_its_folder_was_moved_to(path, commands, tmp_path):
 
 
 def test_two_at_once_and_two_of_one_name_are_refused(path, tmp_path):
-    with locked(path), pytest.raises(UsageError, match="somebody else"):
+    with locked(path), pytest.raises(UsageError, match="another process is working on it"):
         scaleray.next_on_path(path.folder)
     with pytest.raises(UsageError, match="there is a path of this name"):
         start_path(

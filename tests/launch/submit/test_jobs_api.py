@@ -159,9 +159,9 @@ def test_a_dashboard_tells_its_versions_to_whoever_has_its_token(project, server
         ((401, "no"), None, "the token is missing: the cluster at .* asks for one"),
         ((401, "no"), "wrong", "the token is 'not accepted'|the token is not accepted"),
         ((500, "oops"), None, "it answers with 500"),
-        ((404, ""), None, "no Ray dashboard"),
-        ((200, "<html>"), None, "no Ray dashboard"),
-        ((200, "[]"), None, "no Ray dashboard"),
+        ((404, ""), None, "not a Ray dashboard"),
+        ((200, "<html>"), None, "not a Ray dashboard"),
+        ((200, "[]"), None, "not a Ray dashboard"),
     ],
 )
 def test_a_cluster_that_does_not_let_in_or_is_none_is_one_message(project, server, monkeypatch, answer, token, said):

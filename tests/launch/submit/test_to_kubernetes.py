@@ -158,7 +158,7 @@ def test_a_manifest_of_the_users_own_is_taken_and_must_ask_for_a_token(kubectl, 
     (project / "mine.yaml").write_text(yaml.safe_dump(broken))
     assert submitted() == 2
     assert "authOptions.mode is not token" in capsys.readouterr().err
-    for text, said in (("kind: Pod", "holds 0"), ("a: [", "no YAML"), (None, "cannot be read")):
+    for text, said in (("kind: Pod", "holds 0"), ("a: [", "not YAML"), (None, "cannot be read")):
         (project / "mine.yaml").unlink(missing_ok=True)
         if text is not None:
             (project / "mine.yaml").write_text(text)
