@@ -17,7 +17,7 @@ from scaleray.config.loading import known_keys
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"<!-- docs-test: (\S+) -->\n```\w*\n(.*?)```", re.S)
-LARGEST_README = 250
+LARGEST_README = 200
 
 
 def blocks(page: str, name: str) -> list[str]:
