@@ -12,12 +12,16 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from scaleray.parsing import inert_json
+from scaleray.parsing import inert_json, load_json
 from scaleray.records.printed import Printed
 
 SCHEMA_VERSION = 1
 """Version of the keys of every record and of what `--json` prints. Raised when a key goes or changes its meaning; new
 keys may come within a version."""
+
+
+class NewerRecord(ValueError):
+    """A record whose keys this version of scaleray does not know."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +42,27 @@ class JsonRecord(Printed):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The record in the text of a record.json. Raises pydantic's ValidationError for anything else."""
-        return TypeAdapter(cls).validate_json(inert_json(text))
+        """The record in the text of a record.json. Raises NewerRecord, and pydantic's ValidationError for anything else
+        than a record."""
+        return TypeAdapter(cls).validate_json(of_known_version(inert_json(text)))
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
         """Read a record.json written by `to_json`. Raises what `from_json` raises."""
         return cls.from_json(Path(path).read_text())
+
+
+def of_known_version(text: str | bytes) -> str | bytes:
+    """The text of a record. Raises NewerRecord for one of a newer version: its keys would be lost or misread."""
+    try:
+        values = load_json(text)
+    except ValueError:
+        return text
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    if isinstance(version, int) and version > SCHEMA_VERSION:
+        allowed = f"this scaleray reads up to {SCHEMA_VERSION}: use a newer one"
+        raise NewerRecord(f"schema_version is {version}, and {allowed}")
+    return text
 
 
 _adapter = functools.cache(TypeAdapter)

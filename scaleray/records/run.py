@@ -14,7 +14,7 @@ from typing import Any, Self
 from scaleray import metric_names as names
 from scaleray.parsing import inert_json, load_json
 from scaleray.records.alerts import counted
-from scaleray.records.json_record import JsonRecord, check_types
+from scaleray.records.json_record import JsonRecord, check_types, of_known_version
 from scaleray.records.live import RecentSteps
 from scaleray.records.printed import figures, quantity
 from scaleray.records.profile import RankMeasurements, RunProfile
@@ -324,9 +324,10 @@ class RunRecord(JsonRecord):
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """The record in the text of a record.json, in which null may represent a number that was not finite. Raises
-        ValueError or TypeError for anything else. Keys that are not known, as of a newer version, are left out.
+        NewerRecord, and ValueError or TypeError for anything else than a record. Unknown keys are left out.
         """
-        known, values = {one.name for one in dataclasses.fields(cls)}, load_json(inert_json(text))
+        known = {one.name for one in dataclasses.fields(cls)}
+        values = load_json(of_known_version(inert_json(text)))
         if not isinstance(values, dict):
             raise TypeError(f"it holds no record but a {type(values).__name__}")
         profile = RunProfile.of(values.pop("profile", None))

@@ -20,6 +20,7 @@ from scaleray.config.changes import Change, changes, training_values
 from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import CheckpointError, ConfigError, first_line
 from scaleray.parsing import load_json
+from scaleray.records.json_record import NewerRecord
 from scaleray.records.run import RunRecord
 
 Say = Callable[[str], None]
@@ -68,6 +69,8 @@ class Interrupted:
             record = RunRecord.from_json(Store(self.path).read("record.json"))
         except OSError:
             return None
+        except NewerRecord as exc:
+            raise CheckpointError("the run", self.path, str(exc), "resume it with the scaleray that wrote it") from exc
         except (ValueError, TypeError) as exc:
             say(
                 f"warning: record.json of {without_password(self.path)} is damaged ({first_line(exc)}); "

@@ -13,7 +13,7 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.data import load_sources
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, first_line
 from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.conditions import check_same, conditions_of
@@ -147,5 +147,8 @@ def _read(folder: str) -> StudyRecord:
         return StudyRecord.read(path)
     except (OSError, ValueError) as exc:  # pydantic's errors are ValueErrors
         raise ConfigError(
-            "--points-of", folder, "there is no record.json of a study", "give the folder of a finished study"
+            "--points-of",
+            folder,
+            f"it has no record of a study: {first_line(exc)}",
+            "give the folder of a finished study",
         ) from exc
