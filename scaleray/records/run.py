@@ -314,8 +314,9 @@ class RunRecord(JsonRecord):
 
     @property
     def summary(self) -> str:
-        """The run's verdict."""
-        return self.verdict
+        """The verdict, the length, the speed and the last evaluation."""
+        told = [figures({"samples/s": self.samples_per_s}), figures(dict(sorted(self.metrics.items())))]
+        return "; ".join([f"{self.verdict}: {quantity(self.steps, 'step')}", *filter(None, told)])
 
     def alerts_in_words(self) -> str:
         """How often each alert began, in one line; empty without any."""
