@@ -13,7 +13,19 @@ from scaleray.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-OF_TRAIN = ("mlflow", "pathspec", "prometheus_client", "pyarrow", "ray", "safetensors", "torch", "xxhash")
+OF_TRAIN = (
+    "cloudpickle",
+    "grpc",
+    "mlflow",
+    "pandas",
+    "pathspec",
+    "prometheus_client",
+    "pyarrow",
+    "ray",
+    "safetensors",
+    "torch",
+    "xxhash",
+)
 """Modules that only the extra `train` brings. Without it there are plan, config, report and compare."""
 NEWEST_TESTED = {"torch": "2.13", "ray": "2.60", "mlflow": "3.17"}
 """Newest releases that all tests passed with."""
