@@ -141,7 +141,7 @@ def test_a_report_that_fails_is_a_warning_and_not_asked_for_there_is_none(folder
     ("options", "words"),
     [
         (["--batch.gloabl-size", "8"], ["batch.gloabl_size", "did you mean batch.global_size?"]),
-        (["--batch.global-size", "many"], ["batch.global_size", "'many'", "integer"]),
+        (["--batch.global-size", "many"], ["batch.global_size", "many", "integer"]),
         (["--stop.after", "soon"], ["stop.after", "3 epochs"]),
         (["--scale.workers", "3"], ["scale.workers", "--local runs one worker"]),
         (["--batch.micro-size", "5"], ["batch.micro_size", "nearest: 4 or 8"]),

@@ -66,7 +66,7 @@ def test_each_field_may_be_required_and_its_lack_is_refused_by_its_name_and_line
 
 def test_what_the_config_alone_shows_is_refused_before_anything_is_started(policy):
     message = refused(check_policy, config_of(policy("invariants:\n  purpose: required\n")))
-    assert "team.yaml:2 purpose is missing" in message and "--tracking.purpose" in message
+    assert "team.yaml:2 purpose is required" in message and "--tracking.purpose" in message
     message = refused(check_policy, config_of(policy("invariants:\n  global_batch: {max: 32}\n")))
     assert "team.yaml:2 global_batch is 64: it must be at most 32" in message
     check_policy(config_of(policy("invariants:\n  data_hash: required\n")))  # not known yet
@@ -85,7 +85,7 @@ def test_a_constraint_may_be_broken_with_a_reason_which_is_recorded_and_an_invar
     path = policy(text)
     message = refused(tags, config_of(path))
     assert (
-        "team.yaml:2 gpus is 2, but it must be at most 1 by a constraint" in message
+        "team.yaml:2 gpus is 2: it must be at most 1 by a constraint" in message
         and "--tracking.policy-reason" in message
     )
     because = {"tracking.policy_reason": "the deadline"}

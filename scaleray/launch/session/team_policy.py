@@ -87,8 +87,10 @@ class Rule:
             why = "say why it must be so, which is recorded: --tracking.policy-reason 'WORDS'"
             hint = f"{hint}; or {why}" if hint else why
         level = "a constraint" if self.may_break else "an invariant"
-        wanted = f"it must be {self.allowed}" if self.allowed else "it is required"
-        return ConfigError(f"{self.where} {self.field}", found, f"{wanted} by {level} of the team's policy", hint)
+        wanted = f"{level} of the team's policy requires it"
+        if self.allowed:
+            wanted = f"it must be {self.allowed} by {level} of the team's policy"
+        return ConfigError(f"{self.where} {self.field}", found, wanted, hint)
 
 
 @dataclass(frozen=True)
