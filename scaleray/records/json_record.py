@@ -44,7 +44,8 @@ class JsonRecord(Printed):
     def from_json(cls, text: str | bytes) -> Self:
         """The record in the text of a record.json. Raises NewerRecord, and pydantic's ValidationError for anything else
         than a record."""
-        return _adapter(cls).validate_json(of_known_version(inert_json(text)))
+        adapter: TypeAdapter[Self] = _adapter(cls)  # type: ignore[arg-type]  # a class is hashable
+        return adapter.validate_json(of_known_version(inert_json(text)))
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
