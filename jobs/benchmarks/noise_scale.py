@@ -23,7 +23,7 @@ sys.path.insert(0, str(harness.REPOSITORY))
 from pathlib import Path
 
 from scaleray.config import load_config
-from scaleray.config.noise_scale import NoiseScaleSettings
+from scaleray.config.optimizer import NoiseScaleSettings
 from scaleray.data import Split, as_source
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.records.run import StepRecord, WorkerSummary

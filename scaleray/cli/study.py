@@ -9,8 +9,7 @@ from pathlib import Path
 
 from cyclopts import Parameter
 
-from scaleray.cli.numbers import whole_numbers
-from scaleray.cli.options import ConfigFile, Flag, Json, Overrides, Several
+from scaleray.cli.options import ConfigFile, Flag, Json, Overrides, Several, whole_numbers
 from scaleray.cli.output import Output, print_json, written_in
 from scaleray.progress import stage
 

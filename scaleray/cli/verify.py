@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Parameter
 
-from scaleray.cli.numbers import whole_numbers
-from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
+from scaleray.cli.options import ConfigFile, Flag, Json, Overrides, whole_numbers
 from scaleray.cli.output import Output, print_json, written_in
 from scaleray.progress import stage
 

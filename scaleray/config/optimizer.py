@@ -4,10 +4,90 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from scaleray.config.base import Count, NonNegative, Positive, Probability, Settings
+from scaleray.config.base import Count, Duration, NonNegative, Positive, Probability, Settings, Target, above_zero
 from scaleray.errors import ConfigError
+
+
+class NoiseScaleSettings(Settings):
+    """The gradient noise scale: the batch size, in samples, at which noise equals signal. Measuring changes no
+    training."""
+
+    measure: Literal["auto"] | bool = False
+    """Whether to measure. true measures, or refuses with the reason. auto measures where that is exact and costs no
+    memory: from the gradients of several workers before they meet, or from a step's first micro-batch; true takes
+    consecutive steps as a last resort, which is biased and keeps a second gradient in memory."""
+    every_steps: Count = 20
+    """Steps between two measurements, each of which costs up to a fifth of a step where steps last a few milliseconds,
+    and a few hundredths where they last longer."""
+    averaging: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Factor of the weight of earlier measurements for each step of `optimizer.reference_batch_size` samples: 0.999
+    looks back over about a thousand such steps."""
+    preconditioned: bool = False
+    """Measure gradients as Adam's update sees them, divided by the root of its second moment. For adamw and lamb. It
+    keeps room for three copies of the model's small tensors, up to 65,536 numbers each."""
+
+
+class ScheduleSettings(Settings):
+    """Linear warm-up from zero, then constant, cosine or linear decay to `final_ratio` of the peak."""
+
+    name: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape of the schedule after the warm-up."""
+    warmup: Duration = Duration(0, "steps")
+    """Length of the warm-up at the reference batch; legw stretches it with the batch, unless it is in steps."""
+    length: Duration | None = None
+    """Length of the schedule up to the end of the decay. None: to the end of training."""
+    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the end of the decay, relative to the peak."""
+
+    _check_length = field_validator("length")(above_zero)
+
+
+class StopSettings(Settings):
+    """When training ends."""
+
+    after: Duration
+    """The full length of training, such as `30 epochs` or `2000 steps`."""
+    at: Target | None = None
+    """Target: training stops early when an evaluation reaches it, such as `val/accuracy >= 0.97`. Needs
+    `evaluation.every`."""
+
+    patience: Count | None = None
+    """Number of evaluations in a row without a better one after which training stops. Needs `evaluation.every`. None:
+    it continues.
+    """
+    watch: Annotated[str, Field(pattern=r"^[\w./-]+ (min|max)$")] | None = None
+    """Metric that `patience` watches, and its direction, such as `val/loss min`. None: that of `checkpoint.best`."""
+
+    _check_after = field_validator("after")(above_zero)
+
+
+class EvaluationSettings(Settings):
+    """When the splits other than `train` are evaluated; they always are at the end."""
+
+    every: Duration | None = None
+    """Distance between evaluations. None: at the end only."""
+    micro_size: Annotated[int, Field(ge=1, le=2**40)] | None = None
+    """Samples in one forward pass of one worker during evaluation. None: that of training."""
+
+    _check_every = field_validator("every")(above_zero)
+
+
+class BatchSettings(Settings):
+    """Size of one optimizer step over all workers."""
+
+    global_size: Count
+    """Samples (or tokens) in one optimizer step, over all workers."""
+    unit: Literal["samples", "tokens"] = "samples"
+    """Unit in which `global_size`, `micro_size` and `optimizer.reference_batch_size` are counted. Rows of unequal
+    length fill steps of at most so many tokens on average, in whole rows: the number of rows varies from step to
+    step."""
+    micro_size: Count | None = None
+    """Samples (or tokens, without padding) in one forward pass of one worker, at most. None: the worker's whole share.
+    Smaller saves memory, by accumulation."""
+    drop_last: bool = False
+    """Leave out the last, partial batch of an epoch. False: it is used, weighted by its count."""
 
 
 class OptimizerSettings(Settings):

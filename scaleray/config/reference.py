@@ -2,14 +2,105 @@
 
 from __future__ import annotations
 
+import types
+import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from scaleray.config.base import LARGEST_COUNT, Duration, Target, WorkerRange
 from scaleray.config.loading import hint_for, known_keys
 from scaleray.config.synonyms import meant_by
-from scaleray.config.type_words import choices_of, type_in_words, yaml_word
 from scaleray.errors import ConfigError
+
+PLAIN: dict[Any, str] = {
+    str: "text",
+    Duration: "a length such as 3 epochs or 500 steps",
+    Target: "a target such as val/accuracy >= 0.97",
+    WorkerRange: "a range such as {min: 1, max: 4}",
+}
+
+
+def type_in_words(field: FieldInfo) -> str:
+    """Values that a field of the config may hold."""
+    return _words(field.annotation, field.metadata)
+
+
+def choices_of(field: FieldInfo) -> tuple[str, ...]:
+    """The values of a field that has a few, as written in the file; none for any other."""
+    return tuple(_choices(field.annotation))
+
+
+def yaml_word(value: Any) -> str:
+    """A default as written in the file."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(yaml_word, value)) + "]"
+    return "''" if value == "" else str(value)
+
+
+def _words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        inner = [rule for one in args[1:] for rule in (one.metadata if isinstance(one, FieldInfo) else [one])]
+        return _words(args[0], [*metadata, *inner])
+    if choices := _choices(annotation):
+        return " or ".join(choices) if len(choices) <= 2 else f"one of {', '.join(choices)}"
+    if origin in (typing.Union, types.UnionType):
+        kinds = [_words(one) for one in args if one is not type(None)]
+        return ", or ".join([*kinds, *(["null"] if type(None) in args else [])])
+    if origin is tuple:
+        return _list(args)
+    if origin is dict or annotation is dict:
+        return "a mapping"
+    if annotation in (int, float):
+        return ("a whole number" if annotation is int else "a number") + _bounds(metadata)
+    name = PLAIN.get(annotation) or getattr(annotation, "__name__", str(annotation)).lower()
+    return name + (", not empty" if any(getattr(rule, "min_length", None) for rule in metadata) else "")
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The values of a type that has a few; none for any other."""
+    if annotation is bool:
+        return ["true", "false"]
+    if annotation is type(None):
+        return ["null"]
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return [yaml_word(value) for value in args]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        each = [_choices(one) for one in args]
+        return [value for values in each for value in values] if all(each) else []
+    return []
+
+
+def _list(args: tuple[Any, ...]) -> str:
+    if choices := _choices(args[0]):
+        return f"a list of some of {', '.join(choices)}"
+    many = _words(args[0])
+    for one, more in (("a number", "numbers"), ("a whole number", "whole numbers"), ("text", "texts")):
+        many = more + many.removeprefix(one) if many.startswith(one) else many
+    return f"a list of {many}" if args[-1] is ... else f"a list of {len(args)} {many}"
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    """`above 0`, `of at least 1`, `from 0 to 1`, from the limits of annotated-types; those of storage are left out."""
+    limits = {
+        name: getattr(rule, name) for rule in metadata for name in ("gt", "ge", "lt", "le") if hasattr(rule, name)
+    }
+    if limits.get("le") == LARGEST_COUNT or limits.get("lt") == 2**63:
+        limits = {name: value for name, value in limits.items() if name in ("gt", "ge")}
+    shown = {name: f"{value:,}" if isinstance(value, int) else f"{value:g}" for name, value in limits.items()}
+    if "ge" in shown and ("le" in shown or "lt" in shown):
+        return f" from {shown['ge']} to {shown.get('le') or 'below ' + shown['lt']}"
+    words = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
+    parts = [f"{words[name]} {shown[name]}" for name in words if name in shown]
+    return f" {', '.join(parts)}" if parts else ""
+
 
 REQUIRED = "required"
 """In place of a default where there is none."""

@@ -8,35 +8,41 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from scaleray.config.activations import ActivationSettings
 from scaleray.config.alerts import AlertSettings, without_secret
-from scaleray.config.averaging import AveragingSettings
 from scaleray.config.base import Settings, without_password
-from scaleray.config.batch import BatchSettings
 from scaleray.config.checkpoint import CheckpointSettings
-from scaleray.config.compilation import CompilationSettings
 from scaleray.config.compression import CompressionSettings
 from scaleray.config.data import DataSettings
 from scaleray.config.decides import is_beside_training
-from scaleray.config.fine_tuning import FineTuningSettings
 from scaleray.config.fsdp import FsdpSettings
-from scaleray.config.gossip import GossipSettings
-from scaleray.config.local_sgd import LocalSgdSettings
-from scaleray.config.memory import MemorySettings
-from scaleray.config.monitoring import MonitoringSettings
-from scaleray.config.noise_scale import NoiseScaleSettings
-from scaleray.config.optimizer import OptimizerSettings
-from scaleray.config.pipeline import PipelineSettings
-from scaleray.config.precision import PrecisionSettings
-from scaleray.config.pruning import PruningSettings
+from scaleray.config.optimizer import (
+    BatchSettings,
+    EvaluationSettings,
+    NoiseScaleSettings,
+    OptimizerSettings,
+    ScheduleSettings,
+    StopSettings,
+)
+from scaleray.config.precision import (
+    ActivationSettings,
+    AveragingSettings,
+    CompilationSettings,
+    FineTuningSettings,
+    MemorySettings,
+    PrecisionSettings,
+    PruningSettings,
+)
 from scaleray.config.scale import ScaleSettings
-from scaleray.config.schedule import EvaluationSettings, ScheduleSettings, StopSettings
-from scaleray.config.shares import SharesSettings
-from scaleray.config.strategy import StrategySettings
+from scaleray.config.strategy import (
+    GossipSettings,
+    LocalSgdSettings,
+    PipelineSettings,
+    SharesSettings,
+    StrategySettings,
+    TensorSettings,
+)
 from scaleray.config.strategy_traits import traits_of
-from scaleray.config.study import StudySettings
-from scaleray.config.tensor import TensorSettings
-from scaleray.config.tracking import TrackingSettings
+from scaleray.config.tracking import MonitoringSettings, StudySettings, TrackingSettings
 from scaleray.config.workload import WorkloadSettings
 
 

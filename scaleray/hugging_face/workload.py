@@ -8,7 +8,7 @@ A subclass says which class of transformers it wants (`auto_class`) and brings i
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,13 +16,39 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scaleray.errors import WorkloadError
-from scaleray.hugging_face import adapters, models
-from scaleray.hugging_face.exported import write_model
+from scaleray.errors import WorkloadError, first_line
+from scaleray.hugging_face import models
+from scaleray.hugging_face.exported import check_same, distinct_names, write_model
+from scaleray.hugging_face.libraries import peft
 from scaleray.hugging_face.token_rows import IGNORED
 from scaleray.hugging_face.tokenizers import has_tokenizer, load_tokenizer
 from scaleray.model_blocks import find_blocks
 from scaleray.workload import Workload
+
+
+def wrapped(model: nn.Module, settings: Mapping[str, Any]) -> Any:
+    """The model with adapters of peft, everything else frozen. settings: of `peft.LoraConfig`. Raises WorkloadError for
+    what peft does not take."""
+    library = peft()
+    try:
+        return library.get_peft_model(model, library.LoraConfig(**settings))
+    except (TypeError, ValueError) as exc:
+        raise WorkloadError("workload.args.peft", dict(settings), f"peft does not take it: {first_line(exc)}") from exc
+
+
+def export(build: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor], folder: Path, *, merge: bool) -> None:
+    """Write the trained model with its adapters added to its weights, or the adapters alone.
+
+    build: makes the wrapped model. Raises CheckpointError for weights of another model.
+    """
+    model: Any = build()
+    check_same(model, weights)
+    model.load_state_dict({name: weights[name] for name in distinct_names(model)}, strict=False)
+    if merge:
+        model.merge_and_unload().save_pretrained(folder)
+    else:
+        model.save_pretrained(folder)
+
 
 LABELS = "labels"
 
@@ -80,7 +106,7 @@ class HuggingFaceWorkload(Workload):
 
     def build_model(self) -> nn.Module:
         model = models.build(self.auto_class, self.config(), self.folder, attention=self.attention)
-        return model if self.peft is None else adapters.wrapped(model, self.peft)
+        return model if self.peft is None else wrapped(model, self.peft)
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return summed_loss(*self.predictions(model, batch))
@@ -107,7 +133,7 @@ class HuggingFaceWorkload(Workload):
         written. adapter: of a model wrapped by peft the adapter alone, as `PeftModel.from_pretrained` reads it.
         """
         if self.peft is not None:
-            adapters.export(self.build_model, weights, folder, merge=not adapter)
+            export(self.build_model, weights, folder, merge=not adapter)
         elif adapter:
             raise WorkloadError("the workload", "without the argument peft", "it has no adapter of peft to export")
         else:

@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
-from scaleray.data.source import TRAIN
+from scaleray.data.collation import Columnwise, refuse_ragged
+from scaleray.data.source import TRAIN, Columns, rows_in
 from scaleray.errors import DataError, WorkloadError
 from scaleray.lightning import loaders
+from scaleray.lightning.batches import batch_of, items_of, split_of
 from scaleray.lightning.classes import (
     arguments_of,
     check_data_class,
@@ -28,13 +30,34 @@ from scaleray.lightning.classes import (
     lightning_base,
     place_of,
 )
-from scaleray.lightning.collation import Collation
 from scaleray.lightning.hooks import LightningHooks
 from scaleray.lightning.logs import Log, short_names, sums
 from scaleray.lightning.metric_objects import computed, left_alone
 from scaleray.lightning.optimizers import LightningSchedule, configured, give_rate, without_schedule
 from scaleray.lightning.trainer import TrainerStandIn
 from scaleray.workload import Workload
+
+
+class Collation(Columnwise):
+    """Batches with the split and the number of rows that they are of.
+
+    own: gives the collation that the loader of a split has of its own; rows of any other are put together as torch
+    does.
+    """
+
+    def __init__(self, own: Callable[[str], Any]) -> None:
+        self.own = own
+
+    def __call__(self, rows: Columns) -> dict[str, Any]:
+        split, has_own = split_of(rows)
+        num_rows = rows_in(rows)
+        if has_own:
+            batch = self.own(split)(list(items_of(rows)))
+        else:
+            refuse_ragged(rows, what=f"the {split} data")
+            batch = batch_of({name: torch.from_numpy(column) for name, column in rows.items()})
+        return {"split": split, "rows": num_rows, "batch": batch}
+
 
 STAGES = {loaders.VAL: ("validation_step", "validating"), loaders.TEST: ("test_step", "testing")}
 """Step and stage of each kind of evaluation split."""

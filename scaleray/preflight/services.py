@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from scaleray.preflight import limits
-from scaleray.preflight.unmeasured import unmeasured
-from scaleray.preflight.words import node_list, together
+from scaleray.preflight.words import node_list, together, unmeasured
 from scaleray.records.preflight import Measured, PreflightCheck, Verdict
 
 

@@ -12,8 +12,7 @@ from scaleray.planner.hardware.catalogue import CATALOGUE
 from scaleray.planner.hardware.kinds import Cluster
 from scaleray.preflight import limits
 from scaleray.preflight.tournament import slow_links
-from scaleray.preflight.unmeasured import unmeasured
-from scaleray.preflight.words import node_list, together
+from scaleray.preflight.words import node_list, together, unmeasured
 from scaleray.records.preflight import AllReduceTime, DeviceRate, LinkRate, Measured, PreflightCheck, Verdict
 from scaleray.text.units import seconds
 

@@ -36,9 +36,7 @@ from scaleray.records.run import (
 )
 from scaleray.tracking.accepted import acceptable_name
 from scaleray.tracking.chart_points import Point, Points, in_ms
-from scaleray.tracking.described import CHANGE_TAG, Described
 from scaleray.tracking.live_run import LiveFile, LiveRun
-from scaleray.tracking.logged_files import LoggedFiles
 from scaleray.tracking.operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
 from scaleray.tracking.published_metrics import PublishedMetrics
 from scaleray.tracking.published_steps import PublishedSteps
@@ -46,12 +44,11 @@ from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.recovery import Recovery
 from scaleray.tracking.run_alerts import RunAlerts
 from scaleray.tracking.run_description import RunDescription
-from scaleray.tracking.run_note import RunNote
+from scaleray.tracking.run_note import CHANGE_TAG, Described, RunNote
 from scaleray.tracking.run_time import RunTime
-from scaleray.tracking.shown import ShownMessages
-from scaleray.tracking.signs_of_life import SignsOfLife
+from scaleray.tracking.signs_of_life import ShownMessages, SignsOfLife
 from scaleray.tracking.spool import Spool
-from scaleray.tracking.steps_file import StepsFile
+from scaleray.tracking.steps_file import LoggedFiles, StepsFile
 from scaleray.tracking.store import RunStore, run_link, without_password
 from scaleray.tracking.writer import STALLED_S, Marker, Writer
 from scaleray.watchers import Guard, Watcher

@@ -11,8 +11,32 @@ from dataclasses import replace
 
 from scaleray.records.alerts import Alert
 from scaleray.records.phases import Phase
-from scaleray.records.run import Heartbeat
+from scaleray.records.run import Heartbeat, WorkerMessage
 from scaleray.records.wishes import Wish
+
+MOST_KEPT = 20_000
+"""Messages that are kept without a display: a driver's memory must not grow with the number of steps."""
+
+
+class ShownMessages:
+    """The newest messages, numbered from 0."""
+
+    def __init__(self) -> None:
+        self._messages: list[WorkerMessage] = []
+        self._first = 0
+
+    def add(self, message: WorkerMessage) -> None:
+        """Add one; of too many, the older half is forgotten."""
+        self._messages.append(message)
+        if len(self._messages) > MOST_KEPT:
+            self._first += MOST_KEPT // 2
+            del self._messages[: MOST_KEPT // 2]
+
+    def after(self, number: int) -> tuple[int, list[WorkerMessage]]:
+        """Messages from `number` on, as far as they are kept, and the number to ask for next."""
+        shown = self._messages[max(0, number - self._first) :]
+        return self._first + len(self._messages), shown
+
 
 SILENT_S, SILENT_S_A_RANK = 10.0, 0.03
 """Seconds without a sign of life after which a rank is lost; of many ranks each gives fewer signs."""

@@ -19,9 +19,9 @@ from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.later import steps_ahead
 from scaleray.training.callbacks import Callbacks
 from scaleray.training.health.clock import Clock
-from scaleray.training.health.collective_limits import CollectiveLimits
 from scaleray.training.health.compilation_watch import CompilationWatch
 from scaleray.training.health.fixed_model import FixedModel
+from scaleray.training.health.group_watch import CollectiveLimits
 from scaleray.training.health.memory_report import MemoryReport
 from scaleray.training.health.progress import Progress
 from scaleray.training.health.reporter import Reporter
@@ -36,10 +36,10 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.training.state.final_weights import SaveWeights, hand_on_weights
 from scaleray.training.state.items import PROGRESS
 from scaleray.training.state.loop_state import LoopCheckpoint, LoopState
 from scaleray.training.state.state import TrainState
+from scaleray.training.state.weights import SaveWeights, hand_on_weights
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.first_batch import check_first_batch
 from scaleray.training.step.launched import StepsUnderWay

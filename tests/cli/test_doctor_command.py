@@ -13,7 +13,7 @@ from rich.console import Console
 
 from scaleray.cli.main import run_command
 from scaleray.launch.doctor import doctor as doctor_module
-from scaleray.preflight.judge import judge
+from scaleray.launch.doctor.doctor import judge
 from scaleray.records.preflight import DoctorRecord
 from scaleray.reports.terminal.preflight import show_preflight
 

@@ -15,7 +15,7 @@ from scaleray.data.row_random import RowRandom
 from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.hugging_face import HuggingFaceWorkload, summed_loss
 from scaleray.hugging_face.chat import conversations
-from scaleray.hugging_face.masking import Masking
+from scaleray.hugging_face.language_models import Masking
 from scaleray.hugging_face.text_files import read_records
 from scaleray.hugging_face.token_rows import IGNORED, Tokens, concatenated, packed, padded
 from scaleray.hugging_face.tokenizers import byte_tokenizer

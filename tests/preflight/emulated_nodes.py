@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scaleray.preflight.judge import judge
+from scaleray.launch.doctor.doctor import judge
 from scaleray.preflight.limits import GIB
 from scaleray.records.preflight import (
     AllReduceTime,

@@ -7,13 +7,12 @@ from dataclasses import replace
 import pytest
 from emulated_nodes import NAMES, PACKAGES, VERSIONS, found, gpu, healthy, node, not_green, with_node
 
+from scaleray.launch.doctor.doctor import collectives_csv, judge
 from scaleray.preflight import limits
 from scaleray.preflight.clocks import offset
-from scaleray.preflight.collectives import collectives_csv
-from scaleray.preflight.judge import judge
 from scaleray.preflight.limits import GIB
 from scaleray.preflight.speeds import expected_s
-from scaleray.preflight.unmeasured import FAILED
+from scaleray.preflight.words import FAILED
 from scaleray.records.preflight import AllReduceTime, ClockSeen, DiskSeen, DoctorRecord, Links, Measured, StorageSeen
 
 BAD = NAMES[2]

@@ -18,9 +18,9 @@ from scaleray.reproducibility.experiments import (
     needs_experiments,
     without_experiment,
 )
-from scaleray.reproducibility.gradient_shares import from_shares
 from scaleray.reproducibility.signatures import Signer, number_format
 from scaleray.reproducibility.traces import Restored, StepTrace, Trace
+from scaleray.training.verify.explanation import from_shares
 
 NAMES = ("first.weight", "first.bias")
 SIGN = Signer()

@@ -191,8 +191,8 @@ class Broken:
             real(self_store, operation)
 
         monkeypatch.setattr(store.RunStore, "send", send)
-        monkeypatch.setattr("scaleray.tracking.retry.FIRST_S", 0.0)
-        monkeypatch.setattr("scaleray.tracking.retry.MOST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.outbox.FIRST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.outbox.MOST_S", 0.0)
 
 
 def test_what_the_server_missed_is_written_when_it_returns(uri, tmp_path, monkeypatch):

@@ -48,8 +48,8 @@ class World:
         self.mlflow.on_call = self._on_call
         monkeypatch.setattr("os.fsync", lambda file: None)  # no power fails here
         monkeypatch.setattr(writer, "FLUSH_S", 0.02)
-        monkeypatch.setattr("scaleray.tracking.retry.FIRST_S", 0.0)
-        monkeypatch.setattr("scaleray.tracking.retry.MOST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.outbox.FIRST_S", 0.0)
+        monkeypatch.setattr("scaleray.tracking.outbox.MOST_S", 0.0)
         monkeypatch.setattr(threading, "excepthook", lambda found: None)  # a thread that is killed says nothing
         for kind, write in WRITES.items():
             monkeypatch.setattr(kind, "write", self._around(write))

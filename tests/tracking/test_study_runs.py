@@ -193,8 +193,8 @@ class Away:
         self.is_away, self.calls = True, 0
         for name in ("create_run", "log_batch", "set_terminated", "log_artifact"):
             monkeypatch.setattr(MlflowClient, name, self._broken(getattr(MlflowClient, name)))
-        monkeypatch.setattr("scaleray.tracking.retry.FIRST_S", 0.01)
-        monkeypatch.setattr("scaleray.tracking.retry.MOST_S", 0.01)
+        monkeypatch.setattr("scaleray.tracking.outbox.FIRST_S", 0.01)
+        monkeypatch.setattr("scaleray.tracking.outbox.MOST_S", 0.01)
 
     def _broken(self, real):
         def call(*args, **more):
@@ -280,7 +280,7 @@ def test_a_trial_whose_writing_failed_half_way_has_one_child(uri, monkeypatch):
     record = study_examples.sweep(batches=(32,), rules=("sqrt",))
     run = ParentRun.open(uri, "sweeps", kind="sweep", name="sweep", config={})
     run.identify(record)
-    monkeypatch.setattr("scaleray.tracking.retry.FIRST_S", 0.0)
+    monkeypatch.setattr("scaleray.tracking.outbox.FIRST_S", 0.0)
     left = {"create_run": 1, "log_batch": 1, "set_terminated": 1}
 
     def failing_once(name):

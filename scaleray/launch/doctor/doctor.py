@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,44 @@ from scaleray.launch.doctor.fleet import this_machine
 from scaleray.launch.doctor.look import Look, Subject
 from scaleray.launch.workers.forks import begin_imports
 from scaleray.planner.hardware.catalogue import CATALOGUE
-from scaleray.preflight.collectives import collectives_csv
-from scaleray.preflight.judge import judge
+from scaleray.planner.hardware.measured_collectives import COLUMNS
+from scaleray.preflight.clocks import check_clocks
+from scaleray.preflight.machines import machine_checks
+from scaleray.preflight.services import check_mlflow, check_ports, check_storage
+from scaleray.preflight.speeds import all_reduce_checks, check_rates, link_checks
+from scaleray.preflight.versions import check_drivers, check_nodes, check_packages
 from scaleray.progress import stage
-from scaleray.records.preflight import DoctorRecord
+from scaleray.records.preflight import AllReduceTime, DoctorRecord, Measured, PreflightCheck
 from scaleray.tracking.store import resolve_uri, uri_of_environment
+
+
+def judge(measured: Measured) -> list[PreflightCheck]:
+    """Every check, in the order in which a user would mend things."""
+    checks = [check_nodes(measured)]
+    if any(not node.error for node in measured.nodes):
+        checks += [check_packages(measured), check_drivers(measured), *machine_checks(measured)]
+    return [
+        *checks,
+        check_clocks(measured),
+        check_ports(measured),
+        check_storage(measured),
+        check_mlflow(measured),
+        check_rates(measured),
+        *all_reduce_checks(measured),
+        *link_checks(measured),
+    ]
+
+
+def collectives_csv(times: Sequence[AllReduceTime]) -> str:
+    """A line for each group of workers and size; where several groups are alike, such as those inside each node, their
+    median: the planner asks what such a group takes, and what is slower than the others has a check of its own."""
+    groups: dict[tuple[int, int, int], list[float]] = {}
+    for took in times:
+        groups.setdefault((took.ranks, took.nodes, took.num_bytes), []).append(took.seconds)
+    rows = [(*group, statistics.median(found)) for group, found in sorted(groups.items())]
+    lines = [",".join(COLUMNS), *(f"{ranks},{nodes},{size},{seconds:.9g}" for ranks, nodes, size, seconds in rows)]
+    return "\n".join(lines) + "\n"
+
 
 HERE = "local"
 """Value of RAY_ADDRESS that names no cluster."""

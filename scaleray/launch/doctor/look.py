@@ -17,7 +17,7 @@ from scaleray.launch.doctor.measure import Seats
 from scaleray.launch.doctor.node import Asked
 from scaleray.preflight.clocks import offset
 from scaleray.preflight.machines import is_idle
-from scaleray.preflight.unmeasured import FAILED
+from scaleray.preflight.words import FAILED
 from scaleray.progress import stage
 from scaleray.records.preflight import Measured, NodeSeen, StorageSeen
 from scaleray.tracking.store import check_reachable, sqlite_path

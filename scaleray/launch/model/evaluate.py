@@ -7,26 +7,30 @@ import dataclasses
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
-from scaleray.config.fine_tuning import FineTuningSettings
-from scaleray.config.precision import PrecisionSettings
+from scaleray.config.precision import FineTuningSettings, PrecisionSettings
 from scaleray.data import TRAIN, Input, Split, load_sources
 from scaleray.data.iterable import refuse_endless
-from scaleray.data.source import Source
-from scaleray.errors import DataError, TrackingError, UsageError
+from scaleray.data.loading import as_source, for_workload
+from scaleray.data.parquet import ParquetSource
+from scaleray.data.ragged import joined
+from scaleray.data.source import Columns, Source
+from scaleray.data.sources import ArraySource
+from scaleray.errors import DataError, TrackingError, UsageError, first_line
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.model.load import ModelParts, find_parts
-from scaleray.launch.model.rows import shape_of
-from scaleray.launch.model.table_source import as_source_of_split
+from scaleray.launch.model.rows import Files, Shape, columns_of, own_rows, shape_of, types_of
 from scaleray.launch.model.trained_run import TrainedRun, find_trained
 from scaleray.launch.model.weights import Weights, fill
 from scaleray.launch.session.start import connected_unless, with_absolute_paths
@@ -39,11 +43,90 @@ from scaleray.records.run import Say
 from scaleray.records.start import steady_time
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
-from scaleray.tracking.later_values import add_to_run
+from scaleray.tracking.operations import LogArtifact, LogMetrics
+from scaleray.tracking.store import RunStore, check_reachable, open_client, resolve_uri, without_password
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.step.evaluation import Evaluations
+
+
+def add_to_run(
+    about: Mapping[str, Any], metrics: Mapping[str, float], *, step: int, files: Sequence[Path], folder: str
+) -> None:
+    """Write metrics at a step, and files into a folder of the artifacts. about: what run.json says of the run.
+
+    Raises TrackingError; the run's status stays as it is.
+    """
+    run_id, experiment_id, uri = (about.get(key) for key in ("run_id", "experiment_id", "tracking_uri"))
+    if not run_id:
+        raise TrackingError("the run in MLflow", None, "its run.json names none", "add --no-record")
+    uri = resolve_uri(uri)
+    check_reachable(uri)
+    now = int(1000 * time.time())
+    try:
+        # a promoted model names its run alone
+        store = RunStore(uri, run_id, experiment_id or open_client(uri).get_run(run_id).info.experiment_id)
+        store.send(LogMetrics([(name, value, now, step) for name, value in metrics.items()]))
+        for file in files:
+            store.send(LogArtifact(str(file), folder))
+    except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+        raise TrackingError(
+            "MLflow at", without_password(uri), f"it does not take the metrics: {first_line(exc)}", "or add --no-record"
+        ) from exc
+
+
+BATCH_ROWS = 65_536
+
+
+def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str, fitted: Any = None) -> Source:
+    """The source, with the workload's transform, of what `--data` or `data=` gives: files of tables in memory, or what
+    `datasets()` may give. shape: of the training's columns. Raises DataError."""
+    if not isinstance(data, (str, Path)):
+        given = as_source(data, split=split, allows_text=shape.allows_text)
+        return for_workload(given, workload, split=split, fitted=fitted)
+    if (own := own_rows(data, workload)) is not None:
+        _refuse_missing(own.read(np.arange(1)), shape, str(data))
+        return for_workload(own, workload, split=split, fitted=fitted)
+    files = Files.at(data)
+    if files.format == "parquet" and (stored := _as_stored(files, shape)) is not None:
+        return for_workload(as_source(stored, split=split), workload, split=split, fitted=fitted)
+    parts: list[Columns] = []
+    for table in files.tables(BATCH_ROWS):
+        names = [name for name in table.column_names if _is_wanted(name, shape)]
+        columns, problems = columns_of(table.select(names), files.uri, allows_text=shape.allows_text)
+        if problems:
+            raise problems[0]
+        parts.append(shape.fit(columns))
+    if parts:
+        _refuse_missing(parts[0], shape, files.uri)
+    if not parts:
+        raise DataError("--data", files.uri, "it has no row")
+    rows = ArraySource(joined(parts), allows_text=shape.allows_text)
+    return for_workload(rows, workload, split=split, fitted=fitted)
+
+
+def _refuse_missing(columns: Columns, shape: Shape, where: str) -> None:
+    """Raise DataError where a column of training's is missing, such as the labels."""
+    if missing := [name for name in shape.columns if name not in columns]:
+        there = ", ".join(columns) or "no column of numbers"
+        raise DataError(f"column {missing[0]} of {where}", None, f"training had it; there are: {there}")
+
+
+def _as_stored(files: Files, shape: Shape) -> ParquetSource | None:
+    """The files read piece by piece, where their columns are training's as they are."""
+    try:
+        source = ParquetSource(files.uri, columns=list(shape.columns) or None)
+        first = source.read(np.arange(1))
+    except DataError:
+        return None
+    return source if types_of(first) == dict(shape.columns) else None
+
+
+def _is_wanted(name: str, shape: Shape) -> bool:
+    """Whether a column is one of training's, or one of those that are put together to one."""
+    return not shape.columns or name in shape.columns or name.rpartition("_")[0] in shape.columns
+
 
 SECTION = "evaluate"
 """Section of the metrics in MLflow: the training's own curves stay as they are."""

@@ -27,7 +27,7 @@ from scaleray.launch.model.load import ModelParts, preprocessor_of_run
 from scaleray.launch.model.row_answers import RowAnswers
 from scaleray.launch.model.rows import Shape, shape_of
 from scaleray.launch.model.trained_run import CODE, NOTE, PACKED, TrainedRun, find_trained, workload_of
-from scaleray.launch.model.workload_state import write_state
+from scaleray.launch.model.weights import write_state
 from scaleray.parsing import load_json
 from scaleray.records.json_record import jsonable
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare

@@ -5,7 +5,9 @@ Read without a pickle: safetensors, checkpoints' own tensor files, and `torch.lo
 
 from __future__ import annotations
 
+import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,11 +33,38 @@ from scaleray.checkpoints.tensor_files import read_tensor
 from scaleray.checkpoints.weight_sums import sums_name
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.launch.model.trained_run import PACKED, TrainedRun
-from scaleray.launch.model.workload_state import read_state
 from scaleray.own_folder import cache_folder
+from scaleray.parsing import load_json
 from scaleray.tracking.model_files import fetch_model_files
-from scaleray.training.state.items import WORKLOAD, nested, tensors_of
+from scaleray.training.state.items import WORKLOAD, as_json, flattened, nested, tensors_of
 from scaleray.training.state.weights import read_weights
+
+VALUES, TENSORS = "workload_state.json", "workload_state.safetensors"
+
+
+def write_state(state: Mapping[str, Any], folder: Path) -> None:
+    """Write what a workload's `state_dict` gave. Raises WorkloadError for what a checkpoint could not hold either."""
+    flat = flattened(state)
+    tensors = {name: value.contiguous() for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    values = {name: as_json(WORKLOAD, value) for name, value in flat.items() if name not in tensors}
+    (folder / VALUES).write_text(json.dumps(values))
+    if tensors:
+        from safetensors.torch import save_file
+
+        save_file(tensors, folder / TENSORS)
+
+
+def read_state(folder: Store) -> dict[str, Any] | None:
+    """The state in a local folder; None where it has none. Raises OSError or ValueError for a damaged one."""
+    if not folder.is_local or folder.size(VALUES) is None:
+        return None
+    flat: dict[str, Any] = dict(load_json(folder.read(VALUES)))
+    if folder.size(TENSORS) is not None:
+        from safetensors.torch import load_file
+
+        flat.update(load_file(Path(folder.root) / TENSORS))
+    return nested(flat)
+
 
 BEST = "best"
 

@@ -8,13 +8,14 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
 from scaleray import metric_names as names
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import Incomplete, StoredFile
+from scaleray.config import RunConfig
 from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
@@ -37,6 +38,33 @@ from scaleray.tracking.recording import Recording, RunIdentity
 from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TrainJob
 from scaleray.workload import brings_optimizer, brings_schedule
+
+
+def checkpoint_facts(
+    name: str, config: RunConfig, data: Mapping[str, Mapping[str, Any]], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Facts of the run `name`. data: facts of each split. facts: the run's environment and topology."""
+    return {
+        "run": name,
+        "config": config.to_dict(),
+        "config_hash": config.hash(),
+        "environment_hash": environment_hash({"environment": facts["environment"]}),
+        "data": {split: about.get("sha256") for split, about in data.items()},
+    }
+
+
+class Stoppable(Protocol):
+    """A recorder, here or as an actor."""
+
+    def stopped_by(self) -> str: ...
+
+
+def why_stopped(recorder: Stoppable) -> str:
+    """The alert that stopped a run, as text; empty if none did, and if it is not known any more."""
+    with contextlib.suppress(Exception):
+        return recorder.stopped_by()
+    return ""
+
 
 EXPLAINED = (
     names.LOSS, names.LEARNING_RATE, names.GRAD_NORM, names.EPOCH, names.SAMPLES_PER_S, names.TOKENS_PER_S,

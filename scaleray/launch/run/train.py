@@ -40,12 +40,18 @@ from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_capacity
 from scaleray.launch.cluster.gpus import with_gpus_decided
-from scaleray.launch.run.alerts import why_stopped
 from scaleray.launch.run.announcement import announcement
-from scaleray.launch.run.checkpoint_facts import checkpoint_facts
 from scaleray.launch.run.counted_flops import counted_flops
 from scaleray.launch.run.prediction import prediction
-from scaleray.launch.run.record import as_yaml, describe, end_tags, make_record, point_metrics
+from scaleray.launch.run.record import (
+    as_yaml,
+    checkpoint_facts,
+    describe,
+    end_tags,
+    make_record,
+    point_metrics,
+    why_stopped,
+)
 from scaleray.launch.run.resume import Request, make_request
 from scaleray.launch.run.trainer import Interrupted, fit
 from scaleray.launch.session.alerts import alert_settings

@@ -8,16 +8,129 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.config.strategy_traits import TRAITS
 from scaleray.errors import UsageError, first_line
 from scaleray.launch.study import noise as study_noise
-from scaleray.launch.study.hardware import RELAUNCHED
+from scaleray.launch.study.hardware import OVERSUBSCRIBED, RELAUNCHED
 from scaleray.launch.study.plan import MODES
-from scaleray.launch.study.planner_law import planner_law
+from scaleray.planner.answers.curve_law import Size, predicted_throughput
+from scaleray.planner.cost.layout import Layout
+from scaleray.planner.hardware.catalogue import CATALOGUE
+from scaleray.planner.hardware.kinds import Cluster
+from scaleray.planner.models.from_counted_workload import from_workload
 from scaleray.records.printed import quantity
+from scaleray.records.run import EMULATED
 from scaleray.records.study import Curve, Point, StudyRecord
 from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.scaling.curves.curves import GivenLaw
 from scaleray.scaling.curves.paired_rounds import launch_of
+
+KNOWN = tuple(name for name, traits in TRAITS.items() if not traits.trains_apart and not traits.splits_replica)
+"""Strategies whose steps the planner knows as scaleray takes them."""
+GRADIENT_BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0}
+STATE_BYTES = {"sgd": 4, "lars": 4}
+
+
+def planner_law(
+    config: RunConfig,
+    profile: WorkloadProfile | str,
+    points: Sequence[Point],
+    hardware: Sequence[Mapping[str, Any]],
+    *,
+    workers_per_node: int,
+) -> GivenLaw:
+    """The law for a curve of these points, at least two.
+
+    profile: the model's, or why there is none. hardware: what the workers run on. Raises UsageError with the reason why
+    there is no law.
+    """
+    base, *_, largest = sorted(points, key=lambda point: point.workers)
+    _check(config, points)
+    sizes = [_size(point) for point in points]
+    if (beyond := _doubled(largest)) is not None:
+        sizes.append(beyond)
+    layout = Layout(
+        sharding=TRAITS[largest.strategy].sharding,
+        precision=_precision(config),
+        is_mixed=config.precision.dtype != "fp32",
+        data=config.fsdp.replicas,
+        gradient_bytes=GRADIENT_BYTES[config.compression.name],
+        gather_bits=16 if config.gathered_dtype in ("bf16", "fp16") else 32,
+        reduces_every_micro_batch=config.fsdp.accumulate == "sharded" and largest.strategy == "fsdp",
+        optimizer_bytes=STATE_BYTES.get(config.optimizer.name, 8),
+        compiled=config.compilation.what != "nothing",
+    )
+    if isinstance(profile, str) or not profile.flops:
+        why = profile if isinstance(profile, str) else "no matrix product was seen"
+        raise UsageError("the count of the model's operations", None, why)
+    model = from_workload(profile, name=config.workload.name)
+    node = _node(config, hardware, workers_per_node, most_workers=sizes[-1].workers)
+    if node.network is None and largest.workers <= workers_per_node < sizes[-1].workers:
+        # nothing is predicted beyond the node; the curve is drawn on as if it were larger, like those of the other laws
+        node = dataclasses.replace(node, gpus_per_node=sizes[-1].workers)
+    return GivenLaw("planner", predicted_throughput(model, layout, node, sizes, measured_step_s=base.step_time_s.value))
+
+
+def _check(config: RunConfig, points: Sequence[Point]) -> None:
+    marks = {mark for point in points for mark in point.marks}
+    if EMULATED in marks:
+        raise UsageError("the model", EMULATED, "its steps sleep instead of computing")
+    if OVERSUBSCRIBED in marks:
+        raise UsageError("the placement of workers", OVERSUBSCRIBED, "the planner gives each cores of its own")
+    for strategy in (point.strategy for point in points):
+        if strategy not in KNOWN:
+            raise UsageError("the strategy", strategy, f"it knows the steps of {', '.join(KNOWN)}")
+    if config.compression.name not in GRADIENT_BYTES:
+        raise UsageError("compression.name", config.compression.name, "what it costs to compress is not known")
+    if config.fine_tuning.lora_rank or config.fine_tuning.freeze:
+        raise UsageError("fine_tuning", "frozen parameters", "it counts a gradient for every parameter")
+
+
+def _size(point: Point) -> Size:
+    return Size(
+        workers=point.workers,
+        global_batch_size=point.global_batch_size,
+        micro_batch_size=point.micro_batch_size,
+        accumulation_steps=point.accumulation_steps,
+    )
+
+
+def _doubled(largest: Point) -> Size | None:
+    """Twice the workers of the largest point; None where a strong curve's batch cannot be divided among them."""
+    workers, batch, micro = 2 * largest.workers, largest.global_batch_size, largest.micro_batch_size
+    if largest.mode == "weak":
+        return Size(
+            workers=workers,
+            global_batch_size=2 * batch,
+            micro_batch_size=micro,
+            accumulation_steps=largest.accumulation_steps,
+        )
+    if batch % workers:
+        return None
+    micro = min(micro, batch // workers)
+    passes = -(-(batch // workers) // micro)
+    return Size(workers=workers, global_batch_size=batch, micro_batch_size=micro, accumulation_steps=passes)
+
+
+def _node(
+    config: RunConfig, hardware: Sequence[Mapping[str, Any]], workers_per_node: int, *, most_workers: int
+) -> Cluster:
+    """Hardware of the workers, one node of it, by the catalogue."""
+    name = "cpu"
+    if config.scale.gpus:
+        names = [n for kind in hardware for n in (kind.get("accelerators") or {}).get("names", ())]
+        if not names:
+            raise UsageError("the workers' GPUs", None, "they did not report their names")
+        name = names[0]
+    gpu = CATALOGUE.find_gpu(name)
+    network = CATALOGUE.find_network(gpu.network) if most_workers > workers_per_node and gpu.network else None
+    return Cluster(
+        gpu=gpu, gpus_per_node=workers_per_node, num_nodes=1, link=CATALOGUE.find_link(gpu.link), network=network
+    )
+
+
+def _precision(config: RunConfig) -> str:
+    return "tf32" if config.precision.tf32 and config.precision.dtype == "fp32" else config.precision.dtype
 
 
 def points_of_others(more: Iterable[StudyRecord], own: Sequence[Point], modes: Sequence[str]) -> list[Point]:

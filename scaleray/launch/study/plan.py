@@ -9,7 +9,7 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.config.base import Duration
 from scaleray.config.compression import CompressionSettings
-from scaleray.config.shares import SharesSettings
+from scaleray.config.strategy import SharesSettings
 from scaleray.config.strategy_traits import traits_of
 from scaleray.data import TRAIN, Split
 from scaleray.data.source import Source

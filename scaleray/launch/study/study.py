@@ -6,15 +6,17 @@ Turns are kept as soon as they are measured, so that the same command continues 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scaleray.config import RunConfig
-from scaleray.data import load_sources
+from scaleray.data import RaySources, load_sources
+from scaleray.data.source import Source
 from scaleray.errors import ConfigError, first_line
 from scaleray.launch.cluster import driver_guard
+from scaleray.launch.cluster.connection import input_cpus
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.conditions import check_same, conditions_of
 from scaleray.launch.session.data import is_in_steps
@@ -40,15 +42,47 @@ from scaleray.launch.study.hardware import (
 )
 from scaleray.launch.study.plan import Question, make_rungs
 from scaleray.launch.study.running import RunningStudy, WriteReport
-from scaleray.launch.study.workers import climb_in_processes, climb_under_ray
-from scaleray.launch.workers.gloo import UserCode
+from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
+from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
+from scaleray.launch.workers.telling import handing_over
+from scaleray.launch.workers.user_code import ship_user_code
 from scaleray.progress import stage
 from scaleray.records.run import Say
 from scaleray.records.start import steady_time
 from scaleray.records.study import StudyRecord
 from scaleray.tracking import store
 from scaleray.tracking.study_runs import key_of
+from scaleray.training.study.ladder import Rung, Tell, climb
+
+
+def climb_in_processes(
+    code: UserCode,
+    path: str,
+    rungs: Sequence[Rung],
+    seed: int,
+    tell: Tell,
+    config: RunConfig,
+    sources: Mapping[str, Source],
+) -> None:
+    """Measure the rungs in gloo processes on this machine. path: the study's folder. Raises what a worker raised."""
+    size, workload = max(rung.workers for rung in rungs), rungs[0].job.workload
+    with gloo_processes(size, code, timeout_s=config.scale.collective_timeout_s, watched_in=path) as processes:
+        processes.run(size, climb, rungs, seed, TELL, sources, workload=workload, on_message=tell)
+
+
+def climb_under_ray(
+    storage_path: str, rungs: Sequence[Rung], seed: int, tell: Tell, config: RunConfig, sources: Mapping[str, Source]
+) -> None:
+    """Measure the rungs with Ray Train workers. storage_path: for Ray Train's own files. Raises what a worker
+    raised."""
+    import ray
+
+    ship_user_code(rungs[0].job.workload)
+    stored = RaySources({name: ray.put(source) for name, source in sources.items()}, input_cpus(config))
+    size, name = max(rung.workers for rung in rungs), f"ray_study_{rungs[0].name}"
+    with handing_over(tell) as put:
+        fit_group(config, size, climb, (rungs, seed, put, stored), storage_path=storage_path, name=name)
 
 
 def study(

@@ -19,8 +19,7 @@ from scaleray.launch.sweep.plan import SweepPlan
 from scaleray.launch.sweep.same_trainings import training_key, without_seed
 from scaleray.records.study import Estimate
 from scaleray.records.sweep import GoodputPoint, SweepRecord, Trial
-from scaleray.scaling.noise.adascale import adascale_gain
-from scaleray.scaling.noise.guidance import Cell, Guide, Outlook, Result
+from scaleray.scaling.noise.guidance import Cell, Guide, Outlook, Result, adascale_gain
 from scaleray.scaling.sweeps.grid_comparison import compare_with_grid
 from scaleray.scaling.sweeps.question import SweepQuestion
 from scaleray.scaling.sweeps.search_space import BATCH_SIZE, LEARNING_RATE, OPTIMIZER, RULE, SEED, Settings

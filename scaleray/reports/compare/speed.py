@@ -8,16 +8,90 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scaleray.profiling.verdict.change import reason_of
+from scaleray.profiling.verdict.findings import Limit, Verdict
 from scaleray.profiling.verdict.of_run import verdict_of_run
 from scaleray.records.printed import quantity
 from scaleray.records.study import Estimate, Point, StudyRecord
 from scaleray.records.sweep import SweepRecord, Trial
-from scaleray.reports.compare.steps import SteadySteps, steady_steps
 from scaleray.scaling.curves.efficiency import Turns
 from scaleray.scaling.curves.paired_rounds import launch_of
 from scaleray.scaling.curves.regression import Change, change_of_launches, change_of_trials
+from scaleray.scaling.curves.steady_state import steady_state
+from scaleray.text.units import seconds
 from scaleray.tracking.find_record import FoundRun
+from scaleray.tracking.steps_file import step_rows
+
+
+@dataclass(frozen=True)
+class SteadySteps:
+    """Times in s of the whole batches after the warm-up. why: why they are not steady, or ""."""
+
+    step_times_s: list[float]
+    samples_per_step: int
+    why: str
+    num_world_sizes: int
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steady steps."""
+        return len(self.step_times_s)
+
+    def times(self, *, per_sample: bool) -> list[float]:
+        """Seconds per step, or per sample."""
+        return [time / (self.samples_per_step if per_sample else 1) for time in self.step_times_s]
+
+    def described(self) -> str:
+        """The number of steady steps in words, or `no step times` with the reason."""
+        return (
+            f"{self.num_steps} steady steps, too few"
+            if self.step_times_s
+            else "no step times: its steps.csv is missing or empty"
+        )
+
+
+def steady_steps(run: FoundRun) -> SteadySteps:
+    """The steps after the warm-up. The last batch of an epoch may be smaller; only those of full size are compared."""
+    rows = [row for row in step_rows(run.steps) if row.get("step_time_s", 0.0) > 0]
+    size = int(max((row["num_samples"] for row in rows), default=0))
+    whole = [row for row in rows if row["num_samples"] == size]
+    times = [row["step_time_s"] for row in whole]
+    steady = steady_state(times)
+    sizes = {row["world_size"] for row in whole if "world_size" in row}
+    return SteadySteps(times[steady.first :], size, steady.why, len(sizes))
+
+
+MOST_OF_IT = 0.5
+"""Share of the difference from which on a limit is its reason."""
+
+
+def seconds_by_limit(verdict: Verdict) -> dict[str, float]:
+    """Seconds of a mean step that go to each limit, and to computing."""
+    return {limit: share * verdict.step_s for limit, share in verdict.shares.items()}
+
+
+def reason_of(base: Verdict, other: Verdict) -> str:
+    """Where most of the difference between two trainings lies, in words; "" where it lies nowhere in particular, or one
+    of them is not known."""
+    if Limit.INCOMPLETE in (base.limit, other.limit) or other.step_s == base.step_s:
+        return ""
+    before, after = seconds_by_limit(base), seconds_by_limit(other)
+    whole = other.step_s - base.step_s
+    more = {limit: after.get(limit, 0.0) - before.get(limit, 0.0) for limit in {**before, **after}}
+    limit = max(more, key=lambda name: more[name] / whole)
+    if more[limit] / whole < MOST_OF_IT:
+        return ""
+    place = f" ({_place(other if whole > 0 else base)})" if limit == Limit.STRAGGLER else ""
+    return f"most of it is {limit}{place}: {seconds(abs(more[limit]))} a step {'more' if whole > 0 else 'less'}"
+
+
+def _place(verdict: Verdict) -> str:
+    """Which ranks hold the others up, and where."""
+    found = next((one for one in (verdict.primary, *verdict.others) if one.limit is Limit.STRAGGLER), None)
+    if found is None:
+        return "ranks wait for each other"
+    many = "s" if len(found.ranks) > 1 else ""
+    return f"rank{many} {', '.join(map(str, found.ranks[:8]))} in {found.phase}"
+
 
 LEAST_STEPS = 8
 """Number of steady steps of each side below which nothing is said."""

@@ -4,6 +4,8 @@ of them is a part of the step.
 
 from __future__ import annotations
 
+import gc
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable
@@ -19,10 +21,34 @@ from scaleray.records.run import Emit, EventRecord
 from scaleray.training.observer import Observer
 from scaleray.training.profile.marks import DeviceMarks, HostMarks, Marks
 from scaleray.training.profile.memory_curve import MemoryCurve
-from scaleray.training.profile.pauses import Pauses
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.watchers import Guard, Watcher
+
+
+class Pauses:
+    """Seconds that collections of this process take, in any thread: each holds the interpreter."""
+
+    def __init__(self) -> None:
+        self._total_s, self._told_s, self._begun = 0.0, 0.0, 0.0
+        gc.callbacks.append(self._note)
+
+    def since_last(self) -> float:
+        """Seconds since this was asked the last time."""
+        told, self._told_s = self._told_s, self._total_s
+        return self._total_s - told
+
+    def close(self) -> None:
+        """Watch no more. Safe to call twice."""
+        if self._note in gc.callbacks:
+            gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._begun = time.perf_counter()
+        else:
+            self._total_s += time.perf_counter() - self._begun
+
 
 CHUNK = 64
 """Steps that are put into the table at a time: numpy's calls take longer than a step's marks."""

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from scaleray.config import RunConfig
-from scaleray.config.averaging import AveragingSettings
+from scaleray.config.precision import AveragingSettings
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.reproducibility.equal_models import (
     Digests,
@@ -28,7 +31,6 @@ from scaleray.reproducibility.seeding import seed_everything, stream_seed, use_d
 from scaleray.scaling.recipe.values import Recipe
 from scaleray.several_losses import losses_of
 from scaleray.strategies import STRATEGIES, Parallel
-from scaleray.strategies.contract.mesh import build_mesh
 from scaleray.strategies.sharding.paged_build import PagedBuild
 from scaleray.training.setup import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
 from scaleray.training.setup.averaging import Averaging, averaging_of
@@ -38,6 +40,26 @@ from scaleray.training.setup.own_schedule import take_step
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.several_optimizers import config_for
 from scaleray.workload import built_model
+
+
+def build_mesh(config: RunConfig, strategy: str, world_size: int, device_type: str) -> DeviceMesh:
+    """The mesh of all workers. Collective. Axes: `dp`; `replicate` and `shard` for HSDP; `dp` and `tp` or `pp`.
+
+    The axis with the most communication is the innermost, whose workers are neighbours on a node.
+    """
+    # DTensor keeps the results of its planning by the layout of a mesh, process groups included: in a process that has
+    # left its group and joined another, as between two sizes of `verify`, they would name groups that are gone
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    parts = config.model_parallel_size
+    if strategy == "tensor":
+        return init_device_mesh(device_type, (world_size // parts, parts), mesh_dim_names=("dp", "tp"))
+    if strategy == "pipeline":
+        return init_device_mesh(device_type, (world_size // parts, parts), mesh_dim_names=("dp", "pp"))
+    if strategy == "fsdp" and config.fsdp.replicas > 1:
+        shape = (config.fsdp.replicas, world_size // config.fsdp.replicas)
+        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))
 
 
 @dataclass(frozen=True)

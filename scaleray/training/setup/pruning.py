@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from scaleray.config.pruning import PruningSettings
+from scaleray.config.precision import PruningSettings
 from scaleray.errors import WorkloadError
 from scaleray.metric_names import SPARSITY
 from scaleray.training.setup import shards

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,19 +20,117 @@ from scaleray.records.phases import Phase
 from scaleray.records.run import EvaluationRecord
 from scaleray.several_losses import has_loss
 from scaleray.strategies.contract.later import Later
+from scaleray.strategies.contract.parallel import Run
 from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import is_lost_peer
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.training.step.best import Best
 from scaleray.training.step.metric_objects import MetricObjects
 from scaleray.training.step.micro_batches import collate_ahead, user_batch
 from scaleray.training.step.named_sums import NamedSums
 from scaleray.training.step.one_pass import OnePass
-from scaleray.training.step.own_evaluation import OwnEvaluation
 from scaleray.training.step.sum_and_count import check_sum_and_count
-from scaleray.workload import own_method
+from scaleray.training.step.whole_copy import WholeCopy
+from scaleray.workload import call_user_code, own_method
+
+
+class OwnEvaluation:
+    """Calls a workload's `evaluate`, if it has one; each worker may run as many passes as it likes.
+
+    Where a pass communicates, workers compute on whole copies of the model, and those of one replica, which have the
+    same rows, take its batches in turn. Raises ConfigError or WorkloadError where there is no room for copies.
+    """
+
+    def __init__(self, job: TrainJob, setup: Setup, place: Place) -> None:
+        self.setup, self.place = setup, place
+        self._evaluate = own_method(job.workload, "evaluate")
+        self._whole: WholeCopy | None = None
+        self._run: Run = setup.parallel.run_alone
+        if self._evaluate is not None and setup.parallel.forward_is_collective and place.world_size > 1:
+            self._whole = WholeCopy(job, setup, place)
+            self._whole.check_fits("evaluate()")
+
+    @contextlib.contextmanager
+    def with_weights(self) -> Iterator[None]:
+        """Context of an evaluation, whose weights are those of its beginning. Collective."""
+        if self._whole is None:
+            yield
+            return
+        with self._whole.filled() as model:
+            self._run = lambda computation: computation(model)
+            yield
+
+    def sums(self, split: str, batches: Iterable[Any]) -> dict[str, Any]:
+        """Sums and counts of this rank by name; nothing for a workload without `evaluate`. batches: of this rank,
+        without placeholders."""
+        if self._evaluate is None:
+            return {}
+        evaluate, place = self._evaluate, self.place
+        size = place.model_parallel_size
+        used = itertools.islice(batches, place.rank % size, None, size)
+
+        def measure(model: nn.Module) -> Any:
+            return evaluate(model, used, split=split, rank=place.rank, world_size=place.world_size)
+
+        with self.setup.precision.autocast():
+            given = call_user_code(lambda: self._run(measure), what="evaluate()", doing=f"evaluating {split}")
+        found = {}
+        for name, pair in dict(given or {}).items():
+            if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], (int, float)):
+                pair = (torch.tensor(float(pair[0]), dtype=torch.float64), pair[1])  # counted, or without rows
+            found[str(name)] = check_sum_and_count(pair, what=f"evaluate()[{name!r}]")
+        return found
+
+
+class Best:
+    """Watches a metric of the evaluations: `stop.watch`, or else `checkpoint.best`. With neither it does nothing.
+
+    value, step: of the best so far, and after which step it was. num_since: evaluations since then.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        watched = config.stop.watch or config.checkpoint.best
+        self.metric, _, direction = (watched or "").partition(" ")
+        self.sign = 1.0 if direction == "max" else -1.0
+        self.key = "stop.watch" if config.stop.watch else "checkpoint.best"
+        self.patience = config.stop.patience
+        self.value, self.step, self.num_since = math.nan, -1, 0
+
+    def take(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take note of the evaluation after `step`. One that lacks the metric, or has NaN, is no better."""
+        if not self.metric:
+            return
+        value = metrics.get(self.metric, math.nan)
+        if self.sign * value > self.sign * self.value or (math.isnan(self.value) and not math.isnan(value)):
+            self.value, self.step, self.num_since = value, step, 0
+        else:
+            self.num_since += 1
+
+    def verdict(self) -> str | None:
+        """Why the training ends, if patience is at its end."""
+        if self.patience is None or self.num_since < self.patience:
+            return None
+        was = f"{self.value:g} after step {self.step}" if self.step >= 0 else "not measured"
+        return f"no better {self.metric} in {self.num_since} evaluations: the best was {was}"
+
+    def values(self) -> dict[str, Any]:
+        """The best evaluation, for the record; empty before there is one."""
+        return {"metric": self.metric, "value": self.value, "step": self.step} if self.step >= 0 else {}
+
+    def state(self) -> dict[str, Any] | None:
+        """State for a checkpoint."""
+        if not self.metric:
+            return None
+        value = None if math.isnan(self.value) else self.value
+        return {"metric": self.metric, "value": value, "step": self.step, "num_since": self.num_since}
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        """Continue from `state`, unless another metric is watched now."""
+        if state and state["metric"] == self.metric:
+            self.value = math.nan if state["value"] is None else state["value"]
+            self.step, self.num_since = state["step"], state["num_since"]
+
 
 KEPT_BYTES = 2**26  # a split up to this size per worker is read once and kept, as an execution costs 0.3 s
 

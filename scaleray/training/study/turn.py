@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from scaleray.config.compression import CompressionSettings
-from scaleray.config.noise_scale import NoiseScaleSettings
-from scaleray.config.shares import SharesSettings
+from scaleray.config.optimizer import NoiseScaleSettings
+from scaleray.config.strategy import SharesSettings
 from scaleray.config.strategy_traits import traits_of
 from scaleray.data import RankBatch, Sources
 from scaleray.emulation import is_emulated

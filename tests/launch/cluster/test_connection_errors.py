@@ -10,7 +10,7 @@ import ray
 
 from scaleray.config import load_config
 from scaleray.errors import ClusterError
-from scaleray.launch.cluster import answering, connection, own_ray, token
+from scaleray.launch.cluster import connection, own_ray, token
 
 CONFIG = load_config(
     flags={"workload.name": "m:W", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "1 epoch"},
@@ -69,7 +69,7 @@ def test_a_cluster_that_wants_another_token_is_one_message_at_once(monkeypatch, 
     monkeypatch.setattr(connection, "_decided_mode", None)  # the mode is the user's, whatever an earlier test decided
     monkeypatch.setenv("RAY_AUTH_MODE", mode)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
-    service, method = answering.ALIVE[1:].split("/")
+    service, method = connection.ALIVE[1:].split("/")
     handlers = {method: grpc.unary_unary_rpc_method_handler(wanting_a_token)}
     with a_server(grpc.method_handlers_generic_handler(service, handlers)) as address:
         message = refused(monkeypatch, address)
@@ -77,7 +77,7 @@ def test_a_cluster_that_wants_another_token_is_one_message_at_once(monkeypatch, 
 
 
 def test_what_listens_and_is_not_ray_is_said_instead_of_waited_for(monkeypatch):
-    monkeypatch.setattr(answering, "ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connection, "ANSWER_TIMEOUT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         message = refused(monkeypatch, f"127.0.0.1:{silent.getsockname()[1]}")
     assert "did not answer as Ray does" in message and "asked without TLS" in message and len(message.splitlines()) == 2

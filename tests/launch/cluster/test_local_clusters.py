@@ -14,7 +14,6 @@ import pytest
 from waiting import wait_until
 
 import scaleray
-from scaleray.cli import cluster_local
 from scaleray.cli.main import run_command
 from scaleray.config import load_config
 from scaleray.errors import ClusterError, UsageError
@@ -224,5 +223,5 @@ def test_gpus_are_given_out_once(monkeypatch, tmp_path):
 
 def test_the_exported_line_is_enough_for_ray_and_for_jobs():
     cluster = local_clusters.LocalCluster("local", "127.0.0.1:1", "http://127.0.0.1:2", ())
-    words = shlex.split(cluster_local._export(cluster))
+    words = shlex.split(cluster._export(cluster))
     assert {"RAY_ADDRESS=127.0.0.1:1", "RAY_API_SERVER_ADDRESS=http://127.0.0.1:2"} <= set(words)

@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 import torch
 
-from scaleray.launch.doctor import facts, measure, storage
+from scaleray.launch.doctor import measure, node, storage
+from scaleray.launch.doctor.doctor import judge
 from scaleray.launch.doctor.fleet import Answers
 from scaleray.launch.doctor.look import Look, Subject, seats_of
 from scaleray.launch.doctor.measure import Seats, exchange, measure_links
-from scaleray.launch.doctor.reach import Listener, unreachable
-from scaleray.preflight.judge import judge
+from scaleray.launch.doctor.node import Listener, unreachable
 from scaleray.preflight.tournament import slow_links
 from scaleray.records.preflight import GpuSeen, NodeSeen
 
@@ -194,15 +194,15 @@ def test_the_limits_of_a_process_are_its_own():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, hard))
     try:
-        assert facts.limits_here()["nofile"] == 1000
+        assert node.limits_here()["nofile"] == 1000
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_disk_is_that_of_the_nearest_folder_that_exists(tmp_path):
-    disk = facts.disk_of("runs", f"{tmp_path}/not/there/yet")
+    disk = node.disk_of("runs", f"{tmp_path}/not/there/yet")
     assert disk.total_bytes >= disk.free_bytes > 0 and disk.path.endswith("not/there/yet")
-    assert facts.disk_of("runs", "s3://bucket/runs") is None
+    assert node.disk_of("runs", "s3://bucket/runs") is None
 
 
 class FakeNvml:
@@ -248,7 +248,7 @@ class FakeNvml:
 
 def test_gpus_are_seen_with_whoever_uses_them_and_a_slice_by_what_it_answers(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
-    first, slice_ = facts.gpus_here()
+    first, slice_ = node.gpus_here()
     assert (first.used_bytes, first.utilisation, first.num_nvlinks) == (30 * 2**30, 0.97, 17)
     assert len(first.processes) == 2 and f"({os.getppid()})" in first.processes[0], "this process is not a stranger"
     assert first.processes[1] == f"a process ({2**30})"
@@ -257,4 +257,4 @@ def test_gpus_are_seen_with_whoever_uses_them_and_a_slice_by_what_it_answers(mon
 
 def test_without_a_driver_there_are_no_gpus(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert facts.gpus_here() == []
+    assert node.gpus_here() == []

@@ -10,8 +10,8 @@ from small_runs import DEFAULTS
 
 from scaleray.config import load_config
 from scaleray.errors import UsageError
-from scaleray.launch.study.planner_law import _precision as precision_of
-from scaleray.launch.study.planner_law import planner_law
+from scaleray.launch.study.conclusions import _precision as precision_of
+from scaleray.launch.study.conclusions import planner_law
 from scaleray.records.workload_profile import PartProfile, Product, WorkloadProfile
 from scaleray.scaling.curves.curves import as_curve
 

@@ -14,8 +14,7 @@ from scaleray.cli.main import run_command
 from scaleray.cli.output import Output
 from scaleray.errors import ClusterError
 from scaleray.launch.submit.clusters import SlurmCluster
-from scaleray.launch.submit.slurm_jobs import SlurmJobs
-from scaleray.launch.submit.slurm_words import in_words, status_of
+from scaleray.launch.submit.slurm_jobs import SlurmJobs, in_words, status_of
 
 RUNNING = (
     "JobId=42 JobName=mine JobState=RUNNING Reason=None ExitCode=0:0 StartTime=2026-01-01T00:00:00 EndTime=Unknown\n"

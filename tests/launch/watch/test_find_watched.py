@@ -9,7 +9,7 @@ from live_states import describe, live_state, step
 
 from scaleray.errors import ClusterError, TrackingError
 from scaleray.launch.watch import find
-from scaleray.launch.watch.cluster_runs import RecorderGone
+from scaleray.launch.watch.find import RecorderGone
 from scaleray.tracking.recorder import Recorder
 
 

@@ -18,8 +18,8 @@ from small_runs import Classify, make_job
 from scaleray.data import as_source
 from scaleray.errors import PeerLostError, RunFailedError
 from scaleray.launch.check.two_processes import two_processes
-from scaleray.launch.study.workers import climb_in_processes
-from scaleray.launch.sweep import trial_rank
+from scaleray.launch.study.study import climb_in_processes
+from scaleray.launch.sweep import trial_workers
 from scaleray.launch.sweep.plan import material_key
 from scaleray.launch.sweep.trial_workers import TrialGroup
 from scaleray.launch.workers import gloo
@@ -80,9 +80,9 @@ def test_a_rank_that_sleeps_in_user_code_is_named_with_its_line(tmp_path, monkey
 def take_part(rank, meeting):
     """A rank of a trial, in a process of its own."""
     job, its_sources = make_job(Sleeps(16), FLAGS, world_size=2)
-    trial_rank.fresh_job = lambda plan, settings: job
+    trial_workers.fresh_job = lambda plan, settings: job
     plan: Any = SimpleNamespace(materials={material_key({}): SimpleNamespace(sources=its_sources)})
-    trial_rank.train_rank(
+    trial_workers.train_rank(
         plan,
         {},
         Place(rank, 2, local_rank=rank, local_world_size=2),
@@ -96,7 +96,7 @@ def take_part(rank, meeting):
 def test_a_trial_of_a_sweep_names_the_rank_that_did_not_come(tmp_path):
     owned = OwnedStore(gloo.HOST)
     store = open_store(owned.place)  # the server
-    meeting = trial_rank.Meeting(owned.place, "trial 1", "gloo", TIMEOUT_S, True, (str(tmp_path), "trial-1"))
+    meeting = trial_workers.Meeting(owned.place, "trial 1", "gloo", TIMEOUT_S, True, (str(tmp_path), "trial-1"))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     ranks = [context.Process(target=take_part, args=(rank, meeting), daemon=True) for rank in range(2)]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaleray.planner.cost.context_parallel import key_value_exchange_s
+from scaleray.planner.cost.block_pass import key_value_exchange_s
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.step_time import step_time
 from scaleray.planner.hardware.cluster_text import parse_cluster

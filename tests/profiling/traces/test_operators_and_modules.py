@@ -9,10 +9,16 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils import flop_counter
 
-from scaleray.profiling.traces.flops import flops_of
 from scaleray.profiling.traces.host import host_of
 from scaleray.profiling.traces.partition import marked_steps
-from scaleray.profiling.traces.shares import precision_of, top_kernels, top_modules, top_operators, total_flops
+from scaleray.profiling.traces.shares import (
+    flops_of,
+    precision_of,
+    top_kernels,
+    top_modules,
+    top_operators,
+    total_flops,
+)
 from scaleray.profiling.traces.trace import read_trace
 
 

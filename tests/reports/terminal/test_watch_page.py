@@ -9,8 +9,7 @@ from rich.console import Console
 
 from scaleray.records.live import RankNow
 from scaleray.reports.terminal.watch_lines import runs_table, state_line
-from scaleray.reports.terminal.watch_page import watch_page
-from scaleray.text.sparkline import sparkline
+from scaleray.reports.terminal.watch_page import sparkline, watch_page
 
 
 def drawn(view, width, **more):

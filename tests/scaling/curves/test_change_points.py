@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from scaleray.records.experiment import Experiment
-from scaleray.scaling.curves.change_points import change_points
-from scaleray.scaling.curves.history import courses
+from scaleray.scaling.curves.history import change_points, courses
 
 
 def test_noise_alone_is_rarely_taken_for_a_change():

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from scaleray.errors import ConfigError
 from scaleray.records.study import Estimate
-from scaleray.scaling.noise.adascale import adascale_gain
 from scaleray.scaling.noise.goodput import (
     MeasuredStep,
     Noise,
@@ -21,6 +20,7 @@ from scaleray.scaling.noise.goodput import (
     predict_samples,
     statistical_efficiency,
 )
+from scaleray.scaling.noise.guidance import adascale_gain
 
 positive = st.floats(1e-3, 1e4)
 kappas = st.floats(1, 1e4)

@@ -16,7 +16,7 @@ from small_runs import (
 from small_transformer import SmallTransformer
 from torch import nn
 
-from scaleray.config.pipeline import PipelineSettings
+from scaleray.config.strategy import PipelineSettings
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place

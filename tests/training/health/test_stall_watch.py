@@ -14,7 +14,7 @@ from waiting import wait_until
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import PeerLostError
 from scaleray.records.hangs import RankDump, dump_name, stacks_name
-from scaleray.training.health import flight_recorder, stall_dump, stall_watch
+from scaleray.training.health import flight_recorder, stall_watch
 from scaleray.training.health.progress import WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.health.stack_file import LOCKED, StackFile, read_stacks
 from scaleray.training.setup.place import Place
@@ -109,7 +109,7 @@ def test_where_the_training_thread_stands_is_told_with_all_other_threads(tmp_pat
     progress, found = taken(), []
     caller = threading.Thread(
         target=lambda: found.append(
-            stall_dump.rank_dump(
+            stall_watch.rank_dump(
                 progress, Place(), why="", with_lines=True, after_error=(), read=lambda act, other: act()
             )
         )

@@ -2,8 +2,8 @@
 
 import gc
 
-from scaleray.training.profile import pauses
-from scaleray.training.profile.pauses import Pauses
+from scaleray.training.profile import phase_times
+from scaleray.training.profile.phase_times import Pauses
 
 
 def test_collections_count_until_the_watch_is_closed(monkeypatch):
@@ -12,7 +12,7 @@ def test_collections_count_until_the_watch_is_closed(monkeypatch):
     watch = Pauses()
     gc.disable()
     try:
-        monkeypatch.setattr(pauses.time, "perf_counter", lambda: next(clock))
+        monkeypatch.setattr(phase_times.time, "perf_counter", lambda: next(clock))
         gc.collect()
         gc.collect(0)
         found = watch.since_last(), watch.since_last()

@@ -7,7 +7,7 @@ from small_runs import Classify, train, train_alone
 
 from scaleray.config import load_config
 from scaleray.errors import ConfigError
-from scaleray.training.step.best import Best
+from scaleray.training.step.evaluation import Best
 
 FLAGS = {
     "stop.after": "40 steps", "evaluation.every": "2 steps", "stop.patience": 3, "stop.watch": "val/accuracy max",
