@@ -139,7 +139,7 @@ def _make_early_ends_failures() -> None:
 def run_command(arguments: list[str]) -> int:
     """The exit code of a command line; errors that were raised on purpose print one message and no traceback."""
     if nul := next((word for word in arguments if "\0" in word), None):
-        return _fail(f"UsageError: an argument is {nul!r:.200}, but no argument can hold a NUL character", 2)
+        return _fail(f"UsageError: an argument is {nul!r:.200}: it cannot hold a NUL character", 2)
     try:
         result: Any = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         return result if isinstance(result, int) else 0
