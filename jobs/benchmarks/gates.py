@@ -1,27 +1,24 @@
-"""How often the gates pass what is worse by their margin, and refuse what is as good, on the noise of real runs.
+"""How often the gates pass what is worse by just their margin, and how often they pass what is as good.
 
-    python jobs/benchmarks/gates.py --runs FOLDER --study FOLDER [--train 24] [--trials 2000] [--only GATE ...]
+    python jobs/benchmarks/gates.py [--trials 10000] [--only GATE ...]
 
-FOLDER of `--runs` holds trainings that differ in their seed alone; `--train` makes those of the digits that it lacks (one
-worker, an evaluation after every step). The study's folder is that of a scaling study. Each trial draws runs (or turns)
-with replacement, moves one side so that the truth is known, and asks the gate. Rows go to a page and a JSON file under
-`results/`; with `--only` those of other gates stay as they are there.
+Each trial draws runs, turns or rows whose truth is known and asks the real gate. Noise is normal, skewed (exponential
+to either side, log-normal), autocorrelated (neighbours correlate by 0.3) and unequal: deviations of 1 to 5, numbers of
+3 to 30. Rows go to a page and a JSON file under `results/`; with `--only` those of other gates stay as they are there.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import os
-import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,38 +28,76 @@ from scaleray.config.base import Target
 from scaleray.data import ArraySource
 from scaleray.data.described import columns_of
 from scaleray.data.ragged import Ragged
-from scaleray.gates import compared, operations
+from scaleray.gates import compared, drift, operations
 from scaleray.gates import scaling as scaling_gates
-from scaleray.gates.answer import GateResult
+from scaleray.gates.answer import Check, GateResult
 from scaleray.gates.convergence import Learning, convergence_gate
 from scaleray.gates.drift import data_gate, speed_gate
 from scaleray.gates.operations import Operated, operations_gate
 from scaleray.gates.policy import ConvergencePolicy, DriftPolicy, OperationsPolicy, ScalingPolicy
 from scaleray.gates.scaling import scaling_gate
-from scaleray.launch.gate.evidence import learning
-from scaleray.records.read import FILE, read_record
-from scaleray.records.run import RunRecord
-from scaleray.records.study import StudyRecord
 from scaleray.scaling.curves.efficiency import curve_points
-from scaleray.tracking.find_record import find_run
 
-STEPS = 8
-"""Steps of a turn that are kept, evenly over it: what turns differ by counts, and bootstraps of long ones take long."""
-TARGET = Target.parse("test/accuracy >= 0.95")
-MARGIN, METRIC_MARGIN = 0.2, 0.02
-QUIET = 0.05
-"""Standard deviation of the logarithm to which noise is scaled, for machines of one's own."""
 RESULTS = Path(__file__).parent / "results"
-Draw = Callable[[np.random.Generator], GateResult]
-Row = tuple[str, str, str, Draw]
-"""Gate, truth, number of runs or turns, and what draws a trial."""
+CORRELATION = 0.3
+"""Correlation of neighbours that are autocorrelated: runs, turns, rows, evaluations."""
+MARGIN = "at the margin"
+TARGET = Target.parse("test/accuracy >= 0.95")
+Random = np.random.Generator
+Draw = Callable[[Random], GateResult]
 
 
-def rates(draw: Draw, *, trials: int, seed: int) -> dict[str, float]:
+@dataclass(frozen=True)
+class Row:
+    """A truth of which trials are drawn. sides: numbers, and deviations if those differ; cost: of a trial, by which
+    the number of trials is divided."""
+
+    gate: str
+    truth: str
+    noise: str
+    sides: str
+    draw: Draw
+    cost: int = 1
+
+
+def successive(random: Random, number: int) -> np.ndarray:
+    """Normal noise of which neighbours correlate by CORRELATION."""
+    found = random.normal(size=number)
+    for one in range(1, number):
+        found[one] = CORRELATION * found[one - 1] + math.sqrt(1 - CORRELATION**2) * found[one]
+    return found
+
+
+NOISES: dict[str, Callable[[Random, int], np.ndarray]] = {
+    "normal": lambda random, number: random.normal(size=number),
+    "exponential": lambda random, number: random.exponential(size=number) - 1,
+    "exponential, to the good side": lambda random, number: 1 - random.exponential(size=number),
+    "log-normal": lambda random, number: (np.exp(random.normal(0, 0.5, number)) - math.exp(0.125)) / 0.6039,
+    "autocorrelated": successive,
+}
+"""Noise of mean 0 and deviation 1, of which large values are bad."""
+SIDES = {
+    "5 and 5": ((5, 1.0), (5, 1.0)),
+    "5 and 5, the candidate's deviation 5 times as large": ((5, 5.0), (5, 1.0)),
+    "5 and 5, the baseline's deviation 5 times as large": ((5, 1.0), (5, 5.0)),
+    "3 and 30": ((3, 1.0), (30, 1.0)),
+    "30 and 3": ((30, 1.0), (3, 1.0)),
+    "3 and 30, the candidate's deviation 5 times as large": ((3, 5.0), (30, 1.0)),
+    "20 and 20": ((20, 1.0), (20, 1.0)),
+}
+"""Number and relative deviation of the candidate's runs and of the baseline's."""
+
+
+def cost_of(noise: str, sides: str) -> int:
+    """1 for what passes most often, which takes many trials to be told from 5 %."""
+    return 1 if noise == "autocorrelated" or ("exponential" in noise and "5 times" in sides) else 5
+
+
+def rates(row: Row, *, trials: int, seed: int) -> dict[str, Any]:
     """Share of each answer."""
     random = np.random.default_rng(seed)
-    found = Counter(draw(random).answer for _ in range(trials))
-    return {answer: found[answer] / trials for answer in ("pass", "fail", "inconclusive")}
+    found = Counter(row.draw(random).answer for _ in range(trials))
+    return {"trials": trials, **{answer: found[answer] / trials for answer in ("pass", "fail", "inconclusive")}}
 
 
 def interval(share: float, trials: int) -> tuple[float, float]:
@@ -72,167 +107,173 @@ def interval(share: float, trials: int) -> tuple[float, float]:
     return (middle - half) / (1 + z**2 / trials), (middle + half) / (1 + z**2 / trials)
 
 
-def train(folder: Path, number: int) -> None:
-    """The trainings of the digits that a folder lacks, one after the other."""
-    for seed in range(number):
-        if (folder / f"seed-{seed}" / FILE).is_file():
-            continue
-        words = ["train", "-c", "jobs/digits.yaml", "--local", "--evaluation.every", "1 steps", "--seed", str(seed),
-                 "--checkpoint.storage-path", str(folder), "--tracking.run-name", f"seed-{seed}",
-                 "--tracking.uri", f"sqlite:///{folder.absolute().parent}/mlflow.db"]  # fmt: skip
-        subprocess.run([sys.executable, "-m", "scaleray", *words], check=True)
-
-
-def convergence_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
-    """The gate `convergence`, asked for not worse and for equal."""
-    runs = [learning(find_run(str(path.parent)), TARGET, None) for path in sorted(folder.glob(f"*/{FILE}"))]
-    pool = [run for run in runs if run.samples_to_target is not None]
-    efforts = [run.samples_to_target for run in pool if run.samples_to_target is not None]
-    notes.append(
-        f"convergence: {len(runs)} trainings, {len(pool)} reached {TARGET} after {statistics.mean(efforts):.0f} samples "
-        f"(standard deviation {statistics.stdev(efforts):.0f}, evaluations {pool[0].every_samples:.0f} apart); margins "
-        f"{MARGIN:.0%} of the samples and {METRIC_MARGIN:g} of the last value"
-    )
-    base = ConvergencePolicy(margin=MARGIN, metric_margin=METRIC_MARGIN)
-    alone = base.model_copy(update={"not_faster_than_chance": False})
-    for number in (5, 10):
-        for truth, effort, value, policy in (
-            ("as good", 1.0, 0.0, base),
-            ("as good, without MLPerf's test", 1.0, 0.0, alone),
-            (f"{MARGIN:.0%} more samples", 1 + MARGIN, 0.0, alone),
-            (f"{METRIC_MARGIN:g} worse at the end", 1.0, METRIC_MARGIN, alone),
-            (f"{2 * MARGIN:.0%} more samples", 1 + 2 * MARGIN, 0.0, alone),
-        ):
-            yield "convergence", truth, f"{number}", _learned(pool, policy, number, effort=effort, value=value)
-    equal = alone.model_copy(update={"ask_for": "equal"})
+def convergence_rows() -> Iterator[Row]:
+    """The gate `convergence`: samples to the target, and the last value."""
+    policy = ConvergencePolicy(margin=0.2, metric_margin=0.02, min_runs=3)
+    for sides, pair in SIDES.items():
+        for noise in NOISES:
+            if noise != "autocorrelated":  # other seeds, so that runs are independent
+                cost, draw = cost_of(noise, sides), _learned(policy, noise, pair, more=0.2)
+                yield Row("convergence, samples", MARGIN, noise, sides, draw, cost)
+                if sides.startswith("5 and 5"):
+                    draw = _learned(policy, noise, pair, worse=0.02)
+                    yield Row("convergence, last value", MARGIN, noise, sides, draw, cost)
+    evaluated = "autocorrelated evaluations"
+    yield Row("convergence, samples", MARGIN, evaluated, "5 and 5", _crossed(policy, 5, more=0.2))
     for number in (5, 10, 20):
-        for truth, effort in (("as good", 1.0), (f"{MARGIN:.0%} more samples", 1 + MARGIN),
-                              (f"{MARGIN:.0%} fewer samples", 1 - MARGIN)):  # fmt: skip
-            yield "convergence, equal", truth, f"{number}", _learned(pool, equal, number, effort=effort, value=0.0)
+        pair, sides = ((number, 1.0), (number, 1.0)), f"{number} and {number}"
+        for noise in ("normal", "exponential"):
+            yield Row("convergence, samples", "as good, deviation 10 %", noise, sides, _learned(policy, noise, pair), 5)
+            worse = _learned(policy, noise, pair, more=0.4)
+            yield Row("convergence, samples", "40 % more samples, deviation 10 %", noise, sides, worse, 5)
 
 
-def _learned(pool: list[Learning], policy: ConvergencePolicy, number: int, *, effort: float, value: float) -> Draw:
-    worse = -value if TARGET.comparison == ">=" else value
+def _learned(
+    policy: ConvergencePolicy, noise: str, pair: tuple[tuple[int, float], ...], *, more: float = 0.0, worse: float = 0.0
+) -> Draw:
+    """Trials of runs that differ by `noise`: the logarithm of their samples by 10 %, or their last value by 0.01 if
+    that is what is `worse`; the other one of both hardly differs."""
+    of_samples, of_value = (0.001, 0.01) if worse else (0.1, 0.0001)
 
-    def draw(random: np.random.Generator) -> GateResult:
-        sides = [[pool[i] for i in random.integers(len(pool), size=number)] for _ in range(2)]
-        candidates = [
-            dataclasses.replace(run, samples_to_target=run.samples_to_target * effort, value=run.value + worse)  # type: ignore[operator]
-            for run in sides[0]
+    def draw(random: Random) -> GateResult:
+        sides = [
+            [
+                Learning(math.exp(7.6 + by + of_samples * size * bad), 0.97 - less - of_value * size * bad, 1.0)
+                for bad in NOISES[noise](random, number)
+            ]
+            for (number, size), by, less in zip(pair, (math.log1p(more), 0.0), (worse, 0.0), strict=True)
         ]
-        return convergence_gate(candidates, sides[1], target=TARGET, policy=policy)
+        return convergence_gate(sides[0], sides[1], target=TARGET, policy=policy)
 
     return draw
 
 
-def scaling_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
-    """The gate `scaling` on the turns of a study, as they were and with their noise scaled down."""
-    study = read_record(folder)
-    assert isinstance(study, StudyRecord)
+def _crossed(policy: ConvergencePolicy, number: int, *, more: float) -> Draw:
+    """Trials of runs whose accuracy is evaluated every 64 samples with autocorrelated noise until it is enough."""
+    random = np.random.default_rng(0)
+    at = 64.0 * np.arange(1, 80)
+    pool = []
+    for _ in range(4000):
+        curve = 1 - 0.6 * np.exp(-at / (825 * math.exp(0.1 * random.normal()))) + 0.004 * successive(random, len(at))
+        if (curve >= TARGET.value).any():
+            pool.append(at[(curve >= TARGET.value).argmax()])
+
+    def draw(random: Random) -> GateResult:
+        sides = [
+            [Learning(float(one) * by, 0.97, 64.0) for one in random.choice(pool, size=number)] for by in (1 + more, 1)
+        ]
+        return convergence_gate(sides[0], sides[1], target=TARGET, policy=policy)
+
+    return draw
+
+
+def scaling_rows() -> Iterator[Row]:
+    """The gate `scaling`: the efficiency of 4 workers, in turns of 6 steps that correlate."""
+    limit = ScalingPolicy().min_efficiency
+    pairs = {
+        "3 and 3": ((3, 0.05), (3, 0.05)),
+        "5 and 5": ((5, 0.05), (5, 0.05)),
+        "5 and 5, of 4 workers the deviation 5 times as large": ((5, 0.01), (5, 0.05)),
+        "5 and 5, of 1 worker the deviation 5 times as large": ((5, 0.05), (5, 0.01)),
+        "3 and 30": ((3, 0.05), (30, 0.05)),
+    }
+    for sides, pair in pairs.items():
+        for noise in ("normal", "exponential", "exponential, to the good side", "autocorrelated"):
+            yield Row("scaling", MARGIN, noise, sides, _scaled(limit, noise, pair), 20)
+    for sides in ("3 and 3", "5 and 5"):
+        for efficiency in (0.8, 0.9):
+            truth = f"efficiency {efficiency:g}, asked {limit:g}, deviation 5 %"
+            yield Row("scaling", truth, "normal", sides, _scaled(efficiency, "normal", pairs[sides]), 20)
+
+
+def _scaled(efficiency: float, noise: str, pair: tuple[tuple[int, float], ...]) -> Draw:
+    """Trials of turns of 1 and 4 workers. The truth is of medians, which is what the study compares."""
+    median = {"exponential": math.log(2) - 1, "exponential, to the good side": 1 - math.log(2)}.get(noise, 0.0)
     policy = ScalingPolicy()
-    curve = next(one for one in study.curves if one.mode == policy.mode)
-    largest = curve.points[-1].point
-    medians = [math.log(statistics.median(turn)) for turn in largest.turns]
-    spread = statistics.stdev(medians)
-    notes.append(
-        f"scaling: {len(medians)} turns of 1 and {largest.workers} workers of the digits; medians of turns of the larger "
-        f"size differ by {spread:.0%} (standard deviation of the logarithm), scaled to {QUIET:.0%} where a row says quiet"
-    )
-    for quiet, scale in (("", 1.0), (", quiet", QUIET / spread)):
-        for turns in (3, 5):
-            for efficiency in (policy.min_efficiency, 0.9):
-                truth = f"efficiency {efficiency:g}, asked {policy.min_efficiency:g}{quiet}"
-                yield "scaling", truth, f"{turns}", _scaled(study, policy, efficiency, turns, scale)
 
-
-def _scaled(study: StudyRecord, policy: ScalingPolicy, efficiency: float, turns: int, scale: float) -> Draw:
-    """Trials on the largest point of the study, whose true efficiency is given: turns are drawn with replacement, those
-    of the larger point with their time scaled. scale: factor of the noise, as of its logarithm."""
-    curve = next(one for one in study.curves if one.mode == policy.mode)
-    points = [curve.points[0].point, curve.points[-1].point]
-    logs = [[np.log(turn[:: len(turn) // STEPS or 1]) for turn in one.turns] for one in points]
-    # what the truth is of: the median over all steps, of which drawn turns are a sample
-    middle = [float(np.median(np.concatenate(one))) for one in logs]
-    ratio = math.log(points[0].workers / points[1].workers / efficiency)
-
-    def draw(random: np.random.Generator) -> GateResult:
-        drawn = []
-        for point, turned, center, moved in zip(points, logs, middle, (0.0, ratio), strict=True):
-            chosen = [turned[i] for i in random.integers(len(turned), size=turns)]
-            steps = [list(np.exp(scale * (one - center) + moved)) for one in chosen]
-            drawn.append(dataclasses.replace(point, turns=steps, rounds=[], marks=[]))
-        record = dataclasses.replace(study, curves=[dataclasses.replace(curve, points=curve_points(drawn))])
-        return scaling_gate(record, workers=points[1].workers, policy=policy)
+    def draw(random: Random) -> GateResult:
+        points = []
+        for workers, (number, size), time_s in zip((1, 4), pair, (0.1, 0.1 / 4 / efficiency), strict=True):
+            turns = [
+                [time_s * math.exp(size * (bad - median) + 0.01 * step) for step in successive(random, 6)]
+                for bad in NOISES[noise](random, number)
+            ]
+            points.append(SimpleNamespace(workers=workers, turns=turns, rounds=[], marks=[], global_batch_size=64))
+        curve = SimpleNamespace(mode=policy.mode, points=curve_points(points))  # type: ignore[arg-type]
+        study: Any = SimpleNamespace(name="a study", command="", curves=[curve])
+        return scaling_gate(study, workers=4, policy=policy)
 
     return draw
 
 
-def operations_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
-    """The goodput of `operations`, whose mean is moved beside a limit."""
-    pool = [run for run in _records(folder) if run.profile and run.profile.goodput]
-    shares = [run.profile.goodput.shares()["productive"] for run in pool if run.profile and run.profile.goodput]
-    mean, limit = statistics.mean(shares), 0.5
-    spread = statistics.stdev(shares) / mean
-    notes.append(f"operations: goodput of {len(pool)} trainings, which differ by {spread:.0%} of their mean")
-    for number in (3, 5):
-        for truth, to in (
-            ("goodput at the limit", limit),
-            ("20 % above it", 1.2 * limit),
-            ("20 % below it", 0.8 * limit),
-        ):
-
-            def draw(random: np.random.Generator, to: float = to, number: int = number) -> GateResult:
-                chosen = random.integers(len(pool), size=number)
-                runs = [_with_goodput(pool[i], shares[i] * to / mean) for i in chosen]
-                policy = OperationsPolicy(min_goodput=limit, no_alerts_of=())
-                return operations_gate([Operated(run) for run in runs], policy=policy)
-
-            yield "operations, goodput", truth, f"{number}", draw
+def operations_rows() -> Iterator[Row]:
+    """The goodput of `operations`: the mean of its candidates, with a deviation of 7 % of the limit."""
+    for noise in NOISES:
+        for number in (3, 5, 10, 30):
+            yield Row(
+                "operations, goodput",
+                MARGIN,
+                noise,
+                f"{number}",
+                _goodput(noise, number, 1.0),
+                1 if noise == "exponential" else 5,
+            )
+    for number in (3, 5, 10):
+        for noise in ("normal", "exponential"):
+            yield Row("operations, goodput", "20 % above the limit, deviation 7 %", noise, f"{number}",
+                      _goodput(noise, number, 1.2), 5)  # fmt: skip
 
 
-def _with_goodput(run: RunRecord, share: float) -> RunRecord:
-    assert run.profile is not None and run.profile.goodput is not None
-    goodput = dataclasses.replace(run.profile.goodput, elapsed_s=1.0, seconds={"productive": share})
-    return dataclasses.replace(run, status="FINISHED", profile=dataclasses.replace(run.profile, goodput=goodput))
+def _goodput(noise: str, number: int, times: float) -> Draw:
+    policy = OperationsPolicy(min_goodput=0.5, no_alerts_of=())
+
+    def draw(random: Random) -> GateResult:
+        runs: list[Any] = []
+        for bad in NOISES[noise](random, number):
+            shares = {"productive": 0.5 * (times - 0.07 * bad)}
+            goodput = SimpleNamespace(shares=lambda shares=shares: shares)
+            profile = SimpleNamespace(goodput=goodput)
+            runs.append(SimpleNamespace(name="a run", status="FINISHED", nonfinite_steps=0, profile=profile))
+        return operations_gate([Operated(run) for run in runs], policy=policy)
+
+    return draw
 
 
-def speed_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
-    """The gate `speed` of drift, with the noise as it was and scaled down."""
-    pool, policy = [run for run in _records(folder) if run.samples_per_s], DriftPolicy()
-    logs = np.log([run.samples_per_s or 1.0 for run in pool])
-    spread = float(logs.std(ddof=1))
-    notes.append(
-        f"drift, speed: {len(pool)} trainings, whose speeds differ by {spread:.0%} (standard deviation of the logarithm), "
-        f"scaled to {QUIET:.0%} where a row says quiet; margin {policy.margin_slower:.0%}"
-    )
-    for quiet, scale in (("", 1.0), (", quiet", QUIET / spread)):
-        times = np.exp(-scale * (logs - logs.mean()))
-        for today, then in ((3, 5), (3, 10), (5, 5)):
-            for slower in (0.0, policy.margin_slower, 2 * policy.margin_slower):
-
-                def draw(
-                    random: np.random.Generator,
-                    times: np.ndarray = times,
-                    sizes: tuple[int, int] = (today, then),
-                    factors: tuple[float, float] = (1 + slower, 1.0),
-                ) -> GateResult:
-                    sides = [
-                        [dataclasses.replace(pool[0], samples_per_s=1 / (times[i] * by))
-                         for i in random.integers(len(times), size=size)]
-                        for size, by in zip(sizes, factors, strict=True)
-                    ]  # fmt: skip
-                    return speed_gate(sides[0], sides[1], policy=policy)
-
-                truth = f"{slower:.0%} slower{quiet}" if slower else f"as fast{quiet}"
-                yield "drift, speed", truth, f"{today}, {then}", draw
+def speed_rows() -> Iterator[Row]:
+    """The gate `speed` of drift: the logarithm of the time per sample."""
+    slower = DriftPolicy().margin_slower
+    for sides, pair in SIDES.items():
+        for noise in NOISES:
+            yield Row("drift, speed", MARGIN, noise, sides, _timed(noise, pair, slower, 0.05), cost_of(noise, sides))
+    for size in (0.01, 0.05):
+        for numbers in ((3, 5), (5, 5), (10, 10), (20, 20)):
+            pair = tuple((number, 1.0) for number in numbers)
+            sides = f"{numbers[0]} and {numbers[1]}"
+            for truth, by in (("as fast", 0.0), (f"{2 * slower:.0%} slower", 2 * slower)):
+                draw = _timed("normal", pair, by, size)
+                yield Row("drift, speed", f"{truth}, deviation {size:.0%}", "normal", sides, draw, 5)
 
 
-def _tokens(random: np.random.Generator, rows: int, by: float) -> Ragged:
+def _timed(noise: str, pair: tuple[tuple[int, float], ...], slower: float, deviation: float) -> Draw:
+    policy = DriftPolicy()
+
+    def draw(random: Random) -> GateResult:
+        sides: list[Any] = [
+            [SimpleNamespace(samples_per_s=1 / by / math.exp(deviation * size * bad))
+             for bad in NOISES[noise](random, number)]
+            for (number, size), by in zip(pair, (1 + slower, 1.0), strict=True)
+        ]  # fmt: skip
+        return speed_gate(sides[0], sides[1], policy=policy)
+
+    return draw
+
+
+def _tokens(random: Random, rows: int, by: float) -> Ragged:
     lengths = np.clip(random.normal(200 + 80 * by, 80, rows), 1, None).astype(int)
     return Ragged(random.integers(50_000, size=lengths.sum()), np.concatenate([[0], np.cumsum(lengths)]))
 
 
-KINDS: dict[str, Callable[[np.random.Generator, int, float], Any]] = {
+KINDS: dict[str, Callable[[Random, int, float], Any]] = {
     "normal": lambda random, rows, by: random.normal(size=rows) + by,
     "log-normal": lambda random, rows, by: np.exp(random.normal(size=rows) + by),
     "ages": lambda random, rows, by: np.clip(random.normal(40 + 15 * by, 15, rows), 0, 99).astype(int),
@@ -247,119 +288,150 @@ KINDS: dict[str, Callable[[np.random.Generator, int, float], Any]] = {
     "tokens": _tokens,
 }
 """Columns of rows that have moved by so many of their standard deviations, or lengths."""
+AT_MARGIN: dict[str, Callable[[Random, int, bool], Any]] = {
+    "normal": lambda random, rows, is_today: random.normal(size=rows) + 0.3782 * is_today,
+    "log-normal": lambda random, rows, is_today: np.exp(random.normal(size=rows) + 0.3782 * is_today),
+    "exponential": lambda random, rows, is_today: random.exponential(size=rows) * (1.5077 if is_today else 1),
+    "autocorrelated": lambda random, rows, is_today: successive(random, rows) + 0.3782 * is_today,
+    "two labels": lambda random, rows, is_today: (random.random(rows) < 0.425 + 0.15 * is_today).astype(int),
+    "a new label": lambda random, rows, is_today: np.where(
+        random.random(rows) < 0.01 * is_today, 9, random.integers(5, size=rows)
+    ),
+    "a new label, autocorrelated": lambda random, rows, is_today: np.where(
+        successive(random, rows) < -2.3263 - (0 if is_today else 99), 9, random.integers(5, size=rows)
+    ),
+    "not finite": lambda random, rows, is_today: np.where(
+        random.random(rows) < 0.01 * is_today, np.nan, random.normal(size=rows)
+    ),
+}
+"""Columns of which today's have shares that differ by 0.15, or a share of 0.01 that is new."""
 
 
-def _labels(random: np.random.Generator, rows: int, by: float) -> np.ndarray:
+def _labels(random: Random, rows: int, by: float) -> np.ndarray:
     """Five labels and a rare one; as many rows as move below the median of a normal column get a new label."""
     found = np.where(random.random(rows) < 0.001, 7, random.integers(5, size=rows))
     return np.where(random.random(rows) < math.erf(by / 2 / math.sqrt(2)) / 2, 8, found)
 
 
-def _with_missing(random: np.random.Generator, rows: int, by: float) -> np.ndarray:
+def _with_missing(random: Random, rows: int, by: float) -> np.ndarray:
     return np.where(random.random(rows) < 0.001, np.nan, random.normal(size=rows) + by)
 
 
-def data_rows(folder: Path, notes: list[str]) -> Iterator[Row]:
-    """The gate `data` of drift on columns of all kinds at once, and on each of them as it moves."""
-    run, policy = _records(folder)[0], DriftPolicy()
-    notes.append(
-        f"drift, data: columns {', '.join(KINDS)}; shares of rows may differ by {policy.margin_shares:g}, and "
-        f"{policy.max_new:.0%} may be new"
-    )
-
-    def drawn(kinds: Sequence[str], rows: int, runs: int, by: float) -> Draw:
-        def draw(random: np.random.Generator) -> GateResult:
-            then, *today = (
-                columns_of(ArraySource({name: KINDS[name](random, rows, moved) for name in kinds}, allows_text=True))
-                for moved in (0.0, *[by] * runs)
-            )
-            records = [
-                dataclasses.replace(run, data={"x": {"rows": rows, "columns": facts}}) for facts in (then, *today)
-            ]
-            return data_gate(records[1:], records[:1], policy=policy)
-
-        return draw
-
-    for rows in (400, 1000, 3000):
-        for runs in (1, 5):
-            yield (
-                "drift, data",
-                f"all {len(KINDS)} kinds as they were, {runs} runs",
-                f"{rows} rows",
-                drawn(list(KINDS), rows, runs, 0.0),
-            )
-    for by in (0.25, 0.38, 0.5, 0.75):
+def data_rows() -> Iterator[Row]:
+    """The gate `data` of drift: each kind of column at the margin, all kinds at once as they were, and moved."""
+    for kind in AT_MARGIN:
+        for today, then in ((2000, 2000), (400, 2000), (2000, 400)):
+            draw = _drifted([kind], lambda *given, kind=kind: AT_MARGIN[kind](*given), (today, then))
+            yield Row("drift, data", MARGIN, kind, f"{today} and {then} rows", draw, 20)
+    every = list(KINDS)
+    for rows, runs in ((400, 1), (1000, 1), (3000, 1), (3000, 5)):
+        draw = _drifted(every, None, (rows, rows), runs=runs)
+        truth = f"all {len(every)} kinds as they were, {runs} run{'s' * (runs > 1)}"
+        yield Row("drift, data", truth, "of its kind", f"{rows} and {rows} rows", draw, 50)
+    for by in (0.25, 0.5, 0.75):
         for kind in KINDS:
-            yield "drift, data", f"{kind}, moved by {by:g} deviations", "3000 rows", drawn([kind], 3000, 1, by)
+            draw = _drifted(
+                [kind],
+                lambda random, rows, is_today, kind=kind, by=by: KINDS[kind](random, rows, by * is_today),
+                (3000, 3000),
+            )
+            yield Row("drift, data", f"moved by {by:g} deviations", kind, "3000 and 3000 rows", draw, 200)
 
 
-def _records(folder: Path) -> list[RunRecord]:
-    found = [read_record(path.parent) for path in sorted(folder.glob(f"*/{FILE}"))]
-    return [run for run in found if isinstance(run, RunRecord)]
+def _drifted(
+    kinds: list[str], column: Callable[[Random, int, bool], Any] | None, sizes: tuple[int, int], *, runs: int = 1
+) -> Draw:
+    """Trials of runs of today against one of then. column: how each column is made; None: each kind as it was."""
+    policy = DriftPolicy()
+
+    def facts(random: Random, is_today: bool) -> Any:
+        rows = sizes[0 if is_today else 1]
+        columns = {kind: column(random, rows, is_today) if column else KINDS[kind](random, rows, 0.0) for kind in kinds}
+        described = columns_of(ArraySource(columns, allows_text=True))
+        return SimpleNamespace(name="a run", data={"x": {"rows": rows, "columns": described}})
+
+    def draw(random: Random) -> GateResult:
+        return data_gate([facts(random, True) for _ in range(runs)], [facts(random, False)], policy=policy)
+
+    return draw
 
 
 def skip_what_changes_no_answer() -> None:
     """Leave out the power and the runs that it takes, which cost most of a trial's time and decide nothing."""
     compared.power = compared.power_of_both = lambda *sides, **more: math.nan  # type: ignore[assignment]
     compared.runs_needed = lambda enough: None
-    for gate in (scaling_gates, operations):
-        gate.power_above, gate.runs_needed_above = (lambda *more: math.nan), (lambda *more: None)  # type: ignore[attr-defined]
+    operations.power_above, operations.runs_needed_above = (lambda *more: math.nan), (lambda *more: None)
+    scaling_gates._power, scaling_gates._turns_needed = (lambda *more: math.nan), (lambda *more: None)
+    drift._same_hardware = lambda *sides: Check(what="the same hardware", answer="pass", words="")
 
 
-def page(found: dict[str, dict]) -> str:
+def page(found: dict[str, list[dict[str, Any]]]) -> str:
     """The results as Markdown."""
-    lines = ["# How often the gates err", "", "`python jobs/benchmarks/gates.py --runs FOLDER --study FOLDER`", ""]
-    lines += [f"On {os.cpu_count()} cores, with scaleray {scaleray.__version__}.", ""]
-    lines += [f"- {note}" for part in found.values() for note in part["notes"]]
-    lines += ["", "In brackets: Wilson's 95 % interval of the share that was counted, in %.", ""]
-    lines += ["| gate | truth | runs of each side, or turns | trials | pass | fail | inconclusive |"]
-    lines += ["|---|---|---|---|---|---|---|"]
-    for part in found.values():
-        for row in part["rows"]:
-            shares = []
-            for answer in ("pass", "fail", "inconclusive"):
-                low, high = interval(row[answer], row["trials"])
-                shares.append(f"{100 * row[answer]:.1f} % ({100 * max(low, 0):.1f} to {100 * min(high, 1):.1f})")
-            lines.append(
-                f"| {row['gate']} | {row['truth']} | {row['number']} | {row['trials']} | {' | '.join(shares)} |"
-            )
-    return "\n".join(lines) + "\n"
+    rows = [row for part in found.values() for row in part]
+    at_margin = [row for row in rows if row["truth"] == MARGIN]
+    worst: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in at_margin:
+        key = row["gate"], row["noise"]
+        worst[key] = max(worst.get(key, row), row, key=lambda one: one["pass"])
+    lines = ["# How often the gates err", "", "`python jobs/benchmarks/gates.py`", ""]
+    lines += [f"With scaleray {scaleray.__version__}, one process on a machine of {os.cpu_count()} cores.", ""]
+    lines += ["In brackets: Wilson's 95 % interval of the share that was counted, in %.", ""]
+    lines += ["## Worse by just the margin: the sides of each noise that pass most often", ""]
+    lines += [*table(list(worst.values()), ["gate", "noise", "sides", "trials"]), ""]
+    lines += ["## Other truths", ""]
+    others = [row for row in rows if row["truth"] != MARGIN]
+    lines += [*table(others, ["gate", "truth", "noise", "sides", "trials"]), ""]
+    lines += ["## Worse by just the margin: all", ""]
+    return "\n".join([*lines, *table(at_margin, ["gate", "noise", "sides", "trials"]), ""])
+
+
+def table(rows: list[dict[str, Any]], names: list[str]) -> list[str]:
+    """Rows with these columns and the shares that pass and fail."""
+    lines = [f"| {' | '.join(names)} | pass | fail |", "|---" * (len(names) + 2) + "|"]
+    for row in rows:
+        cells = [f"{row[name]:,}" if name == "trials" else row[name] for name in names]
+        lines.append(f"| {' | '.join(cells)} | {shown(row, 'pass')} | {shown(row, 'fail')} |")
+    return lines
+
+
+def shown(row: dict[str, Any], answer: str) -> str:
+    """A share with its interval."""
+    low, high = interval(row[answer], row["trials"])
+    return f"{100 * row[answer]:.1f} % ({100 * max(low, 0):.1f} to {100 * min(high, 1):.1f})"
 
 
 def main() -> None:
-    """Train what lacks, simulate, and write page and JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, required=True)
-    parser.add_argument("--study", type=Path)
-    parser.add_argument("--train", type=int, default=0, help="number of trainings that the folder is to hold")
-    parser.add_argument("--trials", type=int, default=2000)
+    """Simulate, and write page and JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--trials", type=int, default=10_000, help="of the cheapest rows; others have fewer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", default=[], metavar="GATE")
     parser.add_argument("--out", type=Path, default=RESULTS / f"gates-{time.strftime('%Y-%m-%d')}.md")
     options = parser.parse_args()
-    train(options.runs, options.train)
     skip_what_changes_no_answer()
-    parts = {"convergence": convergence_rows, "operations": operations_rows, "speed": speed_rows, "data": data_rows}
-    asked: dict[str, tuple] = {name: (rows, options.runs) for name, rows in parts.items()}
-    if options.study:
-        asked["scaling"] = (scaling_rows, options.study)
-    for name, (rows, folder) in asked.items():
+    parts = {"convergence": convergence_rows, "scaling": scaling_rows, "operations": operations_rows,
+             "speed": speed_rows, "data": data_rows}  # fmt: skip
+    kept, ordered = options.out.with_suffix(".json"), {}
+    for name, asked in parts.items():
         if options.only and name not in options.only:
             continue
-        notes: list[str] = []
-        done = []
-        for gate, truth, number, draw in rows(folder, notes):
-            shares = rates(draw, trials=options.trials, seed=options.seed)
-            done.append({"gate": gate, "truth": truth, "number": number, "trials": options.trials, **shares})
+        done, begun = [], time.process_time()
+        for row in asked():
+            shares = rates(row, trials=max(1, options.trials // row.cost), seed=options.seed)
+            done.append({"gate": row.gate, "truth": row.truth, "noise": row.noise, "sides": row.sides, **shares})
             print(done[-1], flush=True)
-        kept = options.out.with_suffix(".json")
+        print(f"{name}: {time.process_time() - begun:.0f} s of processor time", flush=True)
         found = json.loads(kept.read_text()) if kept.is_file() else {}
-        found[name] = {"notes": notes, "rows": done}
-        ordered = {
-            part: found[part] for part in ("convergence", "scaling", "operations", "speed", "data") if part in found
-        }
+        found[name] = done
+        ordered = {part: found[part] for part in parts if part in found}
         kept.write_text(json.dumps(ordered, indent=1) + "\n")
         options.out.write_text(page(ordered))
+    rows = [row for part in ordered.values() for row in part if row["truth"] == MARGIN]
+    print(
+        "may pass more often than 5 %:",
+        *(row for row in rows if interval(row["pass"], row["trials"])[1] > 0.05),
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

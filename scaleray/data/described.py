@@ -96,7 +96,10 @@ def _numbers(rows: Any, values: np.ndarray) -> dict[str, Any]:
     finite = np.isfinite(values)
     found: dict[str, Any] = {"not_finite": float(1 - finite.mean())}
     with np.errstate(invalid="ignore"):
-        means = np.array([np.mean(row, dtype=np.float64) for row in rows if np.size(row)])
+        if values.ndim == 1 and rows is values:  # each row is its own mean
+            means = values.astype(np.float64)
+        else:
+            means = np.array([np.mean(row, dtype=np.float64) for row in rows if np.size(row)])
     means = means[np.isfinite(means)]
     if not len(means):
         return found

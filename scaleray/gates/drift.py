@@ -29,6 +29,8 @@ NONE_TODAY = "there is no run of today to compare"
 TRAIN_AGAIN = "train and promote it again: records keep the distribution of each column now"
 LARGEST_OF_NINE_IN_TEN = 1.224
 """Largest difference of 9 in 10 pairs of samples of the same data, in units of a share's noise (Kolmogorov 1933)."""
+SUCCESSIVE = 2
+"""Rows that count as one for a pass, since rows that were stored one after the other may resemble each other."""
 CHECKS_A_COLUMN = 3
 """Most checks of the values of one column."""
 Facts = Mapping[str, Any]
@@ -43,9 +45,8 @@ def speed_gate(today: Sequence[RunRecord], promoted: Sequence[RunRecord], *, pol
     if missing := len(today) + len(promoted) - sum(map(len, times)):
         words = f"{missing} runs were too short to have a steady speed"
         return gate_of(SPEED, [*checks, Check(what="time per sample", answer="inconclusive", words=words)])
-    # a busy machine makes some runs several times as slow: of times themselves, whose noise is so skewed, 6.4 % passed
-    # at the margin
-    sides = [Runs.of([math.log(time) for time in side]) for side in times]
+    # a busy machine makes some runs several times as slow, so that logarithms are compared, and often several in turn
+    sides = [Runs.of([math.log(time) for time in side], are_successive=True) for side in times]
     margin = Margin(math.log1p(policy.margin_slower), is_relative=False)
     checks.append(compared("s per sample", sides, margin, better="lower", alpha=policy.alpha, min_runs=policy.min_runs,
                            of_logs=True))  # fmt: skip
@@ -171,7 +172,8 @@ def _new(
     """Whether few enough rows have a value that none of the promoted data had. once: number of values that one row of
     those had, which says how many more there are (Good and Turing)."""
     share = number / rows[0]
-    least, most = _lowest_share(number, rows[0], alpha), _highest_share(number, rows[0], policy.alpha)
+    least = _lowest_share(number, rows[0], alpha)
+    most = _highest_share(number / SUCCESSIVE, rows[0] / SUCCESSIVE, policy.alpha)
     unseen = _highest_share(once, rows[1], alpha)
     answer: Answer = "fail" if least > policy.max_new + unseen else "pass" if most <= policy.max_new else "inconclusive"
     words += f": {100 * share:.3g} % of the rows, where {100 * policy.max_new:.3g} % may be"
@@ -182,10 +184,11 @@ def _apart(what: str, distance: float, rows: Sequence[int], policy: DriftPolicy,
     """Whether the largest difference of shares is within the margin."""
     number, margin = rows[0] * rows[1] / (rows[0] + rows[1]), policy.margin_shares
     beyond = distance - math.sqrt(math.log(2 / alpha) / 2 / number)
-    within = distance + float(ndtri(1 - policy.alpha)) / 2 / math.sqrt(number)
+    noise = float(ndtri(1 - policy.alpha)) / 2 * math.sqrt(SUCCESSIVE)
+    within = distance + noise / math.sqrt(number)
     answer: Answer = "fail" if beyond > margin else "pass" if within < margin else "inconclusive"
     words = f"shares of rows differ by {distance:.3g} at most, where {margin:g} is allowed"
-    needed = math.ceil(2 * ((LARGEST_OF_NINE_IN_TEN + float(ndtri(1 - policy.alpha)) / 2) / margin) ** 2)
+    needed = math.ceil(2 * ((LARGEST_OF_NINE_IN_TEN + noise) / margin) ** 2)
     if answer == "inconclusive":
         words += f"; {rows[0]} and {rows[1]} rows were looked at"
     return Check(what=what, answer=answer, words=words, numbers={"distance": distance, "least": max(0.0, beyond)},
@@ -220,5 +223,5 @@ def _lowest_share(number: int, rows: int, alpha: float) -> float:
     return float(betaincinv(number, rows - number + 1, alpha)) if number else 0.0
 
 
-def _highest_share(number: int, rows: int, alpha: float) -> float:
+def _highest_share(number: float, rows: float, alpha: float) -> float:
     return float(betaincinv(number + 1, rows - number, 1 - alpha)) if number < rows else 1.0

@@ -66,7 +66,7 @@ def _finished(runs: Sequence[RunRecord]) -> Check:
 
 
 def _goodput(runs: Sequence[RunRecord], least: float) -> Check:
-    """Whether the mean of the candidates' goodput is above the limit, by its 95 % interval."""
+    """Whether the mean of the candidates' goodput is above the limit, by an interval of which each end has 95 %."""
     what, remedy = f"goodput above {least:g}", "scaleray profile RUN says where it went"
     shares = [_goodput_of(run) for run in runs]
     values = [share for share in shares if share is not None]
@@ -77,7 +77,7 @@ def _goodput(runs: Sequence[RunRecord], least: float) -> Check:
         words = f"{values[0]:.4g} in one run, which says nothing of how much the next would differ"
         return Check(what=what, answer="inconclusive", words=words, numbers={"goodput": values[0]}, runs_needed=2,
                      remedy=TRAIN_MORE)  # fmt: skip
-    measured = Runs.of(values)
+    measured = Runs.of(values, are_successive=True)
     answer, low, high = above(measured, least)
     words = f"{measured.mean:.4g} ({low:.4g} to {high:.4g}) in {len(values)} runs"
     if answer == "inconclusive":

@@ -1,6 +1,7 @@
 """The gate `scaling`: the efficiency of a number of workers, by a scaling study, is above what the policy asks for.
 
-The lower end of its 95 % interval counts, so that one lucky turn does not pass.
+The lower end of an interval counts, so that one lucky turn does not pass. It reaches `SUCCESSIVE` times as far as the
+study's 95 % interval: turns are taken in succession, and with 3 skewed turns of one worker and 30 of four 6.5 % passed.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import shlex
 from scipy.special import stdtrit
 
 from scaleray.gates.answer import Check, GateResult, gate_of
-from scaleray.gates.noisy_means import Runs, power_above, runs_needed_above
+from scaleray.gates.noisy_means import POWER, SUCCESSIVE, Contrast, Runs, runs_needed
 from scaleray.gates.policy import ScalingPolicy
-from scaleray.records.study import CurvePoint, StudyRecord
+from scaleray.records.study import CurvePoint, Estimate, StudyRecord
 
 GATE = "scaling"
 UNREAL = {"emulated": "its compute was a timed sleep", "oversubscribed": "its workers shared processors"}
 """Marks of a point whose speed says nothing about real devices, and why."""
+BEYOND = 0.025
+"""Probability of efficiencies beyond either end of the interval."""
 
 
 def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPolicy) -> GateResult:
@@ -64,7 +67,7 @@ def study_command(study: StudyRecord | None, workers: int, policy: ScalingPolicy
 
 
 def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPolicy) -> Check:
-    efficiency, point = found.efficiency, found.point
+    efficiency, point = _judged(found.efficiency), found.point
     turns, limit = len(point.turns), policy.min_efficiency
     numbers = {"efficiency": efficiency.value, "low": efficiency.low, "high": efficiency.high, "turns": float(turns)}
     shown = f"{efficiency} in study {study.name}, {turns} turns"
@@ -77,7 +80,7 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy,
                      runs_needed=policy.min_launches, needed_of="turns of each size")  # fmt: skip
     noise = _noise(found)
-    power, needed = power_above(noise, math.log(limit)), runs_needed_above(noise, math.log(limit))
+    power, needed = _power(noise, limit), _turns_needed(noise, limit)
     if efficiency.low > limit:
         return Check(what=what, answer="pass", words=shown, numbers=numbers, power=power)
     if efficiency.high < limit:
@@ -93,9 +96,31 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
                  needed_of="turns of each size", remedy=remedy)  # fmt: skip
 
 
+def _judged(measured: Estimate) -> Estimate:
+    """The efficiency with ends SUCCESSIVE times as far from it, as logarithms."""
+    value = measured.value
+    low, high = (value * (end / value) ** SUCCESSIVE for end in (measured.low, measured.high))
+    return Estimate(value, low, high)
+
+
+def _power(noise: Runs, limit: float) -> float:
+    """Probability that the lower end of the interval of as many turns is above the limit."""
+    if noise.stdev == 0:
+        return float(noise.mean > math.log(limit))
+    contrast = Contrast(noise.stdev / math.sqrt(noise.number), noise.number - 1, 0.0, are_successive=True)
+    return contrast.power(noise.mean - math.log(limit), BEYOND)
+
+
+def _turns_needed(noise: Runs, limit: float) -> int | None:
+    """Smallest number of turns of which 9 in 10 sets pass; None if no number does."""
+    if noise.mean <= math.log(limit):
+        return None
+    return runs_needed(lambda turns: turns > 1 and _power(noise.repeated(turns), limit) >= POWER)
+
+
 def _noise(found: CurvePoint) -> Runs:
     """The logarithm of the efficiency as if each turn gave one, with the noise that the lower end of its interval
     tells."""
     value, turns = found.efficiency.value, len(found.point.turns)
     half = math.log(value / found.efficiency.low)
-    return Runs(math.log(value), half / float(stdtrit(turns - 1, 0.975)) * math.sqrt(turns), turns)
+    return Runs(math.log(value), half / float(stdtrit(turns - 1, 1 - BEYOND)) * math.sqrt(turns), turns)

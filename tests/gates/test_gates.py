@@ -12,7 +12,7 @@ from scaleray.gates.answer import together
 from scaleray.gates.convergence import Learning, convergence_gate
 from scaleray.gates.equality import DAY_S, CertificateFacts, Verified, equality_gate
 from scaleray.gates.fingerprint import fingerprint_gate
-from scaleray.gates.noisy_means import Runs, above, power_above, runs_needed_above
+from scaleray.gates.noisy_means import SUCCESSIVE, Runs, above, power_above, runs_needed_above
 from scaleray.gates.operations import Operated, operations_gate
 from scaleray.gates.policy import (
     ConvergencePolicy,
@@ -213,9 +213,11 @@ class TestScaling:
     def test_the_whole_interval_decides(self, low, high, answer):
         assert scaling_gate(self.a_study(low, high), workers=4, policy=ScalingPolicy()).answer == answer
 
-    def test_an_efficiency_at_the_limit_itself_is_not_above_it(self):
-        for low, answer in ((0.7, "inconclusive"), (0.7001, "pass")):
-            assert scaling_gate(self.a_study(low, 0.8), workers=4, policy=ScalingPolicy()).answer == answer
+    def test_an_efficiency_whose_end_is_at_the_limit_itself_is_not_above_it(self):
+        for end, answer in ((0.69999, "inconclusive"), (0.70001, "pass")):
+            low = 0.75 * (end / 0.75) ** (1 / SUCCESSIVE)
+            (check,) = scaling_gate(self.a_study(low, 1.5 - low), workers=4, policy=ScalingPolicy()).checks
+            assert check.answer == answer and check.numbers["low"] == pytest.approx(end)
 
     def test_where_the_interval_holds_the_limit_power_turns_and_the_command_are_told(self):
         (check,) = scaling_gate(self.a_study(0.68, 0.84), workers=4, policy=ScalingPolicy()).checks

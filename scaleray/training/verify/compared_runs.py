@@ -29,6 +29,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
+from scaleray.training.state.items import PROGRESS
 from scaleray.training.state.state import TrainState
 from scaleray.training.verify.compared_job import (
     OWN_STEPS,
@@ -338,6 +339,12 @@ class _Watched(Checkpointing):
         super().save(step)
         assert self._state is not None
         self.probe.on_saved(step, self._state.digests())
+
+    def finish(self, step: int) -> None:
+        state = self._state
+        super().finish(step)
+        if state is not None and self.saver.last_saved == step:
+            self.probe.on_restated(state.digests()[PROGRESS])
 
 
 class _Given(TraceProbe):

@@ -27,6 +27,7 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.optimizers import Schedule
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
+from scaleray.training.state.items import PROGRESS
 from scaleray.training.step.micro_batches import cuts_of
 from scaleray.training.verify.compared_job import DueRates
 from scaleray.training.verify.gradient_parts import GradientParts
@@ -198,6 +199,11 @@ class TraceProbe:
     def on_saved(self, step: int, items: Mapping[str, str]) -> None:
         """Note the state that has gone into a checkpoint, with digests of its items. Collective."""
         self._saved = dataclasses.replace(self._state_at(step), items=items)
+
+    def on_restated(self, progress: str) -> None:
+        """Replace the digest of the saved progress: an evaluation after the checkpoint has been added to it."""
+        if self._saved is not None:
+            self._saved = dataclasses.replace(self._saved, items={**self._saved.items, PROGRESS: progress})
 
     @property
     def has_saved(self) -> bool:
