@@ -183,6 +183,6 @@ def test_json_that_is_not_too_deep_is_read_as_ever():
 
 @pytest.mark.parametrize("name", ["gpt-99999999999999b", "99999999b", "gpt-0.001m"])
 def test_a_size_that_no_model_has_is_refused_before_anything_is_computed(name, capsys):
-    words = ["plan", "explain", "step", "--model", name, "--cluster", "h100:8", "--global-batch", "8"]
+    words = ["plan", "--model", name, "--cluster", "h100:8", "--global-batch", "8"]
     assert run_command(words) == 2
     assert "10,000b parameters" in capsys.readouterr().err

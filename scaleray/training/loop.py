@@ -36,10 +36,10 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
+from scaleray.training.state.final_weights import SaveWeights, hand_on_weights
 from scaleray.training.state.items import PROGRESS
 from scaleray.training.state.loop_state import LoopCheckpoint, LoopState
 from scaleray.training.state.state import TrainState
-from scaleray.training.state.weights import SaveWeights, hand_on_weights
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.first_batch import check_first_batch
 from scaleray.training.step.launched import StepsUnderWay

@@ -143,7 +143,7 @@ def test_each_refusal_is_one_clear_message(grafana, capsys, answer, code, words)
 
 def test_a_server_that_goes_away_in_the_middle_is_one_message(grafana, capsys):
     grafana.answer = (200, {}, b"")
-    assert "its answer is no JSON" in refusal(capsys, 2, grafana.address)
+    assert "its answer is not JSON" in refusal(capsys, 2, grafana.address)
 
 
 @pytest.mark.parametrize(

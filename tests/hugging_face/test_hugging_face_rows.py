@@ -153,7 +153,7 @@ def bad_arguments(folder):
         ({"model": str(folder / "pickled")}, "only safetensors is read"),
         ({"model": str(folder / "list.json")}, "model_type"),
         ({"model": str(folder / "empty")}, "it has no config.json"),
-        ({"model": {"hidden_size": 4}}, "model_type of workload.args.model is required"),
+        ({"model": {"hidden_size": 4}}, "model_type of workload.args.model is missing"),
         ({"model": {"model_type": "no_such_model"}}, "transformers .* has no such model"),
         ({"tokenizer": None}, "workload.args.tokenizer is required"),
         ({"tokenizer": str(folder / "nowhere")}, "there is no such folder or file here"),

@@ -129,7 +129,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_found_at_the_first_batch_and_a_coun
     assert len(with_scaleray(counted()).steps) == 20
     assert len(with_scaleray(as_workload(OverTokens, Data, count="rows")()).steps) == 20
     wrong = as_workload(Plain, Data, count=lambda batch: (batch[0][:, 0] > 0).sum())
-    assert "no mean over what count= counts" in refused(lambda: with_scaleray(wrong()))
+    assert "not a mean over what count= counts" in refused(lambda: with_scaleray(wrong()))
 
 
 def test_a_step_without_a_loss_is_refused():

@@ -14,6 +14,7 @@ import pytest
 from waiting import wait_until
 
 import scaleray
+from scaleray.cli.cluster import _export as export_line
 from scaleray.cli.main import run_command
 from scaleray.config import load_config
 from scaleray.errors import ClusterError, UsageError
@@ -165,7 +166,7 @@ def test_a_port_that_is_taken_is_one_error(place):
 def test_a_folder_that_somebody_else_has_taken_is_one_error(place, monkeypatch):
     (place / "other").mkdir()
     monkeypatch.setattr(local_state, "own_folder", lambda: place / "other")
-    with pytest.raises(ClusterError, match="somebody else's"):
+    with pytest.raises(ClusterError, match="another user's"):
         scaleray.cluster_status()
 
 
@@ -223,5 +224,5 @@ def test_gpus_are_given_out_once(monkeypatch, tmp_path):
 
 def test_the_exported_line_is_enough_for_ray_and_for_jobs():
     cluster = local_clusters.LocalCluster("local", "127.0.0.1:1", "http://127.0.0.1:2", ())
-    words = shlex.split(cluster._export(cluster))
+    words = shlex.split(export_line(cluster))
     assert {"RAY_ADDRESS=127.0.0.1:1", "RAY_API_SERVER_ADDRESS=http://127.0.0.1:2"} <= set(words)

@@ -90,7 +90,7 @@ def test_an_export_is_of_the_average_unless_the_trained_ones_are_asked_for(avera
 
 
 def test_a_choice_that_there_is_not_is_refused(averaged, trained, tmp_path, capsys):
-    with pytest.raises(UsageError, match=r"--weights.*'averaged'.*points keeps no average"):
+    with pytest.raises(UsageError, match=r"--weights is averaged: points keeps no average"):
         scaleray.load(trained.run_dir, weights="averaged")
     assert same(scaleray.load(trained.run_dir, weights="trained").module, read_weights(trained.run_dir))
     with pytest.raises(UsageError, match=r"--weights.*'mean'.*it is averaged or trained"):

@@ -100,7 +100,7 @@ def test_columns_that_are_kept_stand_beside_the_answers(run, rows, tmp_path, cla
     table = pq.read_table(out)
     assert table.column_names == ["id", "corner", "name"]
     assert table["id"].to_pylist()[-1] == "row 22"
-    with pytest.raises(DataError, match=r"(?s)--keep is nr, .* there are: x, id"):
+    with pytest.raises(DataError, match=r"(?s)--keep is nr: .*there are: x, id"):
         scaleray.predict(run, data, keep=["nr"], local=True)
 
 

@@ -145,7 +145,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, whole):
 
 def test_sigterm_saves_and_leaves_and_the_run_can_be_resumed(tmp_path, whole):
     case = Case(tmp_path)
-    said = case.interrupt(signal.SIGTERM, "--local", at_step=34, exit_code=1)
+    said = case.interrupt(signal.SIGTERM, "--local", at_step=34, exit_code=130)
     assert "stopped; the MLflow run is marked KILLED" in said
     assert "Traceback" not in said
     folder = case.folders()[0]

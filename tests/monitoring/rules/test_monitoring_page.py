@@ -40,7 +40,7 @@ def test_each_rule_was_delivered_live_or_the_table_says_why_not(row):
         return
     is_judged = BY_NAME[rule.strip("`")].predicate is not None
     assert re.fullmatch(r"\d+ s", by_prometheus)
-    assert re.fullmatch(r"\d+ s", by_itself) if is_judged else by_itself == "not judged"
+    assert re.fullmatch(r"\d+ s", by_itself) if is_judged else by_itself == "not evaluated"
 
 
 def test_seconds_are_those_of_the_newest_results():
@@ -62,9 +62,9 @@ def series_of(kind, trials):
 def test_the_numbers_of_series_are_those_of_the_code():
     told = re.search(
         r"At most (\d+) series a rank and (\d+) a run, and one more for each metric of its evaluations: ([\d,]+) for 1,024 "
-        r"ranks\. A study has (\d+) and (\d+) for each point, a sweep (\d+) and at most (\d+) for each of\s+its newest (\d+) "
+        r"ranks\. A study has (\d+) and (\d+) for each point, a sweep (\d+) and at most (\d+) for each of its newest (\d+) "
         r"trials \((\d+)\)",
-        PAGE,
+        " ".join(PAGE.split()),
     )
     a_rank, a_run, of_1024, study, a_point, sweep, a_trial, most, all_trials = (
         int(number.replace(",", "")) for number in told.groups()

@@ -1,0 +1,46 @@
+"""The last thing that a training does: each rank lets its set-up go and hands on what it has of the final weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
+from scaleray.config import RunConfig
+from scaleray.strategies.contract.weight_shares import WeightShare
+from scaleray.training.health.reporter import Reporter
+from scaleray.training.setup.fine_tuning import merged_share
+from scaleray.training.setup.model_setup import Setup
+
+SaveWeights = Callable[[WeightShare, str], None]
+"""Function that takes this rank's share of the weights of a name: FINAL_WEIGHTS, or TRAINED_WEIGHTS if there is an
+average as well.
+"""
+
+
+def hand_on_weights(
+    setup: Setup, save: SaveWeights | None, config: RunConfig, *, reporter: Reporter, step: int
+) -> None:
+    """Release the set-up, and give this rank's share of the final weights to `save`, adapters merged: the average if
+    there is one, and then the trained weights as well. Collective up to that point: a slow disk delays the rank that
+    has it, and exceeds no time limit of another one. step: number of the last one.
+    """
+    save = save if config.checkpoint.save_final else None
+    shares: dict[str, WeightShare] = {}
+    if setup.averaging.is_on:
+        if save is not None and setup.averaging.keeps_trained:
+            shares[TRAINED_WEIGHTS] = setup.parallel.weights()
+        setup.averaging.swap()
+        kept = "the trained ones lie next to them" if setup.averaging.keeps_trained else "the optimizer computes it"
+        reporter.say(f"the final weights are the average that was evaluated; {kept}")
+    if save is not None:
+        shares[FINAL_WEIGHTS] = setup.parallel.weights()
+    # nothing below this line communicates
+    setup.let_go()
+    if save is None:
+        return
+    if left_out := shares[FINAL_WEIGHTS].left_out:
+        names = ", ".join(left_out[:5])
+        text = f"the final weights are tensors alone: {names} of the model's extra state are in checkpoints only"
+        reporter.say(text, is_warning=True, step=step)
+    for name, share in shares.items():
+        save(merged_share(share, config.fine_tuning), name)
