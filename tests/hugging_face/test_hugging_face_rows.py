@@ -155,7 +155,7 @@ def bad_arguments(folder):
         ({"model": str(folder / "empty")}, "it has no config.json"),
         ({"model": {"hidden_size": 4}}, "model_type of workload.args.model is missing"),
         ({"model": {"model_type": "no_such_model"}}, "transformers .* has no such model"),
-        ({"tokenizer": None}, "workload.args.tokenizer is required"),
+        ({"tokenizer": None}, "workload.args.tokenizer is missing"),
         ({"tokenizer": str(folder / "nowhere")}, "there is no such folder or file here"),
         ({"tokenizer": str(folder / "empty")}, "it holds none of tokenizer.json"),
         ({"tokenizer": str(folder / "list.json")}, "it cannot be read"),
@@ -163,7 +163,7 @@ def bad_arguments(folder):
         ({"model": {**LLAMA, "max_position_embeddings": 8}}, "the model has 8 positions"),
         ({"packing": "tight"}, "concatenate, separate, pad"),
         ({"data": {"val": "x"}}, "train among them"),
-        ({"data": {"train": str(folder / "nowhere.jsonl")}}, "no such file"),
+        ({"data": {"train": str(folder / "nowhere.jsonl")}}, "no file matches it"),
         ({"text": "body"}, "column body of record 0 of the train data"),
         ({"data": {"train": str(folder / "list.json")}}, "must be a mapping"),
     ]
