@@ -29,8 +29,8 @@ REFUSED = {
         own.PenaltyOfHead: PARTS,
         own.PenaltyOfAll: PARTS,
         own.Twice: "called 2 times",
-        own.GradientPenalty: "differentiating",
-        own.Adversarial: "differentiating",
+        own.GradientPenalty: "computing gradients",
+        own.Adversarial: "computing gradients",
     },
 }
 """What a strategy cannot do with a model, by what its refusal says."""

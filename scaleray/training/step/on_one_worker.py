@@ -54,7 +54,7 @@ def no_gradients_of_gradients(model: nn.Module, strategy: str) -> Iterator[None]
         advice = "use --strategy.name ddp or zero1, or leave it out"
         if strategy == "pipeline":
             raise WorkloadError(
-                "loss()", "calling backward()", "in a pipeline no worker has a gradient before all have run", advice
+                "loss()", "computing gradients", "in a pipeline no worker has a gradient before all have run", advice
             )
         if torch.is_grad_enabled():
             raise WorkloadError(
