@@ -23,7 +23,7 @@ from scaleray.errors import PeerLostError
 
 GROUP = "20261123-120000"
 TIMEOUT_S = 60.0
-LIMIT_S = 0.5
+LIMIT_S = 1.5
 
 
 class HangingGroup:
