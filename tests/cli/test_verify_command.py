@@ -66,10 +66,12 @@ def verify(capsys, *words):
 
 
 def test_a_correct_training_passes_and_prints_its_certificate(folder, capsys):
-    code, out, err = verify(capsys, "--strategies", "ddp", "--world-sizes", "1,2", "--steps", "5", "--json")
+    """With the config's own strategy, `auto`, the certificate is of what it is decided to be: gates asked for ddp in vain."""
+    code, out, err = verify(capsys, "--world-sizes", "1,2", "--steps", "5", "--json")
     assert code == 0, err
     certificate = json.loads(out)
     assert certificate["passed"] and certificate["where"] == "gloo processes"
+    assert certificate["strategies"] == ["single", "ddp"]
     assert [o["verdict"] for o in certificate["outcomes"]] == ["equal"] * 4
     assert certificate["outcomes"][-1]["comparison"]["parameters"] < 1e-13
     assert "the same training: 4 variants equal one process within 1e-09" in err

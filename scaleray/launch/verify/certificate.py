@@ -71,6 +71,7 @@ class EqualityCertificate(Certificate):
     outcomes: list[Outcome]
     own_precision: str
     strategies: list[str]
+    """Names of those that ran, as a training records its own; `auto` is decided."""
     world_sizes: list[int]
     accumulation: list[int]
     global_batch_size: int
@@ -143,7 +144,7 @@ def make_certificate(
         precision=question.precision,
         own_precision=verification.config.precision.dtype,
         steps=reference.recipe.total_steps,
-        strategies=[verification.config.strategy.name if s == "own" else s for s in question.strategies],
+        strategies=list(dict.fromkeys(outcome.strategy for outcome in judged)),
         world_sizes=sorted(set(question.world_sizes)),
         accumulation=sorted(set(question.accumulation)),
         global_batch_size=reference.recipe.global_batch_size,
