@@ -1,4 +1,4 @@
-"""The optimizer, and the learning rate as it was tuned at a reference batch."""
+"""The optimizer and its learning rate, the global batch, the schedule with its end, and the noise scale."""
 
 from __future__ import annotations
 

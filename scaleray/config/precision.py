@@ -1,4 +1,4 @@
-"""Arithmetic of the forward and backward pass."""
+"""The model and its passes: precision, activations, compilation, memory, averages, pruning, fine-tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategy that spreads the model over the workers, and settings of DDP. Others have a section of their own."""
+"""Strategy that spreads the model over the workers, and the settings of each but fsdp; shares of the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where runs are recorded in MLflow, and how often."""
+"""Records of a run in MLflow, the metrics that it publishes, and the prices that a study uses."""
 
 from __future__ import annotations
 

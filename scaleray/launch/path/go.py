@@ -146,7 +146,7 @@ def _advised(path: PathRecord, advice: str) -> PathRecord:
     if task is None or not advice or task.status != "open":
         return path
     plain = task.words[task.words.index("a person decides") :]
-    return _with(path, replace(task, words=f"the sweep says: {advice} Now {plain}"))
+    return _with(path, replace(task, words=f"result of the sweep: {advice} Now {plain}"))
 
 
 def _refuse_running(path: PathRecord, tasks: Sequence[PathTask]) -> None:

@@ -28,7 +28,7 @@ NEEDS = {
 certificate, rules of alerts with the limits that the promotion measured, a quarter of the first known training's steps.
 """
 A_PERSON = (
-    f"a person decides: `scaleray path skip {DECIDE} --reason WORDS` goes on with this job; "
+    f"a person decides: `scaleray path skip {DECIDE} --reason WORDS` continues with this job; "
     "`scaleray path start --name NAME --section.key value ...` begins a path with another"
 )
 NO_CLUSTER = "the path began without --cluster, for which the planner would give advice"
@@ -80,7 +80,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
                 "--stop.at", path.target, "--workers-per-trial", str(path.workers),
             ],
         ),
-        PathTask(key=DECIDE, act="decide", what="to go on with this job, or with a changed one", words=A_PERSON),
+        PathTask(key=DECIDE, act="decide", what="continue with this job, or with a changed one", words=A_PERSON),
         *(_training(path, f"validate/{CANDIDATE}-{seed}", seed=seed) for seed in seeds),
         *(
             _training(path, f"validate/batch-{size}-0", {BATCH: size})
