@@ -51,16 +51,21 @@ class User:
             "MLFLOW_TRACKING_URI": f"sqlite:///{home}/mlflow.db", "SCALERAY_TRACKING__URI": f"sqlite:///{home}/mlflow.db",
         }  # fmt: skip
 
-    def run(self, *words, code=0):
-        command = [sys.executable, "-m", "scaleray", *words] if words[0] != "git" else words
+    def scaleray(self, *words, code=0):
+        return self._done([sys.executable, "-m", "scaleray", *words], code)
+
+    def git(self, *words):
+        return self._done(["git", "-c", "user.name=A", "-c", "user.email=a@b", *words])
+
+    def _done(self, words, code=0):
         done = subprocess.run(
-            command, env=self.environment, cwd=self.home, capture_output=True, text=True, timeout=600, check=False
+            words, env=self.environment, cwd=self.home, capture_output=True, text=True, timeout=600, check=False
         )
         assert done.returncode == code, (words, done.stdout[-4000:], done.stderr[-4000:])
         return done.stdout
 
     def json(self, *words):
-        return json.loads(self.run(*words, "--json"))
+        return json.loads(self.scaleray(*words, "--json"))
 
 
 @pytest.fixture
@@ -75,13 +80,13 @@ def user(tmp_path):
 def test_a_cluster_of_the_project_is_enough_to_promote_and_serve_a_model(user):
     for name, text in (("corners.py", WORKLOAD), ("job.yaml", CONFIG), ("policy.yaml", POLICY), (".gitignore", "*")):
         (user.home / name).write_text(text)
-    user.run("git", "init", "-q")
-    user.run("git", "add", "-f", "corners.py", "job.yaml")
-    user.run("git", "-c", "user.name=A", "-c", "user.email=a@b", "commit", "-q", "-m", "corners: a first workload")
+    user.git("init", "-q")
+    user.git("add", "-f", "corners.py", "job.yaml")
+    user.git("commit", "-q", "-m", "corners: a first workload")
 
     name = f"p{os.getpid()}"
-    user.run("cluster", "up", name, "--nodes", "2", "--cpus", "2")
-    exported = shlex.split(user.run("cluster", "status", name, "--export"))
+    user.scaleray("cluster", "up", name, "--nodes", "2", "--cpus", "2")
+    exported = shlex.split(user.scaleray("cluster", "status", name, "--export"))
     user.environment |= dict(word.split("=", 1) for word in exported if "=" in word)
 
     study = user.json("study", "-c", "job.yaml", "--repeats", "3", "--seconds", "0.5")
@@ -90,7 +95,7 @@ def test_a_cluster_of_the_project_is_enough_to_promote_and_serve_a_model(user):
                   f"of-{workers}-{seed}")
         for seed, workers in ((0, "2"), (1, "2"), (2, "1"), (3, "1"))
     ]  # fmt: skip
-    user.run("verify", "-c", "job.yaml", "--steps", "6", "--accumulation", "1")
+    user.scaleray("verify", "-c", "job.yaml", "--steps", "6", "--accumulation", "1")
     candidates, baselines = ([run["run_dir"] for run in side] for side in (runs[:2], runs[2:]))
     promoted = user.json(
         "promote", *candidates, "--as", "champion", "--against", *baselines, "--study", study["folder"],
@@ -99,7 +104,7 @@ def test_a_cluster_of_the_project_is_enough_to_promote_and_serve_a_model(user):
     assert promoted, promoted
 
     (user.home / "rows.jsonl").write_text("".join(json.dumps({"x": row.tolist()}) + "\n" for row in ROWS["x"]))
-    user.run("predict", "models:/corners@champion", "--data", "rows.jsonl", "--out", "answers.jsonl")
+    user.scaleray("predict", "models:/corners@champion", "--data", "rows.jsonl", "--out", "answers.jsonl")
     predicted = [json.loads(line) for line in (user.home / "answers.jsonl").read_text().splitlines()]
     port = free_port()
     words = ["models", "serve", "-m", "models:/corners@champion", "--env-manager", "local", "--port", str(port)]
@@ -110,7 +115,7 @@ def test_a_cluster_of_the_project_is_enough_to_promote_and_serve_a_model(user):
         stop_server(server)
     assert served == {key: [row[key] for row in predicted] for key in ("corner", "name")}
 
-    user.run("promote", "--verify", "corners@champion")
-    user.run("cluster", "down", name)
+    user.scaleray("promote", "--verify", "corners@champion")
+    user.scaleray("cluster", "down", name)
     wait_until(lambda: not processes(user.mark), seconds=60)
-    assert "no cluster" in user.run("cluster", "status", name, code=1)
+    assert "no cluster" in user.scaleray("cluster", "status", name, code=1)
