@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import csv
 import io
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from scaleray.filesystems import write_whole
+from scaleray.records.study import Conditions
 from scaleray.reports.page.drawing import Drawing
 from scaleray.text.tables import Table
+from scaleray.text.units import seconds
 
 LONGEST_FACT = 300
 BESIDE = "This page needs no network; figures as PNG and numbers as CSV lie beside it."
@@ -100,6 +103,27 @@ def write(page: Page, folder: str | Path, *, rows: Mapping[str, Sequence[Mapping
     for drawing in page.drawings:
         write_whole(figures / f"{drawing.name}.png", drawing.png())
     return [*written, figures]
+
+
+def facts(conditions: Conditions, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Influences on a figure, by heading."""
+    hashes = {
+        "config": conditions.config_hash,
+        "code": conditions.code_hash,
+        "environment": conditions.environment_hash,
+        "topology": conditions.topology_hash,
+    }
+    return {"Topology": conditions.topology, "Environment": conditions.environment, "Hashes": hashes, "Config": config}
+
+
+def when(started_at: float, duration_s: float) -> str:
+    """The date in this machine's time zone, and how long it took."""
+    return f"{time.strftime('%Y-%m-%d %H:%M %Z', time.localtime(started_at))}, took {seconds(duration_s)}"
+
+
+def where(mlflow_link: str, folder: str) -> list[str]:
+    """Lines on where the record is, as plain text: a page that is passed on must not lead to a server."""
+    return ([f"MLflow: {mlflow_link}"] if mlflow_link else []) + ([f"Record: {folder}/record.json"] if folder else [])
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:

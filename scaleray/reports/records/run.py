@@ -15,10 +15,9 @@ from scaleray.records.rows import by_metric
 from scaleray.records.run import RunRecord
 from scaleray.reports.page import drawing
 from scaleray.reports.page.drawing import BLUE, ORANGE, VERMILION, Drawing, draw
-from scaleray.reports.page.page import BESIDE, Fact, Page, Section, write
+from scaleray.reports.page.page import BESIDE, Fact, Page, Section, where, write
 from scaleray.reports.records.run_profile import profile_section
-from scaleray.reports.records.study import sentence_case, where
-from scaleray.text.tables import Table
+from scaleray.text.tables import Table, sentence_case
 from scaleray.text.units import figure, memory, seconds, shown
 from scaleray.tracking.steps_file import step_rows
 from scaleray.tracking.study_values import thinned

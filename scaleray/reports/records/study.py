@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from scaleray.records.rows import as_columns
-from scaleray.records.study import Conditions, Curve, StudyRecord
+from scaleray.records.study import Curve, StudyRecord
 from scaleray.reports.figures.speedup import is_judged
 from scaleray.reports.figures.study import noise_scale, study_drawings
-from scaleray.reports.page.page import Fact, Page, Section, write
+from scaleray.reports.page.page import Fact, Page, Section, facts, when, where, write
 from scaleray.text.headlines import study_headline
 from scaleray.text.tables import Table, marks_of, sentence_case, study_tables
-from scaleray.text.units import count, figure, seconds
+from scaleray.text.units import count, figure
 
 
 def write_study_report(record: StudyRecord, folder: str | Path) -> list[Path]:
@@ -70,27 +68,6 @@ def point_rows(record: StudyRecord) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-def facts(conditions: Conditions, config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Influences on a figure, by heading."""
-    hashes = {
-        "config": conditions.config_hash,
-        "code": conditions.code_hash,
-        "environment": conditions.environment_hash,
-        "topology": conditions.topology_hash,
-    }
-    return {"Topology": conditions.topology, "Environment": conditions.environment, "Hashes": hashes, "Config": config}
-
-
-def when(started_at: float, duration_s: float) -> str:
-    """The date in this machine's time zone, and how long it took."""
-    return f"{time.strftime('%Y-%m-%d %H:%M %Z', time.localtime(started_at))}, took {seconds(duration_s)}"
-
-
-def where(mlflow_link: str, folder: str) -> list[str]:
-    """Lines on where the record is, as plain text: a page that is passed on must not lead to a server."""
-    return ([f"MLflow: {mlflow_link}"] if mlflow_link else []) + ([f"Record: {folder}/record.json"] if folder else [])
 
 
 def _section(record: StudyRecord, curve: Curve, table: Table) -> Section:

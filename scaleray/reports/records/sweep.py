@@ -11,8 +11,7 @@ from scaleray.records.settings import best, settings, trained
 from scaleray.records.sweep import SweepRecord
 from scaleray.reports.figures.rule_limits import rule_table
 from scaleray.reports.figures.sweep import sweep_drawings
-from scaleray.reports.page.page import Fact, Page, Section, write
-from scaleray.reports.records.study import facts, when, where
+from scaleray.reports.page.page import Fact, Page, Section, facts, when, where, write
 from scaleray.scaling.sweeps.result import rule_sentences
 from scaleray.text.headlines import sweep_headline
 from scaleray.text.tables import Table, sweep_table

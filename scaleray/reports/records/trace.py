@@ -11,8 +11,7 @@ from scaleray.profiling.traces.report import RankTrace, TraceReport
 from scaleray.records.printed import quantity
 from scaleray.reports.page.drawing import BLUE, GREEN, GRID, ORANGE, PALE, PURPLE, SKY, VERMILION, Drawing, draw
 from scaleray.reports.page.page import Fact, Page, Section, write
-from scaleray.reports.records.study import sentence_case
-from scaleray.text.tables import Table
+from scaleray.text.tables import Table, sentence_case
 from scaleray.text.units import disk_space, memory
 
 PARTS = ("compute", "exposed communication", "copies", "host idle", "other idle")
