@@ -44,6 +44,7 @@ def run(lab, capsys, monkeypatch):
     return run
 
 
+@pytest.mark.combination
 @pytest.mark.timeout(900)
 def test_the_lab_runs_every_method_that_exists_and_writes_one_page(run, tmp_path):
     code, out = run(

@@ -94,6 +94,7 @@ def test_words_and_plans_about_configs_import_nothing_that_computes(words):
     assert imported_by(words, (*HEAVY, "numpy", "scipy", "pandas", "pyarrow")) == []
 
 
+@pytest.mark.combination
 def test_the_check_itself_sees_a_heavy_import():
     assert loaded_after("import scaleray.training.setup.precision") == ["torch"]
 

@@ -58,6 +58,7 @@ def test_a_wheel_that_lacks_a_file_is_found_out(tmp_path):
     assert wheel.lacks(tmp_path / "a.whl") == {"scaleray/reports/templates/page.css"}
 
 
+@pytest.mark.combination
 def test_plan_config_and_reports_need_nothing_of_the_extra_train(tmp_path):
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "record.json").write_text(study_examples.study().to_json())
@@ -87,6 +88,7 @@ def test_a_command_that_lacks_its_libraries_says_what_to_install(tmp_path):
     assert shown.count("pip install 'scaleray[train]'") == len(commands) and "Traceback" not in shown
 
 
+@pytest.mark.combination
 def test_from_python_the_same_is_said(tmp_path):
     for call in ("train", "study", "load"):
         statements = (

@@ -125,6 +125,7 @@ def test_pruning_leaves_what_others_name(bucket):
     assert catalog.steps() == [3] and len(Store(f"{bucket.root}/run/checkpoints").entries("")) == 2
 
 
+@pytest.mark.combination
 def test_training_goes_on_while_the_server_answers_500(bucket):
     whole = train_alone(Classify(), FLAGS)
     folder = f"{bucket.root}/run"

@@ -117,6 +117,7 @@ def train_in(place, folder):
     return train(place, Classify(), {**FLAGS, "batch.global_size": 12}, folder=folder).weights
 
 
+@pytest.mark.combination
 def test_weights_load_on_another_world_size_and_strategy(gloo, tmp_path):
     weights = gloo.run(2, train_in, str(tmp_path / "run"))[0]
     written(tmp_path / "w.pt", weights)

@@ -85,6 +85,7 @@ def test_it_is_installed_where_the_shell_looks_and_elsewhere_if_asked(tmp_path, 
     assert "complete -c scaleray" in (tmp_path / "own").read_text()
 
 
+@pytest.mark.combination
 def test_a_script_that_cannot_be_written_is_one_message(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert run_command(["--install-completion", "--shell", "bash", "--output", str(tmp_path / "file" / "x")]) == 2

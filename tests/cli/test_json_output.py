@@ -46,6 +46,7 @@ def test_a_plan_names_the_files_that_it_wrote(capsys, tmp_path):
     assert shown["written"] == {"config": str(best), "page": str(page)} and page.exists() and best.exists()
 
 
+@pytest.mark.combination
 def test_a_report_names_its_page_and_what_is_beside_it(capsys, study, tmp_path):
     shown = asked(capsys, "report", study, "--out", tmp_path / "out")
     assert {"report.html", "points.csv"} <= shown["written"].keys()

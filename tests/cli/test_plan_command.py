@@ -130,6 +130,7 @@ def test_a_config_that_train_would_refuse_is_not_left_behind(capsys, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["given.yaml"]
 
 
+@pytest.mark.combination
 def test_a_configs_workload_is_counted_once_in_a_process_of_its_own(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ("-c", "jobs/digits.yaml", "--cluster", "h100:8", "--strategies", "ddp", "--json")
@@ -220,6 +221,7 @@ def test_where_none_surely_fits_terminal_page_and_written_config_say_so(capsys, 
     assert "No layout surely fits" in (tmp_path / "plan.html").read_text()
 
 
+@pytest.mark.combination
 @pytest.mark.filterwarnings("error::UserWarning")  # matplotlib's, where a figure has no room for what it must show
 def test_the_page_holds_its_figures_and_loads_nothing(capsys, tmp_path):
     path = tmp_path / "plan.html"

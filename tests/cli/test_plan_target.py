@@ -70,6 +70,7 @@ def test_runs_and_studies_tell_the_noise(tmp_path):
     assert study_noise.samples(64).value == 1000 and not study_noise.is_trusted(1024) and study_noise.is_trusted(128)
 
 
+@pytest.mark.combination
 def test_checkpoints_are_shown_where_asked_for(capsys, tmp_path):
     code, out, _ = run(capsys, *SMALL)
     assert code == 0 and "checkpoints:" not in out

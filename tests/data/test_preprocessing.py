@@ -283,6 +283,7 @@ class Interrupted(Classify):
         return super().loss(model, batch)
 
 
+@pytest.mark.combination
 @pytest.mark.usefixtures("mlflow_database")
 def test_a_run_keeps_its_preprocessor_and_a_resumed_one_does_not_fit_it_again(tmp_path):
     config = {

@@ -93,6 +93,7 @@ class TestSpeed:
         assert check.numbers["worse"] == pytest.approx(1000 / 905 - 1, rel=1e-4)
         assert check.numbers["baseline"] == pytest.approx(1e-3, rel=1e-4)
 
+    @pytest.mark.combination
     def test_slowdowns_of_a_busy_machine_pass_at_the_margin_no_more_often_than_alpha_says(self, monkeypatch):
         monkeypatch.setattr(compared, "runs_needed", lambda enough: None)  # most of the time, and no part of the answer
         random, passed, trials = np.random.default_rng(0), 0, 1500

@@ -70,6 +70,7 @@ def is_found(changed: dict[str, Any]) -> bool:
     return False
 
 
+@pytest.mark.combination
 def test_at_least_19_of_20_slips_of_the_pen_are_found():
     num_tried, missed = 0, []
     for name, document in OBJECTS.items():

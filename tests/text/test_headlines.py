@@ -43,11 +43,13 @@ def test_a_size_that_is_slower_for_itself_does_not_hide_a_larger_one_that_pays()
     assert worth_using(record.curves[0]).point.workers == 4
 
 
+@pytest.mark.combination
 def test_the_answer_and_the_next_doubling_are_said_once():
     html = render(study_page(study_examples.study()))
     assert len(re.findall(r"doubling to 16", html)) == 1 and html.count("<h1") == 1
 
 
+@pytest.mark.combination
 def test_a_law_of_too_few_points_is_neither_drawn_nor_listed():
     record = study([(1, 1, 1), (1.9, 1.8, 2.0)])
     (curve,) = record.curves
@@ -60,6 +62,7 @@ def test_a_law_of_too_few_points_is_neither_drawn_nor_listed():
         assert (f"{curve.best_law} fit" in html) is is_there
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize(("value", "is_there"), [(1.9, False), (2.24, True)])
 def test_an_efficiency_beyond_all_of_it_has_a_number_on_the_axis_only_where_it_was_measured(value, is_there):
     html = render(study_page(study([(1, 0.9, 1.1), (value, value * 0.95, value * 1.05)])))

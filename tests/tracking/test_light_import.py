@@ -41,6 +41,7 @@ def test_a_run_is_written_without_what_it_does_not_need(mlflow_database):
     assert plain[1] == " ".join(["seen:", *UNUSED])  # or there would be nothing to leave out
 
 
+@pytest.mark.combination
 def test_afterwards_all_of_it_can_be_imported(tmp_path):
     code = "from scaleray.tracking.light_import import import_mlflow\nimport pandas\nimport_mlflow()\nassert pandas.DataFrame\n"
     assert run(code + "import pandas.api, scipy.sparse, pyarrow.fs\n" + SEES, tmp_path) == [

@@ -71,6 +71,7 @@ def published(path, store, num_checkpoints):
     return sum(count for _, count in store.sent)
 
 
+@pytest.mark.combination
 def test_what_is_sent_grows_as_the_run_does_and_not_as_its_square(tmp_path, small_parts):
     sent = [
         published(tmp_path / "steps.csv", Counting(str(tmp_path / str(number))), number) for number in (50, 100, 200)

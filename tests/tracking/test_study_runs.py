@@ -206,6 +206,7 @@ class Away:
         return call
 
 
+@pytest.mark.combination
 def test_points_measured_while_mlflow_is_away_are_written_when_it_is_back(uri, monkeypatch):
     record = study_examples.study(modes=("strong",))
     run = open_study(uri)

@@ -89,6 +89,7 @@ def test_the_workload_is_as_it_was_after_a_look():
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.combination
 def test_two_processes_that_train_something_else_are_found():
     record = check(CONFIG, wrong_workloads.KnowsItsRank)
     last = record.findings[-1]
@@ -135,6 +136,7 @@ def test_a_recipe_of_several_losses_passes():
 PATIENCE = {"evaluation.every": "1 epoch", "stop.patience": 2, "stop.watch": "val/accuracy max"}
 
 
+@pytest.mark.combination
 def test_a_training_that_ends_on_patience_is_compared_as_one_without():
     record = check({**CONFIG, **PATIENCE, "stop.at": "val/accuracy >= 0.99"}, wrong_workloads.Right)
     assert record.passed and "equal one process" in record.findings[-1].text, record.findings[-1]

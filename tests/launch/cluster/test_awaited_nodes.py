@@ -114,6 +114,7 @@ def verified(asked, monkeypatch, tmp_path, uri):
     return prepare
 
 
+@pytest.mark.combination
 def test_verify_waits_for_its_largest_size_whose_workers_share_cores(asked, verified):
     assert set(verified(0, 1, 2)) == {1, 16}
     assert asked == [{"bundles": [{"CPU": 0.25}] * 16}, {"bundles": []}]

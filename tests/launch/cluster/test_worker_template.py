@@ -122,6 +122,7 @@ def test_a_fork_has_the_environment_of_its_job_without_rays_set_up(template, sta
     assert seen["colours"] == str(folder / "colours.py")
 
 
+@pytest.mark.combination
 def test_a_fork_finds_modules_where_a_fresh_process_would(template, started, tmp_path):
     fresh = started(tmp_path / "nobody", PYTHONPATH="/nowhere")
     assert fresh["is_itself"] and started(template.socket, PYTHONPATH="/nowhere")["path"] == fresh["path"]

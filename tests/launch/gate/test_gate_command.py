@@ -121,6 +121,7 @@ def test_a_certificate_beside_the_run_is_found_and_one_of_another_kind_is_passed
     assert [check.answer for check in record.gates[0].checks] == ["pass", "inconclusive"], "MLflow has no copy of it"
 
 
+@pytest.mark.combination
 def test_what_lies_beside_a_run_in_a_bucket_is_found_and_so_are_its_alerts(tmp_path, bucket):
     """A bucket by its URI, as of a run on a cluster: repeats, faults, certificates, a study, and alerts."""
     runs = a_folder_of_runs(tmp_path, "candidate")

@@ -150,6 +150,7 @@ def test_what_a_command_said_last_is_why_it_failed(path, commands):
     assert scaleray.next_on_path(path.folder).tasks[0].words == "Error: it broke"
 
 
+@pytest.mark.combination
 def test_a_command_is_a_process_of_its_own_whose_words_are_kept(tmp_path, capfd):
     code, printed, said = of_commands.run_command(["gate", "nowhere"], log=tmp_path / "logs" / "one.log")
     assert (code, printed) == (2, {}) and said.startswith("TrackingError: ") and "nowhere" in said

@@ -114,6 +114,7 @@ def test_a_moved_folder_is_rerooted_by_whole_parts_of_its_path(path, tmp_path):
     assert command[command.index("--tracking.uri") + 1] == found.tracking_uri, "the job still names the old place"
 
 
+@pytest.mark.combination
 def test_a_command_whose_call_was_killed_is_waited_for_and_not_failed(path, commands, tmp_path, capsys):
     task, program = path.tasks[0], tmp_path / "program"
     log = log_of(path, task)

@@ -41,6 +41,7 @@ def trained_again(run, uri, folder, *, seed, **more):
     return scaleray.train(scaleray.load_config(flags={**config, "seed": seed, **more}), local=True)
 
 
+@pytest.mark.combination
 def test_runs_of_the_same_training_since_the_promotion_are_found_and_held_against_it(promoted, sides, tmp_path, capsys):
     _, uri = promoted
     before = scaleray.gate(against="corners@champion", uri=uri)

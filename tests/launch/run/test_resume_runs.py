@@ -143,6 +143,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, whole):
     assert [last[step] for step in range(1, STEPS + 1)] == [plan.global_indices(s).tolist() for s in range(STEPS)]
 
 
+@pytest.mark.combination
 def test_sigterm_saves_and_leaves_and_the_run_can_be_resumed(tmp_path, whole):
     case = Case(tmp_path)
     said = case.interrupt(signal.SIGTERM, "--local", at_step=34, exit_code=130)

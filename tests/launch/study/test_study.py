@@ -300,6 +300,7 @@ def test_a_training_to_the_target_stands_beside_the_speed(study):
     assert workers.groups == [] and points_of(again)["strong", 2].to_target.time_s == 1.5
 
 
+@pytest.mark.combination
 def test_noise_is_kept_reused_and_told_with_its_course(study):
     from mlflow import MlflowClient
 

@@ -67,6 +67,7 @@ class Early(Watched):
                         self.page[family.name] = family.samples
 
 
+@pytest.mark.combination
 def test_points_are_there_from_their_first_turn_on_as_those_of_all_sizes_take_turns(study):
     said = []
     workers = Early(said)

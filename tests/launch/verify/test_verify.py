@@ -173,6 +173,7 @@ def test_what_is_large_goes_to_the_first_process_alone():
         assert processes.run(2, given, OnFirst("large"), workload=object()) == ["large", None]
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("how", ["kill", pytest.param("sleep", marks=pytest.mark.slow)])
 def test_a_variant_that_hangs_or_dies_fails_alone(tmp_path, how):
     args = {"how": how, "at_call": 6, "marker": str(tmp_path / "struck")}

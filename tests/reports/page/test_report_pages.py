@@ -176,6 +176,7 @@ def test_the_page_of_a_training_says_what_limits_it():
     assert "The input is the limit: 40% of a step on 2 workers; rows that are always ready" in page
 
 
+@pytest.mark.combination
 def test_text_of_a_config_is_text_on_the_page_in_figures_and_files(tmp_path):
     record = study_examples.study(modes=("strong",))
     at = record.curves[0].points[0]
@@ -209,6 +210,7 @@ def test_a_spreadsheet_takes_no_text_for_a_formula():
     ]
 
 
+@pytest.mark.combination
 def test_csv_and_png_lie_beside_the_page_and_an_old_report_is_replaced(tmp_path):
     record = study_examples.study()
     folder = tmp_path / "new" / "folder"

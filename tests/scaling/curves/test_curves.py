@@ -46,6 +46,7 @@ def test_the_same_points_give_the_same_curve_and_it_survives_json():
     assert TypeAdapter(Curve).validate_json(text) == curve
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("law", ["amdahl", "gustafson"])
 def test_parameters_intervals_hold_the_truth_about_as_often_as_they_say(law: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fitting, "NUM_FITS", 60)

@@ -100,6 +100,7 @@ def test_model_workers_date_and_kind_choose(stored):
     assert names(read_experiments(stored, gpus=8, kinds=["study"])) == ["study"]
 
 
+@pytest.mark.combination
 def test_the_documented_search_of_mlflow_finds_points(uri, tmp_path, monkeypatch):
     import pyarrow.parquet
 

@@ -36,6 +36,7 @@ def warnings_of(finished: Any) -> list[str]:
     return [m.text for m in finished.messages if isinstance(m, EventRecord) and "mlflow's own functions" in m.text]
 
 
+@pytest.mark.combination
 @pytest.mark.usefixtures("_own_store")
 def test_a_run_that_a_callback_begins_is_named_once_and_ended():
     finished = train_alone(Logs(num_val=8), {"evaluation.every": "1 epoch"})

@@ -110,6 +110,7 @@ def test_a_delay_in_the_backward_pass_of_a_rank_is_named_with_its_rank_and_layer
     assert profile.ranks[1].lateness[found.bucket].last_share > 0.9
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize(("strategy", "layers"), [("ddp", ""), ("fsdp", "blocks.2")])
 def test_a_delay_in_the_forward_pass_is_named_as_one_of_the_forward_pass(gloo, strategy, layers):
     (found,) = profile_of(gloo, "forward", STRATEGIES[strategy][0]).stragglers

@@ -32,6 +32,7 @@ def tensor_profile(gloo, where, ranks=2):
     return run_profile([one.summary.profile for one in finished])
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize(("where", "bucket"), [("forward", None), ("backward", 1)])
 def test_a_delay_in_a_pass_of_tensor_parallelism_is_named_with_its_rank_and_layers(gloo, where, bucket):
     profile = tensor_profile(gloo, where)
@@ -41,6 +42,7 @@ def test_a_delay_in_a_pass_of_tensor_parallelism_is_named_with_its_rank_and_laye
     assert waits[0] > DELAY_S / 2 > waits[1]
 
 
+@pytest.mark.combination
 def test_the_passes_of_tensor_parallelism_over_replicas_are_told_apart_and_their_waits_are_timed(gloo):
     profile = tensor_profile(gloo, "", ranks=4)
     assert not profile.stragglers and not profile.notes

@@ -155,6 +155,7 @@ def test_a_collate_whose_lengths_differ_by_rank_is_one_clear_error_where_ranks_s
     assert max(relative_differences(gloo.run(2, train, OtherLengths(), flags)[0].losses, alone.losses)) < 1e-9
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_pipeline_takes_batches_of_varying_width(gloo, world_size):
     flags = {**FLAGS, "batch.global_size": 8, "batch.micro_size": 2}

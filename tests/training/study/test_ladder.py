@@ -157,6 +157,7 @@ class Sleeping(Classify):
         return EmulatedLayer(6, Timing(forward_s=1e-4), index=0)
 
 
+@pytest.mark.combination
 def test_emulated_models_and_parts_of_a_step_that_cannot_be_taken_alone_are_told(gloo):
     workload = Sleeping(num_rows=48)
     (told,) = gloo.run(1, measure, (rung(1, workload),), workload)

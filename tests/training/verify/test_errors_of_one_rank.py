@@ -48,6 +48,7 @@ def check(guilty):
     assert f"test_errors_of_one_rank.py:{line_of_the_slip()}" in str(guilty.error).replace('", line ', ":")
 
 
+@pytest.mark.combination
 def test_a_slip_of_one_rank_while_passes_communicate_ends_a_verification(gloo, monkeypatch):
     monkeypatch.setattr(
         gloo_pool, "GRACE_S", 0.5

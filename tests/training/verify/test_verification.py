@@ -70,6 +70,7 @@ class FunctionalDropout(Classify):
         return Net(nn.Linear(NUM_FEATURES, NUM_CLASSES))
 
 
+@pytest.mark.combination
 def test_dropout_without_a_module_is_judged_in_evaluation_mode(gloo):
     outcome = gloo.run(2, judge, FunctionalDropout(), {})[0]
     assert outcome.verdict == "equal" and "evaluation mode" in outcome.words
@@ -92,6 +93,7 @@ def average_later():
 PROMISE = Promise(False, verification.PROMISES["local_sgd"].keeps, "replicas train apart")
 
 
+@pytest.mark.combination
 def test_a_strategy_that_does_not_promise_equality_is_judged_by_what_it_promises(gloo):
     outcome = gloo.run(2, judge_with, average_later, Classify())[0]
     assert outcome.verdict == "as promised" and outcome.words == "replicas train apart"
