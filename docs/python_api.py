@@ -7,6 +7,7 @@ import inspect
 from pathlib import Path
 
 import scaleray
+from scaleray.options import meanings_of
 
 ORDER = (
     (
@@ -60,7 +61,10 @@ ORDER = (
 
 def api_page(note: str) -> str:
     """The whole page. note: line that says where it comes from."""
-    words = "All names are in `scaleray` and load on first use: `import scaleray` imports neither torch nor Ray."
+    words = (
+        "All names are in `scaleray` and load on first use: `import scaleray` imports neither torch nor Ray.\n\n"
+        "`Config` is a RunConfig, a YAML file, or a mapping of dotted keys or sections. `Numbers` and `Words` are a text with commas or a sequence."
+    )
     lines = ["# From Python", "", note, "", words]
     for title, names in ORDER:
         lines += ["", f"## {title}"]
@@ -73,7 +77,12 @@ def _entry(name: str) -> list[str]:
     node = _definition(scaleray._HOMES[name], name)
     text = inspect.cleandoc(ast.get_docstring(node) or "")
     if isinstance(node, ast.FunctionDef):
-        return [f"### {name}", "", "```python", _signature(node), "```", "", text]
+        options = _options(node, scaleray._HOMES[name])
+        listed = [""] if options is not None else []
+        if options is not None:
+            source = ast.unparse(options)
+            listed += [f"- `{field}`: {meaning}" for field, meaning in meanings_of(source).items()]
+        return [f"### {name}", "", "```python", _signature(node, options), "```", "", text, *listed]
     bases = ", ".join(ast.unparse(base) for base in node.bases)
     lines = [f"### {name}", "", f"`class {name}({bases})`" if bases else f"`class {name}`", "", text]
     for method in node.body:
@@ -82,6 +91,16 @@ def _entry(name: str) -> list[str]:
             arguments = ", ".join(a.arg for a in (*method.args.args[1:], *method.args.kwonlyargs))
             lines += ["", f"- `{method.name}({arguments})`: {' '.join(first.split())}"]
     return lines
+
+
+def _options(node: ast.FunctionDef, module: str) -> ast.ClassDef | None:
+    """The dataclass whose fields the function takes as keyword arguments, by its decorator `takes`."""
+    for decorator in node.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "takes":
+            found = _definition(module, ast.unparse(decorator.args[0]))
+            assert isinstance(found, ast.ClassDef)
+            return found
+    return None
 
 
 def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
@@ -100,7 +119,13 @@ def _source(module: str) -> str:
     return (parts / "__init__.py" if parts.is_dir() else parts.with_suffix(".py")).read_text()
 
 
-def _signature(node: ast.FunctionDef) -> str:
+def _signature(node: ast.FunctionDef, options: ast.ClassDef | None = None) -> str:
+    if options is not None:
+        fields = [field for field in options.body if isinstance(field, ast.AnnAssign)]
+        own = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
+        kept = [(arg, default) for arg, default in own if arg.arg != "options"]
+        taken = [(ast.arg(ast.unparse(field.target), field.annotation), field.value) for field in fields]
+        node.args.kwonlyargs, node.args.kw_defaults = map(list, zip(*taken, *kept, strict=True))
     plain = ast.parse(f"def {node.name}(): ...").body[0]
     assert isinstance(plain, ast.FunctionDef)
     plain.args, plain.returns = node.args, node.returns
@@ -113,11 +138,12 @@ def _signature(node: ast.FunctionDef) -> str:
 
 
 def _split(text: str) -> list[str]:
-    """Arguments of a signature, cut at commas outside of brackets."""
-    found, depth, last = [], 0, ""
+    """Arguments of a signature, cut at commas outside of brackets and quotes."""
+    found, depth, quoted, last = [], 0, False, ""
     for character in text:
+        quoted ^= character == "'"
         depth += (character in "([{") - (character in ")]}")
-        if character == "," and not depth:
+        if character == "," and not depth and not quoted:
             found.append(last.strip())
             last = ""
         else:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "train": "scaleray.api",
-    "verify": "scaleray.api",
-    "study": "scaleray.api",
-    "sweep": "scaleray.api",
+    "train": "scaleray.launch.run.train",
+    "verify": "scaleray.launch.verify.verify",
+    "study": "scaleray.launch.study.study",
+    "sweep": "scaleray.launch.sweep.sweep",
     "plan": "scaleray.api_plan",
     "explain_plan": "scaleray.api_plan",
-    "compare": "scaleray.api",
-    "gate": "scaleray.api",
+    "compare": "scaleray.reports.compare.comparison",
+    "gate": "scaleray.launch.gate.gate",
     "promote": "scaleray.launch.promote.promote",
     "start_path": "scaleray.launch.path.state",
     "find_path": "scaleray.launch.path.state",
@@ -28,9 +28,9 @@ _HOMES = {
     "check_promoted": "scaleray.launch.promote.check",
     "rollback": "scaleray.launch.promote.rollback",
     "invalidate_experiment": "scaleray.launch.study.invalidate",
-    "experiment_curves": "scaleray.api_registry",
-    "profile": "scaleray.api",
-    "report": "scaleray.api",
+    "experiment_curves": "scaleray.reports.records.history",
+    "profile": "scaleray.launch.profile.profile",
+    "report": "scaleray.reports.records.any",
     "write_project": "scaleray.projects.write",
     "write_cluster_files": "scaleray.manifests.files",
     "check": "scaleray.launch.check.check",
@@ -38,21 +38,21 @@ _HOMES = {
     "evaluate": "scaleray.launch.model.evaluate",
     "predict": "scaleray.launch.model.predict",
     "export_model": "scaleray.launch.model.exported",
-    "show_config": "scaleray.api_looks",
-    "config_keys": "scaleray.api_looks",
-    "config_schema": "scaleray.api_looks",
-    "replay": "scaleray.api_looks",
-    "watch": "scaleray.api_looks",
-    "cluster_up": "scaleray.api_cluster",
-    "cluster_status": "scaleray.api_cluster",
-    "cluster_down": "scaleray.api_cluster",
-    "submit": "scaleray.api_jobs",
-    "list_jobs": "scaleray.api_jobs",
-    "job_logs": "scaleray.api_jobs",
-    "stop_job": "scaleray.api_jobs",
+    "show_config": "scaleray.launch.session.shown_config",
+    "config_keys": "scaleray.config.reference",
+    "config_schema": "scaleray.records.schemas",
+    "replay": "scaleray.tracking.send",
+    "watch": "scaleray.launch.watch.find",
+    "cluster_up": "scaleray.launch.cluster.local_clusters",
+    "cluster_status": "scaleray.launch.cluster.local_clusters",
+    "cluster_down": "scaleray.launch.cluster.local_clusters",
+    "submit": "scaleray.launch.submit.submit",
+    "list_jobs": "scaleray.launch.submit.submit",
+    "job_logs": "scaleray.launch.submit.submit",
+    "stop_job": "scaleray.launch.submit.submit",
     "doctor": "scaleray.launch.doctor.doctor",
-    "live_state": "scaleray.api_looks",
-    "tracking_ui": "scaleray.api_looks",
+    "live_state": "scaleray.launch.watch.find",
+    "tracking_ui": "scaleray.tracking.ui",
     "list_checkpoints": "scaleray.launch.model.stored_checkpoints",
     "verify_checkpoints": "scaleray.launch.model.stored_checkpoints",
     "prune_checkpoints": "scaleray.launch.model.stored_checkpoints",
@@ -135,18 +135,16 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from scaleray.api import compare, gate, profile, report, study, sweep, train, verify
-    from scaleray.api_cluster import cluster_down, cluster_status, cluster_up
-    from scaleray.api_jobs import job_logs, list_jobs, stop_job, submit
-    from scaleray.api_looks import config_keys, config_schema, live_state, replay, show_config, tracking_ui, watch
     from scaleray.api_plan import explain_plan, plan
-    from scaleray.api_registry import experiment_curves
     from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config
+    from scaleray.config.reference import config_keys
     from scaleray.data import ArraySource, ParquetSource, TokenSource
     from scaleray.errors import ConfigError, ScaleRayError
     from scaleray.launch.check.check import check
+    from scaleray.launch.cluster.local_clusters import cluster_down, cluster_status, cluster_up
     from scaleray.launch.doctor.doctor import doctor
+    from scaleray.launch.gate.gate import gate
     from scaleray.launch.model.evaluate import evaluate
     from scaleray.launch.model.exported import export_model
     from scaleray.launch.model.load import load
@@ -160,15 +158,29 @@ if TYPE_CHECKING:
     )
     from scaleray.launch.path.go import next_on_path, redo_on_path, skip_on_path
     from scaleray.launch.path.state import find_path, start_path
+    from scaleray.launch.profile.profile import profile
     from scaleray.launch.promote.check import check_promoted
     from scaleray.launch.promote.promote import promote
     from scaleray.launch.promote.rollback import rollback
+    from scaleray.launch.run.train import train
+    from scaleray.launch.session.shown_config import show_config
     from scaleray.launch.study.invalidate import invalidate_experiment
+    from scaleray.launch.study.study import study
+    from scaleray.launch.submit.submit import job_logs, list_jobs, stop_job, submit
+    from scaleray.launch.sweep.sweep import sweep
+    from scaleray.launch.verify.verify import verify
+    from scaleray.launch.watch.find import live_state, watch
     from scaleray.manifests.files import write_cluster_files
     from scaleray.projects.write import write_project
     from scaleray.records.run import RunRecord
+    from scaleray.records.schemas import config_schema
+    from scaleray.reports.compare.comparison import compare
     from scaleray.reports.grafana.api import install_dashboards
     from scaleray.reports.grafana.written import write_dashboards
+    from scaleray.reports.records.any import report
+    from scaleray.reports.records.history import experiment_curves
+    from scaleray.tracking.send import replay
+    from scaleray.tracking.ui import tracking_ui
     from scaleray.workload import Workload
 
 

@@ -69,9 +69,9 @@ def test_no_process_of_the_server_outlives_the_pages(tmp_path, family, monkeypat
     monkeypatch.setenv("ON_SIGTERM", f"signal.{'SIG_IGN' if is_deaf else 'SIG_DFL'}")
     code = f"""
 import signal, sys
-from scaleray.tracking.ui import serve
+from scaleray.tracking.ui import tracking_ui
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
-sys.exit(serve('sqlite:///m.db', port={free_port()}))
+sys.exit(tracking_ui(uri='sqlite:///m.db', port={free_port()}))
 """
     program, processes = family(code)
     assert len(processes) >= 4 and all(map(is_running, processes))

@@ -37,7 +37,8 @@ from torch.autograd import DeviceType
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
 from scaleray.data import TRAIN, Split, as_source
-from scaleray.launch.verify.plan import Question, make_plan
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import make_plan
 from scaleray.records.run import CheckpointRecord, StepRecord
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
@@ -154,7 +155,7 @@ def certificate(task: Task, place: Member) -> dict[str, Any]:
         environ={},
     )
     sources = {TRAIN: as_source(workload.datasets()[TRAIN], split=TRAIN)}
-    question = Question(world_sizes=(1, task.workers), steps=6 if task.is_quick else 20)
+    question = VerifyOptions("all", world_sizes=(1, task.workers), steps=6 if task.is_quick else 20)
     plan = make_plan(config, question, workload, sources)
     box: list[Any] = [tempfile.mkdtemp() if place.rank == 0 else None]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))

@@ -125,7 +125,6 @@ def measure(job: str, arguments: argparse.Namespace, folder: str) -> harness.Mea
     from scaleray.config import load_config
     from scaleray.launch.sweep.sweep import sweep
     from scaleray.scaling.sweeps.grid_comparison import compare_with_grid
-    from scaleray.scaling.sweeps.question import question_of
 
     space = JOBS[job]
     own = {"tracking.uri": f"sqlite:///{folder}/mlflow.db", "checkpoint.storage_path": f"{folder}/runs"}
@@ -138,9 +137,9 @@ def measure(job: str, arguments: argparse.Namespace, folder: str) -> harness.Mea
         "search": "grid",
     }
     base_dir = harness.REPOSITORY / "jobs"
-    grid = sweep(config, question_of(config, **asked), base_dir=base_dir, say=harness.log)
-    question = question_of(config, **asked, guided_share=arguments.share)
-    guided = sweep(config, question, base_dir=base_dir, say=harness.log, against=grid)
+    grid = sweep(config, base_dir=base_dir, say=harness.log, **asked)
+    asked |= {"guided": True, "guided_share": arguments.share, "against_grid": grid.folder}
+    guided = sweep(config, base_dir=base_dir, say=harness.log, **asked)
     compared = compare_with_grid(guided, grid)
     ran = sum(t.samples > 0 for t in grid.trials)
     return {

@@ -124,7 +124,6 @@ def sizes_of(arguments: argparse.Namespace) -> list[int]:
 def run_scaleray(arguments: argparse.Namespace, workers: int) -> list[float]:
     from scaleray.config import load_config
     from scaleray.launch.sweep.sweep import sweep
-    from scaleray.scaling.sweeps.question import question_of
 
     folder = os.environ["BENCH_FOLDER"]
     config = load_config(
@@ -139,8 +138,8 @@ def run_scaleray(arguments: argparse.Namespace, workers: int) -> list[float]:
     )
     repeats = -(-arguments.trials // len(BATCH_SIZES))
     sizes = ",".join(map(str, BATCH_SIZES[: arguments.trials]))
-    question = question_of(config, batch_sizes=sizes, search="grid", seeds=repeats, workers_per_trial=workers)
-    record = sweep(config, question, base_dir=harness.REPOSITORY / "jobs", say=harness.log)
+    space = {"batch_sizes": sizes, "search": "grid", "seeds": repeats, "workers_per_trial": workers}
+    record = sweep(config, base_dir=harness.REPOSITORY / "jobs", say=harness.log, **space)
     return [t.value for t in record.trials if t.value is not None]
 
 

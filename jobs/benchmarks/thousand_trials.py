@@ -74,7 +74,6 @@ def run(num_trials: int, folder: str) -> dict[str, float]:
 
     from scaleray.launch.sweep.sweep import sweep
     from scaleray.reports.records.sweep import write_sweep_report
-    from scaleray.scaling.sweeps.question import question_of
 
     harness.start_ray(num_cpus=CPUS)
     writes = count_writes()
@@ -90,7 +89,7 @@ def run(num_trials: int, folder: str) -> dict[str, float]:
         },
         environ={},
     )
-    question = question_of(config, learning_rates="1e-4..1", rules="none", trials=num_trials)
+    space = {"learning_rates": "1e-4..1", "rules": "none", "trials": num_trials}
     process, done_at, memory = psutil.Process(), [], []
 
     def say(text: str) -> None:
@@ -101,7 +100,7 @@ def run(num_trials: int, folder: str) -> dict[str, float]:
             harness.log(text)
 
     started = time.perf_counter()
-    record = sweep(config, question, Trivial, say=say)
+    record = sweep(config, Trivial, say=say, **space)
     seconds = time.perf_counter() - started
     ray.shutdown()
     tenth, most = len(done_at) // 10, len(done_at) * 9 // 10

@@ -161,9 +161,8 @@ def _timed(words: Sequence[str], folder: Path) -> tuple[float, float]:
 
 def ladder(settings: dict[str, Any]) -> dict[str, Any]:
     """A whole study, from its start to its report."""
-    from scaleray.launch.study.plan import Question
+    from scaleray.launch.study.options import StudyOptions
     from scaleray.launch.study.study import study
-    from scaleray.reports.records.study import write_study_report
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
@@ -172,16 +171,16 @@ def ladder(settings: dict[str, Any]) -> dict[str, Any]:
             environ={},
         )
         sizes = [n for n in (1, 2, 4, 8, 16, 32) if n <= settings["workers"]]
-        question = Question(
-            world_sizes=sizes, modes=("strong", "weak"), repeats=settings["repeats"], seconds=settings["seconds"]
+        options = StudyOptions(
+            local=True, world_sizes=sizes, mode="strong,weak", repeats=settings["repeats"], seconds=settings["seconds"]
         )
         started = time.perf_counter()
-        record = study(config, question, local=True, say=print, base_dir=ROOT, write_report=write_study_report)
+        record = study(config, options=options, say=print, base_dir=ROOT)
         total_s = time.perf_counter() - started
         trained_s = sum(sum(turn) for curve in record.curves for at in curve.points for turn in at.point.turns)
         return {
             "workers": sizes,
-            "turns": question.repeats,
+            "turns": options.repeats,
             "total_s": total_s,
             "in_steady_steps_s": trained_s,
             "driver_mib": psutil.Process().memory_info().rss / MIB,

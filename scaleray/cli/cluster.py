@@ -96,8 +96,8 @@ def up(
     block
         Stay until Ctrl-C, and end the cluster then.
     """
-    from scaleray.api_cluster import cluster_up
     from scaleray.guarded import ending_like_ctrl_c
+    from scaleray.launch.cluster.local_clusters import cluster_up
 
     with ending_like_ctrl_c():
         with with_stages():
@@ -123,7 +123,7 @@ def status(name: str | None = None, *, export: Flag = False, json: Json = False)
     export
         Print only what lets programs of this shell find it: eval "$(scaleray cluster status --export)".
     """
-    from scaleray.api_cluster import cluster_status
+    from scaleray.launch.cluster.local_clusters import cluster_status
 
     found = cluster_status(name)
     if export and found:
@@ -144,10 +144,10 @@ def down(name: str = "local", *, json: Json = False) -> int:
     name
         Which one.
     """
-    from scaleray.api_cluster import cluster_down
+    from scaleray.launch.cluster.local_clusters import cluster_down
 
     with with_stages():
-        was_up = cluster_down(name)
+        was_up = cluster_down(name) is not None
     if json:
         print_json({"name": name, "was_up": was_up})
     else:

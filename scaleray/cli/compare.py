@@ -32,12 +32,11 @@ def compare(*runs: str, uri: Uri = None, fail_if_slower: float | None = None, js
     from rich.text import Text
 
     from scaleray.reports.compare.comparison import EXIT_INCONCLUSIVE
-    from scaleray.reports.compare.comparison import compare as compare_records
+    from scaleray.reports.compare.comparison import compare as run
     from scaleray.reports.terminal.comparison import show_comparison
     from scaleray.reports.terminal.record import print_whole
-    from scaleray.tracking.find_record import find_run
 
-    comparison = compare_records([find_run(run, uri=uri) for run in runs])
+    comparison = run(*runs, uri=uri)
     show_comparison(Console(stderr=json), comparison)
     if json:
         print_json(comparison.to_dict())

@@ -26,10 +26,10 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
     import yaml
 
     from scaleray.config import load_config
-    from scaleray.launch.session.shown_config import shown_config
+    from scaleray.launch.session.shown_config import show_config
 
     resolved = load_config(config, flags=overrides)
-    shown = shown_config(resolved, data=data, base_dir=config.resolve().parent if config else None)
+    shown = show_config(resolved, data=data, base_dir=config.resolve().parent if config else None)
     if json:
         print_json({key: shown[key] for key in ("config", "hash", "derived", "how")})
         return 0

@@ -59,12 +59,12 @@ def gate(
     """
     from rich.console import Console
 
-    from scaleray.launch.gate.gate import judge
+    from scaleray.launch.gate.gate import gate as run
     from scaleray.reports.terminal.gates import show_gates
 
     with Output(json=json).running():
-        record = judge(
-            runs,
+        record = run(
+            *runs,
             against=against or (),
             policy=policy,
             study=study,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
@@ -25,7 +25,9 @@ To = Annotated[
 @jobs_app.command(name="list")
 def list_(*, to: To = None, json: Json = False) -> int:
     """List the jobs that were submitted to a cluster, the newest first."""
-    found = _jobs(to).list()
+    from scaleray.launch.submit.submit import list_jobs
+
+    found = list_jobs(to)
     if json:
         print_json({"jobs": [dataclasses.asdict(job) for job in found]})
         return 0
@@ -67,10 +69,12 @@ def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
     follow
         Follow it until it has ended; exit code 1 if it failed. Ctrl-C leaves it alone; the exit code is 130 then.
     """
-    jobs = _jobs(to)
+    from scaleray.launch.submit.submit import job_logs, jobs_of
+
     if not follow:
-        sys.stdout.write(jobs.logs(job))
+        sys.stdout.write(job_logs(job, to=to))
         return 0
+    jobs = jobs_of(to)
 
     def write(text: str) -> None:
         sys.stdout.write(text)
@@ -87,17 +91,11 @@ def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
 @jobs_app.command
 def stop(job: str, *, to: To = None, json: Json = False) -> int:
     """Ask a job to end: a training saves its state first, and can be resumed."""
-    jobs = _jobs(to)
-    jobs.stop(job)
-    now = jobs.job(job)
+    from scaleray.launch.submit.submit import stop_job
+
+    now = stop_job(job, to=to)
     if json:
         print_json(dataclasses.asdict(now))
     else:
         print(f"job {job} is asked to stop; it is {now.status}")
     return 0
-
-
-def _jobs(to: str | None) -> Any:
-    from scaleray.launch.submit.submit import jobs_of
-
-    return jobs_of(to)

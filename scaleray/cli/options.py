@@ -7,17 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from scaleray.errors import ConfigError
-
-
-def whole_numbers(option: str, text: str) -> list[int]:
-    """Whole numbers of an option such as `1,2,4`. Raises ConfigError naming the option."""
-    try:
-        return [int(word) for word in text.split(",") if word.strip()]
-    except ValueError:
-        raise ConfigError(option, text, "it must be whole numbers with commas, such as 1,2,4") from None
-
-
+AS_OPTIONS = Parameter(name="*", negative_bool="", negative_iterable="")
+"""Shows the fields of a dataclass as options of their own, without --no-NAME and --empty-NAME."""
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
 """Keys of the config with their values, as `--section.key value`."""
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]

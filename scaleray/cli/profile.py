@@ -5,31 +5,23 @@ from __future__ import annotations
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
+from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Overrides
 from scaleray.cli.output import print_json, written_in
-from scaleray.cli.run_options import Uri
 from scaleray.errors import UsageError
+from scaleray.launch.profile.options import ProfileOptions
 
 if TYPE_CHECKING:
     from scaleray.launch.profile.profile import Profiled
     from scaleray.launch.profile.traces import Traced
     from scaleray.profiling.verdict.findings import Verdict
-    from scaleray.records.trace_request import TraceRequest
-
-STEPS = 50
 
 
 def profile(
     *run: Overrides,
     config: ConfigFile = None,
-    steps: int | None = None,
-    trace: Flag = False,
-    ranks: str | None = None,
-    memory: Flag = False,
-    local: Flag = False,
-    uri: Uri = None,
+    options: Annotated[ProfileOptions, AS_OPTIONS] = ProfileOptions(),
     json: Json = False,
 ) -> int:
     """Say what limits a training, what removing it would give at most, and what to try next.
@@ -38,32 +30,18 @@ def profile(
     train. `scaleray profile RUN` judges what a run has recorded anyway: RUN is its folder or bucket, its name in the
     default storage path, or its id or name in MLflow. `scaleray profile TRACE` says what traces of torch.profiler or
     memory snapshots hold, in a file or a folder, whatever program wrote them.
-
-    Parameters
-    ----------
-    steps
-        Steps to train with -c, at least 20; 50 by default.
-    trace
-        With -c: trace the last steps with torch.profiler, into the run's folder.
-    ranks
-        Ranks to trace: numbers, slowest, one-a-node, with commas between them; all three kinds by default.
-    memory
-        With -c: take a snapshot of each chosen rank's memory, on GPUs.
-    local
-        With -c: without Ray, in this process, or in gloo processes where there are several workers.
     """
-    wanted = _wanted(trace, ranks, memory)
     if config is None:
-        name = _run_name(run, is_training=steps is not None or local or wanted is not None)
+        name = _run_name(run, is_training=options.steps is not None or options.local or options.is_traced)
         from scaleray.launch.profile.traces import is_trace
 
         if is_trace(name):
             return _show_traces(name, json=json)
-        profiled = _of_run(name, uri)
+        profiled = _of_run(name, options.uri)
     else:
         if run and not run[0].startswith("-"):
             raise UsageError("RUN", run[0], "with -c a training is profiled, and no run", "leave out one of them")
-        profiled = _of_training(run, config, steps or STEPS, wanted, local=local, json=json)
+        profiled = _of_training(run, config, options, json=json)
     print_verdict(profiled.verdict, is_error=json)
     if profiled.traced is not None:
         print_traced(profiled.traced, is_error=json)
@@ -82,17 +60,6 @@ def print_verdict(verdict: Verdict, *, is_error: bool) -> None:
     console = Console(stderr=is_error, highlight=False)
     for line in verdict.lines():
         print_whole(console, Text(line))
-
-
-def _wanted(trace: bool, ranks: str | None, memory: bool) -> TraceRequest | None:
-    """The request that the options make; None for a training without traces."""
-    if not trace and not memory:
-        if ranks is not None:
-            raise UsageError("--ranks", ranks, "it names ranks to trace", "add --trace, or --memory")
-        return None
-    from scaleray.records.trace_request import USUAL_RANKS, trace_request
-
-    return trace_request(USUAL_RANKS if ranks is None else ranks, operators=trace, memory=memory)
 
 
 def _show_traces(where: str, *, json: bool) -> int:
@@ -148,9 +115,7 @@ def _of_run(run: str, uri: str | None) -> Profiled:
     return profile_run(run, uri=uri)
 
 
-def _of_training(
-    overrides: tuple[str, ...], config: Path, steps: int, trace: TraceRequest | None, *, local: bool, json: bool
-) -> Profiled:
+def _of_training(overrides: tuple[str, ...], config: Path, options: ProfileOptions, *, json: bool) -> Profiled:
     from rich.console import Console
 
     from scaleray.config import load_config
@@ -164,16 +129,14 @@ def _of_training(
         # what the workload prints, here or in a worker, must not mix with the record
         stack.enter_context(contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext())
         stack.enter_context(terminal)
-        if not local:
+        if not options.local:
             stack.enter_context(connected(resolved, meanwhile=["scaleray.launch.run.train"]))
         with stage("importing"):
-            from scaleray.launch.profile.profile import profile_training
+            from scaleray.launch.profile.profile import profile as run
 
-        return profile_training(
+        return run(
             resolved,
-            steps=steps,
-            local=local,
-            trace=trace,
+            options=options,
             show=terminal.show,
             say=terminal.say,
             expect_steps=terminal.expect_steps,

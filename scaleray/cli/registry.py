@@ -71,15 +71,13 @@ def curve(
     """
     from rich.console import Console
 
-    from scaleray.cli.registry_curve import curves, write_page
     from scaleray.config.alerts import without_secrets
-    from scaleray.reports.records.history import course_headline, course_table
+    from scaleray.reports.records.history import course_headline, course_table, experiment_curves
     from scaleray.reports.terminal.record import print_whole, width_of
     from scaleray.reports.terminal.tables import as_rich
 
-    found = curves(model=model, gpus=gpus, since=since, figure=figure, uri=uri)
-    if html is not None:
-        write_page(found, html, command=f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}")
+    command = f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}"
+    found = experiment_curves(model=model, gpus=gpus, since=since, figure=figure, html=html, uri=uri, command=command)
     if json:
         written = {} if html is None else {"page": str(html.absolute())}
         print_json({"curves": [one.to_dict() for one in found]}, written=written)

@@ -4,61 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from cyclopts import Parameter
-
-from scaleray.cli.options import ConfigFile, Flag, Json, Overrides, Several, whole_numbers
+from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Overrides
 from scaleray.cli.output import Output, print_json, written_in
+from scaleray.launch.study.options import StudyOptions
 from scaleray.progress import stage
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class StudyOptions:
-    """Measurements, and how they are taken."""
-
-    world_sizes: str = "1,2"
-    """Numbers of workers, with commas."""
-    mode: str = "strong"
-    """strong: the config's global batch divided among the workers. weak: a batch that grows with them. Or both."""
-    repeats: int = 5
-    """Turns of each size."""
-    steps: int = 40
-    """Optimizer steps of a turn, at least; those of its warm-up are left out."""
-    seconds: float = 3.0
-    """Length of a turn, at least."""
-    to_target: Flag = False
-    """Train each size to the config's stop.at as well, and report time and samples to it."""
-    noise: Flag = False
-    """Measure the gradient noise scale of each size, as noise_scale.measure auto does, in steps that are not timed."""
-    relaunch: Flag = False
-    """Launch each size on its own instead of as a part of the largest group."""
-    oversubscribe: Flag = False
-    """Measure although workers must share cores; every figure is marked."""
-    force: Flag = False
-    """Measure again what is known already."""
-    points_of: Several = ()
-    """Folder of another study whose points belong to the same curves; refused if its conditions were others."""
-    seed: int = 0
-    """Seed of the order of turns."""
-    local: Flag = False
-    """Run in plain gloo processes on this machine, without Ray."""
-
-    @property
-    def sizes(self) -> list[int]:
-        """The numbers of workers. Raises ConfigError for anything else."""
-        return whole_numbers("--world-sizes", self.world_sizes)
-
-    @property
-    def modes(self) -> list[str]:
-        """The modes that were named."""
-        return [word.strip() for word in self.mode.split(",") if word.strip()]
-
-
 def study(
-    *overrides: Overrides, config: ConfigFile = None, options: StudyOptions = StudyOptions(), json: Json = False
+    *overrides: Overrides,
+    config: ConfigFile = None,
+    options: Annotated[StudyOptions, AS_OPTIONS] = StudyOptions(),
+    json: Json = False,
 ) -> int:
     """Measure the training on several numbers of workers: curves with intervals, where the time goes, the next
     doubling.
@@ -69,37 +28,18 @@ def study(
     """
     from scaleray.config import load_config
 
-    sizes = options.sizes
     resolved = load_config(config, flags=overrides)
     output = Output(json=json)
     with output.running():
         with stage("importing"):
-            from scaleray.launch.study.plan import Question
             from scaleray.launch.study.study import study as run
-            from scaleray.reports.records.study import write_study_report
             from scaleray.reports.terminal.record import show_record
-        question = Question(
-            world_sizes=sizes,
-            modes=options.modes,
-            repeats=options.repeats,
-            steps=options.steps,
-            seconds=options.seconds,
-            to_target=options.to_target,
-            noise=options.noise,
-            relaunch=options.relaunch,
-            oversubscribe=options.oversubscribe,
-            force=options.force,
-            seed=options.seed,
-        )
         record = run(
             resolved,
-            question,
-            local=options.local,
+            options=options,
             say=output.say,
             base_dir=config.resolve().parent if config else None,
             command=command_of(config, overrides, options),
-            points_of=options.points_of,
-            write_report=write_study_report,
         )
     show_record(output.console, record)
     if json:
@@ -118,7 +58,7 @@ def command_of(config: Path | None, overrides: tuple[str, ...], options: StudyOp
         value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
         if value == field.default or field.name in ("world_sizes", "mode", "repeats", "force"):
             continue  # what was reused then is not measured again
-        each = value if isinstance(value, tuple) else (value,)
+        each = value if isinstance(value, list | tuple) else (value,)
         for one in each:
             words += [option] if one is True else [option, one if isinstance(one, str) else f"{one:g}"]
     return shlex.join([*words, *without_secrets(overrides)])

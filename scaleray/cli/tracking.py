@@ -23,9 +23,9 @@ def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
     uri
         Tracking URI, if the server has moved or its address holds a password.
     """
-    from scaleray.tracking.send import send
+    from scaleray.tracking.send import replay as run
 
-    count = send(file, uri=uri)
+    count = run(file, uri=uri)
     if json:
         print_json({"complete": True} if count is None else {"complete": True, "sent": count})
     elif count is None:
@@ -46,6 +46,6 @@ def ui(*, uri: str | None = None, port: int = 5000) -> int:
     port
         Port on 127.0.0.1.
     """
-    from scaleray.tracking.ui import serve
+    from scaleray.tracking.ui import tracking_ui
 
-    return serve(uri, port=port)
+    return tracking_ui(uri=uri, port=port)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from scaleray.cli.options import ConfigFile, Flag, Json, Overrides, Several
+from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Overrides
 from scaleray.cli.output import print_json, written_in
 from scaleray.errors import first_line
+from scaleray.launch.run.options import TrainOptions
 from scaleray.progress import stage
 
 if TYPE_CHECKING:
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 def train(
     *overrides: Overrides,
     config: ConfigFile = None,
-    resume: str | None = None,
-    allow_change: Several = (),
-    local: Flag = False,
+    options: Annotated[TrainOptions, AS_OPTIONS] = TrainOptions(),
     report: bool = True,
     json: Json = False,
 ) -> int:
@@ -31,15 +30,8 @@ def train(
 
     Parameters
     ----------
-    resume
-        Continue an interrupted run after its newest checkpoint: its folder, its name, or `auto` for the newest
-        unfinished run of the same training, if there is one. Without -c, the config is that run's own.
-    allow_change
-        A key whose change alters the training, and which may differ from the interrupted run's all the same.
     report
         Write report.html next to the record, and save the page of all trainings in MLflow.
-    local
-        Run in this process without Ray, for a debugger.
     """
     import psutil
     from rich.console import Console
@@ -49,10 +41,10 @@ def train(
     from scaleray.reports.terminal.live import Terminal, final_lines
     from scaleray.tracking.store import resolve_uri
 
-    if config is None and resume is not None and resume != "auto":
+    if config is None and options.resume is not None and options.resume != "auto":
         from scaleray.launch.run.resume import config_of
 
-        resolved = config_of(resume, overrides)
+        resolved = config_of(options.resume, overrides)
     else:
         resolved = load_config(config, flags=overrides)
     terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
@@ -60,16 +52,14 @@ def train(
         # what the workload prints, here or in a worker, must not mix with the record
         stack.enter_context(contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext())
         stack.enter_context(terminal)
-        if not local and resume is None:  # of a run that is finished there is nothing to do
+        if not options.local and options.resume is None:  # of a run that is finished there is nothing to do
             stack.enter_context(connected(resolved, meanwhile=["scaleray.launch.run.train"]))
         with stage("importing"):
             from scaleray.launch.run.train import train as run
 
         record = run(
             resolved,
-            resume=resume,
-            allow_change=allow_change,
-            local=local,
+            options=options,
             show=terminal.show,
             say=terminal.say,
             expect_steps=terminal.expect_steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 import typing
 from collections.abc import Iterable
@@ -143,3 +144,11 @@ def rows_of(word: str) -> list[KeyRow]:
         hint = hint_for(wanted, [row.key for row in rows])
         raise ConfigError("the section", word, "there is no key of that name", hint)
     return found
+
+
+def config_keys(section: str | None = None) -> list[dict[str, str]]:
+    """List the keys of the config: what each may hold, its default and its meaning.
+
+    section: only a section, such as `optimizer`, or the keys whose name holds this word. Raises UsageError.
+    """
+    return [dataclasses.asdict(row) for row in (key_rows() if section is None else rows_of(section))]

@@ -5,18 +5,16 @@ Written to docs/schemas by docs/generate.py, and printed by `scaleray config sch
 
 from __future__ import annotations
 
-import ast
 import inspect
-import itertools
-import textwrap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from scaleray.config.run import RunConfig
+from scaleray.options import meanings_of
 from scaleray.records.live import LiveState
 from scaleray.records.run import RunRecord
 from scaleray.records.study import StudyRecord
@@ -25,7 +23,7 @@ from scaleray.records.sweep import SweepRecord
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def config_schema() -> dict[str, Any]:
+def _schema_of_config() -> dict[str, Any]:
     """The schema of a config file. A section may be empty, as its defaults hold then."""
     schema = RunConfig.model_json_schema()
     for name, section in schema["properties"].items():
@@ -45,7 +43,7 @@ def record_schema(kind: type) -> dict[str, Any]:
 
 
 SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
-    "config": config_schema,
+    "config": _schema_of_config,
     "run": lambda: record_schema(RunRecord),
     "study": lambda: record_schema(StudyRecord),
     "sweep": lambda: record_schema(SweepRecord),
@@ -76,16 +74,9 @@ class _OfRecords(GenerateJsonSchema):
 def _field_words(kind: type) -> dict[str, str]:
     """Docstring of each field of a class, by the field's name."""
     try:
-        body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+        return meanings_of(inspect.getsource(kind))
     except (OSError, TypeError):  # of the interpreter itself
         return {}
-    lines = body.body if isinstance(body, ast.ClassDef) else []
-    return {
-        field.target.id: text.value.value
-        for field, text in itertools.pairwise(lines)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
-    }
 
 
 def _tidy(schema: Any, *, holds_names: bool = False) -> Any:
@@ -104,3 +95,9 @@ def _tidy(schema: Any, *, holds_names: bool = False) -> Any:
         else:
             tidy[key] = value if key == "default" else _tidy(value, holds_names=key in ("properties", "$defs"))
     return tidy
+
+
+def config_schema(what: Literal["config", "run", "study", "sweep", "live"] = "config") -> dict[str, Any]:
+    """Return the JSON schema of the config, of the record.json of a run, study or sweep, or of the lines of `scaleray
+    watch --json`."""
+    return dict(SCHEMAS[what]())

@@ -5,19 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 
 from scaleray.errors import TrackingError
+from scaleray.installed import names_what_is_missing
 
 
-def send(file: Path, *, uri: str | None = None) -> int | None:
-    """Send the operations of an unsent.jsonl, or everything of the record.json of a study or sweep.
+@names_what_is_missing
+def replay(file: str | Path, *, uri: str | None = None) -> int | None:
+    """Send to MLflow what a run, study or sweep could not write while the server was away.
 
-    Gives the number of operations; None for a record. Raises TrackingError where MLflow still lacks something.
+    file: a run folder's unsent.jsonl, or the record.json of a study or sweep. uri: tracking URI, if the server has
+    moved. Returns the number of operations that were sent, None for a record. Raises TrackingError where MLflow still
+    lacks something.
     """
+    file = Path(file)
     if file.name == "record.json":
         from scaleray.tracking.study_runs import send_record
 
         if lacks := send_record(file, uri=uri):
             raise TrackingError("MLflow", "not complete", f"{lacks}", "run this again when it is back")
         return None
-    from scaleray.tracking.replay import replay
+    from scaleray.tracking.replay import replay as send_operations
 
-    return replay(file, uri=uri)
+    return send_operations(file, uri=uri)

@@ -10,14 +10,17 @@ import sys
 
 from scaleray.errors import TrackingError
 from scaleray.guarded import ending_like_ctrl_c, guarded
+from scaleray.installed import names_what_is_missing
 from scaleray.tracking import store
 
 
-def serve(uri: str | None, *, port: int) -> int:
-    """Run MLflow's server on 127.0.0.1 until it is interrupted, by Ctrl-C, SIGTERM or a closed terminal; returns its
-    exit code.
+@names_what_is_missing
+def tracking_ui(*, uri: str | None = None, port: int = 5000) -> int:
+    """Serve MLflow's pages for runs in a database file, on 127.0.0.1 only, until it is interrupted by Ctrl-C, SIGTERM
+    or a closed terminal; returns the exit code.
 
-    Raises TrackingError when the port is taken or the URI is a server already.
+    uri: tracking URI; None is the one that trainings use. port: 0 takes one that is free. Raises
+    TrackingError when the port is taken or the URI is a server already.
     """
     uri = store.resolve_uri(uri)
     shown = store.without_password(uri)

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import pickle
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,7 @@ COMMANDS = {
     "registry curve": "experiment_curves", "registry invalidate": "invalidate_experiment",
 }  # fmt: skip
 OTHER_NAMES = {
-    "kind": "kinds", "mode": "modes", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "continue_": "continue_folder",
-    "guided": "guided_share", "processes": "processes", "file": "out",
+    "kind": "kinds", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "file": "out",
 }  # fmt: skip
 """Options whose argument has another name in Python."""
 OF_A_COMMAND = {
@@ -65,14 +65,14 @@ def options_of(words):
     for word in words.split():
         command = command[word]
     function = command.default_command
-    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
-        kind = parameter.annotation
+    for name, kind in typing.get_type_hints(function).items():
+        if name == "return":
+            continue
         yield from [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else [name]
 
 
-ELSEWHERE = {"config schema": {"out"}, "profile": {"ranks", "memory"}, "promote": {"verify"}, "predict": {"config"}}
-"""What a function gives in another way: the schema is returned, options of `trace` are part of its argument, and
-`check_promoted` verifies, and `workload` is what the config of `predict` names."""
+ELSEWHERE = {"config schema": {"out"}, "promote": {"verify"}, "predict": {"config"}}
+"""What a function gives in another way: the schema is returned, `check_promoted` verifies, and `workload` is what the config of `predict` names."""
 
 
 def others(name):

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scaleray.cli.main import run_command
-from scaleray.cli.study import StudyOptions, command_of
+from scaleray.cli.study import command_of
+from scaleray.launch.study.options import StudyOptions
 
 CONFIG = """
 workload: {name: work.py:Line}

@@ -15,7 +15,8 @@ from verified import judge
 from scaleray.data import IterableSource, Part, Split, StepPlan, as_source, iterable, load_sources
 from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import ConfigError, DataError, WorkloadError
-from scaleray.launch.verify.plan import Question, make_plan
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import make_plan
 
 NUM = 26
 
@@ -142,7 +143,7 @@ def test_rows_that_differ_when_they_are_iterated_again_are_named_and_not_verifie
     with pytest.raises(DataError, match="the train data is not repeatable"):
         make_job(Streamed(Unrepeatable()), {"deterministic": True})
     with pytest.raises(DataError, match="runs are compared on the same values"):
-        make_plan(job.config, Question(strategies=("ddp",)), job.workload, sources)
+        make_plan(job.config, VerifyOptions(strategies=("ddp",)), job.workload, sources)
 
 
 def test_trainings_are_equal_on_two_workers_and_after_a_resume(gloo, tmp_path):
@@ -263,7 +264,7 @@ def test_workers_train_on_dealt_rows_and_verify_on_whole_ones(gloo):
     # dealt out one by one and not shuffled, the rows of a step are the same, on other workers
     assert max(relative_differences(spread.losses, alone.losses)) < 1e-9
     job, sources = make_job(Streamed(ByShard(28)), flags)
-    plan = make_plan(job.config, Question(strategies=("ddp",)), job.workload, sources)
+    plan = make_plan(job.config, VerifyOptions(strategies=("ddp",)), job.workload, sources)
     assert not any(variant.job.splits["train"].dealt_by for group in plan.groups.values() for variant in group)
 
 

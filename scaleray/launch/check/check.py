@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from scaleray.config import RunConfig, load_config
+from scaleray.config import RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.data import TRAIN, Split, load_sources
 from scaleray.data.iterable import ENDLESS
@@ -21,6 +21,7 @@ from scaleray.launch.check.data_checks import InputLook, columns_of_splits, cons
 from scaleray.launch.check.model_checks import ModelLook, built_alike
 from scaleray.launch.check.two_processes import two_processes
 from scaleray.launch.session.data import is_in_steps, size_of
+from scaleray.launch.session.given import Config, whole_config
 from scaleray.launch.session.start import forbid_ray, with_absolute_paths
 from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
 from scaleray.launch.workers.gloo import UserCode
@@ -37,7 +38,7 @@ Result = TypeVar("Result")
 
 
 def check(
-    config: RunConfig | str | Path | Mapping[str, Any],
+    config: Config,
     workload: Any = None,
     *,
     processes: bool = True,
@@ -52,13 +53,9 @@ def check(
     finding as it is made. Takes about ten seconds, mostly for the processes; needs neither Ray nor MLflow. Mistakes are
     findings of the record and no errors; a config that cannot be read is a ConfigError.
     """
-    if isinstance(config, Mapping):
-        config = load_config(flags=config)
-    elif not isinstance(config, RunConfig):
-        base_dir = base_dir or Path(config).resolve().parent
-        config = load_config(config)
+    whole, base_dir = whole_config(config, workload, base_dir)
     forbid_ray()
-    return _Check(with_absolute_paths(config), workload, base_dir, say).run(processes=processes)
+    return _Check(with_absolute_paths(whole), workload, base_dir, say).run(processes=processes)
 
 
 class _Check:

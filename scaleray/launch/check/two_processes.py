@@ -12,7 +12,8 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.data.source import TRAIN, Source
 from scaleray.errors import WorkloadError
-from scaleray.launch.verify.plan import Question, make_plan
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import make_plan
 from scaleray.launch.verify.verify import verify_here
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 from scaleray.records.check import DOUBTFUL, GOOD, WRONG, Finding
@@ -43,13 +44,13 @@ def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source
 def _compared(
     config: RunConfig, workload: Any, sources: Mapping[str, Source], code: UserCode, *, precision: str
 ) -> Finding:
-    question = Question(strategies=("ddp",), world_sizes=(2,), accumulation=(1,), steps=STEPS, precision=precision)
+    options = VerifyOptions(strategies=("ddp",), world_sizes=(2,), accumulation=(1,), steps=STEPS, precision=precision)
     train = {TRAIN: sources[TRAIN]}  # an evaluation of all rows may take longer than everything else
     updates: dict[str, Any] = {"stop": config.stop.model_copy(update={"at": None})}
     if config.batch.unit == "samples" and config.batch.global_size > ROWS:
         updates["batch"] = config.batch.model_copy(update={"global_size": ROWS, "micro_size": None})
     config = config.model_copy(update=updates)
-    plan = make_plan(config, question, workload, train)
+    plan = make_plan(config, options, workload, train)
     variants = [variant for group in plan.groups.values() for variant in group]
     if not variants:
         why = plan.refused[0].words if plan.refused else "no variant runs"
@@ -58,7 +59,7 @@ def _compared(
     folder = tempfile.mkdtemp(prefix="scaleray-check-")  # stays where an error says to look into it
     timeout_s = config.scale.collective_timeout_s
     with gloo_processes(2, code, timeout_s=timeout_s, watched_in=folder) as processes:
-        assignment = Assignment(plan.reference, tuple(variants), question.allowed)
+        assignment = Assignment(plan.reference, tuple(variants), options.allowed)
         try:
             outcomes, _ = processes.run(2, verify_here, assignment, {}, train, TELL, workload=workload)
         finally:

@@ -85,15 +85,23 @@ class LocalCluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        down(self.name)
+        cluster_down(self.name)
 
 
-def up(name: str, *, num_nodes: int, cpus: int | None, port: int | None) -> LocalCluster:
-    """Start a cluster, see `scaleray.cluster_up`. Raises UsageError, and leaves nothing behind then."""
-    _check(num_nodes=num_nodes, cpus=cpus, port=port)
+def cluster_up(
+    name: str = "local", *, nodes: int = 1, cpus: int | None = None, port: int | None = None
+) -> LocalCluster:
+    """Start a Ray cluster of several nodes on this machine, which runs until `cluster_down`; with `with`, until the end
+    of the context.
+
+    name: of at most 12 letters, to have several at once. nodes: its head among them. cpus: CPUs that each node hands
+    out, which may be more than the machine has; None shares out one more than it has. port: of the head on 127.0.0.1;
+    None takes one that is free. Raises UsageError, and leaves nothing behind then.
+    """
+    _check(num_nodes=nodes, cpus=cpus, port=port)
     cores = psutil.cpu_count() or 1
     # one more than the machine has: input tasks are counted beside the workers
-    cpus = cpus or max(2, math.ceil((cores + 1) / num_nodes))
+    cpus = cpus or max(2, math.ceil((cores + 1) / nodes))
     _forget_if_gone(name)
     folder = local_state.new_folder(name)
     state = ClusterState(name, secrets.token_hex(16), f"127.0.0.1:{port or free_port()}", "", cpus)
@@ -102,23 +110,23 @@ def up(name: str, *, num_nodes: int, cpus: int | None, port: int | None) -> Loca
         state.save()
         set_auth_mode("local")
         ensure_token()
-        state = _start(state, folder, num_nodes)
+        state = _start(state, folder, nodes)
         return now(state)
     except BaseException:
         (local_state.load(name) or state).end()
         raise
 
 
-def status(name: str) -> LocalCluster | None:
-    """A cluster as it is now; None where none of this name is up."""
+def cluster_status(name: str | None = None) -> list[LocalCluster]:
+    """Return the clusters that this user has started on this machine, or the one of this name, as they are now."""
     set_auth_mode("local")
-    state = local_state.load(name)
-    return None if state is None else now(state)
+    states = map(local_state.load, local_state.names() if name is None else [name])
+    return [now(state) for state in states if state is not None]
 
 
-def down(name: str) -> int | None:
-    """End a cluster with everything that it started; gives how many of its nodes were running, None where there is no
-    such cluster."""
+def cluster_down(name: str = "local") -> int | None:
+    """End a cluster of this machine and everything that it started; returns how many of its nodes were running, None
+    if no cluster of this name is up."""
     state = local_state.load(name)
     if state is None:
         with contextlib.suppress(OSError):

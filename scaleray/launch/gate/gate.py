@@ -29,23 +29,44 @@ GATES = (fingerprint.GATE, equality.GATE, scaling.GATE, convergence.GATE, operat
 """The gates, in the order in which they are asked."""
 
 
-def judge(
-    runs: Sequence[str],
-    *,
-    against: Sequence[str] = (),
+def gate(
+    *runs: str | Path,
+    against: str | Path | Sequence[str | Path] = (),
     policy: str | Path | Mapping[str, Any] | None = None,
     study: str | None = None,
-    certificates: Sequence[str] = (),
+    certificates: Sequence[str | Path] = (),
     gates: Sequence[str] | None = None,
     days: float | None = None,
     uri: str | None = None,
 ) -> GateRecord:
-    """Ask the gates about a training. runs: the candidate, and runs that repeat it with other seeds, or one study,
-    of which `OF_STUDY` are asked; against: the baseline's, or one registered version, for which `OF_PROMOTED` are
-    asked; gates: only these; days: see `judge_promoted`.
+    """Ask whether a training may go into production: `.answer` is pass, fail or inconclusive, `.gates` has the details.
+
+    runs: the candidate, and runs that repeat it with other seeds: folders, names in the storage path, or ids or names
+    in MLflow at `uri`; or one scaling study, which has gates of its own. against: runs of the baseline. policy: a YAML
+    file, or its sections as a mapping. study: a scaling study of the candidate's training. certificates: folders of
+    `verify`. gates: names of some; None is all.
+
+    against may be one registered version, `NAME@ALIAS` or `models:/NAME/VERSION`: the gates are then `speed`,
+    `convergence` and `data`, by the evidence that its promotion kept and its policy, or `policy`. Without runs, those
+    in MLflow of its experiment are judged that train the same, began after its promotion and in the last `days` (8),
+    and have finished or failed.
 
     Raises ConfigError for a policy or gate that is not known, TrackingError for a run that is not there.
     """
+    baselines = [str(run) for run in ([against] if isinstance(against, str | Path) else against)]
+    return _judged([str(run) for run in runs], baselines, policy, study, list(map(str, certificates)), gates, days, uri)
+
+
+def _judged(
+    runs: Sequence[str],
+    against: Sequence[str],
+    policy: str | Path | Mapping[str, Any] | None,
+    study: str | None,
+    certificates: Sequence[str],
+    gates: Sequence[str] | None,
+    days: float | None,
+    uri: str | None,
+) -> GateRecord:
     version = registered(against)
     if version is not None:
         if study or certificates:

@@ -12,16 +12,19 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.config.base import Duration
 from scaleray.errors import ConfigError, UsageError
+from scaleray.launch.profile.options import STEPS, ProfileOptions
 from scaleray.launch.profile.traces import Traced, traced_of
+from scaleray.launch.run.options import TrainOptions
 from scaleray.launch.run.resume import FILE as ABOUT
-from scaleray.launch.run.train import train
+from scaleray.launch.run.train import run_training
+from scaleray.launch.session.given import Config, resolved
+from scaleray.options import takes
 from scaleray.profiling.verdict.findings import Limit, Verdict
 from scaleray.profiling.verdict.of_run import FIRST_STEPS, verdict_of_run
 from scaleray.records.json_record import jsonable
 from scaleray.records.printed import Printed
 from scaleray.records.read import FILE as RECORD
 from scaleray.records.run import RunRecord, Say, Show
-from scaleray.records.trace_request import TraceRequest
 from scaleray.tracking.find_record import find_run, places_of
 
 LEAST_STEPS = 2 * FIRST_STEPS
@@ -49,40 +52,49 @@ class Profiled(Printed):
         return found
 
 
-def profile_training(
-    config: RunConfig,
+@takes(ProfileOptions)
+def profile(
+    what: Config,
     workload: Any = None,
     *,
-    steps: int = 50,
-    local: bool = False,
-    trace: TraceRequest | None = None,
+    options: ProfileOptions,
     show: Show = lambda messages: None,
     say: Say = lambda text: None,
     expect_steps: Callable[[int], None] = lambda steps: None,
     base_dir: Path | None = None,
 ) -> Profiled:
-    """Train `steps` steps as the config says, and say where their time went. local: in gloo processes, without Ray.
-    trace: what is traced of steps behind these, which are slower, and not judged.
+    """Find out where the time of a training goes, what limits it and what to try next: `.verdict` of the result.
 
-    The run is one like any other, in an experiment of its own in MLflow, and saves no final weights.
+    what: a config (a RunConfig, a mapping or a YAML file), of which some steps are trained, as with -c on the command
+    line; or a recorded run: its folder, its name in the storage path, or its id or name in MLflow at `uri`. workload: a
+    class or an object; None loads the config's. show: called with the run's messages as they arrive, say with lines on
+    the progress, expect_steps with the length of the training once it is known. base_dir: folder in which paths of a
+    RunConfig begin. Traces are in `.traced` of the result.
+
+    The training is a run like any other, in an experiment of its own in MLflow, and saves no final weights. Steps that
+    are traced come after the others, and are not judged. Raises UsageError for what the user can mend.
     """
+    if isinstance(what, str | Path) and Path(what).suffix not in (".yaml", ".yml"):
+        return profile_run(str(what), uri=options.uri)
+    config, base_dir, workload = resolved(what, workload, base_dir)
+    steps, trace = STEPS if options.steps is None else options.steps, options.request
     if steps < LEAST_STEPS:
         raise ConfigError(
             "--steps", steps, f"it must be at least {LEAST_STEPS}: the first {FIRST_STEPS} are left out", "50 is usual"
         )
     if trace is not None:
         trace.check_ranks(config.scale.max_workers)
-    record = train(
+    record = run_training(
         short(config, steps + (trace.num_steps if trace is not None else 0)),
         workload,
-        local=local,
-        in_processes=True,
-        trace=trace,
-        probes_links=True,
+        options=TrainOptions(local=options.local),
         show=show,
         say=say,
         expect_steps=expect_steps,
         base_dir=base_dir,
+        in_processes=True,
+        trace=trace,
+        probes_links=True,
     )
     return _profiled(record)
 

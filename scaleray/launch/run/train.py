@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from scaleray.checkpoints.manifest import StoredFile
 from scaleray.checkpoints.model_layout import ADAPTERS, FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.checkpoints.storage import remove_parts
 from scaleray.checkpoints.weight_sums import sums_name
-from scaleray.config import RunConfig, load_config
+from scaleray.config import RunConfig
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
 from scaleray.data.as_given import refuse_unsendable
@@ -42,6 +42,7 @@ from scaleray.launch.cluster.capacity import check_capacity
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.run.announcement import announcement
 from scaleray.launch.run.counted_flops import counted_flops
+from scaleray.launch.run.options import TrainOptions
 from scaleray.launch.run.prediction import prediction
 from scaleray.launch.run.record import (
     as_yaml,
@@ -58,10 +59,12 @@ from scaleray.launch.session.alerts import alert_settings
 from scaleray.launch.session.data import check_same_data, is_in_steps, size_of
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.given import Config, whole_config
 from scaleray.launch.session.start import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.options import takes
 from scaleray.own_folder import keep_compiled_code_here
 from scaleray.progress import stage
 from scaleray.records.run import EventRecord, RunRecord, Say, Show
@@ -78,56 +81,82 @@ from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TrainJob, rescaled
 from scaleray.training.state import weights as final_weights
 from scaleray.watchers import Guard, Watcher
-from scaleray.workload import make_workload, name_of
+from scaleray.workload import make_workload
 
 IMPORTED_AT = steady_time()
 Weights = Mapping[str, Mapping[str, StoredFile]]
 """Files of final weights, with their hashes, by the name of the weights and that of the file."""
 
 
+@takes(TrainOptions)
 def train(
-    config: RunConfig | str | Path | Mapping[str, Any] | None,
+    config: Config | None,
     workload: Any = None,
     *,
-    resume: str | None = None,
-    allow_change: Sequence[str] = (),
-    local: bool = False,
-    show: Show = lambda messages: None,
-    say: Say = lambda text: None,
-    expect_steps: Callable[[int], None] = lambda steps: None,
+    options: TrainOptions,
+    progress: bool | None = None,
+    show: Show | None = None,
+    say: Say | None = None,
+    expect_steps: Callable[[int], None] | None = None,
     base_dir: Path | None = None,
+    started_at: float | None = None,
+) -> RunRecord:
+    """Train a workload as the config says and return the run's record.
+
+    config: a RunConfig, a YAML file, or a mapping of dotted keys or sections; None, with `resume`, is the config of
+    that run. workload: an instance or class, a notebook's own too; None loads the config's. progress: show a live
+    table, in a notebook or on a terminal; None does so on a terminal or in a notebook, false never. show: called with
+    the run's messages as they arrive, say with lines about what happens meanwhile, expect_steps with the length of the
+    training once it is known. base_dir: folder in which paths of a RunConfig begin. started_at: wall clock from which
+    the time to the first step is counted; None is now.
+
+    Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
+    the MLflow run is then FAILED or KILLED.
+    """
+    from scaleray.reports.terminal.notebook import Silent, watching
+
+    is_shown = show is None and say is None and progress is not False
+    with watching(always=bool(progress)) if is_shown else contextlib.nullcontext(Silent()) as display:
+        return run_training(
+            config,
+            workload,
+            options=options,
+            show=show or display.show,
+            say=say or display.say,
+            expect_steps=expect_steps or display.expect_steps,
+            base_dir=base_dir,
+            started_at=started_at,
+        )
+
+
+def run_training(
+    config: Config | None,
+    workload: Any,
+    *,
+    options: TrainOptions,
+    show: Show,
+    say: Say,
+    expect_steps: Callable[[int], None],
+    base_dir: Path | None,
     started_at: float | None = None,
     in_processes: bool = False,
     trace: TraceRequest | None = None,
     probes_links: bool = False,
 ) -> RunRecord:
-    """Train a workload as the config says and return the run's record.
+    """Train as `train` does, without a display of its own.
 
-    config: a RunConfig, a YAML file, or a mapping of dotted keys or sections; None, with `resume`, is the config of
-    that run. workload: an instance or class, whose name is the config's where that gives none; None loads the config's.
-    resume: continue an interrupted run: its folder, its name, or `auto` for the newest unfinished run of the same
-    training, if there is one. allow_change: keys of the config that may differ from that run's although they alter the
-    training. local: in this process, without Ray. show: called with the run's messages as they arrive, say with lines
-    about what happens meanwhile, expect_steps with the length of the training once it is known. started_at: wall clock
-    from which the time to the first step is counted; None is now. in_processes: with `local`, several workers are gloo
-    processes of this machine, and not refused. trace: what is traced of its last steps, into the run's folder.
-    probes_links: whether each pair of workers is measured at the end.
-
-    Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
-    the MLflow run is then FAILED or KILLED.
+    in_processes: with `local`, several workers are gloo processes of this machine, and not refused. trace: traces to
+    take of its last steps, into the run's folder. probes_links: measure each pair of workers at the end.
     """
     start = StartClock(started_at or steady_time(), {IMPORTS: IMPORTED_AT})
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     check_started_once(say)
-    named = {"workload.name": name_of(workload)} if workload is not None else {}
-    if isinstance(config, Mapping):
-        config = load_config(flags=config, defaults=named)
-    elif config is not None and not isinstance(config, RunConfig):
-        base_dir = base_dir or Path(config).resolve().parent
-        config = load_config(config, defaults=named)
-    config = with_absolute_paths(config) if config is not None else None
-    request = make_request(config, base_dir, resume=resume, allow_change=allow_change, say=say)
+    if config is not None:
+        config, base_dir = whole_config(config, workload, base_dir)
+        config = with_absolute_paths(config)
+    local = options.local
+    request = make_request(config, base_dir, resume=options.resume, allow_change=options.allow_change, say=say)
     config, before = request.config, request.before
     if (finished := request.finished_record(say)) is not None:
         say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")

@@ -5,20 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scaleray.config import RunConfig
+from scaleray.installed import names_what_is_missing
+from scaleray.launch.session.given import Config, whole_config
 
 
-def shown_config(
-    config: RunConfig, workload: Any = None, *, data: bool = True, base_dir: Path | None = None
+@names_what_is_missing
+def show_config(
+    config: Config, workload: Any = None, *, data: bool = True, base_dir: Path | None = None
 ) -> dict[str, Any]:
-    """The config with its hash, every derived value, and how it was derived.
+    """Return the resolved config, its hash, every value that is derived from it, and how.
 
-    data: load the workload's data, which most derived values depend on; without it there are none. base_dir: folder in
-    which relative paths of the config begin. Raises UsageError.
+    config: a RunConfig, a YAML file, or a mapping of dotted keys or sections. workload: a class or an object; None is
+    the config's. data: load its data, which most derived values depend on; without it they are left out. base_dir:
+    folder in which paths of a RunConfig begin. Raises UsageError.
     """
+    whole, base_dir = whole_config(config, workload, base_dir)
     from scaleray.scaling.recipe.derive import derive
 
-    shown: dict[str, Any] = {"config": config.to_dict(), "hash": config.hash(), "derived": {}, "how": {}}
+    shown: dict[str, Any] = {"config": whole.to_dict(), "hash": whole.hash(), "derived": {}, "how": {}}
     if not data:
         return shown
     from scaleray.data import load_sources
@@ -26,9 +30,9 @@ def shown_config(
     from scaleray.launch.session.data import is_in_steps, size_of
     from scaleray.workload import make_workload
 
-    settings = config.workload
+    settings = whole.workload
     workload = make_workload(workload, settings.name, settings.args, base_dir=base_dir)
-    size = size_of(load_sources(workload, in_steps=is_in_steps(config)))
-    recipe = derive(config, size)
+    size = size_of(load_sources(workload, in_steps=is_in_steps(whole)))
+    recipe = derive(whole, size)
     rows = "without an end" if size.num_samples == ENDLESS else size.num_samples
     return {**shown, "derived": recipe.values(), "how": dict(recipe.explanations), "rows": rows}

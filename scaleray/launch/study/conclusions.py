@@ -12,7 +12,7 @@ from scaleray.config.strategy_traits import TRAITS
 from scaleray.errors import UsageError, first_line
 from scaleray.launch.study import noise as study_noise
 from scaleray.launch.study.hardware import OVERSUBSCRIBED, RELAUNCHED
-from scaleray.launch.study.plan import MODES
+from scaleray.launch.study.options import MODES
 from scaleray.planner.answers.curve_law import Size, predicted_throughput
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.hardware.catalogue import CATALOGUE

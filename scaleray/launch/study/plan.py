@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from scaleray.config import RunConfig
@@ -17,6 +16,7 @@ from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data import size_of
 from scaleray.launch.study.hardware import OVERSUBSCRIBED, RELAUNCHED
 from scaleray.launch.study.noise import source_of
+from scaleray.launch.study.options import MODES, StudyOptions
 from scaleray.records.start import steady_time
 from scaleray.records.study import Mode
 from scaleray.scaling.recipe.derive import derive
@@ -24,66 +24,25 @@ from scaleray.scaling.recipe.values import DataSize, Recipe, nearest_multiples
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.study.ladder import Rung
 
-MODES: tuple[Mode, ...] = ("strong", "weak")
-MOST_REPEATS = 1000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """Options of a study. repeats: turns of each rung, which last at least so many steps and so many seconds."""
-
-    world_sizes: Sequence[int] = (1, 2)
-    modes: Sequence[str] = ("strong",)
-    repeats: int = 5
-    steps: int = Rung.steps
-    seconds: float = Rung.seconds
-    to_target: bool = False
-    noise: bool = False
-    """Measure the gradient noise scale although the config does not."""
-    relaunch: bool = False
-    oversubscribe: bool = False
-    force: bool = False
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.world_sizes or min(self.world_sizes) < 1:
-            raise ConfigError("--world-sizes", list(self.world_sizes), "it must be whole numbers from 1, such as 1,2,4")
-        for mode in self.modes:
-            if mode not in MODES:
-                raise ConfigError("--mode", mode, "it must be strong, weak, or both with a comma")
-        if not self.modes:
-            raise ConfigError("--mode", "", "it must be strong, weak, or both with a comma")
-        if not 1 <= self.repeats <= MOST_REPEATS:
-            raise ConfigError("--repeats", self.repeats, f"it must be 1 to {MOST_REPEATS}", "5 is a common choice")
-        if self.steps < 4:
-            raise ConfigError("--steps", self.steps, "it must be at least 4", "40 leaves 20 after the warm-up")
-        if not 0 <= self.seconds < 86_400:
-            raise ConfigError("--seconds", self.seconds, "it must be 0 or more, and less than a day")
-
-    @property
-    def sizes(self) -> list[int]:
-        """The numbers of workers, each once, in order."""
-        return sorted(set(self.world_sizes))
-
 
 def make_rungs(
-    config: RunConfig, question: Question, workload: Any, sources: Mapping[str, Source], *, cores: int | None = None
+    config: RunConfig, options: StudyOptions, workload: Any, sources: Mapping[str, Source], *, cores: int | None = None
 ) -> dict[str, Rung]:
     """Every rung with its recipe, by name, in the order of the curves. cores: number of cores that workers share, where
     they have no devices; None marks none. Raises UsageError for what cannot be divided or does not fit together."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
-    _check(config, question, splits)
+    _check(config, options, splits)
     size = size_of(sources)
     rungs: dict[str, Rung] = {}
     for mode in MODES:
-        for workers in question.sizes if mode in question.modes else ():
-            batch = _batch(config, mode, workers, question)
+        for workers in options.sizes if mode in options.modes else ():
+            batch = _batch(config, mode, workers, options)
             is_as_given = batch == config.batch.global_size
-            spread = on_workers(config, workers, batch, as_given=is_as_given or question.to_target)
-            recipe = _derived(spread, size, mode, workers, question)
+            spread = on_workers(config, workers, batch, as_given=is_as_given or options.to_target)
+            recipe = _derived(spread, size, mode, workers, options)
             job = TrainJob(spread, recipe, workload, splits, steady_time())
             name = f"w{workers:03d}-b{recipe.global_batch_size}-m{recipe.micro_batch_size}-{recipe.strategy}"
-            name += "-relaunched" if question.relaunch else ""
+            name += "-relaunched" if options.relaunch else ""
             if name in rungs:
                 rungs[name].modes.append(mode)
                 continue
@@ -93,22 +52,22 @@ def make_rungs(
                 workers=workers,
                 modes=[mode],
                 job=job,
-                num_turns=question.repeats,
-                steps=question.steps,
-                seconds=question.seconds,
+                num_turns=options.repeats,
+                steps=options.steps,
+                seconds=options.seconds,
                 period=period_of(spread, recipe.strategy),
-                trains_to_target=question.to_target,
+                trains_to_target=options.to_target,
                 measures_noise=source_of(job).name is not None,
-                marks=[OVERSUBSCRIBED] * is_crowded + [RELAUNCHED] * question.relaunch,
+                marks=[OVERSUBSCRIBED] * is_crowded + [RELAUNCHED] * options.relaunch,
             )
     return rungs
 
 
-def _derived(config: RunConfig, size: DataSize, mode: Mode, workers: int, question: Question) -> Recipe:
+def _derived(config: RunConfig, size: DataSize, mode: Mode, workers: int, options: StudyOptions) -> Recipe:
     try:
         return derive(config, size)
     except DataError as exc:
-        if mode == "strong" or workers == question.sizes[0]:
+        if mode == "strong" or workers == options.sizes[0]:
             raise
         # what is advised for a training's own batch would be multiplied by the number of workers here
         raise DataError(
@@ -143,7 +102,7 @@ def period_of(config: RunConfig, strategy: str) -> int:
     return config.local_sgd.sync_every if traits_of(strategy).averages_now_and_then else 1
 
 
-def _check(config: RunConfig, question: Question, splits: Mapping[str, Split]) -> None:
+def _check(config: RunConfig, options: StudyOptions, splits: Mapping[str, Split]) -> None:
     if splits[TRAIN].is_streamed:
         raise DataError(
             "the train data",
@@ -158,20 +117,20 @@ def _check(config: RunConfig, question: Question, splits: Mapping[str, Split]) -
             "every turn would search again, and sizes with other micro-batches make no curve",
             "give batch.micro_size what a training on the smallest size has found, and leave it out",
         )
-    _check_shares(config, question)
-    if question.to_target and config.stop.at is None:
+    _check_shares(config, options)
+    if options.to_target and config.stop.at is None:
         raise ConfigError(
             "stop.at",
             None,
             "--to-target needs a target to train to",
             "for example --stop.at 'val/loss <= 1.0' --evaluation.every '1 epoch'",
         )
-    most = max(question.sizes)
+    most = max(options.sizes)
     if config.scale.gpus and config.scale.gpus < 1 and most > 1:
         raise ConfigError("scale.gpus_per_worker", config.scale.gpus, "several workers need a GPU each")
 
 
-def _check_shares(config: RunConfig, question: Question) -> None:
+def _check_shares(config: RunConfig, options: StudyOptions) -> None:
     if config.shares.by == "speed":
         raise ConfigError(
             "shares.by",
@@ -180,7 +139,7 @@ def _check_shares(config: RunConfig, question: Question) -> None:
             "use equal shares, or give those that a training has settled on: shares.by given with shares.speeds",
         )
     speeds = config.shares.speeds
-    if speeds is not None and (other := [n for n in question.sizes if n not in (1, len(speeds))]):
+    if speeds is not None and (other := [n for n in options.sizes if n not in (1, len(speeds))]):
         raise ConfigError(
             "shares.speeds",
             list(speeds),
@@ -189,8 +148,8 @@ def _check_shares(config: RunConfig, question: Question) -> None:
         )
 
 
-def _batch(config: RunConfig, mode: Mode, workers: int, question: Question) -> int:
-    size, base = config.batch.global_size, question.sizes[0]
+def _batch(config: RunConfig, mode: Mode, workers: int, options: StudyOptions) -> int:
+    size, base = config.batch.global_size, options.sizes[0]
     if mode == "strong":
         return size
     if size * workers % base:

@@ -9,7 +9,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from scaleray.launch.session.measured import published_while
 from scaleray.launch.study import noise as study_noise
 from scaleray.launch.study.conclusions import planner_laws, points_of_others, words_of
 from scaleray.launch.study.hardware import OVERSUBSCRIBED
-from scaleray.launch.study.plan import MODES, Question
+from scaleray.launch.study.options import MODES, StudyOptions
 from scaleray.launch.study.point import point_of, point_so_far
 from scaleray.launch.study.turn_store import KnownTurns
 from scaleray.monitoring.live.measured_series import Measured
@@ -49,7 +49,6 @@ from scaleray.tracking.study_runs import ParentRun, key_of
 from scaleray.training.model_profile import profile_workload
 from scaleray.training.study.ladder import Result, Rung
 
-WriteReport = Callable[[StudyRecord, Path], Sequence[Path]]
 """Function that writes the pages next to the record, and returns its files."""
 
 
@@ -62,7 +61,7 @@ class RunningStudy:
     """
 
     config: RunConfig
-    question: Question
+    options: StudyOptions
     rungs: Mapping[str, Rung]
     sources: Mapping[str, Source]
     conditions: Conditions
@@ -73,7 +72,6 @@ class RunningStudy:
     workers_per_node: int
     left_out: str
     more: Sequence[StudyRecord]
-    write_report: WriteReport | None
     profile: WorkloadProfile | str = "they were not counted before the study ended"
     """Counts of the model's operations, or why they are not known."""
     num_taken: int = 0
@@ -107,7 +105,7 @@ class RunningStudy:
                     environment=self.conditions.environment,
                     nodes=self.conditions.topology["nodes"],
                     data=self.sources[TRAIN].describe(),
-                    workers=max(self.question.sizes),
+                    workers=max(self.options.sizes),
                 ),
             },
             datasets=[
@@ -164,16 +162,16 @@ class RunningStudy:
         """Say what will be measured, take over what is known, and give the rest: in one group of workers, or each rung
         in its own."""
         self._announce()
-        if not self.question.force:
+        if not self.options.force:
             self._take_over()
         rungs = [rung for rung in self.rungs.values() if not rung.is_complete]
         if not rungs:
             self.say("  everything was measured before; no worker is started")
             return []
         self.total = sum(rung.num_missing for rung in rungs)
-        if not self.question.relaunch:
+        if not self.options.relaunch:
             return [rungs]
-        random.Random(self.question.seed).shuffle(rungs)
+        random.Random(self.options.seed).shuffle(rungs)
         return [[rung] for rung in rungs]
 
     @property
@@ -200,7 +198,7 @@ class RunningStudy:
             self.profile = text if isinstance(exc, UsageError) else f"{type(exc).__name__}: {text}"
 
     def _announce(self) -> None:
-        q, first = self.question, next(iter(self.rungs.values()))
+        q, first = self.options, next(iter(self.rungs.values()))
         *smaller, last = q.sizes
         sizes = f"{', '.join(map(str, smaller))} and {last} workers" if smaller else quantity(last, "worker")
         modes = " and ".join(mode for mode in MODES if mode in q.modes)
@@ -218,7 +216,7 @@ class RunningStudy:
 
     def _take_over(self) -> None:
         for name, rung in self.rungs.items():
-            rung.turns = self.known.turns(name)[-self.question.repeats :]
+            rung.turns = self.known.turns(name)[-self.options.repeats :]
             if rung.turns:
                 names = ", ".join(dict.fromkeys(turn.study for turn in rung.turns))
                 self.say(f"  {name}: {len(rung.turns)} turns reused from {names} (--force measures anew)")
@@ -239,7 +237,7 @@ class RunningStudy:
         workers = quantity(rung.workers, "worker")
         if isinstance(result, Turn):
             # what is measured by workers of its own shares nothing with others
-            round_number = None if self.question.relaunch else result.round
+            round_number = None if self.options.relaunch else result.round
             turn = dataclasses.replace(result, study=self.folder.name, round=round_number)
             rung.turns.append(turn)
             self.known.keep(name, turn)
@@ -275,7 +273,7 @@ class RunningStudy:
     def count_for_planner(self) -> None:
         """Count the model's operations where the planner's law for a curve needs them and they are not known."""
         is_emulated = any(turn.is_emulated for turn in self.turns)
-        if len(self.question.sizes) > 1 and isinstance(self.profile, str) and not is_emulated:
+        if len(self.options.sizes) > 1 and isinstance(self.profile, str) and not is_emulated:
             self._count_operations()
 
     def record(self) -> StudyRecord:
@@ -286,7 +284,7 @@ class RunningStudy:
             for mode, rung in self._standing()
             if rung.turns
         ]
-        points += points_of_others(self.more, points, self.question.modes)
+        points += points_of_others(self.more, points, self.options.modes)
         curves: list[Curve] = []
         notes: list[str] = []
         for mode in MODES:
@@ -339,17 +337,17 @@ class RunningStudy:
         except Exception:  # no record can be made yet, or no file written
             self.mlflow.finish(None, status=status)
         if count:
-            same = "the same command without --force" if self.question.force else "the same command"
+            same = "the same command without --force" if self.options.force else "the same command"
             self.say(f"  {count} turns are kept: {same} goes on from there")
 
     def write(self, record: StudyRecord, status: str = "FINISHED") -> StudyRecord:
         """Write the record and the report, here and in MLflow."""
         record = self.mlflow.identify(record)
+        from scaleray.reports.records.study import write_study_report  # it imports matplotlib
+
         folder = Path(self.folder.work_dir)
         Store(str(folder)).write_text("record.json", record.to_json())
-        files = [folder / "record.json"]
-        if self.write_report is not None:
-            files += self.write_report(record, folder)
+        files = [folder / "record.json", *write_study_report(record, folder)]
         lacking = self.mlflow.finish(record, status=status, files=files)
         if lacking:
             self.say(f"  warning: {lacking}; everything is in {record.folder}")

@@ -21,6 +21,7 @@ from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.conditions import check_same, conditions_of
 from scaleray.launch.session.data import is_in_steps
 from scaleray.launch.session.experiment import check_policy
+from scaleray.launch.session.given import Config, resolved
 from scaleray.launch.session.measured import check_published
 from scaleray.launch.session.start import (
     check_learning_rate,
@@ -40,13 +41,15 @@ from scaleray.launch.study.hardware import (
     topology_of,
     workers_per_node,
 )
-from scaleray.launch.study.plan import Question, make_rungs
-from scaleray.launch.study.running import RunningStudy, WriteReport
+from scaleray.launch.study.options import StudyOptions
+from scaleray.launch.study.plan import make_rungs
+from scaleray.launch.study.running import RunningStudy
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.telling import handing_over
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.options import takes
 from scaleray.progress import stage
 from scaleray.records.run import Say
 from scaleray.records.start import steady_time
@@ -85,43 +88,45 @@ def climb_under_ray(
         fit_group(config, size, climb, (rungs, seed, put, stored), storage_path=storage_path, name=name)
 
 
+@takes(StudyOptions)
 def study(
-    config: RunConfig,
-    question: Question,
+    config: Config,
     workload: Any = None,
     *,
-    local: bool = False,
+    options: StudyOptions,
     say: Say = lambda text: None,
     base_dir: Path | None = None,
     command: str = "",
-    points_of: Sequence[str] = (),
-    write_report: WriteReport | None = None,
 ) -> StudyRecord:
-    """Measure a training on several numbers of workers. workload: an object; None loads `config.workload`.
+    """Measure the training on several numbers of workers, and write the report.
 
-    local: in gloo processes on this machine, without Ray. points_of: folders of studies whose points are on the same
-    curves; refused where they were measured under other conditions. command: how to repeat the study. Raises UsageError
-    for what the user can mend, RunFailedError where a worker failed, KeyboardInterrupt when stopped.
+    config: a RunConfig, a YAML file, or a mapping of dotted keys or sections. workload: a class or an object; None
+    loads the config's. say: called with lines on the progress. base_dir: folder in which paths of a RunConfig begin.
+    command: command that repeats the study, for its record.
+
+    Raises UsageError for what the user can mend, RunFailedError where a worker failed, KeyboardInterrupt when stopped.
     """
+    config, base_dir, workload = resolved(config, workload, base_dir)
+    local = options.local
     started_at = steady_time()
     check_started_once(say)
-    config = with_absolute_paths(study_noise.with_noise(config) if question.noise else config)
+    config = with_absolute_paths(study_noise.with_noise(config) if options.noise else config)
     store.check_reachable(store.resolve_uri(config.tracking.uri))
     check_published(config)
     check_policy(config)
     if local:
         check_local(config)
-    more = [_read(folder) for folder in points_of]
+    more = [_read(folder) for folder in options.points_of]
     code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
     workload = code.load()
     check_learning_rate(config, workload)
     with connected_unless(config, local=local):
-        nodes = None if local else nodes_of(config, question.sizes, workload, oversubscribe=question.oversubscribe)
+        nodes = None if local else nodes_of(config, options.sizes, workload, oversubscribe=options.oversubscribe)
         config = with_gpus_decided(config, nodes if nodes is not None else [], say=say)
         sources = load_sources(workload, in_steps=is_in_steps(config))
-        room = find_room(config, question.sizes, workload, nodes, oversubscribe=question.oversubscribe)
-        question = dataclasses.replace(question, world_sizes=room.sizes)
-        rungs = make_rungs(config, question, workload, sources, cores=num_cores(nodes))
+        room = find_room(config, options.sizes, workload, nodes, oversubscribe=options.oversubscribe)
+        options = dataclasses.replace(options, world_sizes=room.sizes)
+        rungs = make_rungs(config, options, workload, sources, cores=num_cores(nodes))
         spread = launch_config(config, room, nodes)
         conditions = conditions_of(config, workload, topology_of(config, nodes))
         for other in more:
@@ -140,7 +145,7 @@ def study(
         ):
             running = RunningStudy(
                 config=config,
-                question=question,
+                options=options,
                 rungs=rungs,
                 sources=sources,
                 conditions=conditions,
@@ -151,7 +156,6 @@ def study(
                 workers_per_node=workers_per_node(config, nodes),
                 left_out=room.left_out,
                 more=more,
-                write_report=write_report,
             )
             climb = partial(climb_in_processes, code, folder.path) if local else partial(climb_under_ray, folder.path)
             with running.kept_to_its_end():
@@ -168,7 +172,7 @@ def _measured(running: RunningStudy, climb: Callable[..., None], spread: RunConf
         groups = running.begin()
         with stage("measuring", total=running.total, unit="turns") as running.measuring, running.shown_in_its_folder():
             for group in groups:
-                climb(group, running.question.seed, running.keep, spread, running.sources)
+                climb(group, running.options.seed, running.keep, spread, running.sources)
                 check_one_kind(running.rungs.values())
         with stage("drawing the conclusions"):
             running.count_for_planner()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ from scaleray.tracking.measured_metrics import MeasuredMetrics
 from scaleray.tracking.provenance import dataset, source_tags
 from scaleray.tracking.study_runs import ParentRun
 
-WriteReport = Callable[[SweepRecord, Path], list[Path]]
 MAX_SHOWN = 50  # lines about trials that never fit
 
 
@@ -152,11 +150,13 @@ class RunningSweep:
         if not done >= set(numbers):
             raise KeyboardInterrupt
 
-    def finish(self, write_report: WriteReport | None = None) -> SweepRecord:
-        """Conclude, and write the record and what `write_report` makes of it.
+    def finish(self) -> SweepRecord:
+        """Conclude, and write the record and the report.
 
         Raises RunFailedError when no trial came to a result.
         """
+        from scaleray.reports.records.sweep import write_sweep_report  # it imports matplotlib
+
         assert self.run is not None
         record = self._record()
         started = [t for t in self.trials if t.status != NOT_STARTED]
@@ -165,7 +165,7 @@ class RunningSweep:
         record = dataclasses.replace(record, folder=without_password(self.files.folder.path))
         self.files.write_record(record)
         work_dir = Path(self.files.folder.work_dir)
-        files = [work_dir / RECORD_FILE, *(write_report(record, work_dir) if write_report is not None else [])]
+        files = [work_dir / RECORD_FILE, *write_sweep_report(record, work_dir)]
         self._is_recorded = True
         missing = self.run.finish(record, status="FAILED" if all_failed else "FINISHED", files=files)
         if missing:

@@ -15,7 +15,7 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
 from scaleray.data import TRAIN, load_sources
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, UsageError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.awaited_nodes import nodes_for
@@ -24,9 +24,10 @@ from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.data import check_same_data
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.folder import RunFolder, unique_name
+from scaleray.launch.session.given import Config, whole_config
 from scaleray.launch.session.measured import check_published
 from scaleray.launch.session.start import check_started_once, with_absolute_paths
-from scaleray.launch.sweep.folder import AskedSweep, SweepFolder, finished_record, read_asked
+from scaleray.launch.sweep.folder import AskedSweep, SweepFolder, finished_record, grid_record, read_asked
 from scaleray.launch.sweep.guided import check_guided
 from scaleray.launch.sweep.plan import (
     Material,
@@ -37,41 +38,49 @@ from scaleray.launch.sweep.plan import (
     make_plan,
     material_key,
 )
-from scaleray.launch.sweep.running import RunningSweep, WriteReport
+from scaleray.launch.sweep.running import RunningSweep
 from scaleray.launch.sweep.tune import quiet_tune
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
+from scaleray.options import takes
 from scaleray.records.run import Say
 from scaleray.records.start import steady_time
 from scaleray.records.sweep import SweepRecord
-from scaleray.scaling.sweeps.question import SweepQuestion
+from scaleray.scaling.sweeps.options import SweepOptions
+from scaleray.scaling.sweeps.question import SweepQuestion, question_of
 from scaleray.scaling.sweeps.search_space import Settings
 from scaleray.tracking import store
 from scaleray.tracking.study_runs import key_of
 from scaleray.workload import make_workload
 
 
+@takes(SweepOptions)
 def sweep(
-    config: RunConfig | None,
-    question: SweepQuestion | None,
+    config: Config | None = None,
     workload: Any = None,
     *,
-    continue_folder: str | None = None,
+    options: SweepOptions,
     tracking_uri: str | None = None,
-    command: str = "",
     say: Say = lambda text: None,
     base_dir: Path | None = None,
-    write_report: WriteReport | None = None,
-    against: SweepRecord | None = None,
+    command: str = "",
 ) -> SweepRecord:
-    """Run the trials that `question` asks for, each a training of `config` with other settings.
+    """Train at many batch sizes and learning rates under Ray Tune, and write the report.
 
-    continue_folder: folder of an interrupted sweep, whose question and config are then taken. tracking_uri: where
-    MLflow is, if not where the config says. command: how to repeat it. write_report: called with the record and a
-    folder, gives the files it wrote. against: the record of the whole grid, to judge a guided sweep's choice by.
+    config: a RunConfig, a YAML file, or a mapping of dotted keys or sections; None with `continue_`, as a sweep
+    continues with its own. workload: a class or an object; None loads the config's. tracking_uri: address of MLflow, if
+    it is not the config's. say: called with lines on the progress. base_dir: folder in which paths of a RunConfig
+    begin. command: command that repeats the sweep, for its record.
 
     Raises UsageError for what the user can mend, RunFailedError when all trials failed (the record is written all the
     same), KeyboardInterrupt when stopped.
     """
+    continue_folder = options.continue_
+    against = grid_record(options.against_grid) if options.against_grid is not None else None
+    if continue_folder is None:
+        if config is None:
+            raise UsageError("the config", None, "a sweep needs one, or continue_, the folder of an interrupted sweep")
+        config, base_dir = whole_config(config, workload, base_dir)
+        question = question_of(config, options=options)
     check_started_once(say)
     if continue_folder is not None and (finished := finished_record(absolute_path(continue_folder))) is not None:
         say(f"sweep {finished.name} is finished already; nothing is left to do")
@@ -82,7 +91,7 @@ def sweep(
     if before is not None:
         config, question, command = RunConfig.model_validate(before.config), before.question, before.command
         base_dir = Path(before.base_dir) if before.base_dir else base_dir
-    assert config is not None and question is not None
+    assert isinstance(config, RunConfig)
     config = with_absolute_paths(config)
     _check(config, question)
     tracking_uri = store.resolve_uri(tracking_uri or config.tracking.uri)
@@ -117,7 +126,7 @@ def sweep(
                 running.published(),
             ):
                 running.run_all()
-                return running.finish(write_report)
+                return running.finish()
     finally:
         if folder is not None:
             folder.remove_if_empty()

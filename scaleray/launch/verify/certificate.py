@@ -16,7 +16,8 @@ from scaleray import metric_names as names
 from scaleray.data import TRAIN
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.start import own_folder
-from scaleray.launch.verify.plan import Question, course
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import course
 from scaleray.launch.verify.preparation import Verification
 from scaleray.records.experiment import CERTIFICATE_SHA256
 from scaleray.records.json_record import JsonRecord
@@ -120,7 +121,7 @@ def common_facts(verification: Verification, folder: RunFolder, run: RunStore) -
         "config": config.to_dict(),
         "environment": facts,
         "environment_hash": environment_hash({"environment": facts}),
-        "where": "gloo processes" if verification.local else "Ray",
+        "where": "gloo processes" if verification.options.local else "Ray",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "duration_s": steady_time() - verification.started_at,
         "run_dir": folder.path,
@@ -136,17 +137,17 @@ def make_certificate(
     """Put the answer together. outcomes: one of every variant, the refused ones included."""
     judged = [o for o in outcomes if o.verdict != "refused"]
     bad = [o for o in judged if o.verdict == "differs"]
-    question, reference = verification.question, verification.plan.reference.job
+    options, reference = verification.options, verification.plan.reference.job
     return EqualityCertificate(
         passed=bool(judged) and not bad,
-        verdict=_verdict(judged, bad, question),
-        bound=question.allowed,
-        precision=question.precision,
+        verdict=_verdict(judged, bad, options),
+        bound=options.allowed,
+        precision=options.precision,
         own_precision=verification.config.precision.dtype,
         steps=reference.recipe.total_steps,
         strategies=list(dict.fromkeys(outcome.strategy for outcome in judged)),
-        world_sizes=sorted(set(question.world_sizes)),
-        accumulation=sorted(set(question.accumulation)),
+        world_sizes=options.sizes,
+        accumulation=options.pieces,
         global_batch_size=reference.recipe.global_batch_size,
         outcomes=outcomes,
         data={TRAIN: verification.sources[TRAIN].describe()},
@@ -155,7 +156,7 @@ def make_certificate(
     )
 
 
-def _verdict(judged: list[Outcome], bad: list[Outcome], question: Question) -> str:
+def _verdict(judged: list[Outcome], bad: list[Outcome], options: VerifyOptions) -> str:
     if not judged:
         return "nothing was compared: no variant could run"
     if bad:
@@ -166,10 +167,10 @@ def _verdict(judged: list[Outcome], bad: list[Outcome], question: Question) -> s
     largest = max((o.comparison.largest for o in judged if o.verdict == "equal"), default=math.nan)
     promised = sum(o.verdict == "as promised" for o in judged)
     more = f"; {promised} that do not promise equality keep what they do promise" if promised else ""
-    grown = [o.bound for o in judged if o.verdict == "equal" and o.bound is not None and o.bound > question.allowed]
+    grown = [o.bound for o in judged if o.verdict == "equal" and o.bound is not None and o.bound > options.allowed]
     wider = f" ({len(grown)} within {max(grown):.1e}, as rounding grows in them)" if grown else ""
     return (
-        f"the same training: {len(judged) - promised} variants equal one process within {question.allowed:g}{wider}, "
+        f"the same training: {len(judged) - promised} variants equal one process within {options.allowed:g}{wider}, "
         f"largest difference {largest:.1e}{more}"
     )
 

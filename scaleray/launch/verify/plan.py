@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from scaleray.data import TRAIN, Split
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data import size_of
+from scaleray.launch.verify.options import VerifyOptions
 from scaleray.records.start import steady_time
 from scaleray.scaling.recipe.combinations import check_schedule
 from scaleray.scaling.recipe.derive import derive
@@ -34,42 +35,6 @@ from scaleray.training.verify.variants import Outcome
 CPUS_PER_WORKER = 0.25
 """Numbers are compared, not speed: four workers share a core rather than not fit on a small machine."""
 
-BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 5e-2, "bf16": 5e-2}
-"""Largest relative difference over some steps that reordered sums explain, by precision. Below float64 it is a coarse
-check: a small mistake may hide in it."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """Options of a verification. strategies: names, `own` for the config's own, or `all`. accumulation: micro-batches
-    in a worker's step.
-    """
-
-    strategies: Sequence[str] = ("all",)
-    world_sizes: Sequence[int] = (1, 2)
-    accumulation: Sequence[int] = (1, 3)
-    steps: int = 20
-    bound: float | None = None
-    """Largest relative difference; None is what fits the precision, of `BOUNDS`."""
-    precision: str = "fp64"
-
-    def __post_init__(self) -> None:
-        for option, values in (("--world-sizes", self.world_sizes), ("--accumulation", self.accumulation)):
-            if not values or min(values) < 1:
-                raise ConfigError(option, list(values), "it must be whole numbers from 1, such as 1,2,4")
-        if self.steps < 1:
-            raise ConfigError("--steps", self.steps, "it must be at least 1")
-        if self.bound is not None and not 0 <= self.bound < 1:
-            raise ConfigError("--bound", self.bound, "it must be at least 0 and below 1", "1e-9 fits float64")
-        for name in self.strategies:
-            if name not in (*STRATEGIES, "all", "own"):
-                raise ConfigError("--strategies", name, f"there are: all, {', '.join(STRATEGIES)}, own")
-
-    @property
-    def allowed(self) -> float:
-        """Largest relative difference between numbers that count as equal."""
-        return BOUNDS[self.precision] if self.bound is None else self.bound
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -84,7 +49,7 @@ class Plan:
     refused: list[Outcome]
 
 
-def make_plan(config: RunConfig, question: Question, workload: Any, sources: Mapping[str, Source]) -> Plan:
+def make_plan(config: RunConfig, options: VerifyOptions, workload: Any, sources: Mapping[str, Source]) -> Plan:
     """Every variant asked for that the config and the strategies allow; the others with the reason.
 
     Raises UsageError.
@@ -95,24 +60,24 @@ def make_plan(config: RunConfig, question: Question, workload: Any, sources: Map
     _check_comparable(splits[TRAIN])
     size = size_of(sources)
     batch_size = derive(on_workers(config, "auto", 1), size).global_batch_size
-    later_config, later_size = _later_training(config, question, size, batch_size)
+    later_config, later_size = _later_training(config, options, size, batch_size)
     rows = rows_of_epoch(
         size.num_samples,
         batch_size=batch_size,
         later_batch_size=later_size,
-        steps=question.steps,
+        steps=options.steps,
         partitions=[
             Partition(world_size, -(-total // world_size // pieces))
             for total in (batch_size, later_size)
-            for world_size in sorted(set(question.world_sizes))
-            for pieces in question.accumulation
+            for world_size in options.sizes
+            for pieces in options.pieces
         ],
         drop_last=config.batch.drop_last,
     )
-    trainings = _Trainings(config, later_config, question, workload, splits, size, rows, batch_size)
-    groups, refused = _groups(question, trainings)
+    trainings = _Trainings(config, later_config, options, workload, splits, size, rows, batch_size)
+    groups, refused = _groups(options, trainings)
     try:
-        reference = trainings.variant("auto", 1, min(question.accumulation))
+        reference = trainings.variant("auto", 1, min(options.pieces))
     except ConfigError:
         reference = trainings.variant("auto", 1, 1)
     return Plan(reference, groups, refused)
@@ -136,14 +101,16 @@ def _check_comparable(train: Split) -> None:
         )
 
 
-def _later_training(config: RunConfig, question: Question, size: DataSize, batch_size: int) -> tuple[RunConfig, int]:
+def _later_training(
+    config: RunConfig, options: VerifyOptions, size: DataSize, batch_size: int
+) -> tuple[RunConfig, int]:
     """The config of the steps after the resume and the size of its global batch: another one where the training has
     one."""
     if config.data.bucket_by_length is not None or size.packed_steps(config) is not None:
         return config, batch_size  # which rows share a batch follows from its size
-    world_sizes = sorted(set(question.world_sizes))
+    world_sizes = options.sizes
     later_size = later_batch_size(
-        batch_size, size.num_samples, world_sizes=world_sizes, accumulation=max(question.accumulation)
+        batch_size, size.num_samples, world_sizes=world_sizes, accumulation=max(options.pieces)
     )
     later_config = _with_batch(config, later_size, batch_size)
     try:
@@ -159,7 +126,7 @@ class _Trainings:
 
     config: RunConfig
     later_config: RunConfig
-    question: Question
+    options: VerifyOptions
     workload: Any
     splits: Mapping[str, Split]
     size: DataSize
@@ -169,9 +136,9 @@ class _Trainings:
     def variant(self, strategy: str, world_size: int, accumulation: int) -> Variant:
         """The training with this strategy. Raises ConfigError where it cannot be spread so."""
         first = self._job(self.config, strategy, world_size, accumulation)
-        own = with_rows(short_job(first, steps=self.question.steps), self.rows.epoch)
+        own = with_rows(short_job(first, steps=self.options.steps), self.rows.epoch)
         later = None
-        if first.recipe.total_steps > 1 and self.question.steps > 1:
+        if first.recipe.total_steps > 1 and self.options.steps > 1:
             later = self._compared(self._job(self.later_config, strategy, world_size, accumulation, at_most=True))
         return Variant(
             first.recipe.strategy,
@@ -200,26 +167,26 @@ class _Trainings:
 
     def _compared(self, job: TrainJob) -> TrainJob:
         """The few steps of the job that are compared."""
-        short = short_job(job, steps=self.question.steps, precision=self.question.precision)
+        short = short_job(job, steps=self.options.steps, precision=self.options.precision)
         # so few that a worker has a row less than another, and the last batch of some none
         return with_rows(dataclasses.replace(short, splits=self.splits), self.rows.epoch, evaluated=self.batch_size + 3)
 
 
-def _groups(question: Question, trainings: _Trainings) -> tuple[dict[int, list[Variant]], list[Outcome]]:
+def _groups(options: VerifyOptions, trainings: _Trainings) -> tuple[dict[int, list[Variant]], list[Outcome]]:
     """Variants by number of workers, and those that are refused. Raises ConfigError where none is left."""
     groups: dict[int, list[Variant]] = {1: []}  # the reference runs there, even if nothing else does
     refused: dict[tuple[str, int, str], Outcome] = {}
     first_error: ConfigError | None = None
     own = trainings.config.strategy.name
-    named = dict.fromkeys(own if name == "own" else name for name in question.strategies)
+    named = dict.fromkeys(own if name == "own" else name for name in strategy_names(options))
     asked = list(STRATEGIES) if "all" in named else list(named)
-    for world_size in sorted(set(question.world_sizes)):
+    for world_size in options.sizes:
         if trainings.size.packed_steps(trainings.config) is None:
             _check_world_size(world_size, trainings.batch_size)
         found: dict[tuple[str, int], Variant] = {}
         # `single` is for one worker, which need not be said when others were asked for too
         for strategy in [s for s in asked if s != "single" or world_size == 1 or len(asked) == 1]:
-            for accumulation in sorted(set(question.accumulation)):
+            for accumulation in options.pieces:
                 try:
                     made = trainings.variant(strategy, world_size, accumulation)
                     found.setdefault((made.strategy, made.accumulation), made)
@@ -234,6 +201,14 @@ def _groups(question: Question, trainings: _Trainings) -> tuple[dict[int, list[V
     if first_error is not None and not any(groups.values()):
         raise first_error
     return groups, list(refused.values())
+
+
+def strategy_names(options: VerifyOptions) -> list[str]:
+    """Names of strategies, `own` and `all` among them. Raises ConfigError for one that is not known."""
+    for name in options.names:
+        if name not in (*STRATEGIES, "all", "own"):
+            raise ConfigError("--strategies", name, f"there are: all, {', '.join(STRATEGIES)}, own")
+    return options.names
 
 
 def default_world_sizes(config: RunConfig) -> tuple[int, ...]:

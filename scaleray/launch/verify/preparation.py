@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from scaleray.launch.cluster.connection import Node
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.session.data import is_in_steps
 from scaleray.launch.session.start import check_learning_rate, check_started_once, connected_unless, with_absolute_paths
-from scaleray.launch.verify.plan import Plan, Question, make_plan, on_workers
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import Plan, default_world_sizes, make_plan, on_workers, strategy_names
 from scaleray.launch.workers.gloo import UserCode
 from scaleray.records.run import Say
 from scaleray.records.start import steady_time
@@ -31,45 +33,46 @@ class Verification:
     """A verification that is ready to run."""
 
     config: RunConfig
-    question: Question
+    options: VerifyOptions
     plan: Plan
     sources: dict[str, Source]
     code: UserCode
     workload: Any
-    local: bool
-    """Whether workers are gloo processes, without Ray."""
     tracking_uri: str
     started_at: float
 
 
 @contextlib.contextmanager
 def prepared(
-    config: RunConfig, question: Question, workload: Any, *, local: bool, base_dir: Path | None, say: Say
+    config: RunConfig, options: VerifyOptions, workload: Any, *, base_dir: Path | None, say: Say
 ) -> Iterator[Verification]:
     """Context in which workers can be started, with all that can be refused refused. Raises UsageError."""
     started_at = steady_time()
     check_started_once(say)
+    strategy_names(options)  # for its error, before a cluster is started
     config = with_absolute_paths(config)
+    if options.world_sizes is None:
+        options = dataclasses.replace(options, world_sizes=default_world_sizes(config))
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
     code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
     workload = code.load()
     check_learning_rate(config, workload)
-    with connected_unless(config, local=local):
-        nodes = [] if local else nodes_for(_alone(on_workers(config, "auto", max(question.world_sizes))), option=OPTION)
+    with connected_unless(config, local=options.local):
+        largest = _alone(on_workers(config, "auto", options.sizes[-1]))
+        nodes = [] if options.local else nodes_for(largest, option=OPTION)
         config = with_gpus_decided(config, nodes, say=say)
         sources = load_sources(workload, in_steps=is_in_steps(config))
-        plan = make_plan(config, question, workload, sources)
-        if not local:
+        plan = make_plan(config, options, workload, sources)
+        if not options.local:
             _check_every_group_fits(plan, nodes)
         yield Verification(
             config=config,
-            question=question,
+            options=options,
             plan=plan,
             sources=sources,
             code=code,
             workload=workload,
-            local=local,
             tracking_uri=tracking_uri,
             started_at=started_at,
         )

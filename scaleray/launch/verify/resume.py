@@ -13,7 +13,8 @@ from scaleray.data import TRAIN
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError
 from scaleray.launch.verify.certificate import Certificate, common_facts, keep, recorded
-from scaleray.launch.verify.plan import Plan, Question
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import Plan
 from scaleray.launch.verify.preparation import Verification, prepared
 from scaleray.launch.workers.gloo import gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
@@ -38,21 +39,19 @@ class ResumeCertificate(Certificate):
 
 def verify_resumes(
     config: RunConfig,
-    question: Question,
+    options: VerifyOptions,
     workload: Any = None,
     *,
-    seed: int | None = None,
-    local: bool = False,
     say: Say = lambda text: None,
     base_dir: Path | None = None,
 ) -> ResumeCertificate:
     """Interrupt every variant asked for at a random step, resume it, and compare with the run that was not interrupted.
 
-    Runs are in their own precision, with deterministic algorithms, and compared to the bit. seed: random seed of
-    the steps; None draws one. Raises UsageError for what the user can mend and RunFailedError for a group that died.
+    Runs are in their own precision, with deterministic algorithms, and compared to the bit. Raises
+    UsageError for what the user can mend and RunFailedError for a group that died.
     """
-    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
-    with prepared(config, question, workload, local=local, base_dir=base_dir, say=say) as verification:
+    seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
+    with prepared(config, options, workload, base_dir=base_dir, say=say) as verification:
         config, steps = verification.config, verification.plan.reference.job.recipe.total_steps
         if steps < 2:
             raise ConfigError("--steps", steps, "an interruption needs a step before and one after it", "use 2 or more")
@@ -127,7 +126,7 @@ def verdict(outcomes: list[ResumeOutcome]) -> tuple[bool, str]:
 
 def _outcomes(todo: list[Interruption], verification: Verification, path: str) -> Iterator[ResumeOutcome]:
     workload, train = verification.workload, {TRAIN: verification.sources[TRAIN]}
-    if verification.local:
+    if verification.options.local:
         timeout_s = verification.config.scale.collective_timeout_s
         with gloo_processes(
             max(i.world_size for i in todo), verification.code, timeout_s=timeout_s, watched_in=path

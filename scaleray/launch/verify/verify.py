@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from scaleray.checkpoints.storage import Store
-from scaleray.config import RunConfig
 from scaleray.data.source import TRAIN, Source
 from scaleray.errors import RunFailedError, WorkloadError
 from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.given import Config, resolved
 from scaleray.launch.session.start import check_local
 from scaleray.launch.verify.certificate import (
     EqualityCertificate,
@@ -28,16 +28,20 @@ from scaleray.launch.verify.certificate import (
     make_certificate,
     recorded,
 )
-from scaleray.launch.verify.plan import Plan, Question, course_in_words
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import course_in_words
 from scaleray.launch.verify.preparation import Verification, prepared
+from scaleray.launch.verify.resume import ResumeCertificate, verify_resumes
 from scaleray.launch.workers.gloo import TELL, GlooProcesses, OnFirst, gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.telling import handing_over
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.options import takes
 from scaleray.progress import stage
 from scaleray.records.printed import quantity
 from scaleray.records.run import Say
+from scaleray.reports.terminal.verification import as_text
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.narrow_casts import in_words as casts_in_words
 from scaleray.training.verify.narrow_casts import narrow_casts
@@ -55,42 +59,52 @@ PARAMS = (
 """Fields of the certificate that MLflow lists among a run's params."""
 
 
+@takes(VerifyOptions)
 def verify(
-    config: RunConfig,
-    question: Question,
+    config: Config,
     workload: Any = None,
     *,
-    local: bool = False,
+    options: VerifyOptions,
     say: Say = lambda text: None,
-    render: Callable[[EqualityCertificate], str] | None = None,
     base_dir: Path | None = None,
-) -> EqualityCertificate:
-    """Run the first steps of a training in every way asked for, and compare each with a single process.
+) -> EqualityCertificate | ResumeCertificate:
+    """Check that strategies and numbers of workers repeat the training of one process, step by step.
 
-    render: makes the table that is stored next to the certificate. Raises UsageError for what the user can mend and
-    RunFailedError for a group that died; a mismatch is no error, `passed` says it.
+    config: a RunConfig, a YAML file, or a mapping of dotted keys or sections. workload: a class or an object; None
+    loads the config's. say: called with lines on the progress. base_dir: folder in which paths of a RunConfig begin.
+
+    The result is the certificate; a mismatch is no error, `passed` is false then. Raises UsageError for what the user
+    can mend, and RunFailedError for a group that died.
     """
-    if local:
-        check_local(config)
-    with prepared(config, question, workload, local=local, base_dir=base_dir, say=say) as verification:
-        plan = verification.plan
-        _announce(verification, say)
-        with recorded(verification) as (folder, run):
-            run_groups = _local_groups(verification, folder) if local else _ray_groups(verification, folder)
-            try:
-                with run_groups as run_group, _naming_casts(verification):
-                    outcomes = [
-                        *_outcomes(plan, question, run_group, say, f"{folder.path}/{CHECKPOINTS}"),
-                        *plan.refused,
-                    ]
-            finally:
-                with contextlib.suppress(OSError):
-                    Store(folder.path).delete_folder(CHECKPOINTS)
-            outcomes = _with_casts(outcomes, verification)
-            certificate = make_certificate(verification, outcomes, folder, run)
-            table = {"verification.txt": render(certificate)} if render else {}
-            metrics = largest_differences(outcomes)
-            keep(certificate, folder, run, params=PARAMS, metrics=metrics, more_files=table, say=say)
+    whole, base_dir, workload = resolved(config, workload, base_dir)
+    if options.resume:
+        return verify_resumes(whole, options, workload, say=say, base_dir=base_dir)
+    if options.local:
+        check_local(whole)
+    with prepared(whole, options, workload, base_dir=base_dir, say=say) as verification:
+        return _compared(verification, say)
+
+
+def _compared(verification: Verification, say: Say) -> EqualityCertificate:
+    """Run the first steps of a training in every way asked for, and compare each with a single process."""
+    _announce(verification, say)
+    with recorded(verification) as (folder, run):
+        is_local = verification.options.local
+        run_groups = _local_groups(verification, folder) if is_local else _ray_groups(verification, folder)
+        try:
+            with run_groups as run_group, _naming_casts(verification):
+                outcomes = [
+                    *_outcomes(verification, run_group, say, f"{folder.path}/{CHECKPOINTS}"),
+                    *verification.plan.refused,
+                ]
+        finally:
+            with contextlib.suppress(OSError):
+                Store(folder.path).delete_folder(CHECKPOINTS)
+        outcomes = _with_casts(outcomes, verification)
+        certificate = make_certificate(verification, outcomes, folder, run)
+        table = {"verification.txt": as_text(certificate)}
+        metrics = largest_differences(outcomes)
+        keep(certificate, folder, run, params=PARAMS, metrics=metrics, more_files=table, say=say)
     return certificate
 
 
@@ -117,7 +131,7 @@ def _with_casts(outcomes: list[Outcome], verification: Verification) -> list[Out
 
 
 def _casts(verification: Verification) -> list[str]:
-    if verification.question.precision != "fp64":
+    if verification.options.precision != "fp64":
         return []
     rows = verification.sources[TRAIN].read(np.arange(min(4, verification.sources[TRAIN].num_rows)))
     gives_tuples = verification.plan.reference.job.splits[TRAIN].gives_tuples
@@ -125,26 +139,27 @@ def _casts(verification: Verification) -> list[str]:
 
 
 def _announce(verification: Verification, say: Say) -> None:
-    question, reference = verification.question, verification.plan.reference.job
+    options, reference = verification.options, verification.plan.reference.job
     say(
         f"verify {verification.config.workload.name}: {reference.recipe.total_steps} steps "
         f"of {reference.recipe.global_batch_size} samples "
-        f"in {question.precision}, bound {question.allowed:g}"
+        f"in {options.precision}, bound {options.allowed:g}"
     )
     say(f"  {course_in_words(verification.plan)}")
-    if not verification.local:
+    if not verification.options.local:
         cpus = reference.config.scale.cpus_per_worker
         say(f"  workers ask for {cpus:g} CPU each: numbers are compared, not speed")
 
 
-def _outcomes(plan: Plan, question: Question, run_group: RunGroup, say: Say, checkpoints: str) -> Iterator[Outcome]:
+def _outcomes(verification: Verification, run_group: RunGroup, say: Say, checkpoints: str) -> Iterator[Outcome]:
+    plan, allowed = verification.plan, verification.options.allowed
     references: References = {}
     for world_size, variants in plan.groups.items():
         labels = ", ".join(v.label for v in variants) or "the reference"
         workers = quantity(world_size, "worker")
         say(f"  {workers}: {labels} ...")
         started = time.monotonic()
-        assignment = Assignment(plan.reference, tuple(variants), question.allowed, checkpoints)
+        assignment = Assignment(plan.reference, tuple(variants), allowed, checkpoints)
         with stage(f"comparing on {workers}", total=len(variants), unit="variants") as comparing:
             outcomes, references = _survived(run_group, world_size, assignment, references, comparing.advance)
         bad = sum(outcome.verdict == "differs" for outcome in outcomes)

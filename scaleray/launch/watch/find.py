@@ -19,6 +19,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.config.base import without_password
 from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import ClusterError, TrackingError
+from scaleray.installed import names_what_is_missing
 from scaleray.launch.cluster.connection import joined
 from scaleray.launch.workers.recorder_actor import NAMES, NAMESPACE
 from scaleray.parsing import load_json
@@ -130,20 +131,37 @@ def watched_runs(stack: contextlib.ExitStack) -> Callable[[], list[LiveState]]:
     return look
 
 
-def states_of(run: str | None, *, interval_s: float, uri: str | None = None) -> Iterator[LiveState | list[LiveState]]:
-    """The state of a run again and again until it has ended, or those of all without an end. Raises UsageError."""
+@names_what_is_missing
+def live_state(run: str | Path, *, uri: str | None = None) -> LiveState:
+    """Return the current state of a run: how far it is, its loss, speed, phases, ranks and alerts, or how it ended.
+
+    run: its folder, its name in the storage path or in the cluster of RAY_ADDRESS, or its id or name in MLflow at
+    `uri`. Disturbs nothing. Raises UsageError.
+    """
+    with contextlib.ExitStack() as stack:
+        return find_watched(str(run), stack, uri=uri).look()
+
+
+def watch(
+    run: str | Path | None = None, *, interval: float = 2.0, uri: str | None = None
+) -> Iterator[LiveState | list[LiveState]]:
+    """Watch a run while it trains: yields its state again and again, until it has ended.
+
+    run: as for `live_state`; None gives all runs of this machine and of the cluster of RAY_ADDRESS that live or ended
+    within the last hour, and never ends. interval: seconds between two states. Raises UsageError.
+    """
     with contextlib.ExitStack() as stack:
         if run is None:
             look: Callable[[], LiveState | list[LiveState]] = watched_runs(stack)
         else:
-            found = find_watched(run, stack, uri=uri)
-            look, interval_s = found.look, max(interval_s, found.least_s)
+            found = find_watched(str(run), stack, uri=uri)
+            look, interval = found.look, max(interval, found.least_s)
         while True:
             seen = look()
             yield seen
             if isinstance(seen, LiveState) and seen.has_ended:
                 return
-            time.sleep(interval_s)
+            time.sleep(interval)
 
 
 def _in_folders(run: str, uri: str | None) -> Watched | None:

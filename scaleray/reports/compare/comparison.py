@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from scaleray.errors import UsageError
+from scaleray.installed import names_what_is_missing
 from scaleray.records.conditions import Difference, conditions, differences, repeat_key
 from scaleray.records.json_record import JsonRecord
 from scaleray.records.run import RunRecord
@@ -19,7 +21,7 @@ from scaleray.records.study import StudyRecord
 from scaleray.records.sweep import SweepRecord
 from scaleray.reports.compare.figures import Figure, figures
 from scaleray.reports.compare.speed import SpeedVerdict, study_verdicts, sweep_verdict, training_verdict
-from scaleray.tracking.find_record import FoundRun
+from scaleray.tracking.find_record import FoundRun, find_run
 from scaleray.tracking.steps_file import step_rows
 
 
@@ -96,7 +98,16 @@ class Comparison(JsonRecord):
         return [v for v in self.verdicts if v.verdict == "inconclusive" and _is_beyond(v, per_cent)]
 
 
-def compare(found: Sequence[FoundRun]) -> Comparison:
+@names_what_is_missing
+def compare(*runs: str | Path, uri: str | None = None) -> Comparison:
+    """Compare recorded trainings, studies or sweeps, each with the first; the differences say whether one is slower.
+
+    runs: folders, names in the storage path, or ids or names in MLflow at `uri`. Raises UsageError.
+    """
+    return compared([find_run(str(run), uri=uri) for run in runs])
+
+
+def compared(found: Sequence[FoundRun]) -> Comparison:
     """Compare two or more of one kind, each with the first. Raises UsageError for fewer, or for different kinds."""
     _check(found)
     records: list[Any] = [one.record for one in found]

@@ -7,12 +7,23 @@ import re
 from pathlib import Path
 
 from scaleray.errors import StorageError
+from scaleray.installed import names_what_is_missing
 from scaleray.records.study import StudyRecord
 from scaleray.records.sweep import SweepRecord
 from scaleray.reports.records.run import write_run_report
 from scaleray.reports.records.study import write_study_report
 from scaleray.reports.records.sweep import write_sweep_report
-from scaleray.tracking.find_record import FoundRun
+from scaleray.tracking.find_record import FoundRun, find_run
+
+
+@names_what_is_missing
+def report(run: str | Path, *, out: str | Path | None = None, uri: str | None = None) -> list[Path]:
+    """Write the report of a recorded training, study or sweep again; returns its files, report.html first.
+
+    run: its folder, its name in the storage path, or its id or name in MLflow at `uri`. out: a folder; None is the
+    run's own.
+    """
+    return write_report(find_run(str(run), uri=uri), None if out is None else Path(out))
 
 
 def write_report(found: FoundRun, out: Path | None = None) -> list[Path]:

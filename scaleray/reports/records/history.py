@@ -5,14 +5,56 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+from scaleray.errors import ConfigError, StorageError, UsageError
+from scaleray.installed import names_what_is_missing
 from scaleray.records.printed import quantity
 from scaleray.reports.page.drawing import BLUE, GREEN, INK, VERMILION, Drawing, draw
 from scaleray.reports.page.page import Page, Section, render
-from scaleray.scaling.curves.history import Course
+from scaleray.scaling.curves.history import FIGURES, Course, courses
 from scaleray.text.tables import Table
 from scaleray.text.units import figure, seconds
+
+
+@names_what_is_missing
+def experiment_curves(
+    *,
+    model: str | None = None,
+    gpus: int | None = None,
+    since: str | None = None,
+    figure: str = "efficiency",
+    html: str | Path | None = None,
+    uri: str | None = None,
+    command: str = "scaleray.experiment_curves(...)",
+) -> list[Course]:
+    """Show how a figure of the same training on the same machines changed over time.
+
+    model: a part of the workload's name. gpus: number of workers. since: a date such as 2026-11-01, or how long ago, as
+    in 7d. figure: efficiency, samples_per_s, mfu, speedup or step_time_s. html: a file for the page, which names
+    `command` as its origin. uri: MLflow's tracking URI. A change of level is a `ChangePoint` of `.changes`, found by
+    the E-divisive method.
+
+    Raises UsageError if no experiment has the figure, StorageError if the page cannot be written.
+    """
+    from scaleray.tracking.registry.experiments import read_experiments
+
+    if figure not in FIGURES:
+        raise ConfigError("--figure", figure, f"it must be one of {', '.join(FIGURES)}")
+    kinds = ("point", "run") if figure in ("samples_per_s", "step_time_s") else ("point",)
+    found = courses(read_experiments(uri, model=model, gpus=gpus, since=since, kinds=kinds), figure=figure)
+    if not found:
+        hint = "efficiency is measured by scaleray study; docs/experiments.md shows how to search MLflow"
+        raise UsageError(figure, None, "no experiment that is like that has it", hint)
+    if html is not None:
+        page = history_page(found, command=command)
+        try:
+            Path(html).write_text(page)
+        except OSError as exc:
+            problem = f"it cannot be written: {exc.strerror}"
+            raise StorageError("--html", str(html), problem, "choose another file") from exc
+    return found
 
 
 def course_drawing(course: Course, *, name: str) -> Drawing:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 
-from scaleray.launch.model.evaluate import Evaluation
 from scaleray.reports.terminal.record import print_whole, width_of
 from scaleray.reports.terminal.tables import as_rich
 from scaleray.text.tables import Table
+
+if TYPE_CHECKING:
+    from scaleray.launch.model.evaluate import Evaluation
 
 
 def show_evaluation(console: Console, result: Evaluation) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import math
 import textwrap
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 
-from scaleray.launch.verify.certificate import EqualityCertificate
 from scaleray.reports.terminal.tables import as_rich
 from scaleray.text.tables import Table
 from scaleray.training.verify.variants import Mismatch, Outcome
+
+if TYPE_CHECKING:
+    from scaleray.launch.verify.certificate import EqualityCertificate
 
 WIDTH = 110
 QUANTITIES = {

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from scaleray.config import Duration, RunConfig
 from scaleray.config.optimizer import OptimizerSettings, missing_rate
 from scaleray.errors import ConfigError
+from scaleray.options import takes
 from scaleray.parsing import load_yaml
 from scaleray.scaling.recipe.lr_rules import RULES
+from scaleray.scaling.sweeps.options import Scheduler, Search, SweepOptions
 from scaleray.scaling.sweeps.search_space import (
     BATCH_SIZE,
     LEARNING_RATE,
@@ -24,8 +25,6 @@ from scaleray.scaling.sweeps.search_space import (
     parse_sizes,
 )
 
-Scheduler = Literal["fifo", "asha", "hyperband", "median", "pbt"]
-Search = Literal["random", "grid", "optuna"]
 OPTIONS = {
     BATCH_SIZE: "--batch-sizes",
     RULE: "--rules",
@@ -57,46 +56,36 @@ class SweepQuestion:
     guided."""
 
 
-def question_of(
-    config: RunConfig,
-    *,
-    batch_sizes: str | None = None,
-    rules: str | None = None,
-    learning_rates: str | None = None,
-    optimizers: str | None = None,
-    warmups: str | None = None,
-    vary: Sequence[str] = (),
-    seeds: int = 1,
-    trials: int | None = None,
-    workers_per_trial: int | None = None,
-    search: Search = "random",
-    scheduler: Scheduler = "fifo",
-    metric: str | None = None,
-    guided_share: float | None = None,
-) -> SweepQuestion:
+@takes(SweepOptions)
+def question_of(config: RunConfig, *, options: SweepOptions) -> SweepQuestion:
     """The question that the command's options ask. Keys that are not varied stay as the config says. Raises
     ConfigError."""
-    for option, number in (("--trials", trials), ("--seeds", seeds), ("--workers-per-trial", workers_per_trial)):
-        if number is not None and number < 1:
-            raise ConfigError(option, number, "it must be at least 1")
-    optimizer_names = get_args(OptimizerSettings.model_fields["name"].annotation)
+    asked, names = options, get_args(OptimizerSettings.model_fields["name"].annotation)
     choices: dict[str, tuple[Any, ...]] = {
-        BATCH_SIZE: parse_sizes("--batch-sizes", batch_sizes) if batch_sizes else (config.batch.global_size,),
-        RULE: parse_names("--rules", rules, tuple(RULES)) if rules else (config.optimizer.rule,),
-        OPTIMIZER: parse_names("--optimizers", optimizers, optimizer_names) if optimizers else (config.optimizer.name,),
-        WARMUP: _durations(warmups) if warmups else (str(config.schedule.warmup),),
-        **dict(map(_varied, vary)),
+        BATCH_SIZE: (config.batch.global_size,),
+        RULE: (config.optimizer.rule,),
+        OPTIMIZER: (config.optimizer.name,),
+        WARMUP: (str(config.schedule.warmup),),
     }
+    if asked.batch_sizes:
+        choices[BATCH_SIZE] = parse_sizes("--batch-sizes", asked.batch_sizes)
+    if asked.rules:
+        choices[RULE] = parse_names("--rules", asked.rules, tuple(RULES))
+    if asked.optimizers:
+        choices[OPTIMIZER] = parse_names("--optimizers", asked.optimizers, names)
+    if asked.warmups:
+        choices[WARMUP] = _durations(asked.warmups)
+    choices |= dict(map(_varied, asked.vary))
     rate = config.optimizer.learning_rate
-    if not learning_rates and rate is None:
+    if not asked.learning_rates and rate is None:
         raise missing_rate("a sweep starts from it")
-    rates = parse_rates("--learning-rates", learning_rates) if learning_rates else (rate or 0.0,)
-    if guided_share is not None:
-        _check_guided(guided_share, search)
-        search = "grid"
-    space = Space(choices, rates, num_seeds=seeds, first_seed=config.seed)
-    _check_search(space, search, scheduler, trials)
-    if workers_per_trial is None and config.scale.is_elastic:
+    rates = parse_rates("--learning-rates", asked.learning_rates) if asked.learning_rates else (rate or 0.0,)
+    if asked.guided:
+        _check_guided(asked.guided_share, asked.search)
+    search: Search = "grid" if asked.guided else asked.search
+    space = Space(choices, rates, num_seeds=asked.seeds, first_seed=config.seed)
+    _check_search(space, search, asked.scheduler, asked.trials)
+    if asked.workers_per_trial is None and config.scale.is_elastic:
         raise ConfigError(
             "scale.workers",
             str(config.scale.workers),
@@ -106,12 +95,12 @@ def question_of(
     return SweepQuestion(
         space=space,
         search=search,
-        scheduler=scheduler,
-        num_trials=trials,
-        metric=metric,
-        workers_per_trial=workers_per_trial or config.scale.max_workers,
-        batch_sizes_are_listed=batch_sizes is not None and ".." not in batch_sizes,
-        guided_share=guided_share,
+        scheduler=asked.scheduler,
+        num_trials=asked.trials,
+        metric=asked.metric,
+        workers_per_trial=asked.workers_per_trial or config.scale.max_workers,
+        batch_sizes_are_listed=asked.batch_sizes is not None and ".." not in asked.batch_sizes,
+        guided_share=asked.guided_share if asked.guided else None,
     )
 
 

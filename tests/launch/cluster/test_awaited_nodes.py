@@ -12,7 +12,7 @@ from scaleray.launch.cluster import awaited_nodes
 from scaleray.launch.cluster.connection import Node
 from scaleray.launch.study import hardware
 from scaleray.launch.verify import preparation
-from scaleray.launch.verify.plan import Question
+from scaleray.launch.verify.options import VerifyOptions
 
 MINIMAL = {"workload.name": "x:Y", "batch.global_size": 64, "optimizer.learning_rate": 0.1, "stop.after": "1 steps"}
 
@@ -104,11 +104,11 @@ def verified(asked, monkeypatch, tmp_path, uri):
     monkeypatch.setattr(preparation, "connected_unless", lambda config, *, local: contextlib.nullcontext())
     line = {"workload.name": f"{Path(__file__).parents[1] / 'workloads.py'}:Line", "tracking.uri": uri}
     wanted = config(**line, **{"scale.wait_for_nodes_s": 10, "checkpoint.storage_path": str(tmp_path)})
-    question = Question(world_sizes=(1, 16), accumulation=(1,), steps=2)
+    question = VerifyOptions("all", world_sizes=(1, 16), accumulation=(1,), steps=2)
 
     def prepare(*sizes):
         monkeypatch.setattr(preparation, "nodes_for", partial(awaited_nodes.nodes_for, look=growing(*sizes)))
-        with preparation.prepared(wanted, question, None, local=False, base_dir=None, say=print) as ready:
+        with preparation.prepared(wanted, question, None, base_dir=None, say=print) as ready:
             return ready.plan.groups
 
     return prepare

@@ -92,7 +92,7 @@ def test_down_ends_the_nodes_with_all_that_is_below_them_and_no_other_cluster(st
     assert scaleray.cluster_down("local")
     assert not any(process.is_running() for process in family) and not state.folder.exists()
     assert all(node.is_running for node in other.nodes) and list(local_state.names()) == ["other"]
-    assert local_clusters.down("local") is None and local_clusters.down("other") == 2
+    assert local_clusters.cluster_down("local") is None and local_clusters.cluster_down("other") == 2
 
 
 def test_down_ends_what_a_node_has_left_that_was_killed(started):
@@ -101,7 +101,7 @@ def test_down_ends_what_a_node_has_left_that_was_killed(started):
     psutil.Process(state.nodes[0].pid).kill()
     wait_until(lambda: not state.nodes[0].is_running)
     assert any(process.is_running() for process in family)
-    assert local_clusters.down("local") == 1
+    assert local_clusters.cluster_down("local") == 1
     assert not any(process.is_running() for process in family)
 
 

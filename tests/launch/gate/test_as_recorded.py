@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scaleray.gates.record import GateRecord
-from scaleray.launch.gate.gate import judge
+from scaleray.launch.gate.gate import gate as judge
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.launch.study.invalidate import invalidate_experiment
 from scaleray.records.alerts import Alert
@@ -87,7 +87,7 @@ def evidence(recorded, tmp_path, monkeypatch):
 
 
 def asked(root, *gates):
-    return judge([str(root / "run")], study=str(root / "study"), certificates=[str(root / "verify")], gates=gates)
+    return judge(str(root / "run"), study=str(root / "study"), certificates=[str(root / "verify")], gates=gates)
 
 
 def changed(file, change):
@@ -108,18 +108,18 @@ def test_a_study_alone_passes_as_it_was_recorded_and_fails_where_it_was_changed(
     study, policy = root / "study", {"equality": {"max_bound": 1e-6}}
     whole = {"certificates": [str(root / "verify")], "policy": policy}
     known = json.loads((study / "record.json").read_text())
-    assert checks_of(judge([str(study)], gates=["scaling"], policy=policy)) == {
+    assert checks_of(judge(str(study), gates=["scaling"], policy=policy)) == {
         "efficiency of 2 workers (strong) above 0.7": checks_of(asked(root, "scaling"))[
             "efficiency of 2 workers (strong) above 0.7"
         ],
         "the study and its points as MLflow has them": "pass: study",
         "code that a commit holds": "pass: commit 0123456789ab",
     }
-    by_id = judge([known["run_id"]], gates=["scaling"], uri=evidence[1])
+    by_id = judge(known["run_id"], gates=["scaling"], uri=evidence[1])
     assert by_id.answer == "pass", by_id.lines()
-    assert "none of 1 certificates belongs to it" in " ".join(judge([str(study)], gates=["equality"], **whole).lines())
+    assert "none of 1 certificates belongs to it" in " ".join(judge(str(study), gates=["equality"], **whole).lines())
     changed(study / "record.json", lambda values: values.update(config=CONFIG))
-    found = judge([str(study)], **whole)
+    found = judge(str(study), **whole)
     assert {gate.gate: gate.answer for gate in found.gates} == {"equality": "pass", "scaling": "fail"}, found.lines()
 
 
@@ -207,7 +207,7 @@ def test_evidence_that_mlflow_has_no_copy_of_is_inconclusive(evidence, empty_dat
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{empty_database}")
     found = asked(root, "scaling", "equality")
     assert found.answer == "inconclusive", found.lines()
-    at_home = judge([str(root / "run")], study=str(root / "study"), certificates=[str(root / "verify")],
+    at_home = judge(str(root / "run"), study=str(root / "study"), certificates=[str(root / "verify")],
                     gates=["scaling"], uri=uri)  # fmt: skip
     assert checks_of(at_home)["the study and its points as MLflow has them"] == "pass: study"
 

@@ -13,7 +13,8 @@ from scaleray.cli.gate import gate
 from scaleray.errors import ConfigError, TrackingError, UsageError
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.evidence import collect
-from scaleray.launch.gate.gate import judge, judge_evidence
+from scaleray.launch.gate.gate import gate as judge
+from scaleray.launch.gate.gate import judge_evidence
 from scaleray.launch.gate.kept_evidence import keep_evidence, read_evidence
 from scaleray.launch.gate.policy_file import policy_of, read_policy
 from scaleray.records.alerts import Alert
@@ -53,7 +54,7 @@ def test_a_seed_that_failed_is_a_repeat_unless_it_has_finished_as_well(tmp_path)
         "candidate0", "candidate1", "candidate2", "diverged",
     ]  # fmt: skip
     assert "of which 1 failed" in evidence.notes[0]
-    answer = judge(candidates[:1], against=candidates[1:2], gates=["operations"])
+    answer = judge(*candidates[:1], against=candidates[1:2], gates=["operations"])
     assert answer.answer == "fail" and "diverged is FAILED" in answer.gates[0].checks[0].words
 
 
@@ -67,11 +68,11 @@ def test_what_a_row_took_to_be_read_makes_no_other_run_of_a_repeat(tmp_path):
 
 def test_the_command_of_a_gate_asks_it_again_of_the_same_runs(tmp_path):
     candidates, baselines = (a_folder_of_runs(tmp_path / side, side) for side in ("candidate", "baseline"))
-    first = judge(candidates[:1], against=baselines[:1], gates=["convergence", "operations"])
+    first = judge(*candidates[:1], against=baselines[:1], gates=["convergence", "operations"])
     words = shlex.split(first.gates[0].command)
     assert words[:2] == ["scaleray", "gate"] and words[-2:] == ["--gates", "convergence"]
     split = words.index("--against")
-    again = judge(words[2:split], against=words[split + 1 : -2], gates=[words[-1]])
+    again = judge(*words[2:split], against=words[split + 1 : -2], gates=[words[-1]])
     assert again.gates[0].checks == first.gates[0].checks
 
 
@@ -90,11 +91,11 @@ def test_a_run_that_is_given_twice_and_a_copy_of_it_are_no_repeats(tmp_path):
 def test_a_run_beside_it_that_was_killed_and_went_on_is_a_fault_survived(tmp_path):
     (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
     policy = {"operations": {"min_faults_survived": 1, "no_alerts_of": []}}
-    assert judge([run], gates=["operations"], policy=policy).answer == "inconclusive"
+    assert judge(run, gates=["operations"], policy=policy).answer == "inconclusive"
     write(tmp_path / "other", a_run("other", resumed_after=[7], config={"optimizer": {"learning_rate": 9.0}}))
-    assert judge([run], gates=["operations"], policy=policy).answer == "inconclusive"
+    assert judge(run, gates=["operations"], policy=policy).answer == "inconclusive"
     write(tmp_path / "killed", a_run("killed", resumed_after=[7], config={"checkpoint": {"every": "5 steps"}}))
-    found = judge([run], gates=["operations"], policy=policy)
+    found = judge(run, gates=["operations"], policy=policy)
     assert found.answer == "pass" and "faults: 1 runs beside it" in " ".join(found.notes)
     folder = tmp_path / "kept"
     evidence = collect([run])
@@ -117,7 +118,7 @@ def test_a_certificate_beside_the_run_is_found_and_one_of_another_kind_is_passed
             "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }  # fmt: skip
         (tmp_path / name / "certificate.json").write_text(json.dumps({**values, **more}))
-    record = judge([run], gates=["equality"])
+    record = judge(run, gates=["equality"])
     assert [check.answer for check in record.gates[0].checks] == ["pass", "inconclusive"], "MLflow has no copy of it"
 
 
@@ -141,8 +142,8 @@ def test_what_lies_beside_a_run_in_a_bucket_is_found_and_so_are_its_alerts(tmp_p
     assert [one.record.name for one in evidence.candidates] == ["candidate0", "candidate2"]
     assert [one.name for one in evidence.certificates] == [f"s3://{root}/verify-1"]
     assert collect(runs[:2], certificates=[f"s3://{root}/verify-1"]).certificates == evidence.certificates
-    assert judge(runs[:2], gates=["operations"]).answer == "pass"
-    found = judge(runs, gates=["operations"])
+    assert judge(*runs[:2], gates=["operations"]).answer == "pass"
+    found = judge(*runs, gates=["operations"])
     assert found.answer == "fail" and "loss spike" in found.gates[0].checks[-1].words
     keep_evidence(collect(runs), policy_of({}, where="here"), tmp_path / "kept")
     kept, held = read_evidence(tmp_path / "kept")
@@ -160,7 +161,7 @@ def test_a_certificate_that_is_none_is_one_error(tmp_path, name):
 def test_evaluations_that_nobody_has_are_no_target_missed(tmp_path):
     sides = [a_folder_of_runs(tmp_path / side, side, number=5) for side in ("candidate", "baseline")]
     found = judge(
-        sides[0], against=sides[1], policy={"convergence": {"target": "test/f1 >= 0.9"}}, gates=["convergence"]
+        *sides[0], against=sides[1], policy={"convergence": {"target": "test/f1 >= 0.9"}}, gates=["convergence"]
     )
     assert found.answer == "inconclusive"
     assert "of 10 runs no evaluation of its metric was found" in str(found.gates[0].checks)
@@ -195,7 +196,7 @@ def test_a_study_as_run_is_refused_and_a_run_as_study(tmp_path):
 
 def test_what_to_do_next_can_be_typed_as_it_stands(tmp_path):
     run = write(tmp_path / "run", a_run("run", run_dir=str(tmp_path / "run"), config={"seed": 6}))
-    found = judge([run], gates=["equality", "scaling", "convergence"])
+    found = judge(run, gates=["equality", "scaling", "convergence"])
     remedies = [check.remedy for gate in found.gates for check in gate.checks if check.remedy]
     config = f"-c {tmp_path}/run/config.yaml"
     assert f"scaleray study {config} --world-sizes 1,2 --mode strong --repeats 3, then --study NAME" in remedies
@@ -205,7 +206,7 @@ def test_what_to_do_next_can_be_typed_as_it_stands(tmp_path):
 
 def test_a_study_alone_is_asked_for_scaling_and_equality_and_the_others_are_named(tmp_path, capsys):
     study = write(tmp_path / "study", study_examples.study(modes=("strong",)))
-    record = judge([study], policy={"fingerprint": {"allow_uncommitted": True}})
+    record = judge(study, policy={"fingerprint": {"allow_uncommitted": True}})
     assert [one.gate for one in record.gates] == ["equality", "scaling"] and record.run == "digits-study"
     assert record.notes == [
         "fingerprint, convergence, operations are asked of a training, not of a study: "
@@ -216,16 +217,16 @@ def test_a_study_alone_is_asked_for_scaling_and_equality_and_the_others_are_name
     assert gate(study, gates="scaling", json=True) == 3
     assert json.loads(capsys.readouterr().out)["gates"][0]["gate"] == "scaling"
     with pytest.raises(UsageError, match="of a study the gates are equality and scaling"):
-        judge([study], gates=["operations"])
+        judge(study, gates=["operations"])
     with pytest.raises(UsageError, match="a study has no baseline"):
-        judge([study], against=[study])
+        judge(study, against=[study])
     with pytest.raises(UsageError, match="no curve of weak scaling"):
-        judge([study], policy={"scaling": {"mode": "weak"}})
+        judge(study, policy={"scaling": {"mode": "weak"}})
 
 
 def test_an_unknown_gate_and_no_run_name_what_there_is(tmp_path):
     with pytest.raises(ConfigError, match="gates are fingerprint, equality"):
-        judge([str(tmp_path)], gates=["fingerprints"])
+        judge(str(tmp_path), gates=["fingerprints"])
     with pytest.raises(ConfigError, match="a gate judges a training or a study"):
         gate()
 
@@ -266,5 +267,5 @@ def test_a_study_of_another_training_does_not_count(tmp_path):
     (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
     study = study_examples.study(modes=("strong",))
     study = dataclasses.replace(study, conditions=dataclasses.replace(study.conditions, config_hash="another"))
-    record = judge([run], study=write(tmp_path / "study", study), gates=["scaling"])
+    record = judge(run, study=write(tmp_path / "study", study), gates=["scaling"])
     assert record.answer == "inconclusive" and "its config decides another training" in " ".join(record.lines())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaleray.launch.gate.gate import judge
+from scaleray.launch.gate.gate import gate as judge
 from scaleray.launch.promote.check import check_promoted
 from tests.launch.gate.test_as_recorded import recorded  # noqa: F401 - a fixture
 from tests.launch.promote.tampering import GATE, TAMPERINGS, Recorded, as_markdown, put_back
@@ -42,7 +42,7 @@ def answers(at: Recorded, by: str) -> set[str]:
         record = check_promoted("corners@champion", uri=at.uri)
     else:
         gates = ["fingerprint", "equality", "scaling", "operations"]
-        record = judge([str(at.root / "run")], study=str(at.root / "study"), certificates=[str(at.root / "verify")],
+        record = judge(str(at.root / "run"), study=str(at.root / "study"), certificates=[str(at.root / "verify")],
                        gates=gates, uri=at.uri)  # fmt: skip
     return {check.what for gate in record.gates for check in gate.checks if check.answer == "pass"}
 

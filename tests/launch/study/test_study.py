@@ -18,7 +18,7 @@ from scaleray.config import load_config
 from scaleray.errors import ClusterError, ConfigError, PeerLostError, RunFailedError
 from scaleray.launch.study import hardware as study_places
 from scaleray.launch.study import study as studies
-from scaleray.launch.study.plan import Question
+from scaleray.launch.study.options import StudyOptions
 from scaleray.launch.workers import gloo
 from scaleray.records.study import NoiseCourse, StudyRecord, ToTarget, Turn
 from scaleray.training.study.ladder import order_of_turns
@@ -96,14 +96,16 @@ class Workers:
 
 @pytest.fixture
 def study(tmp_path, monkeypatch, uri):
+    # the page costs a second, and is looked at below
+    monkeypatch.setattr("scaleray.reports.records.study.write_study_report", lambda record, folder: [])
     monkeypatch.setattr(study_places.psutil, "cpu_count", lambda *a, **k: 4)
 
     def run(question=None, workers=None, said=None, *, flags=None, **options):
         monkeypatch.setattr(studies, "climb_in_processes", workers or Workers())
-        question = question or Question(world_sizes=[1, 2, 4], repeats=3)
+        question = question or StudyOptions(world_sizes=[1, 2, 4], repeats=3)
         say = (lambda text: None) if said is None else said.append
         flags = {"tracking.uri": uri, **(flags or {})}
-        return studies.study(config(tmp_path, **flags), question, local=True, say=say, **options)
+        return studies.study(config(tmp_path, **flags), options=question, local=True, say=say, **options)
 
     return run
 
@@ -117,7 +119,7 @@ def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(st
 
     flags = {"study.price_per_worker_hour": 2.0, "study.currency": "EUR"}
     record = study(
-        Question(world_sizes=[1, 2, 4], modes=["strong", "weak"], repeats=3), flags=flags, command="scaleray study -c x"
+        StudyOptions(world_sizes=[1, 2, 4], mode="strong,weak", repeats=3), flags=flags, command="scaleray study -c x"
     )
     found = points_of(record)
     assert sorted(found) == [(mode, n) for mode in ("strong", "weak") for n in (1, 2, 4)]
@@ -167,14 +169,14 @@ def test_what_was_measured_is_reused_and_named_and_can_be_forced_anew(study):
     assert any(f"3 turns reused from {first.name}" in line for line in said)
     assert {p.reused_from for p in points_of(second).values()} == {first.name}
     assert points_of(second)["strong", 2].turns == points_of(first)["strong", 2].turns
-    forced = study(Question(world_sizes=[1, 2, 4], repeats=3, force=True))
+    forced = study(StudyOptions(world_sizes=[1, 2, 4], repeats=3, force=True))
     assert {p.reused_from for p in points_of(forced).values()} == {None}
 
 
 def test_a_larger_ladder_measures_only_what_is_new(study):
-    study(Question(world_sizes=[1, 2], repeats=3))
+    study(StudyOptions(world_sizes=[1, 2], repeats=3))
     workers = Workers()
-    record = study(Question(world_sizes=[1, 2, 4], repeats=3), workers)
+    record = study(StudyOptions(world_sizes=[1, 2, 4], repeats=3), workers)
     assert [size for size, _, _ in workers.groups[0]] == [4]
     assert points_of(record)["strong", 4].reused_from is None
 
@@ -203,7 +205,7 @@ def test_a_study_that_is_interrupted_just_after_its_run_was_made_is_marked(study
     owner, _, method = moment.partition(".")
     monkeypatch.setattr(getattr(running, owner), method, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        study(Question(world_sizes=[1], repeats=2))
+        study(StudyOptions(world_sizes=[1], repeats=2))
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     [run] = client.search_runs([client.get_experiment_by_name("scaleray").experiment_id])
     assert run.info.status == "KILLED"
@@ -219,7 +221,7 @@ def test_a_study_whose_record_cannot_be_written_is_marked(study, tmp_path, monke
 
     monkeypatch.setattr(running.Store, "write_text", full)
     with pytest.raises(OSError, match="No space"):
-        study(Question(world_sizes=[1], repeats=2))
+        study(StudyOptions(world_sizes=[1], repeats=2))
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     [run] = [r for r in client.search_runs(["1"]) if r.data.tags["scaleray.kind"] == "scaling-study"]
     assert run.info.status == "FAILED"
@@ -231,7 +233,7 @@ def test_a_study_whose_record_cannot_be_written_is_marked(study, tmp_path, monke
 def test_an_interrupted_study_keeps_what_it_has_and_goes_on_from_there(study, tmp_path, error, status):
     from mlflow import MlflowClient
 
-    said, question = [], Question(world_sizes=[1, 2, 4], repeats=3)
+    said, question = [], StudyOptions(world_sizes=[1, 2, 4], repeats=3)
     with pytest.raises((KeyboardInterrupt, RunFailedError)):
         study(question, Workers(fails_after=5, error=error), said)
     assert any("5 turns are kept: the same command goes on from there" in line for line in said)
@@ -255,13 +257,13 @@ def test_a_study_that_ends_before_its_first_turn_leaves_no_record(study, tmp_pat
 @pytest.mark.combination
 def test_each_rung_is_launched_on_its_own_with_relaunch(study):
     workers = Workers()
-    record = study(Question(world_sizes=[1, 2, 4], repeats=2, relaunch=True), workers)
+    record = study(StudyOptions(world_sizes=[1, 2, 4], repeats=2, relaunch=True), workers)
     assert sorted(size for group in workers.groups for size, _, _ in group) == [1, 2, 4]
     assert len(workers.groups) == 3
     assert record.marks == ["relaunched"]
     assert {name for p in points_of(record).values() for name in p.rounds} == {""}
     together = Workers()
-    study(Question(world_sizes=[1, 2, 4], repeats=2), together)
+    study(StudyOptions(world_sizes=[1, 2, 4], repeats=2), together)
     assert len(together.groups) == 1  # a launch of its own is another measurement, which is not reused
 
 
@@ -269,27 +271,27 @@ def test_rungs_on_other_machines_are_no_curve(study):
     other = [{**CPU[0], "cpu": "another"}]
     workers = Workers(hardware=lambda n: other if n == 2 else CPU)
     with pytest.raises(ClusterError, match=r"another.*one curve need one kind"):
-        study(Question(world_sizes=[1, 2], repeats=2, relaunch=True), workers)
+        study(StudyOptions(world_sizes=[1, 2], repeats=2, relaunch=True), workers)
 
 
 def test_too_many_workers_for_the_cores_are_refused_or_marked(study):
     with pytest.raises(ClusterError, match="4 cores"):
-        study(Question(world_sizes=[1, 8], repeats=2))
-    record = study(Question(world_sizes=[1, 8], repeats=2, oversubscribe=True))
+        study(StudyOptions(world_sizes=[1, 8], repeats=2))
+    record = study(StudyOptions(world_sizes=[1, 8], repeats=2, oversubscribe=True))
     assert {n: p.marks for (_, n), p in points_of(record).items()} == {1: [], 8: ["oversubscribed"]}
     assert record.marks == ["oversubscribed"]
 
 
 def test_sizes_without_a_core_for_each_worker_are_said_and_left_out(study):
     said: list[str] = []
-    record = study(Question(world_sizes=[1, 2, 8], repeats=2), said=said)
+    record = study(StudyOptions(world_sizes=[1, 2, 8], repeats=2), said=said)
     assert {n for _, n in points_of(record)} == {1, 2}
     assert record.words[-1].startswith("Refused: 8 workers, as this machine has 4 cores")
     assert f"  {record.words[-1]}" in said
 
 
 def test_a_training_to_the_target_stands_beside_the_speed(study):
-    question = Question(world_sizes=[1, 2], repeats=2, to_target=True)
+    question = StudyOptions(world_sizes=[1, 2], repeats=2, to_target=True)
     flags = {"stop.at": "val/loss <= 0.5", "evaluation.every": "1 epoch"}
     said: list[str] = []
     record = study(question, said=said, flags=flags)
@@ -305,7 +307,7 @@ def test_noise_is_kept_reused_and_told_with_its_course(study):
     from mlflow import MlflowClient
 
     said: list[str] = []
-    question = Question(world_sizes=[1, 2, 4], repeats=2, noise=True)
+    question = StudyOptions(world_sizes=[1, 2, 4], repeats=2, noise=True)
     record = study(question, said=said)
     found = points_of(record)
     # one worker without accumulation has nothing to compare
@@ -331,14 +333,14 @@ def test_noise_is_kept_reused_and_told_with_its_course(study):
 
 def test_noise_that_no_size_can_measure_is_said_to_be_missing(study):
     said: list[str] = []
-    record = study(Question(world_sizes=[1], repeats=2, noise=True), said=said)
+    record = study(StudyOptions(world_sizes=[1], repeats=2, noise=True), said=said)
     assert any("noise scale: not measured (one worker; no accumulation)" in line for line in said)
     assert record.noise == [] and len(record.words) == 1  # one size needs no law either
 
 
 def test_points_of_another_study_stand_on_the_curve_if_it_is_the_same_measurement(study, tmp_path):
-    first = study(Question(world_sizes=[4], repeats=2))
-    record = study(Question(world_sizes=[1, 2], repeats=2), points_of=[first.folder])
+    first = study(StudyOptions(world_sizes=[4], repeats=2))
+    record = study(StudyOptions(world_sizes=[1, 2], repeats=2), points_of=[first.folder])
     assert {n: p.reused_from for (_, n), p in points_of(record).items()} == {1: None, 2: None, 4: first.name}
     data = json.loads((Path(first.folder) / "record.json").read_text())
     data["conditions"]["environment_hash"] = "other"
@@ -346,9 +348,9 @@ def test_points_of_another_study_stand_on_the_curve_if_it_is_the_same_measuremen
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "record.json").write_text(json.dumps(data))
     with pytest.raises(ConfigError, match=r"environment: python is .* here, 3\.0 there"):
-        study(Question(world_sizes=[1, 2], repeats=2), points_of=[str(tmp_path / "old")])
+        study(StudyOptions(world_sizes=[1, 2], repeats=2), points_of=[str(tmp_path / "old")])
     with pytest.raises(ConfigError, match=r"config: batch\.micro_size is 2 here, None there"):
-        study(Question(world_sizes=[1, 2], repeats=2), points_of=[first.folder], flags={"batch.micro_size": 2})
+        study(StudyOptions(world_sizes=[1, 2], repeats=2), points_of=[first.folder], flags={"batch.micro_size": 2})
     with pytest.raises(ConfigError, match="--points-of"):
         study(points_of=[str(tmp_path / "nothing")])
 
@@ -365,7 +367,7 @@ def test_mfu_is_that_of_the_peak_in_the_config_and_never_more_than_all_of_it(stu
 
 
 def test_one_size_makes_no_curve_and_says_so(study):
-    record = study(Question(world_sizes=[2], repeats=2))
+    record = study(StudyOptions(world_sizes=[2], repeats=2))
     (curve,) = record.curves
     assert curve.fits == [] and curve.next_doubling is None and curve.verdict
 
@@ -390,14 +392,11 @@ def test_a_process_whose_driver_was_killed_ends_without_a_word(monkeypatch):
 
 
 def test_a_study_in_gloo_processes_measures_and_reports(tmp_path, uri):
-    from scaleray.reports.records.study import write_study_report
 
     said: list[str] = []
-    question = Question(world_sizes=[1, 2], repeats=2, **SHORT, oversubscribe=True)
+    question = StudyOptions(world_sizes=[1, 2], repeats=2, **SHORT, oversubscribe=True)
     flags = {"tracking.uri": uri}
-    record = studies.study(
-        config(tmp_path, **flags), question, local=True, say=said.append, write_report=write_study_report
-    )
+    record = studies.study(config(tmp_path, **flags), options=question, local=True, say=said.append)
     found = points_of(record)
     assert {n: p.strategy for (_, n), p in found.items()} == {1: "single", 2: "ddp"}
     assert all(len(p.turns) == 2 for p in found.values())
@@ -410,9 +409,9 @@ def test_a_study_in_gloo_processes_measures_and_reports(tmp_path, uri):
 @pytest.mark.timeout(900)
 def test_an_error_of_the_workload_ends_the_study_and_is_what_the_user_reads(tmp_path, uri):
     flags = {"tracking.uri": uri, "workload.args.at_call": 2, "workload.args.rank": 0}
-    question = Question(world_sizes=[1], repeats=1, **SHORT)
+    question = StudyOptions(world_sizes=[1], repeats=1, **SHORT)
     with pytest.raises(RunFailedError, match="the user's own mistake"):
-        studies.study(config(tmp_path, "Failing", **flags), question, local=True)
+        studies.study(config(tmp_path, "Failing", **flags), options=question, local=True)
 
 
 @pytest.mark.ray
@@ -420,8 +419,8 @@ def test_an_error_of_the_workload_ends_the_study_and_is_what_the_user_reads(tmp_
 def test_a_ladder_inside_ray_train_leaves_its_curve_in_mlflow(ray_session, tmp_path, uri):
     from mlflow import MlflowClient
 
-    question = Question(world_sizes=[1, 2], modes=["strong", "weak"], repeats=1, **SHORT, oversubscribe=True)
-    record = studies.study(config(tmp_path, **{"tracking.uri": uri}), question)
+    question = StudyOptions(world_sizes=[1, 2], mode="strong,weak", repeats=1, **SHORT, oversubscribe=True)
+    record = studies.study(config(tmp_path, **{"tracking.uri": uri}), options=question)
     found = points_of(record)
     assert sorted(found) == [("strong", 1), ("strong", 2), ("weak", 1), ("weak", 2)]
     assert found["weak", 2].global_batch_size == 32

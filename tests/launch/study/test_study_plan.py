@@ -10,7 +10,8 @@ from scaleray.data import load_sources
 from scaleray.errors import ClusterError, UsageError
 from scaleray.launch.cluster.connection import Node
 from scaleray.launch.study import hardware as study_places
-from scaleray.launch.study.plan import MODES, Question, make_rungs
+from scaleray.launch.study.options import MODES, StudyOptions
+from scaleray.launch.study.plan import make_rungs
 
 
 def config(**flags):
@@ -23,7 +24,7 @@ def rungs(question, **flags):
 
 
 def test_strong_divides_the_batch_and_weak_lets_it_grow():
-    made = rungs(Question(world_sizes=[4, 1, 2, 2], modes=["weak", "strong"]))
+    made = rungs(StudyOptions(world_sizes=[4, 1, 2, 2], mode="weak,strong"))
     found = [(mode, rung.workers, name) for mode in MODES for name, rung in made.items() if mode in rung.modes]
     assert found == [
         ("strong", 1, "w001-b8-m8-single"),
@@ -37,7 +38,7 @@ def test_strong_divides_the_batch_and_weak_lets_it_grow():
 
 
 def test_weak_scaling_counts_from_the_smallest_size():
-    made = rungs(Question(world_sizes=[2, 4], modes=["weak"]))
+    made = rungs(StudyOptions(world_sizes=[2, 4], mode="weak"))
     assert [rung.job.recipe.global_batch_size for rung in made.values()] == [8, 16]
 
 
@@ -48,24 +49,24 @@ def test_a_rule_that_refuses_a_batch_does_not_stop_a_study_of_speed():
         "optimizer.reference_batch_size": 8,
         "schedule.warmup": "60 steps",
     }
-    question = Question(world_sizes=[1, 16], modes=["weak"])
+    question = StudyOptions(world_sizes=[1, 16], mode="weak")
     made = rungs(question, **flags)
     assert made["w016-b128-m8-ddp"].job.recipe.global_batch_size == 128
     with pytest.raises(UsageError):
         rungs(
-            Question(world_sizes=[1, 16], modes=["weak"], to_target=True),
+            StudyOptions(world_sizes=[1, 16], mode="weak", to_target=True),
             **flags,
             **{"stop.at": "val/loss <= 1", "evaluation.every": "1 epoch"},
         )
 
 
 def test_given_shares_are_those_of_their_number_of_workers_and_one_worker_has_all():
-    made = rungs(Question(world_sizes=[1, 2]), **{"shares.by": "given", "shares.speeds": [3, 1]})
+    made = rungs(StudyOptions(world_sizes=[1, 2]), **{"shares.by": "given", "shares.speeds": [3, 1]})
     assert [rung.job.recipe.worker_shares for rung in made.values()] == [None, (6, 2)]
 
 
 def test_strategies_that_meet_now_and_then_are_measured_in_whole_periods():
-    made = rungs(Question(world_sizes=[1, 2]), **{"strategy.name": "local_sgd", "local_sgd.sync_every": 6})
+    made = rungs(StudyOptions(world_sizes=[1, 2]), **{"strategy.name": "local_sgd", "local_sgd.sync_every": 6})
     assert {r.workers: r.period for r in made.values()} == {1: 1, 2: 6}
 
 
@@ -74,12 +75,12 @@ def test_strategies_that_meet_now_and_then_are_measured_in_whole_periods():
     [
         ({"world_sizes": []}, {}, "--world-sizes"),
         ({"world_sizes": [0, 1]}, {}, "from 1"),
-        ({"modes": ["sideways"]}, {}, "strong, weak, or both"),
-        ({"modes": []}, {}, "strong, weak, or both"),
+        ({"mode": ["sideways"]}, {}, "strong, weak, or both"),
+        ({"mode": []}, {}, "strong, weak, or both"),
         ({"repeats": 0}, {}, "1 to 1000"),
         ({"world_sizes": [1, 3]}, {}, "nearest: 6 or 9"),
-        ({"world_sizes": [3, 4], "modes": ["weak"]}, {}, "multiple of 3"),
-        ({"world_sizes": [1, 64], "modes": ["weak"]}, {}, r"--world-sizes is 64: .* needs 512 there, .* 400 samples"),
+        ({"world_sizes": [3, 4], "mode": ["weak"]}, {}, "multiple of 3"),
+        ({"world_sizes": [1, 64], "mode": ["weak"]}, {}, r"--world-sizes is 64: .* needs 512 there, .* 400 samples"),
         ({"to_target": True}, {}, "--to-target needs a target"),
         ({}, {"shares.by": "speed"}, "before its shares have settled"),
         ({"world_sizes": [1, 2, 3]}, {"shares.by": "given", "shares.speeds": [2, 1]}, "measure 1 and 2 workers"),
@@ -89,7 +90,7 @@ def test_strategies_that_meet_now_and_then_are_measured_in_whole_periods():
 )
 def test_what_cannot_be_measured_is_refused_with_the_way_out(question, flags, words):
     with pytest.raises(UsageError, match=words):
-        rungs(Question(**question), **flags)
+        rungs(StudyOptions(**question), **flags)
 
 
 # room for the workers

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_study import Workers, study
 
 from scaleray.errors import ConfigError
-from scaleray.launch.study.plan import Question
+from scaleray.launch.study.options import StudyOptions
 from scaleray.records.alerts import parse_alerts
 from scaleray.records.published import RankSample
 
@@ -40,7 +40,7 @@ class Watched(Workers):
 def test_prometheus_finds_the_points_of_a_study_that_goes_on_and_how_its_workers_do(study, tmp_path):
     said = []
     workers = Watched(said)
-    record = study(Question(world_sizes=[1, 2], repeats=2), workers, said, flags={"monitoring.port": 0})
+    record = study(StudyOptions(world_sizes=[1, 2], repeats=2), workers, said, flags={"monitoring.port": 0})
     points = {at.point.workers: at.point.samples_per_s.value for curve in record.curves for at in curve.points}
     shown = {int(s.labels["workers"]): s.value for s in workers.page["ray_scaleray_point_samples_per_second"]}
     assert shown == pytest.approx(points) and len(points) == 2
@@ -71,7 +71,7 @@ class Early(Watched):
 def test_points_are_there_from_their_first_turn_on_as_those_of_all_sizes_take_turns(study):
     said = []
     workers = Early(said)
-    record = study(Question(world_sizes=[1, 2], repeats=2), workers, said, flags={"monitoring.port": 0})
+    record = study(StudyOptions(world_sizes=[1, 2], repeats=2), workers, said, flags={"monitoring.port": 0})
     (done,) = workers.page["ray_scaleray_measured"]
     times = {int(s.labels["workers"]): s.value for s in workers.page["ray_scaleray_point_step_time_seconds"]}
     whole = {at.point.workers: at.point.step_time_s.value for curve in record.curves for at in curve.points}

@@ -22,7 +22,7 @@ SIZES, RULES = "4..32", "none,sqrt,linear"
 
 
 def guided_plan(config=None, **options):
-    asked = {"batch_sizes": SIZES, "rules": RULES, "guided_share": 0.5, **options}
+    asked = {"batch_sizes": SIZES, "rules": RULES, "guided": True, "guided_share": 0.5, **options}
     plan, _ = plan_of(config or base(**TARGET), **asked)
     return plan
 
@@ -169,7 +169,7 @@ def test_an_interrupted_search_goes_on_with_the_trial_that_it_would_have_run():
 )
 def test_what_cannot_be_guided_is_refused(flags, options, words):
     config = base(**flags)
-    asked = {"batch_sizes": SIZES, "rules": RULES, "guided_share": 0.5, **options}
+    asked = {"batch_sizes": SIZES, "rules": RULES, "guided": True, "guided_share": 0.5, **options}
     with pytest.raises(ConfigError, match=words):
         check_guided(config, question_of(config, **asked))
 
@@ -234,7 +234,7 @@ def test_a_guided_sweep_on_a_cluster_measures_chooses_and_goes_on(ray_session, t
 
     from scaleray.launch.sweep.sweep import sweep
 
-    asked = {"batch_sizes": "8,32", "rules": "linear,none", "workers_per_trial": 2, "guided_share": 0.1}
+    asked = {"batch_sizes": "8,32", "rules": "linear,none", "workers_per_trial": 2, "guided": True, "guided_share": 0.1}
     flags = {"stop.at": "val/loss <= 0.05", "stop.after": "30 epochs"}
     record = run(tmp_path, flags, **asked)
     assert record.words[0].startswith("Guided: batch") and len(record.goodput) == 2
@@ -245,7 +245,7 @@ def test_a_guided_sweep_on_a_cluster_measures_chooses_and_goes_on(ray_session, t
     (folder / "record.json").unlink()
     last = sorted((folder / "trials").iterdir())[-1]
     last.unlink()
-    again = sweep(None, None, continue_folder=str(folder))
+    again = sweep(continue_=str(folder))
     # times differ from run to run, so that the search may end elsewhere; what ran before runs no second time
     kept = {t.number: t.samples_to_target for t in record.trials if f"{t.number:05d}.json" != last.name}
     assert kept.items() <= {t.number: t.samples_to_target for t in again.trials}.items()

@@ -46,7 +46,7 @@ def run(tmp_path, flags=None, *, said=None, **asked):
 
     config = load_config(flags=options(tmp_path, **(flags or {})), environ={})
     say = said.append if said is not None else lambda text: None
-    return sweep(config, question_of(config, **asked), say=say)
+    return sweep(config, say=say, **asked)
 
 
 def children(record):

@@ -14,7 +14,8 @@ from small_runs import WithBatchNorm, WithDropout
 from scaleray.config import load_config
 from scaleray.data import load_sources
 from scaleray.errors import ConfigError, PeerLostError, RunFailedError
-from scaleray.launch.verify.plan import Question, course, default_world_sizes, make_plan
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import course, default_world_sizes, make_plan
 from scaleray.launch.verify.verify import verify
 from scaleray.launch.workers.gloo import OnFirst, UserCode, gloo_processes
 from scaleray.training.setup.place import Place
@@ -53,7 +54,7 @@ def test_patience_and_a_target_are_no_part_of_the_compared_steps(tmp_path):
     ends = {"evaluation.every": "1 epoch", "stop.patience": 1, "stop.watch": "val/loss min", "stop.at": "val/loss <= 9"}
     workload = WithDropout(num_rows=32)
     sources = load_sources(workload)
-    made = make_plan(config(tmp_path, **ends), Question(steps=3, world_sizes=[1]), workload, sources)
+    made = make_plan(config(tmp_path, **ends), VerifyOptions("all", steps=3, world_sizes=[1]), workload, sources)
     for job in (made.reference.job, made.reference.own, made.reference.later):
         assert (job.config.stop.patience, job.config.stop.watch, job.config.stop.at) == (None, None, None)
     outcomes, _ = verify_group(Place(), Assignment(made.reference, tuple(made.groups[1]), 1e-9), {}, sources=sources)
@@ -63,7 +64,9 @@ def test_patience_and_a_target_are_no_part_of_the_compared_steps(tmp_path):
 def test_a_model_with_dropout_is_equal_on_one_worker_that_goes_on_from_the_references_checkpoint(tmp_path):
     workload = WithDropout(num_rows=32)
     sources = load_sources(workload)
-    made = make_plan(config(tmp_path), Question(steps=4, world_sizes=[1], accumulation=[1, 2]), workload, sources)
+    made = make_plan(
+        config(tmp_path), VerifyOptions("all", steps=4, world_sizes=[1], accumulation=[1, 2]), workload, sources
+    )
     outcomes, _ = verify_group(Place(), Assignment(made.reference, tuple(made.groups[1]), 1e-9), {}, sources=sources)
     assert [outcome.verdict for outcome in outcomes] == ["equal", "equal"], outcomes
     assert all("dropout off" in outcome.words for outcome in outcomes)
@@ -74,14 +77,14 @@ def test_a_model_with_dropout_is_equal_on_one_worker_that_goes_on_from_the_refer
 )
 def test_batch_norm_gets_rows_of_which_no_micro_batch_is_a_single_one(tmp_path, world_sizes, accumulation):
     workload = WithBatchNorm(num_rows=200)
-    question = Question(["ddp"], world_sizes=world_sizes, accumulation=accumulation, steps=6)
+    question = VerifyOptions(["ddp"], world_sizes=world_sizes, accumulation=accumulation, steps=6)
     made = make_plan(config(tmp_path), question, workload, load_sources(workload))
     reasons = {v.label: without_statistics(v) for variants in made.groups.values() for v in variants}
     assert len(reasons) == len(world_sizes) * len(accumulation) and not any(reasons.values()), reasons
 
 
 def test_all_strategies_are_planned_where_they_exist(tmp_path):
-    made = plan(tmp_path, Question(world_sizes=[1, 2, 4], accumulation=[1, 2]))
+    made = plan(tmp_path, VerifyOptions("all", world_sizes=[1, 2, 4], accumulation=[1, 2]))
     assert [v.label for v in made.groups[1]] == ["single x 1", "single x 1, 2 micro-batches"]
     assert "ddp x 4, 2 micro-batches" in [v.label for v in made.groups[4]]
     assert not made.refused
@@ -95,7 +98,7 @@ def test_all_strategies_are_planned_where_they_exist(tmp_path):
     ],
 )
 def test_by_default_the_configs_own_strategy_is_planned(tmp_path, strategy, labels):
-    question = Question(["own"], world_sizes=[1, 2], accumulation=[1, 2])
+    question = VerifyOptions(["own"], world_sizes=[1, 2], accumulation=[1, 2])
     made = plan(tmp_path, question, **{"strategy.name": strategy})
     planned = [variant.label for group in made.groups.values() for variant in group]
     assert [label for label in planned if label != "single x 1, 2 micro-batches"] == labels and not made.refused
@@ -112,13 +115,13 @@ def test_by_default_as_many_workers_are_compared_as_hold_one_model(tmp_path, str
 def test_the_batch_after_the_resume_leaves_every_micro_batch_two_rows_or_is_twice_as_large(
     tmp_path, accumulation, batch
 ):
-    made = plan(tmp_path, Question(world_sizes=[2], accumulation=accumulation))
+    made = plan(tmp_path, VerifyOptions("all", world_sizes=[2], accumulation=accumulation))
     assert course(made)["global_batch_size"] == 16 and course(made)["later_global_batch_size"] == batch
 
 
 def test_a_variant_is_the_start_of_the_whole_training_on_other_workers(tmp_path):
     more = {"schedule.name": "cosine", "schedule.warmup": "5 steps", "scale.workers": 8, "batch.micro_size": 1}
-    made = plan(tmp_path, Question(steps=3, world_sizes=[2], accumulation=[2]), **more)
+    made = plan(tmp_path, VerifyOptions("all", steps=3, world_sizes=[2], accumulation=[2]), **more)
     variant = made.groups[2][0]
     recipe = variant.job.recipe
     assert (recipe.total_steps, recipe.schedule_steps, recipe.warmup_steps) == (3, 12, 5)
@@ -131,7 +134,7 @@ def test_a_variant_is_the_start_of_the_whole_training_on_other_workers(tmp_path)
 def test_what_a_config_forbids_is_listed_with_the_reason(tmp_path):
     made = plan(
         tmp_path,
-        Question(strategies=["ddp"], world_sizes=[2], accumulation=[1, 2, 3]),
+        VerifyOptions(strategies=["ddp"], world_sizes=[2], accumulation=[1, 2, 3]),
         **{"strategy.static_graph": True},
     )
     assert [v.label for v in made.groups[2]] == ["ddp x 2"]
@@ -156,7 +159,7 @@ def test_what_a_config_forbids_is_listed_with_the_reason(tmp_path):
 )
 def test_what_cannot_be_asked_is_refused_with_the_way_out(tmp_path, question, words):
     with pytest.raises(ConfigError, match=words):
-        plan(tmp_path, Question(**question))
+        plan(tmp_path, VerifyOptions(**{"strategies": "all", **question}))
 
 
 # plain gloo processes
@@ -178,8 +181,8 @@ def test_what_is_large_goes_to_the_first_process_alone():
 def test_a_variant_that_hangs_or_dies_fails_alone(tmp_path, how):
     args = {"how": how, "at_call": 6, "marker": str(tmp_path / "struck")}
     resolved = config(tmp_path, "Failing", **{"workload.args": args, "scale.collective_timeout_s": 8})
-    question = Question(["ddp", "zero1", "fsdp"], world_sizes=[1, 2], accumulation=[1], steps=4)
-    certificate = verify(resolved, question, local=True)
+    question = VerifyOptions(["ddp", "zero1", "fsdp"], world_sizes=[1, 2], accumulation=[1], steps=4)
+    certificate = verify(resolved, options=question, local=True)
     found = {(o.strategy, o.world_size): o for o in certificate.outcomes if o.verdict != "refused"}
     assert not certificate.passed and "1 of 4 variants differ (the run failed)" in certificate.verdict
     assert [o.verdict for o in found.values()] == ["equal", "differs", "equal", "equal"], found
@@ -221,12 +224,7 @@ def test_a_verification_on_ray_leaves_its_certificate_in_mlflow(ray_session, tmp
 
     said: list[str] = []
     resolved = config(tmp_path, **{"scale.gpus_per_worker": 0})  # as the driver decides here
-    certificate = verify(
-        resolved,
-        Question(["ddp"], world_sizes=[2], accumulation=[1], steps=4),
-        say=said.append,
-        render=lambda c: c.verdict,
-    )
+    certificate = verify(resolved, strategies=["ddp"], world_sizes=[2], accumulation=[1], steps=4, say=said.append)
     assert certificate.passed and certificate.where == "Ray"
     assert certificate.verdict.startswith("the same training: 1 variants equal one process")
     assert [(o.strategy, o.world_size, o.verdict) for o in certificate.outcomes] == [("ddp", 2, "equal")]

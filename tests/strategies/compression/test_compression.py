@@ -28,7 +28,8 @@ from torch import nn
 from scaleray.config import load_config
 from scaleray.data import RankBatch, as_source
 from scaleray.errors import ConfigError, PeerLostError
-from scaleray.launch.verify.plan import Question, make_plan
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import make_plan
 from scaleray.scaling.recipe.derive import derive
 from scaleray.scaling.recipe.values import DataSize
 from scaleray.strategies.compression import adaptive as adaptive_compression
@@ -414,7 +415,7 @@ def judge(place, assignment, sources):
 
 
 def test_verify_judges_what_compression_promises_and_the_single_process_has_none(gloo):
-    workload, question = Classify(), Question(("ddp",), (1, 2), (1, 2), steps=4)
+    workload, question = Classify(), VerifyOptions(("ddp",), (1, 2), (1, 2), steps=4)
     sources = {"train": as_source(workload.datasets()["train"], split="train")}
     plan = make_plan(config(compression__name="topk", compression__density=0.2), question, workload, sources)
     assert plan.refused == []

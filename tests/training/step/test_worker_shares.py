@@ -30,7 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 from scaleray.config.strategy_traits import names_with
 from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.errors import ConfigError
-from scaleray.launch.verify.plan import Question, make_plan
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import make_plan
 from scaleray.strategies import STRATEGIES
 from scaleray.training.step import step as training_step
 from scaleray.training.step import worker_shares as measured
@@ -113,7 +114,7 @@ def test_evaluation_keeps_equal_shares_and_its_result(gloo):
 
 def judged(place, config):
     job, sources = job_of(config, Classify())
-    plan = make_plan(config, Question(("ddp",), (place.world_size,), (1, 2), steps=5), job.workload, sources)
+    plan = make_plan(config, VerifyOptions(("ddp",), (place.world_size,), (1, 2), steps=5), job.workload, sources)
     variants = tuple(plan.groups[place.world_size])
     outcomes, _ = verify_group(place, Assignment(plan.reference, variants, 1e-9), {}, sources=sources)
     return [variant.job.recipe.worker_shares for variant in variants], [(o.verdict, str(o.mismatch)) for o in outcomes]

@@ -23,7 +23,8 @@ from verified import knows_who_trains
 
 from scaleray.config import load_config
 from scaleray.data import as_source
-from scaleray.launch.verify.plan import Question, make_plan
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import make_plan
 from scaleray.training.setup.place import Place
 from scaleray.training.verify.variants import Assignment, Outcome, verify_group
 
@@ -46,7 +47,7 @@ def judge(place: Place, mistake: Planted, *, steps: int = STEPS, accumulation: S
     workload = mistake.workload()
     config = load_config(flags={**FLAGS, **mistake.flags}, environ={})
     sources = {name: as_source(value, split=name) for name, value in workload.datasets().items()}
-    question = Question([mistake.strategy], [place.world_size], accumulation or _accumulation(), steps)
+    question = VerifyOptions([mistake.strategy], [place.world_size], accumulation or _accumulation(), steps)
     plan = make_plan(config, question, workload, sources)
     assignment = Assignment(plan.reference, tuple(plan.groups[place.world_size]), question.allowed)
     return verify_group(place, assignment, {}, sources=sources)[0]
@@ -59,9 +60,7 @@ def judge_sound(place: Place, name: str) -> list[Outcome]:
 
 def _accumulation() -> list[int]:
     """The command's default, of which there is one copy."""
-    from scaleray.cli.verify import VerifyOptions
-
-    return [int(n) for n in VerifyOptions().accumulation.split(",")]
+    return VerifyOptions().pieces
 
 
 def said(outcomes: list[Outcome]) -> str:

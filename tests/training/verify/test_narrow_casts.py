@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scaleray.errors import ConfigError
-from scaleray.launch.verify.plan import BOUNDS, Question
+from scaleray.launch.verify.options import BOUNDS, VerifyOptions
 from scaleray.training.verify.narrow_casts import in_words, narrow_casts
 
 FEW = rows(4)
@@ -72,8 +72,8 @@ def test_the_advice_names_the_places_and_the_precision_to_compare_in():
 
 
 def test_each_precision_has_a_bound_of_its_own_and_a_given_one_wins():
-    assert [Question(precision=name).allowed for name in BOUNDS] == list(BOUNDS.values())
-    assert Question(precision="fp32", bound=1e-6).allowed == 1e-6
+    assert [VerifyOptions(precision=name).allowed for name in BOUNDS] == list(BOUNDS.values())
+    assert VerifyOptions(precision="fp32", bound=1e-6).allowed == 1e-6
     with pytest.raises(ConfigError, match="--bound"):
-        Question(bound=2.0)
+        VerifyOptions(bound=2.0)
     assert np.all(np.diff(sorted(BOUNDS.values())) >= 0) and BOUNDS["fp64"] < BOUNDS["fp32"] < BOUNDS["bf16"]

@@ -12,7 +12,8 @@ from verified import found, judge
 from scaleray.data import Part
 from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import DataError
-from scaleray.launch.verify.plan import Question, make_plan
+from scaleray.launch.verify.options import VerifyOptions
+from scaleray.launch.verify.plan import make_plan
 from scaleray.records.run import EventRecord
 from scaleray.training.step import evaluation
 
@@ -106,4 +107,4 @@ def test_verify_tells_data_that_are_not_repeatable_from_another_order(gloo):
 def test_verify_refuses_data_that_the_first_look_finds_not_repeatable():
     job, sources = make_job(Training(OwnGenerator()))
     with pytest.raises(DataError, match="the train data is not repeatable: runs are compared on the same values"):
-        make_plan(job.config, Question(strategies=("ddp",)), job.workload, sources)
+        make_plan(job.config, VerifyOptions(strategies=("ddp",)), job.workload, sources)

@@ -1,0 +1,19 @@
+"""Options of `scaleray train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """How a training begins, and where it runs."""
+
+    resume: str | None = None
+    """Continue an interrupted run after its newest checkpoint: its folder, its name, or `auto` for the newest
+    unfinished run of the same training, if there is one. Without -c, the config is that run's own."""
+    allow_change: Sequence[str] = ()
+    """A key whose change alters the training, and which may differ from the interrupted run's all the same."""
+    local: bool = False
+    """Run in this process without Ray, for a debugger."""
