@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from scaleray.config import RunConfig
 from scaleray.data.source import TRAIN, Source
@@ -42,7 +42,12 @@ def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source
 
 
 def _compared(
-    config: RunConfig, workload: Any, sources: Mapping[str, Source], code: UserCode, *, precision: str
+    config: RunConfig,
+    workload: Any,
+    sources: Mapping[str, Source],
+    code: UserCode,
+    *,
+    precision: Literal["fp64", "fp32"],
 ) -> Finding:
     options = VerifyOptions(strategies=("ddp",), world_sizes=(2,), accumulation=(1,), steps=STEPS, precision=precision)
     train = {TRAIN: sources[TRAIN]}  # an evaluation of all rows may take longer than everything else

@@ -11,21 +11,15 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from scaleray.checkpoints.storage import Store
-from scaleray.config import RunConfig
 from scaleray.config.base import without_password
-from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.data.source import Source
 from scaleray.errors import MARKED_KILLED, UsageError, first_line
-from scaleray.launch.session.experiment import experiment_tags
-from scaleray.launch.session.folder import RunFolder
-from scaleray.launch.session.measured import published_while
+from scaleray.launch.session.campaign import Campaign
 from scaleray.launch.study import noise as study_noise
 from scaleray.launch.study.conclusions import planner_laws, points_of_others, words_of
 from scaleray.launch.study.hardware import OVERSUBSCRIBED
@@ -33,19 +27,16 @@ from scaleray.launch.study.options import MODES, StudyOptions
 from scaleray.launch.study.point import point_of, point_so_far
 from scaleray.launch.study.turn_store import KnownTurns
 from scaleray.monitoring.live.measured_series import Measured
-from scaleray.progress import Stage
 from scaleray.records.printed import quantity
 from scaleray.records.published import RankSample
-from scaleray.records.run import EMULATED, Say
+from scaleray.records.run import EMULATED
 from scaleray.records.start import steady_time
 from scaleray.records.study import Conditions, Curve, Mode, NoiseCourse, Point, StudyRecord, ToTarget, Turn
 from scaleray.records.workload_profile import WorkloadProfile
 from scaleray.scaling.curves.curves import as_curve
 from scaleray.tracking import store
-from scaleray.tracking.live_stage import written_while
 from scaleray.tracking.measured_metrics import MeasuredMetrics
-from scaleray.tracking.provenance import dataset, source_tags
-from scaleray.tracking.study_runs import ParentRun, key_of
+from scaleray.tracking.study_runs import key_of
 from scaleray.training.model_profile import profile_workload
 from scaleray.training.study.ladder import Result, Rung
 
@@ -53,22 +44,19 @@ from scaleray.training.study.ladder import Result, Rung
 
 
 @dataclass(kw_only=True)
-class RunningStudy:
+class RunningStudy(Campaign):
     """A study between its plan and its record.
 
     rungs: by name. left_out: a sentence on sizes that are not measured. more: records of studies whose points are on
     the same curves.
     """
 
-    config: RunConfig
+    kind = "study"
     options: StudyOptions
     rungs: Mapping[str, Rung]
     sources: Mapping[str, Source]
     conditions: Conditions
-    folder: RunFolder
-    say: Say
     command: str
-    started_at: float
     workers_per_node: int
     left_out: str
     more: Sequence[StudyRecord]
@@ -77,42 +65,23 @@ class RunningStudy:
     num_taken: int = 0
     total: int = 0
     """Turns that are to be taken."""
-    measuring: Stage = field(default_factory=lambda: Stage("measuring"))
-    """The turns, as a terminal shows them."""
     said: set[str] = field(default_factory=set)
     points: dict[tuple[Mode, str], Point] = field(default_factory=dict)
     """Those of which everything is known, by curve and rung."""
     metrics: MeasuredMetrics | None = None
     """Metrics that it publishes while it measures."""
-    mlflow: ParentRun = field(init=False)
-    """Its run in MLflow, from `open` on."""
     has_left: bool = False
 
     def open(self) -> None:
         """Make its run in MLflow, and count what MFU needs. Inside `kept_to_its_end`."""
         self.known = KnownTurns(self.config.checkpoint.storage_path, self.conditions)
-        self.mlflow = ParentRun.open(
-            store.resolve_uri(self.config.tracking.uri),
-            self.config.tracking.experiment,
-            kind="scaling-study",
-            name=self.folder.name,
-            config=used_settings(self.config, self.config.strategy.name) | {"study": self.config.study.model_dump()},
-            tags={
-                "scaleray.config_hash": self.conditions.config_hash,
-                **source_tags(self.config.workload.name, self.conditions.environment.get("git") or {}),
-                **experiment_tags(
-                    self.config,
-                    environment=self.conditions.environment,
-                    nodes=self.conditions.topology["nodes"],
-                    data=self.sources[TRAIN].describe(),
-                    workers=max(self.options.sizes),
-                ),
-            },
-            datasets=[
-                dataset(name, source.describe(), workload=self.config.workload.name)
-                for name, source in self.sources.items()
-            ],
-            started_at=self.started_at,
+        self.open_run(
+            self.sources,
+            self.conditions.environment,
+            config_hash=self.conditions.config_hash,
+            nodes=self.conditions.topology["nodes"],
+            workers=max(self.options.sizes),
+            settings={"study": self.config.study.model_dump()},
         )
         if self.config.study.peak_tflops or self.config.scale.gpus:
             self._count_operations()
@@ -127,36 +96,22 @@ class RunningStudy:
             yield
         except KeyboardInterrupt as exc:
             self._leave("KILLED")
-            if hasattr(self, "mlflow"):
+            if self.has_run:
                 exc.args = (MARKED_KILLED,)
             raise
         except BaseException:
             self._leave("FAILED")
             raise
 
-    def published(self) -> contextlib.AbstractContextManager[MeasuredMetrics]:
-        """Context in which Prometheus finds what is measured so far."""
-        return published_while(self._measured, self.config, folder=self.folder, parent=self.mlflow, say=self.say)
-
-    def _measured(self) -> Measured:
+    def measured(self) -> Measured:
+        """Points and unfinished points so far."""
         # the turns of all sizes take turns, so that whole points come with the last ones alone
         points = [
             self.points.get((mode, rung.name)) or point_so_far(mode, rung)
             for mode, rung in self._standing()
             if rung.turns
         ]
-        return Measured("study", self.measuring.done, self.measuring.total, points=points)
-
-    def shown_in_its_folder(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which the folder says how far the measuring is."""
-        return written_while(
-            lambda: self.measuring,
-            Path(self.folder.work_dir),
-            kind="study",
-            name=self.folder.name,
-            run_id=self.mlflow.run_id,
-            started_at=self.started_at,
-        )
+        return Measured("study", self.under_way.done, self.under_way.total, points=points)
 
     def begin(self) -> list[list[Rung]]:
         """Say what will be measured, take over what is known, and give the rest: in one group of workers, or each rung
@@ -242,7 +197,7 @@ class RunningStudy:
             rung.turns.append(turn)
             self.known.keep(name, turn)
             self.num_taken += 1
-            self.measuring.advance()
+            self.under_way.advance()
             ms = 1e3 * statistics.median(turn.step_times_s)
             self.say(
                 f"  [{self.num_taken}/{self.total}] {workers}, batch {rung.job.recipe.global_batch_size}: "
@@ -325,7 +280,7 @@ class RunningStudy:
         if self.has_left:
             return
         self.has_left = True
-        if not hasattr(self, "mlflow"):  # the answer may be lost of a run that was made
+        if not self.has_run:  # the answer may be lost of a run that was made
             with contextlib.suppress(Exception):  # MLflow does not answer, which may be what ended the study
                 uri, experiment = store.resolve_uri(self.config.tracking.uri), self.config.tracking.experiment
                 key = key_of(self.folder.name, self.started_at)
@@ -341,14 +296,7 @@ class RunningStudy:
             self.say(f"  {count} turns are kept: {same} goes on from there")
 
     def write(self, record: StudyRecord, status: str = "FINISHED") -> StudyRecord:
-        """Write the record and the report, here and in MLflow."""
-        record = self.mlflow.identify(record)
+        """Write the record and the report, in its folder and in MLflow."""
         from scaleray.reports.records.study import write_study_report  # it imports matplotlib
 
-        folder = Path(self.folder.work_dir)
-        Store(str(folder)).write_text("record.json", record.to_json())
-        files = [folder / "record.json", *write_study_report(record, folder)]
-        lacking = self.mlflow.finish(record, status=status, files=files)
-        if lacking:
-            self.say(f"  warning: {lacking}; everything is in {record.folder}")
-        return record
+        return self.write_with(record, write_study_report, status)

@@ -18,11 +18,11 @@ from scaleray.errors import ConfigError, first_line
 from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.connection import input_cpus
 from scaleray.launch.cluster.gpus import with_gpus_decided
+from scaleray.launch.session.campaign import check_published
 from scaleray.launch.session.conditions import check_same, conditions_of
 from scaleray.launch.session.data import is_in_steps
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.given import Config, resolved
-from scaleray.launch.session.measured import check_published
 from scaleray.launch.session.start import (
     check_learning_rate,
     check_local,
@@ -170,7 +170,7 @@ def _measured(running: RunningStudy, climb: Callable[..., None], spread: RunConf
     """Take what turns are missing, and conclude. climb: measures a group of rungs, with the config of its workers."""
     with running.kept_to_its_end():
         groups = running.begin()
-        with stage("measuring", total=running.total, unit="turns") as running.measuring, running.shown_in_its_folder():
+        with stage("measuring", total=running.total, unit="turns") as running.under_way, running.shown_in_its_folder():
             for group in groups:
                 climb(group, running.options.seed, running.keep, spread, running.sources)
                 check_one_kind(running.rungs.values())

@@ -19,11 +19,12 @@ from scaleray.errors import ConfigError, first_line
 from scaleray.launch.session.folder import RunFolder
 from scaleray.parsing import load_json
 from scaleray.records.json_record import jsonable
+from scaleray.records.read import FILE
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.scaling.sweeps.question import SweepQuestion
 from scaleray.scaling.sweeps.search_space import LogUniform, Settings, Space
 
-ASKED_FILE, RECORD_FILE, TRIALS = "sweep.json", "record.json", "trials"
+ASKED_FILE, TRIALS = "sweep.json", "trials"
 FORMAT = 1
 
 
@@ -82,12 +83,6 @@ class SweepFolder:
                 ) from exc
         return sorted(found, key=lambda trial: trial.number)
 
-    def write_record(self, record: SweepRecord) -> None:
-        """Write the sweep's record, at the end. It is also where MLflow can take it from, if the folder is a bucket."""
-        self.store.write_text(RECORD_FILE, record.to_json())
-        if not self.folder.is_local:
-            Path(self.folder.work_dir, RECORD_FILE).write_text(record.to_json())
-
 
 def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | None:
     """The record of a sweep that is finished; None for one that is not.
@@ -95,9 +90,9 @@ def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | N
     Raises ConfigError, in the name of `option`, for a damaged one.
     """
     try:
-        return TypeAdapter(SweepRecord).validate_json(Store(path).read(RECORD_FILE))
+        return TypeAdapter(SweepRecord).validate_json(Store(path).read(FILE))
     except ValidationError as exc:
-        file = Store(path).path(RECORD_FILE)
+        file = Store(path).path(FILE)
         raise ConfigError(option, file, f"it is not a sweep's record: {first_line(exc)}") from exc
     except (OSError, ValueError):  # a URI of an unknown kind, of which `read_asked` says so
         return None

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from scaleray.config.base import without_password
-from scaleray.config.idle_settings import used_settings
-from scaleray.data import TRAIN
 from scaleray.errors import MARKED_KILLED, RunFailedError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import num_concurrent
+from scaleray.launch.session.campaign import Campaign
 from scaleray.launch.session.conditions import conditions_of
-from scaleray.launch.session.experiment import experiment_tags
-from scaleray.launch.session.measured import published_while
-from scaleray.launch.sweep.folder import RECORD_FILE, AskedSweep, SweepFolder
+from scaleray.launch.sweep.folder import AskedSweep, SweepFolder
 from scaleray.launch.sweep.guided import GuidedTrials
 from scaleray.launch.sweep.plan import SweepPlan
 from scaleray.launch.sweep.same_trainings import SameTrainings, counted_for, trained_by_key, training_key
@@ -31,19 +26,17 @@ from scaleray.records.start import steady_time
 from scaleray.records.sweep import SweepRecord, Trial
 from scaleray.reproducibility.fingerprint import environment
 from scaleray.scaling.sweeps.result import DIVERGED, FAILED, NOT_STARTED, common_causes, sentences, with_common_target
-from scaleray.tracking.live_stage import written_while
-from scaleray.tracking.measured_metrics import MeasuredMetrics
-from scaleray.tracking.provenance import dataset, source_tags
-from scaleray.tracking.study_runs import ParentRun
 
 MAX_SHOWN = 50  # lines about trials that never fit
 
 
-class RunningSweep:
+class RunningSweep(Campaign):
     """A sweep between its beginning and its record: runs candidates, keeps each trial's record, and concludes.
 
     against: the record of the whole grid, for a guided sweep.
     """
+
+    kind = "sweep"
 
     def __init__(
         self,
@@ -61,35 +54,30 @@ class RunningSweep:
         share = plan.question.guided_share
         self.guided = GuidedTrials(plan, share=share, against=against) if share is not None else None
         plan = self.guided.measured_plan() if self.guided is not None else plan
-        self.plan, self.asked, self.files, self.nodes, self.say = plan, asked, files, nodes, say
-        self.tracking_uri, self.started_at = tracking_uri, started_at
+        super().__init__(
+            config=plan.base, folder=files.folder, say=say, started_at=asked.started_at, under_way=Stage("trials")
+        )
+        self.plan, self.asked, self.files, self.nodes = plan, asked, files, nodes
+        self.tracking_uri, self.continued_at = tracking_uri, started_at
         self.trials: list[Trial] = files.read_trials()
         self._is_recorded = False
-        self.running = Stage("trials")
-        self.run: ParentRun | None = None
 
     def __enter__(self) -> RunningSweep:
         plan, asked = self.plan, self.asked
-        config = plan.base
-        self.run = ParentRun.open(
-            self.tracking_uri,
-            config.tracking.experiment,
-            kind="sweep",
-            name=self.files.folder.name,
-            config=used_settings(config, config.strategy.name),
-            tags=self._tags(),
-            datasets=[
-                dataset(name, source.describe(), workload=config.workload.name)
-                for name, source in next(iter(plan.materials.values())).sources.items()
-            ],
-            continue_run_id=asked.run_id or None,
-            started_at=asked.started_at,
+        self.open_run(
+            next(iter(plan.materials.values())).sources,
+            environment(),
+            config_hash=plan.base.hash(),
+            nodes=cluster.topology(self.nodes),
+            workers=plan.question.workers_per_trial,
+            run_id=asked.run_id,
+            uri=self.tracking_uri,
         )
         if not asked.run_id:
-            self.asked = dataclasses.replace(asked, run_id=self.run.run_id)
+            self.asked = dataclasses.replace(asked, run_id=self.mlflow.run_id)
             self.files.write_asked(self.asked)
         for trial in self.trials:
-            self.run.log_trial(trial)
+            self.mlflow.log_trial(trial)
         self._announce()
         for trial in list(self.trials):  # the sweep was interrupted before the record of another name
             self._count_for_others(trial)
@@ -98,31 +86,17 @@ class RunningSweep:
                 self._keep(make_trial(plan, number, settings, status=NOT_STARTED, error=reason), is_said=False)
         return self
 
-    def _tags(self) -> dict[str, str]:
-        config, facts = self.plan.base, environment()
-        return {
-            "scaleray.config_hash": config.hash(),
-            **source_tags(config.workload.name, facts["git"]),
-            **experiment_tags(
-                config,
-                environment=facts,
-                nodes=cluster.topology(self.nodes),
-                data=next(iter(self.plan.materials.values())).sources[TRAIN].describe(),
-                workers=self.plan.question.workers_per_trial,
-            ),
-        }
-
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if self.run is None:
+        if not self.has_run:
             return
         if error is not None and not self._is_recorded:
-            self.run.finish(None, status="KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+            self.mlflow.finish(None, status="KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
             if isinstance(error, KeyboardInterrupt):
-                path = without_password(self.files.folder.path)
+                path = without_password(self.folder.path)
                 self.say(f"to continue: scaleray sweep --continue {path}")
                 error.args = (MARKED_KILLED,)
-        remove_scraps(self.files.folder.path)
-        self.files.folder.complete()
+        remove_scraps(self.folder.path)
+        self.folder.complete()
 
     def run_all(self) -> None:
         """Run every trial that has no record yet, or those that a guided sweep chooses."""
@@ -157,19 +131,11 @@ class RunningSweep:
         """
         from scaleray.reports.records.sweep import write_sweep_report  # it imports matplotlib
 
-        assert self.run is not None
         record = self._record()
         started = [t for t in self.trials if t.status != NOT_STARTED]
         all_failed = bool(started) and all(t.status in (FAILED, DIVERGED) for t in started)
-        record = self.run.identify(record)
-        record = dataclasses.replace(record, folder=without_password(self.files.folder.path))
-        self.files.write_record(record)
-        work_dir = Path(self.files.folder.work_dir)
-        files = [work_dir / RECORD_FILE, *write_sweep_report(record, work_dir)]
+        record = self.write_with(record, write_sweep_report, "FAILED" if all_failed else "FINISHED")
         self._is_recorded = True
-        missing = self.run.finish(record, status="FAILED" if all_failed else "FINISHED", files=files)
-        if missing:
-            self.say(f"warning: {missing}; the record on disk is complete: {record.folder}")
         if all_failed:
             cause, number = common_causes(started)[0]
             raise RunFailedError(
@@ -208,39 +174,26 @@ class RunningSweep:
             raise KeyboardInterrupt
 
     def _fit(self, **options: Any) -> set[int]:
-        folder, asked = self.files.folder, self.asked
         before = sum(trial.status != NOT_STARTED for trial in self.trials)
         with (
-            stage("trials", total=self._num_planned(), unit="trials", before=before) as self.running,
-            written_while(
-                lambda: self.running,
-                Path(folder.work_dir),
-                kind="sweep",
-                name=folder.name,
-                run_id=asked.run_id,
-                started_at=asked.started_at,
-            ),
+            stage("trials", total=self._num_planned(), unit="trials", before=before) as self.under_way,
+            self.shown_in_its_folder(),
         ):
-            return run_experiment(self.plan, self.nodes, folder=folder.path, on_trial=self._keep, **options)
+            return run_experiment(self.plan, self.nodes, folder=self.folder.path, on_trial=self._keep, **options)
 
-    def published(self) -> contextlib.AbstractContextManager[MeasuredMetrics]:
-        """Context in which Prometheus finds the trials that have ended, and the sweep is judged."""
-        assert self.run is not None
-        return published_while(self._measured, self.plan.base, folder=self.files.folder, parent=self.run, say=self.say)
-
-    def _measured(self) -> Measured:
-        now, config = self.running, self.plan.base
+    def measured(self) -> Measured:
+        """Trials so far."""
+        now, config = self.under_way, self.config
         return Measured(
             "sweep", now.done, now.total, trials=self.trials, workers=self.plan.workers, strategy=config.strategy.name
         )
 
     def _keep(self, trial: Trial, *, is_said: bool = True) -> None:
         """Keep a trial's record: on disk first, then in MLflow, then on the terminal."""
-        assert self.run is not None
         self.files.write_trial(trial)
         self.trials = sorted([*self.trials, trial], key=lambda t: t.number)
-        self.run.log_trial(trial)
-        self.running.advance()
+        self.mlflow.log_trial(trial)
+        self.under_way.advance()
         if is_said:
             num_started = sum(t.status != NOT_STARTED for t in self.trials)
             self.say(trial_line(trial, num_started, self._num_planned()))
@@ -265,9 +218,9 @@ class RunningSweep:
         plan, question = self.plan, self.plan.question
         done = sum(t.status != NOT_STARTED for t in self.trials)
         start = (
-            f"continuing sweep {self.files.folder.name}, {done} trials are done"
+            f"continuing sweep {self.folder.name}, {done} trials are done"
             if self.trials
-            else f"sweep {self.files.folder.name}"
+            else f"sweep {self.folder.name}"
         )
         workers = f"{quantity(plan.workers, 'worker')} each"
         fit = num_concurrent(plan.config(plan.candidates[0]), self.nodes)
@@ -310,7 +263,7 @@ class RunningSweep:
         workload = next(iter(plan.materials.values())).workload
         topology = {"nodes": cluster.topology(self.nodes), "workers_per_trial": plan.workers}
         record = SweepRecord(
-            name=self.files.folder.name,
+            name=self.folder.name,
             command=self.asked.command,
             config=config.to_dict(),
             conditions=conditions_of(config, workload, topology),
@@ -320,9 +273,9 @@ class RunningSweep:
             scheduler=plan.question.scheduler,
             search=plan.question.search,
             trials=self.trials,
-            started_at=self.asked.started_at,
-            duration_s=steady_time() - self.started_at,
-            folder=without_password(self.files.folder.path),
+            started_at=self.started_at,
+            duration_s=steady_time() - self.continued_at,
+            folder=without_password(self.folder.path),
         )
         compared = with_common_target(record)
         words = sentences(

@@ -21,11 +21,11 @@ from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
+from scaleray.launch.session.campaign import check_published
 from scaleray.launch.session.data import check_same_data
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.folder import RunFolder, unique_name
 from scaleray.launch.session.given import Config, whole_config
-from scaleray.launch.session.measured import check_published
 from scaleray.launch.session.start import check_started_once, with_absolute_paths
 from scaleray.launch.sweep.folder import AskedSweep, SweepFolder, finished_record, grid_record, read_asked
 from scaleray.launch.sweep.guided import check_guided

@@ -197,13 +197,15 @@ def test_a_study_that_is_interrupted_just_after_its_run_was_made_is_marked(study
     """The run was RUNNING for ever, and "marked KILLED"."""
     from mlflow import MlflowClient
 
-    from scaleray.launch.study import running
+    from scaleray.launch.session.campaign import ParentRun
+    from scaleray.launch.study.running import KnownTurns, RunningStudy
 
     def interrupted(*arguments, **named):
         raise KeyboardInterrupt
 
     owner, _, method = moment.partition(".")
-    monkeypatch.setattr(getattr(running, owner), method, interrupted)
+    owners = {kind.__name__: kind for kind in (KnownTurns, RunningStudy, ParentRun)}
+    monkeypatch.setattr(owners[owner], method, interrupted)
     with pytest.raises(KeyboardInterrupt):
         study(StudyOptions(world_sizes=[1], repeats=2))
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
@@ -214,12 +216,12 @@ def test_a_study_that_is_interrupted_just_after_its_run_was_made_is_marked(study
 def test_a_study_whose_record_cannot_be_written_is_marked(study, tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
-    from scaleray.launch.study import running
+    from scaleray.launch.session import campaign
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(running.Store, "write_text", full)
+    monkeypatch.setattr(campaign.Store, "write_text", full)
     with pytest.raises(OSError, match="No space"):
         study(StudyOptions(world_sizes=[1], repeats=2))
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")

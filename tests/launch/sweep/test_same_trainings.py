@@ -6,6 +6,7 @@ import pytest
 from test_sweep_plan import base, plan_of
 
 from scaleray.launch.cluster.connection import Node
+from scaleray.launch.session import campaign
 from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.sweep import running as running_sweep
 from scaleray.launch.sweep.folder import AskedSweep, SweepFolder
@@ -76,7 +77,7 @@ def sweep(tmp_path, monkeypatch):
         return set(numbers)
 
     monkeypatch.setattr(running_sweep, "run_experiment", run_experiment)
-    monkeypatch.setattr(running_sweep.ParentRun, "open", lambda *a, **k: NoMlflow())
+    monkeypatch.setattr(campaign.ParentRun, "open", lambda *a, **k: NoMlflow())
 
     def start(said=None):
         say = said.append if said is not None else lambda text: None
@@ -101,7 +102,7 @@ def test_rules_at_the_reference_batch_have_one_training_and_a_record_each(sweep)
     at_reference = [found[8, rule] for rule in ("none", "linear", "sqrt")]
     assert len({(t.samples_to_target, t.value) for t in at_reference}) == 1  # no noise between rules
     assert sorted(t.same_as is None for t in at_reference) == [False, False, True]
-    assert sorted(running.run.logged) == list(range(6))
+    assert sorted(running.mlflow.logged) == list(range(6))
     assert sweep.files.read_trials() == record.trials
     assert any("2 of them are the same training as another" in line for line in said)
     assert sum("the same training as of" in line for line in said) == 2

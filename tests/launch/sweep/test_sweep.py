@@ -102,7 +102,8 @@ def test_trials_of_two_workers_one_of_which_fails_and_one_that_never_fits(ray_se
     folder = Path(record.folder)
     assert SweepRecord.read(folder / "record.json") == record
     assert {path.name for path in folder.iterdir()} == {
-        *(".lock", "alerts.jsonl", "live.json", "record.json", "sweep.json", "trials")
+        *(".lock", "alerts.jsonl", "live.json", "record.json", "sweep.json", "trials"),
+        *("report.html", "trials.csv", "figures"),
     }
     parent, runs = children(record)
     assert parent.info.status == "FINISHED" and parent.data.tags["scaleray.kind"] == "sweep"

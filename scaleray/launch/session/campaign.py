@@ -1,0 +1,176 @@
+"""A study or a sweep from its beginning to its record: folder, run in MLflow, metrics, alerts and report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from scaleray.checkpoints.storage import Store
+from scaleray.config import RunConfig
+from scaleray.config.base import without_password
+from scaleray.config.idle_settings import used_settings
+from scaleray.data import TRAIN
+from scaleray.data.source import Source
+from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.session.alerts import alert_settings
+from scaleray.launch.session.experiment import experiment_tags
+from scaleray.launch.session.folder import RunFolder
+from scaleray.monitoring.live.measured_series import Measured
+from scaleray.progress import Stage
+from scaleray.records.published import RAYS_JOB, PublishedFacts
+from scaleray.records.read import FILE
+from scaleray.records.run import Say
+from scaleray.records.study import StudyRecord
+from scaleray.records.sweep import SweepRecord
+from scaleray.tracking import store
+from scaleray.tracking.live_stage import written_while
+from scaleray.tracking.measured_metrics import MeasuredMetrics
+from scaleray.tracking.metrics_endpoint import HOST, chosen_port
+from scaleray.tracking.provenance import dataset, source_tags
+from scaleray.tracking.run_description import RunDescription
+from scaleray.tracking.study_runs import ParentRun
+
+Record = TypeVar("Record", StudyRecord, SweepRecord)
+
+
+def check_published(config: RunConfig) -> None:
+    """Raise ConfigError for a port in use, or alerts that cannot be delivered, before anything is started."""
+    chosen_port(config.monitoring.port)
+    alert_settings(config.alerts)
+
+
+@dataclass(kw_only=True)
+class Campaign:
+    """The common part of a study and of a sweep: many trainings with one folder, one run in MLflow and one record.
+
+    started_at: wall clock.
+    """
+
+    kind: ClassVar[Literal["study", "sweep"]]
+    config: RunConfig
+    folder: RunFolder
+    say: Say
+    started_at: float
+    under_way: Stage = field(default_factory=lambda: Stage("measuring"))
+    """The measurements, as a terminal shows them."""
+    mlflow: ParentRun = field(init=False)
+    """Its run in MLflow, from `open_run` on."""
+
+    @property
+    def has_run(self) -> bool:
+        """Whether its run in MLflow was opened."""
+        return hasattr(self, "mlflow")
+
+    def open_run(
+        self,
+        sources: Mapping[str, Source],
+        environment: Mapping[str, Any],
+        *,
+        config_hash: str,
+        nodes: list[dict[str, Any]],
+        workers: int,
+        settings: Mapping[str, Any] | None = None,
+        run_id: str = "",
+        uri: str = "",
+    ) -> None:
+        """Make its run in MLflow, or continue the one with that id. environment: with its commit under `git`. workers:
+        the most of one training. settings: more sections of the config. uri: where MLflow is, if not where the config
+        says. Raises TrackingError."""
+        config, workload = self.config, self.config.workload.name
+        self.mlflow = ParentRun.open(
+            store.resolve_uri(uri or config.tracking.uri),
+            config.tracking.experiment,
+            kind="scaling-study" if self.kind == "study" else "sweep",
+            name=self.folder.name,
+            config=used_settings(config, config.strategy.name) | dict(settings or {}),
+            tags={
+                "scaleray.config_hash": config_hash,
+                **source_tags(workload, environment.get("git") or {}),
+                **experiment_tags(
+                    config, environment=environment, nodes=nodes, data=sources[TRAIN].describe(), workers=workers
+                ),
+            },
+            datasets=[dataset(name, source.describe(), workload=workload) for name, source in sources.items()],
+            continue_run_id=run_id or None,
+            started_at=self.started_at,
+        )
+
+    def measured(self) -> Measured:
+        """Points or trials so far, as Prometheus shows them."""
+        raise NotImplementedError
+
+    def shown_in_its_folder(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which live.json says how far the measurements are."""
+        return written_while(
+            lambda: self.under_way,
+            Path(self.folder.work_dir),
+            kind=self.kind,
+            name=self.folder.name,
+            run_id=self.mlflow.run_id,
+            started_at=self.started_at,
+        )
+
+    @contextlib.contextmanager
+    def published(self) -> Iterator[MeasuredMetrics]:
+        """A context in which what is measured so far is published and judged. Raises what `check_published` does."""
+        config, folder = self.config, self.folder
+        alerts, webhook = alert_settings(config.alerts)
+        port = chosen_port(config.monitoring.port)
+        description = RunDescription(
+            tracking_uri="",
+            experiment=config.tracking.experiment,
+            run_name=folder.name,
+            work_dir=folder.work_dir,
+            run_path=folder.path,
+            every_steps=1,
+            params={},
+            tags={},
+            files={},
+            key=self.mlflow.run_id,
+            strategy=config.strategy.name,
+            alerts=alerts,
+            webhook=webhook,
+            published=PublishedFacts(port=port, job=os.environ.get(RAYS_JOB, "")),
+        )
+        metrics = MeasuredMetrics(self.measured, description=description, parent=self.mlflow, say=self.say)
+        metrics.publish = _rays_nodes(config)
+        if port is not None:
+            self.say(f"  metrics for Prometheus: http://{HOST}:{port}/metrics")
+        metrics.begin()
+        status = "FAILED"
+        try:
+            yield metrics
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            metrics.leave(status)
+
+    def write_with(self, record: Record, write_report: Callable[[Record, Path], list[Path]], status: str) -> Record:
+        """Write the record and its report, in the folder and in MLflow; returns it with its places."""
+        record = dataclasses.replace(self.mlflow.identify(record), folder=without_password(self.folder.path))
+        here: Path = Path(self.folder.work_dir)
+        Store(self.folder.path).write_text(FILE, record.to_json())
+        if not self.folder.is_local:
+            Store(str(here)).write_text(FILE, record.to_json())
+        files = [here / FILE, *write_report(record, here)]
+        if missing := self.mlflow.finish(record, status=status, files=files):
+            self.say(f"warning: {missing}; the record in the folder is complete: {record.folder}")
+        return record
+
+
+def _rays_nodes(config: RunConfig) -> Callable[..., None] | None:
+    """Where Ray's nodes take metrics, what brings them there from this process."""
+    ray = sys.modules.get("ray")  # a local study does without
+    if ray is None or not ray.is_initialized() or not cluster.publishes_metrics(config):
+        return None
+    from scaleray.training.ray_metrics import RayMetrics
+
+    return RayMetrics().publish
