@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 
 import scaleray
@@ -63,7 +64,7 @@ def api_page(note: str) -> str:
     """The whole page. note: line that says where it comes from."""
     words = (
         "All names are in `scaleray` and load on first use: `import scaleray` imports neither torch nor Ray.\n\n"
-        "`Config` is a RunConfig, a YAML file, or a mapping of dotted keys or sections. `Numbers` and `Words` are a text with commas or a sequence."
+        "`Config` is a RunConfig, a YAML file, or a mapping of dotted keys or sections. `Numbers` and `Words` are a text with commas or a sequence, a `File` is a path."
     )
     lines = ["# From Python", "", note, "", words]
     for title, names in ORDER:
@@ -78,10 +79,8 @@ def _entry(name: str) -> list[str]:
     text = inspect.cleandoc(ast.get_docstring(node) or "")
     if isinstance(node, ast.FunctionDef):
         options = _options(node, scaleray._HOMES[name])
-        listed = [""] if options is not None else []
-        if options is not None:
-            source = ast.unparse(options)
-            listed += [f"- `{field}`: {meaning}" for field, meaning in meanings_of(source).items()]
+        meanings = [item for one in options for item in meanings_of(ast.unparse(one)).items()]
+        listed = ["", *(f"- `{field}`: {meaning}" for field, meaning in meanings)] if meanings else []
         return [f"### {name}", "", "```python", _signature(node, options), "```", "", text, *listed]
     bases = ", ".join(ast.unparse(base) for base in node.bases)
     lines = [f"### {name}", "", f"`class {name}({bases})`" if bases else f"`class {name}`", "", text]
@@ -93,24 +92,34 @@ def _entry(name: str) -> list[str]:
     return lines
 
 
-def _options(node: ast.FunctionDef, module: str) -> ast.ClassDef | None:
-    """The dataclass whose fields the function takes as keyword arguments, by its decorator `takes`."""
+def _options(node: ast.FunctionDef, module: str) -> list[ast.ClassDef]:
+    """The dataclass whose fields the function takes as keyword arguments, by its decorator `takes`, after its bases."""
     for decorator in node.decorator_list:
         if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "takes":
-            found = _definition(module, ast.unparse(decorator.args[0]))
-            assert isinstance(found, ast.ClassDef)
-            return found
-    return None
+            return _with_bases(module, ast.unparse(decorator.args[0]))
+    return []
+
+
+def _with_bases(module: str, name: str) -> list[ast.ClassDef]:
+    """A dataclass after its bases, which are defined next to it."""
+    home, found = _home(module, name)
+    assert isinstance(found, ast.ClassDef)
+    return [*(one for base in found.bases for one in _with_bases(home, ast.unparse(base))), found]
 
 
 def _definition(module: str, name: str) -> ast.FunctionDef | ast.ClassDef:
     """The definition of a name in a module, or in the module that this one imports it from."""
+    return _home(module, name)[1]
+
+
+def _home(module: str, name: str) -> tuple[str, ast.FunctionDef | ast.ClassDef]:
+    """The module that defines a name, and the definition."""
     tree = ast.parse(_source(module))
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
-            return node
+            return module, node
         if isinstance(node, ast.ImportFrom) and any(alias.name == name for alias in node.names):
-            return _definition(str(node.module), name)
+            return _home(str(node.module), name)
     raise LookupError(f"{module} has no {name}")
 
 
@@ -119,12 +128,12 @@ def _source(module: str) -> str:
     return (parts / "__init__.py" if parts.is_dir() else parts.with_suffix(".py")).read_text()
 
 
-def _signature(node: ast.FunctionDef, options: ast.ClassDef | None = None) -> str:
-    if options is not None:
-        fields = [field for field in options.body if isinstance(field, ast.AnnAssign)]
+def _signature(node: ast.FunctionDef, options: Sequence[ast.ClassDef] = ()) -> str:
+    if options:
+        fields = [field for one in options for field in one.body if isinstance(field, ast.AnnAssign)]
         own = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
         kept = [(arg, default) for arg, default in own if arg.arg != "options"]
-        taken = [(ast.arg(ast.unparse(field.target), field.annotation), field.value) for field in fields]
+        taken = [(ast.arg(ast.unparse(field.target), _plain(field.annotation)), field.value) for field in fields]
         node.args.kwonlyargs, node.args.kw_defaults = map(list, zip(*taken, *kept, strict=True))
     plain = ast.parse(f"def {node.name}(): ...").body[0]
     assert isinstance(plain, ast.FunctionDef)
@@ -135,6 +144,14 @@ def _signature(node: ast.FunctionDef, options: ast.ClassDef | None = None) -> st
     head, _, rest = text.partition("(")
     body, _, tail = rest.rpartition(")")
     return "\n".join([f"{head}(", *(f"    {argument}," for argument in _split(body)), f"){tail}"])
+
+
+def _plain(annotation: ast.expr) -> ast.expr:
+    """The type of an annotation, without what only the command line reads."""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        assert isinstance(annotation.slice, ast.Tuple)
+        return annotation.slice.elts[0]
+    return annotation
 
 
 def _split(text: str) -> list[str]:

@@ -15,8 +15,8 @@ _HOMES = {
     "verify": "scaleray.launch.verify.verify",
     "study": "scaleray.launch.study.study",
     "sweep": "scaleray.launch.sweep.sweep",
-    "plan": "scaleray.api_plan",
-    "explain_plan": "scaleray.api_plan",
+    "plan": "scaleray.launch.plan.plan",
+    "explain_plan": "scaleray.launch.plan.plan",
     "compare": "scaleray.reports.compare.comparison",
     "gate": "scaleray.launch.gate.gate",
     "promote": "scaleray.launch.promote.promote",
@@ -135,7 +135,6 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from scaleray.api_plan import explain_plan, plan
     from scaleray.callbacks import Callback
     from scaleray.config import RunConfig, load_config
     from scaleray.config.reference import config_keys
@@ -158,6 +157,7 @@ if TYPE_CHECKING:
     )
     from scaleray.launch.path.go import next_on_path, redo_on_path, skip_on_path
     from scaleray.launch.path.state import find_path, start_path
+    from scaleray.launch.plan.plan import explain_plan, plan
     from scaleray.launch.profile.profile import profile
     from scaleray.launch.promote.check import check_promoted
     from scaleray.launch.promote.promote import promote

@@ -11,6 +11,7 @@ import inspect
 import itertools
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from scaleray.errors import ConfigError
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
     """Whole numbers, as a text such as `1,2,4` or as a sequence."""
     Words = str | Sequence[str]
     """Words, as a text with commas or as a sequence."""
+    File = str | Path
 else:  # a command line has texts alone
     Numbers = Words = str
+    File = Path
 
 
 def takes(kind: type[Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -39,7 +42,9 @@ def takes(kind: type[Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
             return function(*args, options=chosen, **keywords)
 
         vars(wrapped)["__signature__"] = _signature(function, list(fields.values()))
-        meanings = [f"{name}: {text}" for name, text in meanings_of(inspect.getsource(kind)).items()]
+        classes = [each for each in reversed(kind.__mro__) if dataclasses.is_dataclass(each)]
+        found = [meanings_of(inspect.getsource(each)) for each in classes]
+        meanings = [f"{name}: {text}" for each in found for name, text in each.items()]
         wrapped.__doc__ = "\n\n".join([inspect.cleandoc(function.__doc__ or ""), "\n".join(meanings)])
         return wrapped
 

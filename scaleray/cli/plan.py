@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
+from typing import Annotated
 
 from cyclopts import App
 
-from scaleray.cli.options import ConfigFile, Overrides
+from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Overrides
 from scaleray.cli.output import print_json
-from scaleray.cli.plan_options import (
-    ClusterOptions,
-    MeasuredOptions,
-    ModelOptions,
-    OutputOptions,
-    RecipeOptions,
-    TargetOptions,
-)
+from scaleray.launch.plan.options import LayoutOptions, PlanOptions
 
 plan_app = App(
     name="plan",
@@ -32,47 +27,49 @@ plan_app = App(
 def plan(
     *overrides: Overrides,
     config: ConfigFile = None,
-    model: ModelOptions = ModelOptions(),
-    cluster: ClusterOptions = ClusterOptions(),
-    recipe: RecipeOptions = RecipeOptions(),
-    measured: MeasuredOptions = MeasuredOptions(),
-    target: TargetOptions = TargetOptions(),
-    output: OutputOptions = OutputOptions(),
+    options: Annotated[PlanOptions, AS_OPTIONS] = PlanOptions(),
+    rows: int = 10,
+    json: Json = False,
 ) -> int:
-    """Rank the layouts of a model on a cluster."""
+    """Rank the layouts of a model on a cluster.
+
+    Parameters
+    ----------
+    rows
+        Layouts to show.
+    """
     from rich.console import Console
 
-    from scaleray.cli.plan_answer import answered
-    from scaleray.cli.plan_record import plan_record
-    from scaleray.cli.plan_registered import registered
     from scaleray.config.alerts import without_secrets
+    from scaleray.launch.plan.plan import answered
+    from scaleray.launch.plan.record import plan_record, registered
     from scaleray.reports.terminal.plan import plan_view
     from scaleray.reports.terminal.record import print_whole, width_of
     from scaleray.reports.terminal.tables import as_rich
     from scaleray.reports.words.plan_target import way_table
 
-    answer = answered(model, cluster, recipe, measured, target, config=config, overrides=overrides)
+    answer = answered(options, config=config, overrides=overrides)
     advice, seen, found, kept = answer.advice, answer.seen, answer.found, answer.checkpoints
     command = f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}"
-    link = registered(answer, config=config, overrides=overrides, record=output.record, command=command)
-    console = Console(stderr=output.json)
+    link = registered(answer, config=config, overrides=overrides, record=options.record, command=command)
+    console = Console(stderr=json)
     width = width_of(console)
     if found.ways:
         table = way_table(found.ways, num_gpus=advice.question.cluster.num_gpus, words=found.words)
         print_whole(console, as_rich(table, width=width))
-    print_whole(console, plan_view(advice, seen, rows=output.rows, width=width, num_samples=found.samples, kept=kept))
-    if output.write is not None:
-        for line in answer.write_config(config, output.write):
+    print_whole(console, plan_view(advice, seen, rows=rows, width=width, num_samples=found.samples, kept=kept))
+    if options.write is not None:
+        for line in answer.write_config(config, Path(options.write)):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if output.html is not None:
-        answer.write_page(output.html, command=command, rows=output.rows)
-        console.print(f"page: {output.html}", highlight=False, markup=False, soft_wrap=True)
+    if options.html is not None:
+        answer.write_page(Path(options.html), command=command, rows=rows)
+        console.print(f"page: {options.html}", highlight=False, markup=False, soft_wrap=True)
     if link is not None:
         console.print(f"MLflow: {link}", highlight=False, markup=False, soft_wrap=True)
-    if output.json:
-        record = plan_record(advice, seen, rows=output.rows, kept=kept, ways=found.ways)
-        files = {"config": output.write, "page": output.html}
-        written = {name: str(path.absolute()) for name, path in files.items() if path is not None}
+    if json:
+        record = plan_record(advice, seen, rows=rows, kept=kept, ways=found.ways)
+        files = {"config": options.write, "page": options.html}
+        written = {name: str(Path(path).absolute()) for name, path in files.items() if path is not None}
         summary = f"recommended: {advice.best.layout.describe()}; {seen.doubling}".removesuffix("; ")
         print_json(record, written=written, summary=summary)
     return 0
@@ -80,16 +77,7 @@ def plan(
 
 @plan_app.command
 def explain(
-    what: str = "constants",
-    /,
-    *,
-    model: str | None = None,
-    cluster: str | None = None,
-    global_batch: int | None = None,
-    sequence: int | None = None,
-    precision: str | None = None,
-    strategies: str = "ddp,zero1,fsdp,hsdp,tp,pp,ep",
-    rows: int = 20,
+    what: str = "constants", /, *, options: Annotated[LayoutOptions, AS_OPTIONS] = LayoutOptions(), rows: int = 20
 ) -> int:
     """Print the planner's figures with their sources, or the layouts that do not fit in memory.
 
@@ -100,14 +88,7 @@ def explain(
     rows
         Layouts to list.
     """
-    from scaleray.cli.plan_explained import explained
+    from scaleray.launch.plan.plan import explain_plan
 
-    lines = explained(
-        what,
-        model=ModelOptions(model=model),
-        cluster=ClusterOptions(cluster=cluster),
-        recipe=RecipeOptions(global_batch=global_batch, sequence=sequence, precision=precision, strategies=strategies),
-        rows=rows,
-    )
-    print("\n".join(lines))
+    print("\n".join(explain_plan(what, options=options, rows=rows)))
     return 0

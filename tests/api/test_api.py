@@ -48,7 +48,7 @@ COMMANDS = {
     "registry curve": "experiment_curves", "registry invalidate": "invalidate_experiment",
 }  # fmt: skip
 OTHER_NAMES = {
-    "kind": "kinds", "rank": "rank_by", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "file": "out",
+    "kind": "kinds", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "file": "out",
 }  # fmt: skip
 """Options whose argument has another name in Python."""
 OF_A_COMMAND = {
@@ -105,7 +105,7 @@ def test_every_command_has_a_function():
 
 
 def test_plans_are_made_by_arithmetic():
-    advice = scaleray.plan("gpt2", "h100:8x2", global_batch=64)
+    advice = scaleray.plan(model="gpt2", cluster="h100:8x2", global_batch=64)
     assert advice.best.layout.num_gpus == 16 and advice.choices
 
 

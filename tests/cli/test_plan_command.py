@@ -9,9 +9,9 @@ import study_examples
 import yaml
 
 from scaleray.cli.main import run_command
-from scaleray.cli.plan_write import write_config
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, StorageError
+from scaleray.launch.plan.written import write_config
 from scaleray.planner.answers.advise import Advice, predict
 from scaleray.planner.answers.question import Question
 from scaleray.planner.cost.layout import Layout
@@ -153,7 +153,7 @@ def test_a_configs_workload_is_counted_once_in_a_process_of_its_own(capsys, tmp_
 
 def test_a_workload_that_cannot_be_counted_is_one_message(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("scaleray.cli.plan_question.sys.executable", "/bin/false")
+    monkeypatch.setattr("scaleray.launch.plan.counted.sys.executable", "/bin/false")
     code, _, err = run(capsys, "-c", "jobs/digits.yaml", "--cluster", "h100:8")
     assert code == 2 and "--model" in err
     assert not list(tmp_path.rglob("*.json"))

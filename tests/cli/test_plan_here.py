@@ -3,9 +3,9 @@
 import pytest
 
 from scaleray.cli.main import run_command
-from scaleray.cli.plan_here import cluster_of_nodes
 from scaleray.errors import ClusterError, UsageError
 from scaleray.launch.cluster.connection import Node
+from scaleray.launch.plan.here import cluster_of_nodes
 from scaleray.planner.hardware.catalogue import CATALOGUE
 
 HEAD = Node("10.0.0.1", {"CPU": 8.0, "memory": 2.0**34}, {})

@@ -117,11 +117,12 @@ def _gpu(pynvml: Any, index: int) -> GpuSeen:
         used_bytes=used,
         utilisation=utilisation,
         processes=processes,
-        num_nvlinks=_num_nvlinks(pynvml, handle),
+        num_nvlinks=num_nvlinks(pynvml, handle),
     )
 
 
-def _num_nvlinks(pynvml: Any, handle: Any) -> int:
+def num_nvlinks(pynvml: Any, handle: Any) -> int:
+    """Number of a GPU's active NVLinks."""
     active = 0
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         try:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 def this_machine(catalogue: Catalogue) -> Cluster:
     """GPUs of one kind with their link, as the driver sees them. Raises ClusterError where they differ."""
+    from scaleray.launch.doctor.node import num_nvlinks
+
     try:
         import pynvml
 
@@ -38,7 +40,7 @@ def this_machine(catalogue: Catalogue) -> Cluster:
             "GPUs here", ", ".join(sorted(set(names))), "they must be of one kind", "plan each kind with --cluster"
         )
     gpu = catalogue.find_gpu(names[0])
-    joined = _num_nvlinks(pynvml, handles[0])
+    joined = num_nvlinks(pynvml, handles[0])
     # a card that could have NVLink and has none talks over PCIe
     link = gpu.link if joined or not gpu.link.startswith("nvlink") else "pcie4"
     notes = (f"{count} x {names[0]}, {joined} NVLinks each", "one node: other nodes of the cluster are not looked at")
@@ -152,16 +154,6 @@ def _processors_of(nodes: Sequence[Node], catalogue: Catalogue, network: str | N
         network=_network(network, "", num_nodes, catalogue),
         notes=notes,
     )
-
-
-def _num_nvlinks(pynvml, handle) -> int:  # type: ignore[no-untyped-def]
-    active = 0
-    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            active += bool(pynvml.nvmlDeviceGetNvLinkState(handle, link))
-        except pynvml.NVMLError:
-            break
-    return active
 
 
 def _text(name: str | bytes) -> str:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scaleray.cli.plan_options import TargetOptions
 from scaleray.errors import ConfigError, UsageError
+from scaleray.launch.plan.options import PlanOptions
 from scaleray.planner.answers.question import Question
 from scaleray.planner.answers.to_target import Target, Way, best_way, ways_to
 from scaleray.records.read import read_record
@@ -41,14 +41,14 @@ class Asked:
     words: str = ""
 
 
-def ways_and_samples(question: Question, options: TargetOptions, from_run: Path | None) -> tuple[Question, Asked]:
+def ways_and_samples(question: Question, options: PlanOptions) -> tuple[Question, Asked]:
     """Samples of the training and the ways to its target; with `--rank time-to-target` the question then has the batch
     size of the best way.
 
     Raises ConfigError for options that decide nothing, and what `target_of` raises.
     """
     samples, steps = options.samples, options.target_steps
-    if options.rank != "time-to-target":
+    if options.rank_by != "time-to-target":
         if options.noise_scale is not None:
             raise ConfigError(
                 "--noise-scale", options.noise_scale, "it decides nothing here", "add --rank time-to-target"
@@ -59,7 +59,7 @@ def ways_and_samples(question: Question, options: TargetOptions, from_run: Path 
         noise_scale=options.noise_scale,
         samples=samples,
         steps=steps,
-        from_run=from_run,
+        from_run=None if options.from_run is None else Path(options.from_run),
     )
     is_asynchronous = not options.waits_for_checkpoints
     ways = ways_to(target, question, interval_s=options.interval_s, is_asynchronous=is_asynchronous)

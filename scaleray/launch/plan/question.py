@@ -1,25 +1,20 @@
-"""The options of `scaleray plan` as the planner's question: model, cluster, batch, and what was measured."""
+"""The options of `scaleray plan` as the planner's question: model, cluster, batch, and measurements."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from scaleray.cli.plan_options import ClusterOptions, MeasuredOptions, ModelOptions, RecipeOptions
 from scaleray.config import RunConfig, load_config
 from scaleray.errors import ConfigError, UsageError
-from scaleray.guarded import guarded
-from scaleray.own_folder import cache_folder
+from scaleray.launch.plan.options import LayoutOptions
+from scaleray.options import words_of
 from scaleray.planner.answers.measurement import Measurement, anchor_of, measurement_of, read_measurement
 from scaleray.planner.answers.question import Question
 from scaleray.planner.cost.layout import Layout
+from scaleray.planner.cost.uncertainty import Anchor
 from scaleray.planner.hardware.catalogue import CATALOGUE
 from scaleray.planner.hardware.cluster_file import is_cluster_file, read_cluster_file
 from scaleray.planner.hardware.cluster_text import parse_cluster
@@ -30,10 +25,14 @@ from scaleray.planner.hardware.measured_collectives import read_measured_tables
 from scaleray.planner.models.names import find_model
 from scaleray.planner.models.profile import ModelProfile
 
+if TYPE_CHECKING:
+    from scaleray.planner.answers.learning import Lesson
+    from scaleray.planner.answers.team_points import TeamPoints
+    from scaleray.planner.cost.block_pass import Measured
+
 OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "sgd": 0, "momentum": 4, "lars": 4}
-COUNTING_LIMIT_S = 600
-
-
+TRACKING = "tracking"
+"""Value of --learn for the team's MLflow, where scaleray records anyway."""
 USUAL_TOKENS = 4_000_000
 """Tokens of a step, where a transformer is named and no batch: those of Llama 2 (Touvron et al. 2023, arXiv:2307.09288,
 section 2)."""
@@ -42,14 +41,7 @@ USUAL_SAMPLES = 32
 
 
 def question_of(
-    model: ModelOptions,
-    cluster: ClusterOptions,
-    recipe: RecipeOptions,
-    measured: MeasuredOptions = MeasuredOptions(),
-    *,
-    rank_by: str = "throughput",
-    config: Path | None = None,
-    overrides: Sequence[str] = (),
+    options: LayoutOptions, *, rank_by: str = "throughput", config: Path | None = None, overrides: Sequence[str] = ()
 ) -> Question:
     """Question for the planner. Raises ConfigError or UsageError if something is missing, unknown or impossible."""
     if overrides and config is None:
@@ -60,53 +52,51 @@ def question_of(
             "scaleray plan --help lists the options",
         )
     resolved = load_config(config, flags=overrides) if config else None
-    own = read_hardware_file(cluster.hardware) if cluster.hardware else None
+    own = read_hardware_file(Path(options.hardware)) if options.hardware else None
     catalogue = CATALOGUE.with_entries(own) if own is not None else CATALOGUE
-    target = _cluster(cluster, catalogue)
-    if cluster.collectives is not None:
-        target = dataclasses.replace(target, measured=read_measured_tables(cluster.collectives))
-    shape = _model(model, resolved, config, overrides, recipe.sequence)
-    batch = recipe.global_batch
+    target = _cluster(options, catalogue)
+    if options.collectives is not None:
+        target = dataclasses.replace(target, measured=read_measured_tables(Path(options.collectives)))
+    shape = _model(options, resolved, config, overrides)
+    batch = options.global_batch
     if batch is None:
         batch = _batch_of(resolved, shape, target.num_gpus)
         if resolved is None:
             note = f"{batch} samples a step, as --global-batch is not given"
             target = dataclasses.replace(target, notes=(*target.notes, note))
-    wanted = recipe.precision or _precision_of(resolved) or ("bf16" if "bf16" in target.gpu.peak_tflops else "fp16")
+    wanted = options.precision or _precision_of(resolved) or ("bf16" if "bf16" in target.gpu.peak_tflops else "fp16")
     target.gpu.peak_flops(wanted)  # an unknown precision is refused here
     is_fused = "bf16" in target.gpu.peak_tflops and wanted not in ("fp32", "tf32")
-    found, scaled, anchor, lesson = _measurement(measured), None, None, None
+    found, scaled, anchor, lesson = _measurement(options), None, None, None
     if found is not None:
         scaled, target = measurement_of(found, shape, target, precision=wanted, fused_attention=is_fused)
         anchor = anchor_of(found, target, catalogue)
-    if measured.learn is not None:
+    if options.learn is not None:
         if found is not None:
-            raise ConfigError("--learn", measured.learn, "a measured step is given too", "leave one of them out")
-        from scaleray.cli.plan_learn import lesson_of, used  # it fits, by scipy
-
-        lesson = lesson_of(measured.learn, shape, target, config=resolved, catalogue=catalogue)
-        scaled, anchor = used(lesson)
-    named = recipe.optimizer or (resolved.optimizer.name if resolved is not None else "adam")
+            raise ConfigError("--learn", options.learn, "a measured step is given too", "leave one of them out")
+        lesson = _lesson(options.learn, shape, target, config=resolved, catalogue=catalogue)
+        scaled, anchor = _used(lesson)
+    named = options.optimizer or (resolved.optimizer.name if resolved is not None else "adam")
     return Question(
         model=shape,
         cluster=target,
         global_batch=batch,
         precision=wanted,
-        strategies=tuple(n.strip() for n in recipe.strategies.split(",") if n.strip()) or Question.strategies,
+        strategies=tuple(words_of(options.strategies)) or Question.strategies,
         optimizer_bytes=OPTIMIZER_BYTES.get(named, 8),
         fused_attention=is_fused,
-        compiled=recipe.compiled or bool(resolved and resolved.compilation.what != "nothing"),
+        compiled=options.compiled or bool(resolved and resolved.compilation.what != "nothing"),
         measured=scaled,
         anchor=anchor,
         learned=tuple(lesson.lines()) if lesson is not None else (),
-        input_samples_per_s=measured.input_rate,
+        input_samples_per_s=options.input_rate,
         rank_by=rank_by,
     )
 
 
-def _measurement(options: MeasuredOptions) -> Measurement | None:
+def _measurement(options: LayoutOptions) -> Measurement | None:
     if options.from_run is not None:
-        return read_measurement(options.from_run)
+        return read_measurement(Path(options.from_run))
     step_time, micro_batch = options.step_time, options.micro_batch
     if step_time is None:
         return None
@@ -119,7 +109,7 @@ def _measurement(options: MeasuredOptions) -> Measurement | None:
     return Measurement(step_time_s=step_time, num_gpus=1, layout=Layout(micro_batch=micro_batch))
 
 
-def _cluster(options: ClusterOptions, catalogue: Catalogue) -> Cluster:
+def _cluster(options: LayoutOptions, catalogue: Catalogue) -> Cluster:
     text, here, address, network = options.cluster, options.here, options.address, options.network
     if address is not None and not here:
         raise ConfigError("--address", address, "it names the cluster that --here reads", "add --here")
@@ -130,7 +120,7 @@ def _cluster(options: ClusterOptions, catalogue: Catalogue) -> Cluster:
     if here and text is not None:
         raise ConfigError("--cluster", text, "it cannot be given with --here", "leave one of them out")
     if here:
-        from scaleray.cli.plan_here import ray_cluster, this_machine
+        from scaleray.launch.plan.here import ray_cluster, this_machine
 
         return this_machine(catalogue) if address is None else ray_cluster(address, catalogue, network=network)
     if text is None:
@@ -141,14 +131,14 @@ def _cluster(options: ClusterOptions, catalogue: Catalogue) -> Cluster:
 
 
 def _model(
-    options: ModelOptions, config: RunConfig | None, path: Path | None, overrides: Sequence[str], sequence: int | None
+    options: LayoutOptions, config: RunConfig | None, path: Path | None, overrides: Sequence[str]
 ) -> ModelProfile:
     if options.profile is not None:
         from scaleray.planner.models.from_counted_workload import read_profile
 
-        return read_profile(options.profile)
+        return read_profile(Path(options.profile))
     if options.model is not None:
-        return find_model(options.model, sequence=sequence)
+        return find_model(options.model, sequence=options.sequence)
     if config is None or path is None:
         raise ConfigError(
             "--model",
@@ -156,58 +146,9 @@ def _model(
             "a model must be named",
             "for example --model llama-3-8b, or -c with a config whose workload is counted",
         )
-    return _counted(config, path, overrides)
+    from scaleray.launch.plan.counted import counted
 
-
-def _counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelProfile:
-    """The workload's profile, counted once in a process of its own, which imports torch, and kept for the next time."""
-    from scaleray.planner.models.from_counted_workload import from_workload
-    from scaleray.records.workload_profile import WorkloadProfile
-
-    kept = cache_folder("profiles") / f"{_fingerprint(config, path)}.json"
-    if not kept.exists():
-        command = [sys.executable, "-m", "scaleray.launch.count_workload", str(path)]
-        try:
-            done = subprocess.run(
-                guarded(command), input=json.dumps(overrides), capture_output=True, text=True, timeout=COUNTING_LIMIT_S
-            )
-        except subprocess.TimeoutExpired:
-            raise UsageError(
-                "counting the workload", f"longer than {COUNTING_LIMIT_S} s", "it must end", "name the model: --model"
-            ) from None
-        if done.returncode:
-            last = done.stderr.strip().splitlines()
-            raise UsageError(
-                "counting the workload",
-                config.workload.name,
-                f"it failed: {last[-1] if last else done.returncode}",
-                "name the model: --model",
-            )
-        partial = kept.with_suffix(f".{os.getpid()}")
-        partial.write_text(done.stdout)
-        partial.replace(kept)
-    return from_workload(WorkloadProfile.from_json(kept.read_text()), name=config.workload.name)
-
-
-def _fingerprint(config: RunConfig, path: Path) -> str:
-    """Hash of what the profile depends on: the workload's arguments, its file and neighbours, the precision, and how it
-    is counted."""
-    from scaleray import __version__
-
-    facts: dict[str, Any] = {
-        "workload": config.workload.model_dump(mode="json"),
-        "precision": config.precision.dtype,
-        "version": __version__,
-    }
-    file = config.workload.name.partition(":")[0]
-    for folder in (Path.cwd(), path.resolve().parent):
-        if (folder / file).is_file():
-            facts["source"] = {
-                source.name: hashlib.sha256(source.read_bytes()).hexdigest()
-                for source in sorted((folder / file).parent.glob("*.py"))
-            }
-            break
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+    return counted(config, path, overrides)
 
 
 def _batch_of(config: RunConfig | None, model: ModelProfile, num_gpus: int) -> int:
@@ -225,3 +166,33 @@ def _precision_of(config: RunConfig | None) -> str | None:
     if config is None:
         return None
     return "tf32" if config.precision.tf32 else {"fp64": "fp32"}.get(config.precision.dtype, config.precision.dtype)
+
+
+def _lesson(
+    where: str, model: ModelProfile, cluster: Cluster, *, config: RunConfig | None, catalogue: Catalogue
+) -> Lesson:
+    """Corrections from the points there for this question. config: of the workload that is planned; None for a model by
+    name. Raises UsageError if there are none for this kind of GPU.
+    """
+    from scaleray.planner.answers.learning import learn  # it fits, by scipy
+    from scaleray.planner.answers.team_points import model_key
+
+    key = None if config is None else model_key(config.to_dict())
+    return learn(_team_points(where), model, cluster, key=key, catalogue=catalogue)
+
+
+def _used(lesson: Lesson) -> tuple[Measured | None, Anchor | None]:
+    """The factors for the plan, and for points of its own model the one that it is nearest to, which narrows the
+    intervals; nothing where they predict no better than data sheets."""
+    if not lesson.is_used:
+        return None, None
+    nearest = lesson.nearest
+    return lesson.measured, Anchor(nearest.layout, nearest.gpu) if lesson.is_of_model else None
+
+
+def _team_points(where: str) -> TeamPoints:
+    if where != TRACKING and "://" not in where:
+        raise UsageError("--learn", where, f"it must be {TRACKING}, or MLflow's URI such as sqlite:////runs/mlflow.db")
+    from scaleray.tracking.registry.points import points_in_mlflow
+
+    return points_in_mlflow(None if where == TRACKING else where)

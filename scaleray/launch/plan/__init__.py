@@ -1,0 +1,1 @@
+"""`scaleray plan`: question, answer, config and record of a plan."""
