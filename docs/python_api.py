@@ -64,7 +64,7 @@ def api_page(note: str) -> str:
     """The whole page. note: line that says where it comes from."""
     words = (
         "All names are in `scaleray` and load on first use: `import scaleray` imports neither torch nor Ray.\n\n"
-        "`Config` is a RunConfig, a YAML file, or a mapping of dotted keys or sections. `Numbers` and `Words` are a text with commas or a sequence, a `File` is a path."
+        "`Config` is a RunConfig, a YAML file, or a mapping of dotted keys or sections. `Numbers` and `Words` are a text with commas or a sequence, a `File` is a path, `StepName` a number or a text, and `WorkloadLike` a class, an object or the name of a class."
     )
     lines = ["# From Python", "", note, "", words]
     for title, names in ORDER:

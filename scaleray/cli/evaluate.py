@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from scaleray.cli.options import Flag, Json
+from typing import Annotated
+
+from scaleray.cli.options import AS_OPTIONS, Json
 from scaleray.cli.output import Output, print_json
-from scaleray.cli.run_options import Run, Step, Uri, WhichWeights, WorkloadName, step_of
+from scaleray.cli.run_options import Run
+from scaleray.launch.model.options import EvaluateOptions
 
 
 def evaluate(
     run: Run,
     *,
     data: str | None = None,
-    split: str | None = None,
-    step: Step = None,
-    weights: WhichWeights = None,
-    workload: WorkloadName = None,
-    workers: int = 1,
-    local: Flag = False,
+    options: Annotated[EvaluateOptions, AS_OPTIONS] = EvaluateOptions(),
     record: bool = True,
-    uri: Uri = None,
     json: Json = False,
 ) -> int:
     """Measure the metrics of a run's model again, on every split but train, or on other data.
@@ -30,12 +27,6 @@ def evaluate(
     ----------
     data
         Other rows: a Parquet, CSV or JSON-lines file, or a folder or s3:// URI of such files.
-    split
-        One split of the run's own; train too.
-    workers
-        Workers with a whole model and a share of the rows each.
-    local
-        Without Ray: in this process, or in gloo processes where there are several workers.
     record
         Write the metrics to the run in MLflow.
     """
@@ -44,19 +35,7 @@ def evaluate(
 
     output = Output(json=json)
     with output.running():
-        result = run_evaluation(
-            run,
-            data=data,
-            split=split,
-            step=step_of(step),
-            weights=weights,
-            workload=workload,
-            workers=workers,
-            local=local,
-            record=record,
-            uri=uri,
-            say=output.say,
-        )
+        result = run_evaluation(run, options=options, data=data, record=record, say=output.say)
     show_evaluation(output.console, result)
     if json:
         print_json(result.to_dict())

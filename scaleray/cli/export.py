@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated
 
-from scaleray.cli.options import Json
+from scaleray.cli.options import AS_OPTIONS, Json
 from scaleray.cli.output import Output, print_json
-from scaleray.cli.run_options import Run, Step, Uri, WhichWeights, WorkloadName, step_of
+from scaleray.cli.run_options import Run
+from scaleray.launch.model.options import ExportOptions
 
 
 def export(
     run: Run,
     *,
     out: Path,
-    format: Literal["safetensors", "torch.export", "onnx", "pt", "folder", "adapter"] | None = None,
-    step: Step = None,
-    weights: WhichWeights = None,
-    workload: WorkloadName = None,
     data: Path | None = None,
-    dtype: Literal["fp32", "bf16", "fp16"] | None = None,
-    tolerance: float | None = None,
-    overwrite: bool = False,
-    uri: Uri = None,
+    options: Annotated[ExportOptions, AS_OPTIONS] = ExportOptions(),
     json: Json = False,
 ) -> int:
     """Write the model of a run, or models:/NAME@ALIAS, to a file or folder that others read.
@@ -37,35 +31,14 @@ def export(
     ----------
     out
         The file: .safetensors, .pt2, .onnx or .pt; a name without an ending is a folder.
-    format
-        Format; by default that of the ending. onnx needs pip install 'scaleray[onnx]'.
     data
         File of rows to compare on; by default rows of the training's data.
-    dtype
-        Type of the floating-point weights; by default as they were trained.
-    tolerance
-        Largest difference over the largest output; by default 0 for safetensors, 1e-5 for torch.export, 1e-4 for onnx
-        and fp32, 1e-2 for fp16, 5e-2 for bf16.
-    overwrite
-        Replace a file that exists; a folder is renamed to FOLDER.before-1.
     """
     from scaleray.launch.model.exported import export_model
 
     output = Output(json=json)
     with output.running():
-        found = export_model(
-            run,
-            out,
-            format=format,
-            step=step_of(step),
-            weights=weights,
-            workload=workload,
-            data=data,
-            dtype=dtype,
-            tolerance=tolerance,
-            overwrite=overwrite,
-            uri=uri,
-        )
+        found = export_model(run, out, options=options, data=data)
     for line in found.lines():
         output.say(line)
     if json:

@@ -8,27 +8,25 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from scaleray.cli.gate import EXIT_CODES
-from scaleray.cli.options import Json
+from scaleray.cli.options import AS_OPTIONS, Json
 from scaleray.cli.output import Output, print_json
-from scaleray.cli.run_options import Step, Uri, WhichWeights, WorkloadName, step_of
+from scaleray.cli.run_options import Uri
 from scaleray.errors import ConfigError
+from scaleray.launch.model.options import ModelChoice
 
 
 def promote(
     *runs: str,
+    options: Annotated[ModelChoice, AS_OPTIONS] = ModelChoice(),
     alias: Annotated[str | None, Parameter(name="--as")] = None,
     model: str | None = None,
     against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     policy: Path | None = None,
     study: str | None = None,
     certificates: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
-    step: Step = None,
-    weights: WhichWeights = None,
-    workload: WorkloadName = None,
     pipeline: Path | None = None,
     cluster: Literal["local", "kubernetes", "slurm", "ray-up"] = "local",
     verify: str | None = None,
-    uri: Uri = None,
     json: Json = False,
 ) -> int:
     """Register a training's model as a version in MLflow, and let an alias name it if every gate passes.
@@ -67,7 +65,7 @@ def promote(
     if verify is not None:
         if runs:
             raise ConfigError("--verify", verify, "it promotes nothing and takes no RUN")
-        return _verify(verify, output, pipeline=pipeline, uri=uri, json=json)
+        return _verify(verify, output, pipeline=pipeline, uri=options.uri, json=json)
     if not runs:
         raise ConfigError("RUN", "missing", "a promotion is of a training", "scaleray promote RUN --as champion")
     from scaleray.launch.promote.promote import promote as run_promotion
@@ -81,12 +79,9 @@ def promote(
             policy=policy,
             study=study,
             certificates=certificates or (),
-            step=step_of(step),
-            weights=weights,
-            workload=workload,
+            options=options,
             pipeline=pipeline,
             cluster=cluster,
-            uri=uri,
             say=output.say,
         )
     for line in found.lines():

@@ -30,6 +30,7 @@ from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.model.load import ModelParts, find_parts
+from scaleray.launch.model.options import EvaluateOptions
 from scaleray.launch.model.rows import Files, Shape, columns_of, own_rows, shape_of, types_of
 from scaleray.launch.model.trained_run import TrainedRun, find_trained
 from scaleray.launch.model.weights import Weights, fill
@@ -37,6 +38,7 @@ from scaleray.launch.session.start import connected_unless, with_absolute_paths
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.options import takes
 from scaleray.progress import stage
 from scaleray.records.json_record import JsonRecord
 from scaleray.records.run import Say
@@ -151,38 +153,27 @@ class Evaluation(JsonRecord):
     recorded: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+@takes(EvaluateOptions)
 def evaluate(
-    run: str | Path,
-    *,
-    data: Any = None,
-    split: str | None = None,
-    step: int | str | None = None,
-    weights: str | None = None,
-    workload: Any = None,
-    workers: int = 1,
-    local: bool = False,
-    record: bool = True,
-    uri: str | None = None,
-    say: Say = lambda text: None,
+    run: str | Path, *, options: EvaluateOptions, data: Any = None, record: bool = True, say: Say = lambda text: None
 ) -> Evaluation:
     """Measure the metrics of a run's model as its training does: on every split but `train`, or on other data.
 
-    run, step, weights, workload, uri: as for `load`. split: one of the run's splits, `train` too. data: a Parquet, CSV
-    or JSON-lines file, a folder or s3:// URI of such files, or what a workload's `datasets()` may give for a split; its
-    metrics are named by its file. workers: each with a whole model and a share of the rows. local: without Ray, in this
-    process, or in gloo processes where there are several workers. record: write the metrics to the run in MLflow, in
-    the section `evaluate`. Raises UsageError for what the user can mend.
+    run: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of such files, or what a
+    workload's `datasets()` may give for a split; its metrics are named by its file. record: write the metrics to the
+    run in MLflow, in the section `evaluate`. Raises UsageError for what the user can mend.
     """
+    split, workers, local = options.split, options.workers, options.local
     started = time.perf_counter()
     if data is not None and split is not None:
         raise UsageError("--split", split, "it is one of the run's own, and --data is given", "leave one of them out")
     if workers < 1:
         raise UsageError("--workers", workers, "it must be at least 1")
-    found = find_trained(run, uri=uri)
+    found = find_trained(run, uri=options.uri)
     if record and found.about.get("tracking_uri") is None:
         allowed = "its folder names another MLflow than the one in use, which is not asked unless you name it"
         raise TrackingError("the run in MLflow", found.about.get("run_id"), allowed, "add --uri URI, or --no-record")
-    parts = find_parts(run, step=step, which=weights, workload=workload, uri=uri)
+    parts = find_parts(run, **options.parts)
     sources = _sources(parts, data, split)
     config = evaluation_config(parts, found, workers)
     many = f"{workers} worker{'s' * (workers > 1)}"
@@ -190,7 +181,7 @@ def evaluate(
     with stage("evaluating"), connected_unless(config, local=local):
         config = _on_what_is_there(config, local=local, say=say)
         task = Task(evaluation_job(config, parts.workload, sources), parts.weights)
-        metrics = _measured(task, sources, workers, local=local, code=_code(parts, found, workload))
+        metrics = _measured(task, sources, workers, local=local, code=_code(parts, found, options.workload))
     result = Evaluation(
         run=parts.name,
         weights=parts.weights.words,

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,14 +20,14 @@ from scaleray.launch.model import export_formats as formats
 from scaleray.launch.model.export_folder import write_folder
 from scaleray.launch.model.load import ModelParts, TrainedModel, find_parts, weights_of
 from scaleray.launch.model.model_call import ModelCall, distance
+from scaleray.launch.model.options import DType, ExportOptions, Format
 from scaleray.launch.model.rows import Files, columns_of, shape_of
 from scaleray.launch.model.trained_run import TrainedRun, find_trained
 from scaleray.launch.model.weights import Weights
+from scaleray.options import takes
 from scaleray.progress import stage
 from scaleray.records.json_record import JsonRecord
 
-Format = Literal["safetensors", "torch.export", "onnx", "pt", "folder", "adapter"]
-DType = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS, FEWER = 8, 5
 """Rows on which outputs are compared, and another number of them, which a program must take as well."""
@@ -94,42 +93,34 @@ class ExportedModel(JsonRecord):
         ]
 
 
+@takes(ExportOptions)
 def export_model(
-    run: str | Path,
-    out: str | Path,
-    *,
-    format: Format | None = None,
-    step: int | str | None = None,
-    weights: str | None = None,
-    workload: Any = None,
-    data: str | Path | None = None,
-    dtype: DType | None = None,
-    tolerance: float | None = None,
-    overwrite: bool = False,
-    uri: str | None = None,
+    run: str | Path, out: str | Path, *, options: ExportOptions, data: str | Path | None = None
 ) -> ExportedModel:
     """Write a run's model to a file or folder that others read; it appears when it is complete.
 
-    run, step, weights, workload, uri: as for `load`, `models:/NAME@ALIAS` among others. format: None is that of out's
-    ending. `safetensors` (weights), `torch.export` and `onnx` (weights and the computation of the model's forward) are
-    opened again, and their outputs on real rows compared with the model's. `pt` is the state dict as torch saves it,
-    without the workload or data; `folder` what the workload's `export` writes, such as `from_pretrained` reads;
-    `adapter` a folder of the low-rank adapters alone, as peft reads it. data: a file of rows to compare on; None takes
-    rows of the training's data. dtype: type of the floating-point weights; None leaves them as they are. tolerance:
-    largest difference over the largest output. overwrite: replace a file, rename a folder to `FOLDER.before-1`.
+    run: as for `load`, or `models:/NAME@ALIAS`. Formats: `safetensors` (weights), `torch.export` and `onnx` (weights
+    and the computation of the model's forward) are opened again, and their outputs on real rows compared with the
+    model's. `pt` is the state dict as torch saves it, without the workload or data; `folder` what the workload's
+    `export` writes, such as `from_pretrained` reads; `adapter` a folder of the low-rank adapters alone, as peft reads
+    it. data: a file of rows to compare on; None takes rows of the training's data.
+
     Raises UsageError, DataError, CheckpointError, WorkloadError and StorageError.
     """
+    dtype, tolerance, step, weights = options.dtype, options.tolerance, options.which_step, options.weights
     out = Path(out)
-    chosen = _format_of(out) if format is None else format
-    _check(chosen, out, dtype=dtype, tolerance=tolerance, data=data, overwrite=overwrite)
+    chosen = _format_of(out) if options.format is None else options.format
+    _check(chosen, out, dtype=dtype, tolerance=tolerance, data=data, overwrite=options.overwrite)
     if chosen in KINDS:
-        parts = find_parts(run, step=step, which=weights, workload=workload, uri=uri)
+        parts = find_parts(run, **options.parts)
         return _compared(parts, out, chosen, data, dtype, tolerance)
-    trained = find_trained(run, uri=uri)
+    trained = find_trained(run, uri=options.uri)
     if chosen == "pt":
         return _plain(trained, out, weights_of(trained, step, weights))
     target, is_adapter = out.expanduser().absolute(), chosen == "adapter"
-    found, former = write_folder(trained, target, step=step, weights=weights, workload=workload, adapter=is_adapter)
+    found, former = write_folder(
+        trained, target, step=step, weights=weights, workload=options.workload, adapter=is_adapter
+    )
     return ExportedModel(
         file=str(out), format=chosen, step=found.step,
         weights=f"{'the adapters of ' if is_adapter else ''}{found.words} of {trained.name}",

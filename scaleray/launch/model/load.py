@@ -22,9 +22,11 @@ from scaleray.data.sample_order import mixed
 from scaleray.data.source import Columns, as_column, rows_in
 from scaleray.data.transformed import Transform
 from scaleray.launch.model.answers import Answers
+from scaleray.launch.model.options import ModelChoice
 from scaleray.launch.model.packed_code import own_name
 from scaleray.launch.model.trained_run import TrainedRun, find_trained, workload_of
 from scaleray.launch.model.weights import Weights, fill, read_run_weights
+from scaleray.options import takes
 from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.training.setup import fine_tuning, precision
 from scaleray.training.setup.model_setup import check_model
@@ -130,29 +132,19 @@ class ModelParts:
         return bool(self.config.fine_tuning.lora_rank) and fine_tuning.has_adapters(self.weights.tensors)
 
 
-def load(
-    run: str | Path,
-    *,
-    step: int | str | None = None,
-    weights: str | None = None,
-    workload: Any = None,
-    device: torch.device | str = "cpu",
-    uri: str | None = None,
-) -> TrainedModel:
-    """The model of a run with its final weights, in evaluation mode: `load(run).module`.
+@takes(ModelChoice)
+def load(run: str | Path, *, options: ModelChoice, device: torch.device | str = "cpu") -> TrainedModel:
+    """Load the model of a run with its final weights, in evaluation mode: `load(run).module`.
 
-    run: its folder or s3:// URI, its name in the storage path, or its id or name in MLflow. step: a checkpoint's
-    number, `best` (by checkpoint.best), or a metric and its direction, such as `val/loss min`; None is the final
-    weights, or the newest checkpoint of a run without. weights: `averaged` or `trained`, of a run that keeps an average
-    of its weights (averaging.decay); None is the average, which evaluations measured. workload: a class or object, or
-    `file.py:Name`; None is the one in the run's config. A workload with a `state_dict` gets its state back from a
-    checkpoint, for final weights from that of the last step. device: where the model is put. uri: MLflow's tracking
-    URI. Nothing is unpickled.
+    run: its folder or s3:// URI, its name in the storage path, or its id or name in MLflow. device: where the model is
+    put. `workload` may be a class or object as well. A run without final weights has those of its newest checkpoint. A
+    workload with a `state_dict` gets its state back from a checkpoint, for final weights from that of the last step.
+    Nothing is unpickled.
 
     Raises TrackingError for a run that is not there, CheckpointError for weights that are missing or do not fit, and
     WorkloadError for a workload that is not found again.
     """
-    return find_parts(run, step=step, which=weights, workload=workload, uri=uri).build(device)
+    return find_parts(run, **options.parts).build(device)
 
 
 def _writable(column: Any) -> Any:

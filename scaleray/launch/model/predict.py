@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,12 @@ from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpus import with_gpus_decided
 from scaleray.launch.model.load import PREDICT, find_parts
+from scaleray.launch.model.options import PredictOptions
 from scaleray.launch.model.predictor import FAILED, INDEX, Predictor, PredictorParts, RayPredictor, beside_of
 from scaleray.launch.model.rows import Files, Shape, gives_tuples, own_rows, shape_of
 from scaleray.launch.session.start import forbid_ray
 from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.options import takes, words_of
 from scaleray.progress import stage
 from scaleray.records.json_record import jsonable
 from scaleray.records.run import Say
@@ -126,42 +128,32 @@ class Predictions:
         return {**about, "first_failed": first}
 
 
+@takes(PredictOptions)
 def predict(
     run: str | Path,
     data: Any = None,
     *,
+    options: PredictOptions,
     out: str | Path | None = None,
-    split: str | None = None,
-    step: int | str | None = None,
-    weights: str | None = None,
-    workload: Any = None,
-    keep: Sequence[str] = (),
-    batch_size: int = BATCH_ROWS,
-    workers: int = 1,
-    local: bool = False,
-    skip_failed: bool = False,
-    overwrite: bool = False,
-    uri: str | None = None,
     say: Say = lambda text: None,
 ) -> Predictions:
-    """Answers of a run's model for rows, in their order.
+    """Let a run's model predict rows, and return its answers in the order of the rows.
 
-    run, step, weights, workload, uri: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of
+    run: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of
     such files, a path that the workload reads itself (`read_data`: folders of images, records with a text), a mapping
     of arrays by column, or a pandas or Arrow table; or None with `split`, which names one of the run's own. out: a
-    .parquet or .jsonl file; None returns the answers. keep: columns of the data to write beside them. workers: Ray
-    actors, each with a model. local: in this process, without Ray, as is done for data that is in memory. skip_failed:
-    leave rows that fail out, and name them; otherwise the first of them end the prediction.
+    .parquet or .jsonl file; None returns the answers. Data in memory is predicted in this process.
 
     The answers are the workload's `predict(model, batch)`, or without one what the model returns to the loss. Raises
     UsageError for what the user can mend.
     """
+    split, batch_size, workers, keep = options.split, options.batch_size, options.workers, words_of(options.keep)
     if (data is None) == (split is None):
         raise UsageError("--data", data, "give either --data or --split", "--split test is a split of the run's own")
     if batch_size < 1 or workers < 1:
         raise UsageError("--batch-size and --workers", (batch_size, workers), "they must be at least 1")
-    path = check_out(out, overwrite=overwrite) if out is not None else None
-    parts = find_parts(run, step=step, which=weights, workload=workload, uri=uri)
+    path = check_out(out, overwrite=options.overwrite) if out is not None else None
+    parts = find_parts(run, **options.parts)
     wide = parts.config.precision.dtype == "fp64"
     source: Source | None = None
     shape, tuples = Shape(wide=wide), False
@@ -175,10 +167,10 @@ def predict(
             tuples = gives_tuples(source)
     rows = source if source is not None else _rows_of(data)
     where = f"the {split} data" if split is not None else rows.uri if isinstance(rows, Files) else "the data"
-    local = local or not isinstance(rows, (Files, Source))
+    local = options.local or not isinstance(rows, (Files, Source))
     config = parts.config
     if source is not None and not keep and "file" in beside_of(source):
-        keep = ("file",)  # answers for images are of no use without their names
+        keep = ["file"]  # answers for images are of no use without their names
     predictor = PredictorParts(parts, shape, tuples, tuple(keep), where)
     if local:
         forbid_ray()
@@ -186,7 +178,7 @@ def predict(
     else:
         tables = _under_ray(predictor, rows, config, batch_size=batch_size, workers=workers)
     say(f"predicting with {parts.weights.words} of {parts.name}")
-    return collected(tables, path, parts.name, skip_failed=skip_failed)
+    return collected(tables, path, parts.name, skip_failed=options.skip_failed)
 
 
 def _rows_of(data: Any) -> Any:

@@ -25,9 +25,11 @@ from scaleray.launch.gate.gate import judge_evidence
 from scaleray.launch.gate.kept_evidence import EVIDENCE, keep_evidence, read_evidence
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.model.load import find_parts
+from scaleray.launch.model.options import ModelChoice
 from scaleray.launch.model.packed import pack
 from scaleray.launch.model.trained_run import find_trained
 from scaleray.launch.promote.pipeline import FOLDER, check_cluster, copy_pipeline, write_pipeline
+from scaleray.options import takes
 from scaleray.own_folder import cache_folder
 from scaleray.progress import stage
 from scaleray.records.promotion import Promotion
@@ -49,36 +51,36 @@ ARTIFACTS = "promoted"
 PASSED = "pass"
 
 
+@takes(ModelChoice)
 def promote(
     runs: str | Sequence[str],
     alias: str | None = None,
     *,
+    options: ModelChoice,
     model: str | None = None,
     against: Sequence[str] = (),
     policy: str | Path | Mapping[str, Any] | None = None,
     study: str | None = None,
     certificates: Sequence[str] = (),
-    step: int | str | None = None,
-    weights: str | None = None,
-    workload: Any = None,
     pipeline: str | Path | None = None,
     cluster: str = "local",
-    uri: str | None = None,
     say: Say = lambda text: None,
 ) -> Promotion:
     """Register the model of a run as a version in MLflow, and let `alias` name it if every gate passes.
 
     runs: the run whose model it is, and runs that repeat it with other seeds. model: name in the registry, by default
-    that of the run's experiment. against, policy, study, certificates: as for `gate`. step, weights, workload: as for
-    `load`. Without an alias a version is made whatever the gates answer, with their answers; with one nothing is made
-    unless all pass, and the version has the pipeline that trains it again on a kind of cluster (local, kubernetes,
-    slurm or ray-up). pipeline: folder to copy that to. Raises UsageError for what the user can
-    mend, TrackingError where MLflow cannot be asked: then the alias names what it named before, and the same call goes
-    on where it was.
+    that of the run's experiment. against, policy, study, certificates: as for `gate`. Without an alias a version is
+    made whatever the gates answer, with their answers; with one nothing is made unless all pass, and the version has
+    the pipeline that trains it again on a kind of cluster (local, kubernetes, slurm or ray-up). pipeline: folder to
+    copy that to.
+
+    Raises UsageError for what the user can mend, and TrackingError if MLflow cannot be reached: then the alias names
+    the version that it named before, and the same call continues.
     """
     import mlflow.pyfunc  # whole, before readers of runs import a part of it
 
     del mlflow
+    uri = options.uri
     names = [runs] if isinstance(runs, str) else list(runs)
     if alias is not None:
         check_alias(alias)
@@ -105,7 +107,7 @@ def promote(
         registry = ModelRegistry(uri)
         _refuse_deleted(registry, run)
         say(f"packing the model of {run.name}")
-        words = _write(names[0], out, Path(place), gates, run, step=step, weights=weights, workload=workload, uri=uri)
+        words = _write(names[0], out, Path(place), gates, run, options)
         if alias is not None:
             write_pipeline(evidence.candidates, out / MODEL, out / FOLDER, model=str(Named(name, alias)),
                            cluster=cluster, policy=held, uri=registry.uri)  # fmt: skip
@@ -116,30 +118,19 @@ def promote(
         return done
 
 
-def _write(
-    name: str,
-    out: Path,
-    place: Path,
-    gates: GateRecord,
-    run: RunRecord,
-    *,
-    step: int | str | None,
-    weights: str | None,
-    workload: Any,
-    uri: str | None,
-) -> str:
+def _write(name: str, out: Path, place: Path, gates: GateRecord, run: RunRecord, options: ModelChoice) -> str:
     """Write MLflow's model with evidence and answers of the gates next to it, and return which
     weights it has, as text.
     """
     from scaleray.launch.model.served import save_for_mlflow
 
-    trained = find_trained(name, uri=uri)
-    parts = find_parts(name, step=step, which=weights, workload=workload, uri=uri)
+    trained = find_trained(name, uri=options.uri)
+    parts = find_parts(name, **options.parts)
     if not parts.weights.has_hash:
         advice = "promote a checkpoint, which has hashes: --step N; or train it again"
         raise CheckpointError(parts.weights.words, f"those of {run.name}", "they have no recorded hash", advice)
     with stage("packing the model"):
-        packed = pack(trained, parts, place / "packed", workload=workload)
+        packed = pack(trained, parts, place / "packed", workload=options.workload)
         libraries = (run.environment.get("environment") or {}).get("packages") or {}
         save_for_mlflow(packed, place / "packed", out, libraries={k: v for k, v in libraries.items() if v})
     (place / EVIDENCE).rename(out / EVIDENCE)
