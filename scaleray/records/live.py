@@ -87,12 +87,12 @@ class LiveState(JsonRecord):
     curve: list[tuple[float, float | None]] = field(default_factory=list)
     """Step and loss over the whole run, each the mean of some steps; no number where it was not finite."""
     step_time_s: float | None = None
-    """Mean of the last ten seconds, as are the next three."""
+    """Mean of the last half minute, as are the next three."""
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     input_wait_share: float | None = None
     best_samples_per_s: float | None = None
-    """Most samples a second over ten seconds so far."""
+    """Most samples per second over half a minute so far."""
     expected_samples_per_s: float | None = None
     """Prediction of a study or the planner for this training."""
     metrics: dict[str, float | None] = field(default_factory=dict)

@@ -7,11 +7,11 @@ import contextlib
 import csv
 import dataclasses
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from scaleray.config.checkpoint import default_storage_path
+from scaleray.monitoring.live.run_state import MOST_EVENTS, RunState
 from scaleray.parsing import load_json
 from scaleray.records.live import FILE, LOST, LOST_S, RUNNING, STARTING, LiveState, RankNow
 from scaleray.records.profile import RunProfile
@@ -19,7 +19,7 @@ from scaleray.records.read import FILE as RECORD
 from scaleray.records.read import AnyRecord, parse_record
 from scaleray.records.run import RunRecord
 from scaleray.tracking.alerts_file import alerts_in
-from scaleray.tracking.live_run import Curve
+from scaleray.tracking.steps_file import record_of
 
 RUN, STEPS, LOCK = "run.json", "steps.csv", ".lock"
 LAST_WORDS = (
@@ -28,6 +28,11 @@ LAST_WORDS = (
     "checkpoint_at", "phases", "ranks",
 )  # fmt: skip
 """Facts of a run that still hold after its end."""
+OF_RECORD = (
+    "name", "status", "verdict", "run_id", "mlflow_link", "strategy", "workers", "step_time_s", "samples_per_s",
+    "tokens_per_s", "input_wait_share", "metrics", "nonfinite_steps",
+)  # fmt: skip
+"""Facts that a record and a live state have in common."""
 ASKED = {"sweep.json": "sweep", "study.json": "study"}
 
 
@@ -92,30 +97,18 @@ def of_record(record: AnyRecord, folder: Path) -> LiveState:
         )
     profile = record.profile
     return LiveState(
-        name=record.name,
-        status=record.status,
-        verdict=record.verdict,
-        run_id=record.run_id,
-        mlflow_link=record.mlflow_link,
+        **{name: getattr(record, name) for name in OF_RECORD},
         run_dir=str(folder),
-        strategy=record.strategy,
-        workers=record.workers,
         started_at=ended_at - record.total_time_s,
         seen_at=ended_at,
         step=record.steps,
         total_steps=record.derived.get("total_steps"),
         loss=record.final_loss,
-        curve=_curve(folder),
-        step_time_s=record.step_time_s,
-        samples_per_s=record.samples_per_s,
-        tokens_per_s=record.tokens_per_s,
-        input_wait_share=record.input_wait_share,
-        metrics=dict(record.metrics),
-        nonfinite_steps=record.nonfinite_steps,
+        curve=_replayed(folder).curve.points,
         goodput=profile.goodput.shares().get("productive") if profile and profile.goodput else None,
         phases=_phases(profile) if profile else {},
         ranks=_ranks(profile, record.steps) if profile else [],
-        events=record.events[-20:],
+        events=record.events[-MOST_EVENTS:],
     )
 
 
@@ -130,19 +123,12 @@ def _without_either(folder: Path) -> LiveState | None:
         if (folder / LOCK).exists() and set(_names(folder)) <= {LOCK, "ray_train"}:
             return as_lost(LiveState(name=name, run_dir=str(folder), seen_at=_touched_at(folder)))
         return None
-    curve, last = _curve(folder), _last_row(folder)
-    state = LiveState(
+    state = _replayed(folder).live_state(
         name=about["name"],
-        status=RUNNING if last else STARTING,
         run_id=str(about.get("run_id") or ""),
         run_dir=str(folder),
         started_at=about.get("started_at"),
         seen_at=_touched_at(folder),
-        step=int(last.get("step") or 0),
-        loss=last.get("loss"),
-        learning_rate=last.get("learning_rate"),
-        epoch=last.get("epoch"),
-        curve=curve,
     )
     return _with_alerts(as_lost(state), folder)
 
@@ -189,25 +175,14 @@ def _touched_at(folder: Path) -> float:
     return found
 
 
-def _rows(folder: Path) -> list[dict[str, str]]:
+def _replayed(folder: Path) -> RunState:
+    """State of a run from its steps alone."""
+    state = RunState()
     with contextlib.suppress(OSError), open(folder / STEPS, newline="") as file:
-        return list(csv.DictReader(file))
-    return []
-
-
-def _curve(folder: Path) -> list[tuple[float, float | None]]:
-    curve = Curve()
-    for row in _rows(folder):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            curve.add(int(row["step"]), float(row["loss"]))
-    return curve.points
-
-
-def _last_row(folder: Path) -> Mapping[str, float]:
-    for row in reversed(_rows(folder)):
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            return {name: float(row[name]) for name in ("step", "loss", "learning_rate", "epoch")}
-    return {}
+        for row in csv.DictReader(file):
+            with contextlib.suppress(ValueError, TypeError, KeyError):
+                state.take(record_of(row))
+    return state
 
 
 def _phases(profile: RunProfile) -> dict[str, float]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from scaleray import metric_names as names
+from scaleray.monitoring.live.run_state import MOST_EVENTS, Curve
 from scaleray.monitoring.rules.table import RULES
 from scaleray.records.alerts import Alert, State
 from scaleray.records.live import FILE, RUNNING, STARTING, LiveState
 from scaleray.tracking.find_record import reading_mlflow, runs_in_mlflow
-from scaleray.tracking.live_run import MOST_EVENTS, Curve
 from scaleray.tracking.operations import EVENT_TAG
 from scaleray.tracking.run_alerts import ALERT_TAG
 from scaleray.tracking.store import run_link

@@ -19,7 +19,9 @@ from typing import Any
 from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import StorageError, TrackingError, first_line
-from scaleray.records.live import LiveState
+from scaleray.monitoring.live.run_state import RunState
+from scaleray.records.live import FILE, LiveState
+from scaleray.records.profile import Goodput
 from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
 from scaleray.records.run import (
     CheckpointRecord,
@@ -32,11 +34,11 @@ from scaleray.records.run import (
     StepRecord,
     SystemRecord,
     WorkerMessage,
-    WorkerSummary,
 )
+from scaleray.records.start import steady_time
 from scaleray.tracking.accepted import acceptable_name
 from scaleray.tracking.chart_points import Point, Points, in_ms
-from scaleray.tracking.live_run import LiveFile, LiveRun
+from scaleray.tracking.live_run import LiveFile, live_state
 from scaleray.tracking.operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
 from scaleray.tracking.published_metrics import PublishedMetrics
 from scaleray.tracking.published_steps import PublishedSteps
@@ -45,7 +47,7 @@ from scaleray.tracking.recovery import Recovery
 from scaleray.tracking.run_alerts import RunAlerts
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.run_note import CHANGE_TAG, Described, RunNote
-from scaleray.tracking.run_time import RunTime
+from scaleray.tracking.run_time import GoodputFile
 from scaleray.tracking.signs_of_life import ShownMessages, SignsOfLife
 from scaleray.tracking.spool import Spool
 from scaleray.tracking.steps_file import LoggedFiles, StepsFile
@@ -72,10 +74,26 @@ class Recorder(SignsOfLife):
         )
         self.recovery = Recovery(description, self.steps, self.points, self.spool, say=self._event)
         self.note = RunNote(description)
-        self._time = RunTime(description)
-        self._live = LiveRun(description)
+        self._goodput_file = GoodputFile(description)
+        self.state = RunState(
+            tokens_per_sample=description.tokens_per_sample,
+            flops_per_sample=description.published.flops_per_sample,
+            ledger=self._goodput_file.ledger,
+            keeps_news=description.alerts.watch,
+        )
+        if description.continues is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self.state.continue_from(LiveState.read(self.work_dir / FILE))
+        self._identity: RunIdentity | None = None
         self._live_file = LiveFile(self.work_dir, self.live)
-        self.publishing = PublishedMetrics(description, self._time, self.steps, self.spool)
+        self.publishing = PublishedMetrics(
+            description,
+            self.state,
+            self.steps,
+            self.spool,
+            beats=self.heartbeats,
+            silent=lambda: self.silent_ranks(self.state.summaries),
+        )
         # a slip in one message must not end the recording of all others
         self._look = partial(Guard(self._event), Watcher.RECORDING)
         self._writer = Writer[WorkerMessage | Operation](
@@ -84,17 +102,19 @@ class Recorder(SignsOfLife):
         self._described = Described(description, self._writer.put)
         self._logged = LoggedFiles(self.work_dir, Store(elsewhere) if elsewhere else None, self._writer.put)
         self._shown = ShownMessages()
-        self.publishing.silent, self.publishing.beats = lambda: self.silent_ranks(self._summaries), self.heartbeats
         self.publishing.say = lambda text: self._writer.put(EventRecord(text, kind="warning"))
-        self.alerts = RunAlerts(description, series=self.publishing.series, tell=self._writer.put, act=self.act_on)
-        self.alerts.measure_links = self.ask_for_links
+        self.alerts = RunAlerts(
+            description,
+            series=self.publishing.series,
+            news=self.state.news,
+            tell=self._writer.put,
+            act=self.act_on,
+            measure_links=self.ask_for_links,
+        )
         self._last_evaluation = -1
-        self._metrics: dict[str, float] = {}
         self._evaluations: dict[str, dict[int, float]] = {}
-        self._summaries: dict[int, WorkerSummary] = {}
         self._events: list[str] = []
         self._derived: dict[str, Any] = {}
-        self._resumed_after: dict[float, int] = {}
         self._renamed: set[str] = set()
         self._previous_step = -1
         self._is_continued = self._has_new_steps = False
@@ -133,10 +153,10 @@ class Recorder(SignsOfLife):
             self._described.write()
         self._writer.start()
         self._started.set()
-        self._live.identity = self.identity()
-        self.publishing.begin(self._live.identity.link)
-        self.alerts.begin(self._live.identity.link)
-        return self._live.identity
+        self._identity = self.identity()
+        self.publishing.begin(self._identity.link)
+        self.alerts.begin(self._identity.link)
+        return self._identity
 
     def durable(self, timeout_s: float = 60.0) -> dict[str, str]:
         """Return when everything that has arrived is in MLflow or on the disk, with the run's identity.
@@ -175,11 +195,14 @@ class Recorder(SignsOfLife):
 
     def live(self) -> LiveState:
         """Current state of the run, for readers outside."""
-        return self._live.state(self.heartbeats(), time=self._time.so_far(), waiting=len(self.spool.points()))
+        waiting = len(self.spool.points())
+        return live_state(
+            self.description, self.state, identity=self._identity, beats=self.heartbeats(), waiting=waiting
+        )
 
     def mark_killed(self) -> None:
         """End the run as KILLED now, before the driver does so in good order, which it may not live long enough for."""
-        self._live.end("KILLED")
+        self.state.end("KILLED")
         self._writer.put(EndRun("KILLED", in_ms(time.time())))
 
     def close(self) -> None:
@@ -196,13 +219,13 @@ class Recorder(SignsOfLife):
         self._writer.wait_until_written()
         return Recording(
             final_loss=self.steps.last_loss,
-            metrics=dict(self._metrics),
-            summaries=[self._summaries[rank] for rank in sorted(self._summaries)],
+            metrics=dict(self.state.values),
+            summaries=[summary for _, summary in sorted(self.state.summaries.items())],
             events=list(self._events),
-            resumed_after=list(self._resumed_after.values()),
+            resumed_after=list(self.state.resumed_after.values()),
             last_step=self.steps.last_step,
             derived=dict(self._derived),
-            goodput=self._look(self._time.goodput, None, part="goodput"),
+            goodput=self._look(self._goodput, None, part="goodput"),
             unsent_file=self.spool.unsent_file(),
             alerts=list(self.alerts.raised),
             evaluations={name: sorted(points.items()) for name, points in self._evaluations.items()},
@@ -249,7 +272,7 @@ class Recorder(SignsOfLife):
                 f"MLflow has taken nothing for {STALLED_S / 60:.0f} minutes; what was still to be written is lost"
             )
         self._writer.close()
-        self._live.end(status, tags.get("scaleray.verdict", ""))
+        self.state.end(status, tags.get("scaleray.verdict", ""))
         (self._live_file.end if went_on else self._live_file.put_back)()
         if self.note.key is not None:
             with contextlib.suppress(Exception):  # whatever MLflow raises: the run itself is complete
@@ -263,6 +286,13 @@ class Recorder(SignsOfLife):
                 f"{without_password(self.description.run_path or self.description.work_dir)}",
             ) from problem
         return self.spool.unsent_file()
+
+    def _goodput(self) -> Goodput:
+        """Use of the whole time until now. The file is written once there is a step."""
+        if self.state.last is not None:
+            self._goodput_file.save()
+        with self.state.lock:
+            return self._goodput_file.ledger.goodput(steady_time())
 
     def _keep_evaluation(self, record: EvaluationRecord) -> None:
         """Keep the values for the run's record; those from before a resume are in MLflow."""
@@ -304,10 +334,9 @@ class Recorder(SignsOfLife):
             self._look(partial(self._take, item), None, part=type(item).__name__)
 
     def _take(self, message: WorkerMessage) -> None:
-        self._look(partial(self._time.hear, message), None, part="goodput")
-        self._look(partial(self._live.hear, message), None, part="live state")
-        self._look(partial(self.publishing.hear, message), None, part="published metrics")
-        self._look(partial(self.alerts.hear, message), None, part="alerts")
+        self._look(partial(self.state.take, message), None, part="state of the run")
+        if self.state.last is not None:
+            self._look(self._goodput_file.save_if_due, None, part="goodput")
         if isinstance(message, StepRecord):
             if message.step != self._previous_step + 1:
                 self.recovery.go_on_after(message.step - 1, flush=self._flush)
@@ -318,7 +347,6 @@ class Recorder(SignsOfLife):
                 return  # a restarted worker group repeats steps that were shown already
         elif isinstance(message, EvaluationRecord | LoggedMetrics):
             self.points.add(message.metrics, message.step, at=message.recorded_at)
-            self._metrics.update(message.metrics)
             if isinstance(message, EvaluationRecord):
                 self._keep_evaluation(message)
             if isinstance(message, LoggedMetrics) or message.step <= self._last_evaluation:
@@ -335,11 +363,8 @@ class Recorder(SignsOfLife):
             return  # a warning says it where something is to be seen
         elif isinstance(message, LoggedFile):
             return self._logged.add(message)
-        elif isinstance(message, WorkerSummary):
-            self._summaries[message.rank] = message
         elif isinstance(message, EventRecord):
             if message.kind == "resumed" and message.step is not None:
-                self._resumed_after[message.recorded_at] = message.step  # a message may arrive twice
                 self.recovery.go_on_after(message.step, flush=self._flush)
             if message.text in self._events:
                 return

@@ -17,12 +17,11 @@ from scaleray import metric_names as names
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import TrackingError, first_line
 from scaleray.parsing import load_yaml
-from scaleray.records.run import StepRecord
 from scaleray.tracking.chart_points import Point, Points
 from scaleray.tracking.operations import EVENT_TAG, LogMetrics, Operation
 from scaleray.tracking.run_description import RunDescription
 from scaleray.tracking.spool import Spool
-from scaleray.tracking.steps_file import StepsFile, in_words
+from scaleray.tracking.steps_file import StepsFile, in_words, record_of
 from scaleray.tracking.store import without_password
 
 NEEDED = ("num_samples", "learning_rate", "step_time_s", "epoch", "world_size", "recorded_at")
@@ -167,29 +166,12 @@ def points_of(
     num_nonfinite = 0
     for row in rows:
         if all(row[column] for column in NEEDED) and float(row["step_time_s"]) > 0:
-            record = _record(row)
+            record = record_of(row)
             num_nonfinite += not record.is_finite
             points.add_step(record, num_nonfinite=num_nonfinite)
             new = points.take()
             found += new if record.step not in logged else []
     return found
-
-
-def _record(row: Mapping[str, str]) -> StepRecord:
-    return StepRecord(
-        step=int(row["step"]),
-        loss=float(row["loss"]),
-        count=float(row["count"] or math.nan),
-        num_samples=int(float(row["num_samples"])),
-        learning_rate=float(row["learning_rate"]),
-        grad_norm=float(row["grad_norm"]) if row["grad_norm"] else None,
-        step_time_s=float(row["step_time_s"]),
-        input_wait_s=float(row["input_wait_s"] or 0.0),
-        epoch=float(row["epoch"]),
-        is_finite=row["is_finite"] == "True",
-        world_size=int(float(row["world_size"])),
-        recorded_at=float(row["recorded_at"]),
-    )
 
 
 def _is_yaml_mapping(content: bytes) -> bool:

@@ -11,8 +11,7 @@ import json
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from scaleray import live_metrics as live
@@ -26,7 +25,7 @@ from scaleray.monitoring.rules.rule import Found, Rule
 from scaleray.monitoring.rules.seen import Seen
 from scaleray.monitoring.rules.webhook_body import webhook_body
 from scaleray.records.alerts import ALERTS_FILE, Alert
-from scaleray.records.run import EventRecord, StepRecord, SystemRecord, WorkerMessage
+from scaleray.records.run import EventRecord, StepRecord, SystemRecord
 from scaleray.records.start import steady_time
 from scaleray.tracking.alert_delivery import Delivery, to_command, to_webhook, webhook_named
 from scaleray.tracking.operations import LogArtifact, Operation, SetTags
@@ -34,8 +33,6 @@ from scaleray.tracking.run_description import RunDescription
 from scaleray.watchers import Guard, Watcher
 
 LOOK_EVERY_S = 2.0
-MOST_HEARD = 100_000
-"""Losses and gradient norms that wait for the next look: those of 50,000 steps."""
 END_WAIT_S = 10.0
 """Seconds for which the end of a run waits, for the look that is on its way and for its last alerts to be taken."""
 SHARE_OF_A_CORE = 0.05
@@ -53,6 +50,7 @@ LOOKED_AT = {
 }  # fmt: skip
 """Metrics that rules look at, which are a few of all series, by their identity: each is one object of the table. Loss
 and gradient norm are heard of with every step."""
+LOSS, GRAD_NORM = prometheus_name(names.LOSS), prometheus_name(names.GRAD_NORM)
 SLOW_LINK = "slow_link"
 ENDS = ("run_failed", "run_finished")
 """Rules of which everybody but a webhook knows already."""
@@ -60,8 +58,8 @@ ALERT_TAG, NOTE = "scaleray.alert.", "mlflow.note.content"
 
 
 class RunAlerts:
-    """The alerts of one run. series: what is published of it now. tell: takes events and tags. act: does what an alert
-    asks for, and is given the action and the alert."""
+    """The alerts of one run. series: what is published of it now. news: gives steps and utilisation since the last
+    call, with the time of their arrival. tell: takes events and tags. act: does what an alert asks for."""
 
     def __init__(
         self,
@@ -70,17 +68,18 @@ class RunAlerts:
         series: Callable[[], Sequence[Series]],
         tell: Callable[[EventRecord | Operation], None],
         act: Callable[[Alert], None],
+        news: Callable[[], Iterable[tuple[StepRecord | SystemRecord, float]]] = tuple,
+        measure_links: Callable[[], None] = lambda: None,
     ) -> None:
         self.description, self.settings = description, description.alerts
-        self._series, self._tell, self._act = series, tell, act
-        self.measure_links: Callable[[], None] = lambda: None
+        self._series, self._news, self._tell, self._act = series, news, tell, act
+        self.measure_links = measure_links
         """Asks the workers which link is slow."""
         self.show: Callable[[EventRecord], None] = lambda event: None
         """Takes alerts if the recorder is not polled: in the process that trains."""
         self.raised: list[Alert] = []
         """Those that began, but for the run's own end."""
         self._file = Path(description.work_dir) / ALERTS_FILE
-        self._heard: deque[tuple[str, float | None, float, str]] = deque(maxlen=MOST_HEARD)
         self._seen = Seen()
         self._guard = Guard(self._warn)
         self._judge = Judge(self.settings, without=self.settings.without, guarded=self._guarded)
@@ -107,20 +106,6 @@ class RunAlerts:
         self._thread = threading.Thread(target=self._look_on, name="scaleray-alerts", daemon=True)
         self._thread.start()
 
-    def hear(self, message: WorkerMessage) -> None:
-        """Take what is to be seen of every step, and what a node says of its GPUs. Never waits."""
-        if not self.settings.watch:
-            return
-        now = steady_time()
-        if isinstance(message, StepRecord):
-            self._heard.append((prometheus_name(names.LOSS), message.loss, now, ""))
-            self._heard.append((prometheus_name(names.GRAD_NORM), message.grad_norm, now, ""))
-        elif isinstance(message, SystemRecord):
-            for name, value in message.metrics.items():
-                if name.startswith("gpu_") and name.endswith("_utilization_percentage"):
-                    gpu = f"GPU {name.split('_')[1]} of {message.node}"
-                    self._heard.append((gpus.ACTIVE, value / 100, now, gpu))
-
     def end(self, *, went_on: bool = True) -> None:
         """Check a last time, for a run that has ended, and deliver the remaining alerts. went_on: False for a run that
         was to be resumed and was not, whose end has been reported before.
@@ -140,9 +125,9 @@ class RunAlerts:
     def look(self, now: float) -> None:
         """Judge the run as it is. now: wall clock."""
         seen = self._seen
-        while self._heard:
-            name, heard, at, of = self._heard.popleft()
-            seen.add(name, heard, at=at, of=of)
+        for message, at in self._news():
+            for name, of, value in _values(message):
+                seen.add(name, value, at=at, of=of)
         for metric, labels, value in self._series():
             published = LOOKED_AT.get(id(metric))
             if published is None or labels.get("kind", "used") != "used":
@@ -209,6 +194,17 @@ class RunAlerts:
     def _say(self, event: EventRecord) -> None:
         self._tell(event)
         self.show(event)
+
+
+def _values(message: StepRecord | SystemRecord) -> list[tuple[str, str, float | None]]:
+    """Name, rank or GPU, and value of the figures that rules need of every step, and of a node's GPUs."""
+    if isinstance(message, StepRecord):
+        return [(LOSS, "", message.loss), (GRAD_NORM, "", message.grad_norm)]
+    return [
+        (gpus.ACTIVE, f"GPU {name.split('_')[1]} of {message.node}", value / 100)
+        for name, value in message.metrics.items()
+        if name.startswith("gpu_") and name.endswith("_utilization_percentage")
+    ]
 
 
 def _of(labels: Mapping[str, str]) -> str:

@@ -246,6 +246,26 @@ def step_rows(text: str | None) -> list[dict[str, float]]:
     return rows
 
 
+def record_of(row: Mapping[str, str]) -> StepRecord:
+    """The record of a row by column. Figures that rows from MLflow and of older versions lack are 0 or NaN. Raises
+    ValueError.
+    """
+    return StepRecord(
+        step=int(row["step"]),
+        loss=float(row["loss"]),
+        count=float(row["count"] or math.nan),
+        num_samples=int(float(row["num_samples"] or 0)),
+        learning_rate=float(row["learning_rate"] or math.nan),
+        grad_norm=float(row["grad_norm"]) if row["grad_norm"] else None,
+        step_time_s=float(row["step_time_s"] or 0.0),
+        input_wait_s=float(row["input_wait_s"] or 0.0),
+        epoch=float(row["epoch"] or math.nan),
+        is_finite=row["is_finite"] == "True",
+        world_size=int(float(row["world_size"] or 1)),
+        recorded_at=float(row.get("recorded_at") or 0.0),
+    )
+
+
 def in_words(ranges: Iterable[Range]) -> str:
     """Ranges of steps in words, for a sentence."""
     words = [f"{first}" if first == last else f"{first} to {last}" for first, last in ranges]

@@ -527,7 +527,7 @@ def test_a_rank_without_a_sign_of_life_is_published_no_more_unless_it_is_done(ur
     recorder = Recorder(describe(uri, tmp_path))
     for rank, phase in enumerate(("forward", "forward", "end", "forward")):
         recorder.beat(Heartbeat(rank, "a", 1, 5, phase, 0.0, world_size=4))
-        recorder.publishing.hear(RankSample(rank=rank, node="a", world_size=4, step=5, step_at=1.0, step_time_s=0.1))
+        recorder.state.take(RankSample(rank=rank, node="a", world_size=4, step=5, step_at=1.0, step_time_s=0.1))
     now[0] += 30
     recorder.beat(Heartbeat(0, "a", 1, 6, "forward", 0.0, world_size=4))
     assert recorder.silent_ranks(ended={3}) == {1}

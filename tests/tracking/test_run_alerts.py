@@ -34,6 +34,7 @@ class Run:
     def __init__(self, folder, monkeypatch, *, webhook=None, figures=(), **settings):
         folder.mkdir(exist_ok=True)
         self.folder, self.figures, self.told, self.acted, self.shown = folder, dict(figures), [], [], []
+        self.news = []
         self.now = 1000.0
         monkeypatch.setattr(run_alerts, "steady_time", lambda: self.now)
         monkeypatch.setattr(run_alerts, "LOOK_EVERY_S", 1e6)  # looks are taken by hand
@@ -48,9 +49,14 @@ class Run:
             ],
             tell=self.told.append,
             act=self.acted.append,
+            news=self.taken,
         )
         self.alerts.show = self.shown.append
         self.alerts.begin("http://mlflow/1")
+
+    def taken(self):
+        news, self.news = self.news, []
+        return news
 
     def has(self, metric, value, rank=None):
         labels = {"rank": str(rank), "node": "a"} if rank is not None else {}
@@ -58,7 +64,7 @@ class Run:
 
     def step(self, number, loss, grad_norm=1.0):
         self.now += 0.001
-        self.alerts.hear(StepRecord(number, loss, 8.0, 8, 0.1, grad_norm, 0.01, 0.0, number / 10))
+        self.news.append((StepRecord(number, loss, 8.0, 8, 0.1, grad_norm, 0.01, 0.0, number / 10), self.now))
 
     def looks(self, times=1, every_s=5.0):
         for _ in range(times):
@@ -202,9 +208,8 @@ def test_links_are_measured_while_they_are_slow_and_the_pair_is_named_by_an_aler
 def test_an_idle_gpu_is_found_by_what_its_node_says(tmp_path, monkeypatch):
     run = Run(tmp_path, monkeypatch)
     for _ in range(70):
-        run.alerts.hear(
-            SystemRecord("a", 1, {"gpu_0_utilization_percentage": 95.0, "gpu_1_utilization_percentage": 2.0})
-        )
+        used = {"gpu_0_utilization_percentage": 95.0, "gpu_1_utilization_percentage": 2.0}
+        run.news.append((SystemRecord("a", 1, used), run.now))
         run.looks()
     assert [(alert.name, alert.summary[:11]) for alert in run.written] == [("gpu_idle", "GPU 1 of a ")]
 

@@ -6,9 +6,10 @@ import time
 
 import pytest
 
+from scaleray.monitoring.live.run_state import RunState
 from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, StepRecord
 from scaleray.tracking.run_description import RunDescription
-from scaleray.tracking.run_time import RunTime
+from scaleray.tracking.run_time import GoodputFile
 
 
 def described(tmp_path, started_at, *, continues=None):
@@ -26,13 +27,22 @@ def described(tmp_path, started_at, *, continues=None):
     )
 
 
+class Run:
+    """A run's state, with the file of its time."""
+
+    def __init__(self, description):
+        self.file = GoodputFile(description)
+        self.state = RunState(ledger=self.file.ledger)
+        self.take = self.state.take
+
+
 def step(number, at, *, step_s=2.0, waited_s=0.0):
     return StepRecord(number, 1.0, 8.0, 8, 0.1, None, step_s, waited_s, 0.1, recorded_at=at)
 
 
 def test_a_run_that_goes_on_has_its_earlier_attempts_and_a_failed_resume_leaves_no_trace(tmp_path):
     started = time.time() - 100
-    first = RunTime(described(tmp_path, started))
+    first = Run(described(tmp_path, started))
     for message in (
         step(1, started + 10, step_s=5.0),
         step(2, started + 12, waited_s=0.5),
@@ -40,16 +50,16 @@ def test_a_run_that_goes_on_has_its_earlier_attempts_and_a_failed_resume_leaves_
         CheckpointRecord(2, "x", 1, 1, 1.0, 0.25, started + 15.5),
         step(3, started + 18),
     ):
-        first.hear(message)
-    first.save()
-    failed = RunTime(described(tmp_path, started + 40, continues={}))
-    assert failed.goodput().attempts == 2
-    resumed = RunTime(described(tmp_path, started + 50, continues={}))
+        first.take(message)
+    first.file.save()
+    failed = Run(described(tmp_path, started + 40, continues={}))
+    assert failed.file.ledger.attempts == 2
+    resumed = Run(described(tmp_path, started + 50, continues={}))
     for number in (3, 4):
-        resumed.hear(step(number, started + 60 + 2 * number))
-    resumed.hear(EventRecord("resumed after step 4", kind="resumed", step=4, recorded_at=started + 70))
-    resumed.hear(step(5, started + 80))
-    found = resumed.goodput()
+        resumed.take(step(number, started + 60 + 2 * number))
+    resumed.take(EventRecord("resumed after step 4", kind="resumed", step=4, recorded_at=started + 70))
+    resumed.take(step(5, started + 80))
+    found = resumed.state.goodput()
     assert found.attempts == 3, "that of lost workers among them"
     assert found.repeated_steps == 1 and found.seconds["repeated"] == 2.0
     assert found.seconds["evaluation"] == 3.0 and found.seconds["checkpoint"] == 0.25 and found.seconds["input"] == 0.5
@@ -59,11 +69,11 @@ def test_a_run_that_goes_on_has_its_earlier_attempts_and_a_failed_resume_leaves_
 
 
 def test_a_wall_clock_that_is_set_forward_by_an_hour_takes_no_time(tmp_path, monkeypatch):
-    run = RunTime(described(tmp_path, None))
+    run = Run(described(tmp_path, None))
     now = time.time
     monkeypatch.setattr("time.time", lambda: now() + 3600)
     step_of_now = StepRecord(1, 1.0, 8.0, 8, 0.1, None, 2.0, 0.0, 0.1)
-    run.hear(step_of_now)
-    found = run.goodput()
+    run.take(step_of_now)
+    found = run.state.goodput()
     assert found.elapsed_s < 1800 and found.seconds["start"] < 1800
     assert EventRecord("a word").recorded_at < now() + 1800

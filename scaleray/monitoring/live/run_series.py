@@ -1,69 +1,19 @@
-"""Series that a run has once, from what its recorder hears; and those of its ranks, where they do not publish them."""
+"""Series that a run has once, from its state; and those of its ranks, where they do not publish them."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.metric import Metric
-from scaleray.monitoring.live.rank_series import ComparedRanks, rank_series
+from scaleray.monitoring.live.rank_series import rank_series
+from scaleray.monitoring.live.run_state import RunState
 from scaleray.monitoring.live.series import Series, run_labels, series_of
 from scaleray.records.phases import Phase
-from scaleray.records.profile import Goodput
-from scaleray.records.published import CountedFlops, LinksMeasured, PublishedFacts, RankSample
-from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord, WorkerMessage
-
-
-class CheckpointAge:
-    """Hears of steps, checkpoints and evaluations. facts: how often checkpoints are made."""
-
-    def __init__(self, facts: PublishedFacts) -> None:
-        self.every_steps, self.every_s = facts.checkpoint_every_steps, facts.checkpoint_every_s
-        self.duration_s: float | None = None
-        """Seconds that the newest checkpoint took to be written."""
-        self._since: float | None = None
-        self._last_step_at = 0.0
-        self._evaluations: list[tuple[float, float]] = []
-
-    def hear(self, message: WorkerMessage) -> None:
-        """Take what moves the age of the newest checkpoint, and ignore everything else."""
-        if isinstance(message, StepRecord):
-            self._last_step_at = message.recorded_at
-            self._since = self._since or message.recorded_at
-        elif isinstance(message, EvaluationRecord):
-            self._evaluations.append((message.recorded_at, message.duration_s))
-        elif isinstance(message, CheckpointRecord):
-            self.duration_s = message.duration_s
-            self._begin(message.recorded_at - message.duration_s)
-        elif isinstance(message, EventRecord) and message.kind == "resumed":
-            self._begin(message.recorded_at)  # the checkpoint that it goes on from is all that it has
-
-    def age_s(self, beats: Sequence[Heartbeat], now: float) -> float | None:
-        """Seconds of training since the newest checkpoint began; None where none are made.
-
-        They end with the last step, as an evaluation, a hang or a restart adds nothing that could be lost; while the
-        first worker waits for a checkpoint they continue. beats: the last signs of life, by rank.
-        """
-        if (self.every_steps is None and self.every_s is None) or self._since is None:
-            return None
-        saves = bool(beats) and beats[0].phase == Phase.CHECKPOINT
-        until = now if saves else self._last_step_at
-        return max(0.0, until - self._since - sum(seconds for _, seconds in self._evaluations))
-
-    def interval_s(self, step_s: float | None) -> float | None:
-        """Seconds from one checkpoint to the next, as configured. step_s: time of a step now."""
-        if self._since is None:
-            return None
-        by_steps = self.every_steps * step_s if self.every_steps is not None and step_s is not None else None
-        return min((one for one in (self.every_s, by_steps) if one is not None), default=None)
-
-    def _begin(self, at: float) -> None:
-        self._since = at
-        self._evaluations = [(ended, seconds) for ended, seconds in self._evaluations if ended - seconds >= at]
-
+from scaleray.records.published import PublishedFacts
+from scaleray.records.run import Heartbeat
 
 # Phases that may take longer than many steps, and the time at which a run was last in one: no step ends meanwhile,
 # and nothing hangs.
@@ -90,9 +40,6 @@ class LongPhases:
         return series_of(live.LONG_PHASE_TIMESTAMP_S, run_labels(run_name, run_id), seen_at, phase=self._phase)
 
 
-WINDOW_S = 30.0
-"""Rates are means over the last steps, of so many seconds."""
-MOST_STEPS = 1000
 LINKS_KEPT_S = 660.0
 """Seconds for which measured links say something of the run: slow ones are measured every ten minutes."""
 
@@ -102,7 +49,6 @@ class Beside:
     """Facts that the recorder has in addition to the messages, at the time of reading. None: not known."""
 
     now: float
-    goodput: Goodput | None = None
     nonfinite_steps: int = 0
     spooled_points: int | None = None
     disk_free: float | None = None
@@ -115,7 +61,7 @@ class Beside:
 
 
 class RunSeries:
-    """Hears a run's messages and gives its series. Not for several threads at once.
+    """Series of a run's state, in any thread.
 
     peak_of: gives the peak of a device in FLOP/s by its name, where the facts have none. long_phase_s: see
     `LongPhases`.
@@ -124,82 +70,43 @@ class RunSeries:
     def __init__(
         self,
         facts: PublishedFacts,
+        state: RunState,
         *,
         run_name: str,
         run_id: str,
         strategy: str = "",
         total_steps: int | None = None,
-        tokens_per_sample: int | None = None,
         peak_of: Callable[[str], float | None] = lambda device: None,
         long_phase_s: float = 600.0,
     ) -> None:
-        self.facts, self.tokens_per_sample, self._peak_of = facts, tokens_per_sample, peak_of
+        self.facts, self.state, self._peak_of = facts, state, peak_of
         self.strategy, self.total_steps = strategy, total_steps
         self.named = {"run_name": run_name, "run_id": run_id}
-        self.ranks = ComparedRanks()
         self._long_phases = LongPhases(long_phase_s)
-        self._steps: deque[StepRecord] = deque(maxlen=MOST_STEPS)
-        self._last: StepRecord | None = None
-        self._newest_step = 0
-        self._grad_norm: float | None = None
-        self._sent_bytes = 0.0
-        self._metrics: dict[str, float] = {}
-        self._checkpoints = CheckpointAge(facts)
-        self._links: LinksMeasured | None = None
-        self._flops_per_sample = facts.flops_per_sample
-
-    def hear(self, message: WorkerMessage) -> None:
-        """Take what says something of the run now, and ignore everything else."""
-        self._checkpoints.hear(message)
-        if isinstance(message, RankSample):
-            self.ranks.hear(message)
-        elif isinstance(message, CountedFlops):
-            self._flops_per_sample = message.flops_per_sample
-        elif isinstance(message, LinksMeasured):
-            self._links = message
-        elif isinstance(message, StepRecord):
-            self._hear_step(message)
-        elif isinstance(message, EvaluationRecord):
-            self._metrics.update(message.metrics)
-        elif isinstance(message, EventRecord) and message.kind == "resumed":
-            self._steps.clear()
-            self.ranks.forget()
-            self._newest_step = max(self._newest_step, message.step or 0)
 
     def of_ranks(self) -> list[Series]:
         """Series of the ranks on themselves."""
-        return [one for sample in self.ranks.samples.values() for one in rank_series(sample, **self.named)]
+        return [one for sample in self.state.ranks.samples.values() for one in rank_series(sample, **self.named)]
 
     def of_run(self, beside: Beside) -> list[Series]:
         """Series that exist once a run, and those that only a comparison of its ranks shows."""
-        self._long_phases.look(beside.beats, beside.now)
-        return [
-            *self._of_steps(),
-            *self._of_speed(),
-            *self._of_course(beside),
-            *self._of_end(beside),
-            *self._of_links(beside.now),
-            *self._long_phases.series(**self.named),
-            *self.ranks.series(**self.named),
-        ]
-
-    def _hear_step(self, record: StepRecord) -> None:
-        if self._last is not None and record.step == self._last.step:
-            return  # a message that came twice
-        self._last = record
-        self._newest_step = max(self._newest_step, record.step)
-        self._steps.append(record)
-        while len(self._steps) > 1 and record.recorded_at - self._steps[0].recorded_at > WINDOW_S:
-            self._steps.popleft()
-        if record.grad_norm is not None:
-            self._grad_norm = record.grad_norm
-        self._sent_bytes += record.sent_bytes
+        with self.state.lock:
+            self._long_phases.look(beside.beats, beside.now)
+            return [
+                *self._of_steps(),
+                *self._of_speed(),
+                *self._of_course(beside),
+                *self._of_end(beside),
+                *self._of_links(beside.now),
+                *self._long_phases.series(**self.named),
+                *self.state.ranks.series(**self.named),
+            ]
 
     def _one(self, metric: Metric, value: float | None, /, **labels: object) -> list[Series]:
         return series_of(metric, run_labels(**self.named), value, **labels)
 
     def _of_steps(self) -> list[Series]:
-        last = self._last
+        state, last = self.state, self.state.last
         found: list[Series] = []
         if last is not None:
             found += self._one(names.LOSS, last.loss)
@@ -207,43 +114,41 @@ class RunSeries:
             found += self._one(names.LOSS_SCALE, last.loss_scale)
             found += self._one(names.EPOCH, last.epoch)
             found += self._one(names.WORKERS, last.world_size)
-            found += self._one(live.SENT_BYTES_TOTAL, self._sent_bytes)
-        found += self._one(names.GRAD_NORM, self._grad_norm)
-        for name, value in self._metrics.items():
+            found += self._one(live.SENT_BYTES_TOTAL, state.sent_bytes)
+        found += self._one(names.GRAD_NORM, state.grad_norm)
+        for name, value in state.evaluated.items():
             split, _, metric = name.partition("/")
             found += self._one(live.EVAL, value, split=split, metric=metric)
         return found
 
     def _of_speed(self) -> list[Series]:
-        seconds = sum(record.step_time_s for record in self._steps)
-        rate = sum(record.num_samples for record in self._steps) / seconds if seconds > 0 else None
-        tokens = rate * self.tokens_per_sample if rate is not None and self.tokens_per_sample else None
-        waited = sum(record.input_wait_s for record in self._steps) / seconds if seconds > 0 else None
+        rates = self.state.window.rates()
+        rate = rates.get("samples_per_s")
         expected = self.facts.expected_samples_per_s
         return [
             *self._one(names.SAMPLES_PER_S, rate),
-            *self._one(names.TOKENS_PER_S, tokens),
-            *self._one(names.INPUT_WAIT_SHARE, waited),
-            *self._one(live.EXPOSED_COMMUNICATION_SHARE, self.ranks.exposed_share()),
+            *self._one(names.TOKENS_PER_S, rates.get("tokens_per_s")),
+            *self._one(names.INPUT_WAIT_SHARE, rates.get("input_wait_share")),
+            *self._one(live.EXPOSED_COMMUNICATION_SHARE, self.state.ranks.exposed_share()),
             *self._one(live.MFU, self._mfu(rate)),
             *self._one(live.EXPECTED_SAMPLES_PER_S, expected),
             *self._one(live.EFFICIENCY_OVER_PREDICTION, rate / expected if rate is not None and expected else None),
         ]
 
     def _mfu(self, samples_per_s: float | None) -> float | None:
-        flops, peak = self._flops_per_sample, self.facts.peak_flops_per_s
-        device = next((sample.device for sample in self.ranks.samples.values()), "")
+        flops, peak = self.state.flops_per_sample, self.facts.peak_flops_per_s
+        device = next((sample.device for sample in self.state.ranks.samples.values()), "")
         peak = peak or (self._peak_of(device) if device else None)
-        if samples_per_s is None or not flops or not peak or self._last is None:
+        if samples_per_s is None or not flops or not peak or self.state.last is None:
             return None
-        return samples_per_s * flops / (peak * self._last.world_size)
+        return samples_per_s * flops / (peak * self.state.last.world_size)
 
     def _of_course(self, beside: Beside) -> list[Series]:
-        goodput, share = beside.goodput, None
+        goodput, share = self.state.goodput(), None
         if goodput is not None and goodput.elapsed_s > 0:
             share = goodput.seconds["productive"] / goodput.elapsed_s
         return [
-            *self._one(live.STEPS, self._newest_step),
+            *self._one(live.STEPS, self.state.newest_step),
             *self._one(live.STEPS_REPEATED, goodput.repeated_steps if goodput else None),
             *self._one(live.STEPS_PLANNED, self.total_steps),
             *self._one(live.RESTARTS, goodput.attempts - 1 if goodput else None),
@@ -255,16 +160,20 @@ class RunSeries:
         ]
 
     def _of_checkpoints(self, beside: Beside) -> list[Series]:
-        known = self._checkpoints
-        step_s = sum(record.step_time_s for record in self._steps) / len(self._steps) if self._steps else None
+        every_steps, every_s = self.facts.checkpoint_every_steps, self.facts.checkpoint_every_s
+        step_s, newest = self.state.window.rates().get("step_time_s"), self.state.checkpoint
+        saves = bool(beside.beats) and beside.beats[0].phase == Phase.CHECKPOINT
+        age_s = self.state.unsaved_s(beside.now if saves else None)
+        by_steps = every_steps * step_s if every_steps is not None and step_s is not None else None
+        interval_s = None if age_s is None else min((s for s in (every_s, by_steps) if s is not None), default=None)
         return [
-            *self._one(live.CHECKPOINT_AGE_S, known.age_s(beside.beats, beside.now)),
-            *self._one(live.CHECKPOINT_INTERVAL_S, known.interval_s(step_s)),
-            *self._one(names.CHECKPOINT_DURATION_S, known.duration_s),
+            *self._one(live.CHECKPOINT_AGE_S, None if every_steps is None and every_s is None else age_s),
+            *self._one(live.CHECKPOINT_INTERVAL_S, interval_s),
+            *self._one(names.CHECKPOINT_DURATION_S, newest.duration_s if newest is not None else None),
         ]
 
     def _of_links(self, now: float) -> list[Series]:
-        links = self._links
+        links = self.state.links
         if links is None or now - links.recorded_at > LINKS_KEPT_S:
             return []
         ratio = links.bytes_per_s / links.usual_bytes_per_s if links.usual_bytes_per_s else None

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from scaleray.monitoring.live.run_state import RunState
 from scaleray.progress import Stage
 from scaleray.records import start
 from scaleray.records.phases import EVALUATING, Phase, in_words
@@ -47,8 +48,9 @@ class Terminal:
         self._status: Stage | None = None
         self._evaluation_s: float | None = None
         self._printed_at = time.monotonic() - interval_s
-        self._window: list[StepRecord] = []
-        self._metrics: dict[str, float] = {}
+        self._state = RunState()
+        self._new: list[StepRecord] = []
+        """Steps since the last line."""
         self._lock = threading.Lock()  # heartbeats of a run in this process come from a thread of their own
 
     def __enter__(self) -> Terminal:
@@ -73,20 +75,21 @@ class Terminal:
         with self._lock:
             for message in messages:
                 self._take(message)
-            if not self._window:
+            if not self._new:
                 return
-            is_edge = self._window[0].step == 1 or self._window[-1].step == self.total_steps
+            is_edge = self._new[0].step == 1 or self._new[-1].step == self.total_steps
             if is_edge or time.monotonic() - self._printed_at >= self.interval_s:
                 self._print_steps()
 
     def _take(self, message: WorkerMessage | Heartbeat) -> None:
         if isinstance(message, Heartbeat):
-            self._take_heartbeat(message)
-        elif isinstance(message, StepRecord):
-            self._window.append(message)
+            return self._take_heartbeat(message)
+        self._state.take(message)
+        if isinstance(message, StepRecord):
+            self._new.append(message)
             self._take_progress(message)
         elif isinstance(message, EvaluationRecord):
-            self._metrics, self._evaluation_s = message.metrics, message.duration_s
+            self._evaluation_s = message.duration_s
             self._set_status(None)
             if not self.console.is_terminal:
                 values = " | ".join(f"{k} {v:.4g}" for k, v in sorted(message.metrics.items()))
@@ -136,17 +139,27 @@ class Terminal:
             self.stages.forget(self._steps)
 
     def _print_steps(self) -> None:
-        window, self._window = self._window, []
+        new, self._new = self._new, []
         self._printed_at = time.monotonic()
         if self.console.is_terminal:
-            self._shown = self._table(window)
+            self._shown = self._table(new[-1])
         else:
             left_s = self._steps.left_s if self._steps is not None else None
             left = f" | about {duration(left_s)} left" if left_s is not None and left_s >= LEFT_S else ""
-            self.say(f"{step_line(window, self.total_steps)}{left}")
+            finite = "" if all(step.is_finite for step in new) else " | not finite, skipped"
+            self.say(f"{self._line(new[-1])}{finite}{left}")
 
-    def _table(self, window: list[StepRecord]) -> Table:
-        last, seconds, rate, wait = _figures(window)
+    def _line(self, last: StepRecord) -> str:
+        """One line in fixed columns for the steps since the last line."""
+        seconds, rate, wait = self._speed()
+        norm = f" | grad {last.grad_norm:8.3g}" if last.grad_norm is not None else ""
+        return (
+            f"{_progress(last.step, self.total_steps)} | loss {last.loss:8.4f} | lr {last.learning_rate:.2e} | "
+            f"{1000 * seconds:7.1f} ms | {_short(rate):>6} samples/s | input {wait:5.1%}{norm}"
+        )
+
+    def _table(self, last: StepRecord) -> Table:
+        seconds, rate, wait = self._speed()
         table = Table(title=f"step {last.step}/{self.total_steps or '?'}", min_width=48)
         table.add_column("quantity")
         table.add_column("value", justify="right")
@@ -157,22 +170,16 @@ class Terminal:
             "step time": f"{1000 * seconds:.1f} ms",
             "throughput": f"{_short(rate)} samples/s",
             "input wait": f"{wait:.1%}",
-            **{name: f"{value:.4g}" for name, value in sorted(self._metrics.items())},
+            **{name: f"{value:.4g}" for name, value in sorted(self._state.evaluated.items())},
         }
         for name, value in rows.items():
             table.add_row(Text(name), value)
         return table
 
-
-def step_line(window: list[StepRecord], total_steps: int) -> str:
-    """One line in fixed columns for the steps since the last line."""
-    last, seconds, rate, wait = _figures(window)
-    norm = f" | grad {last.grad_norm:8.3g}" if last.grad_norm is not None else ""
-    finite = "" if all(r.is_finite for r in window) else " | not finite, skipped"
-    return (
-        f"{_progress(last.step, total_steps)} | loss {last.loss:8.4f} | lr {last.learning_rate:.2e} | "
-        f"{1000 * seconds:7.1f} ms | {_short(rate):>6} samples/s | input {wait:5.1%}{norm}{finite}"
-    )
+    def _speed(self) -> tuple[float, float, float]:
+        """Mean step time in s, samples per s, and share of time waiting for input."""
+        rates = self._state.window.rates()
+        return rates.get("step_time_s", 0.0), rates.get("samples_per_s", 0.0), rates.get("input_wait_share", 0.0)
 
 
 def final_lines(record: RunRecord) -> list[str]:
@@ -188,17 +195,6 @@ def final_lines(record: RunRecord) -> list[str]:
     if sum(record.start.values()) > start.LONG_S:
         lines.insert(1, start.in_words(record.start))
     return lines
-
-
-def _figures(window: list[StepRecord]) -> tuple[StepRecord, float, float, float]:
-    """(last step, mean step time in s, samples per s, share of time waiting for input)."""
-    seconds = sum(r.step_time_s for r in window) or 1e-9
-    return (
-        window[-1],
-        seconds / len(window),
-        sum(r.num_samples for r in window) / seconds,
-        sum(r.input_wait_s for r in window) / seconds,
-    )
 
 
 def _progress(step: int, total_steps: int) -> str:

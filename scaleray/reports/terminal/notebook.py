@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from scaleray.records.run import EvaluationRecord, EventRecord, StepRecord
+from scaleray.monitoring.live.run_state import RunState
+from scaleray.records.run import EventRecord
 
 REDRAWN_S = 0.3
 """Seconds between two looks of a notebook's table."""
@@ -38,19 +39,15 @@ class NotebookTable(Silent):
 
     def __init__(self, display: Any) -> None:
         self._total = 0
-        self._step: StepRecord | None = None
-        self._metrics: dict[str, float] = {}
+        self._state = RunState()
         self._lines: list[str] = []
         self._drawn_at = 0.0
         self._handle = display(_Html(self.html()), display_id=True)
 
     def show(self, messages: Sequence[Any]) -> None:
         for message in messages:
-            if isinstance(message, StepRecord):
-                self._step = message
-            elif isinstance(message, EvaluationRecord):
-                self._metrics = message.metrics
-            elif isinstance(message, EventRecord):
+            self._state.take(message)
+            if isinstance(message, EventRecord):
                 self._lines.append(f"{message.kind}: {message.text}")
         if time.monotonic() - self._drawn_at >= REDRAWN_S:
             self.draw()
@@ -71,14 +68,14 @@ class NotebookTable(Silent):
     def html(self) -> str:
         """The table, and below it the last lines."""
         rows: dict[str, str] = {}
-        if (step := self._step) is not None:
+        if (step := self._state.last) is not None:
             rows = {
                 "step": f"{step.step}/{self._total or '?'}",
                 "loss": f"{step.loss:.4f}",
                 "learning rate": f"{step.learning_rate:.2e}",
-                "samples/s": f"{step.num_samples / max(step.step_time_s, 1e-9):.4g}",
+                "samples/s": f"{self._state.window.rates().get('samples_per_s', 0.0):.4g}",
             }
-        rows |= {name: f"{value:.4g}" for name, value in sorted(self._metrics.items())}
+        rows |= {name: f"{value:.4g}" for name, value in sorted(self._state.evaluated.items())}
         head, body = (
             "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
             for tag, texts in (("th", rows), ("td", rows.values()))

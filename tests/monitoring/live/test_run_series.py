@@ -5,6 +5,8 @@ import pytest
 from scaleray import live_metrics as live
 from scaleray import metric_names as names
 from scaleray.monitoring.live.run_series import LINKS_KEPT_S, Beside, RunSeries
+from scaleray.monitoring.live.run_state import RunState
+from scaleray.profiling.goodput import GoodputLedger
 from scaleray.records.profile import Goodput
 from scaleray.records.published import CountedFlops, LinksMeasured, PublishedFacts, RankSample
 from scaleray.records.run import CheckpointRecord, EvaluationRecord, EventRecord, Heartbeat, StepRecord
@@ -18,11 +20,12 @@ def step(number, **more):
     return StepRecord(**{**values, **more})
 
 
-def run_of(facts=None, *messages, **options):
-    run = RunSeries(facts or PublishedFacts(), run_name="a", run_id="1", **options)
+def run_of(facts=None, *messages, tokens_per_sample=None, ledger=None, **options):
+    facts = facts or PublishedFacts()
+    state = RunState(tokens_per_sample=tokens_per_sample, flops_per_sample=facts.flops_per_sample, ledger=ledger)
     for message in messages:
-        run.hear(message)
-    return run
+        state.take(message)
+    return RunSeries(facts, state, run_name="a", run_id="1", **options)
 
 
 def value(run, metric, beside=None):
@@ -57,20 +60,27 @@ def test_mfu_needs_the_flops_of_a_sample_and_the_peak_of_the_devices():
     assert value(run_of(facts, step(1, world_size=2)), live.MFU) == pytest.approx(0.5)
     assert value(run_of(PublishedFacts(flops_per_sample=1e12), step(1)), live.MFU) is None
     by_name = run_of(PublishedFacts(flops_per_sample=1e12), step(1), peak_of={"a GPU": 32e12}.get)
-    by_name.hear(RankSample(0, "n", 1, 1, 1.0, device="a GPU"))
+    by_name.state.take(RankSample(0, "n", 1, 1, 1.0, device="a GPU"))
     assert value(by_name, live.MFU) == pytest.approx(0.5)
     counted = run_of(PublishedFacts(peak_flops_per_s=16e12), step(1))
     assert value(counted, live.MFU) is None
-    counted.hear(CountedFlops(5e11))
+    counted.state.take(CountedFlops(5e11))
     assert value(counted, live.MFU) == pytest.approx(0.5)
 
 
 def test_steps_are_the_newest_one_and_repeated_ones_do_not_go_back():
     run = run_of(None, *(step(n) for n in (1, 2, 3)), EventRecord("", kind="resumed", step=1), step(2))
     assert value(run, live.STEPS) == 3
-    told = Beside(now=2000.0, goodput=Goodput(10.0, {"productive": 4.0}, attempts=2, repeated_steps=1))
-    assert value(run, live.STEPS_REPEATED, told) == 1 and value(run, live.RESTARTS, told) == 1
-    assert value(run, names.GOODPUT, told) == pytest.approx(0.4)
+
+
+def test_the_use_of_time_is_that_of_the_ledger():
+    class Told(GoodputLedger):
+        def goodput(self, now):
+            return Goodput(10.0, {"productive": 4.0}, attempts=2, repeated_steps=1)
+
+    run = run_of(None, step(1), ledger=Told(0.0))
+    assert value(run, live.STEPS_REPEATED) == 1 and value(run, live.RESTARTS) == 1
+    assert value(run, names.GOODPUT) == pytest.approx(0.4)
 
 
 def test_a_message_that_came_twice_counts_once():
@@ -89,7 +99,7 @@ def test_a_checkpoint_has_an_age_where_any_are_made():
     assert value(run, live.CHECKPOINT_AGE_S) == pytest.approx(199.0), "since the first step, before there is one"
     assert value(run, live.CHECKPOINT_INTERVAL_S) == pytest.approx(5.0)
     assert value(run, names.CHECKPOINT_DURATION_S) is None
-    run.hear(CheckpointRecord(1, "p", 1, 1, 4.0, 0.1, recorded_at=1194.0))
+    run.state.take(CheckpointRecord(1, "p", 1, 1, 4.0, 0.1, recorded_at=1194.0))
     assert value(run, live.CHECKPOINT_AGE_S) == pytest.approx(10.0), "what it holds is as old as its beginning"
     assert value(run, names.CHECKPOINT_DURATION_S) == 4.0
     assert value(run_of(None, step(1)), live.CHECKPOINT_AGE_S) is None
@@ -98,14 +108,14 @@ def test_a_checkpoint_has_an_age_where_any_are_made():
 def test_a_checkpoint_grows_older_by_training_and_by_waiting_for_the_next_one_alone():
     run = run_of(PublishedFacts(checkpoint_every_s=60.0), step(1), step(30))
     age = live.CHECKPOINT_AGE_S
-    run.hear(CheckpointRecord(30, "p", 1, 1, 1.0, 0.1, recorded_at=1021.0))
+    run.state.take(CheckpointRecord(30, "p", 1, 1, 1.0, 0.1, recorded_at=1021.0))
     assert value(run, age, beating("evaluation", 1500.0)) == pytest.approx(10.0), "nothing more could be lost"
-    run.hear(EvaluationRecord(30, {}, 460.0, recorded_at=1490.0))
-    run.hear(step(31, recorded_at=1491.0))
+    run.state.take(EvaluationRecord(30, {}, 460.0, recorded_at=1490.0))
+    run.state.take(step(31, recorded_at=1491.0))
     assert value(run, age, beating("backward", 1800.0)) == pytest.approx(11.0), "a hang loses no more either"
     assert value(run, age, beating("checkpoint", 1531.0)) == pytest.approx(51.0), "a next one that does not come"
-    run.hear(EventRecord("", kind="resumed", step=30, recorded_at=1900.0))
-    run.hear(step(31, recorded_at=1907.0))
+    run.state.take(EventRecord("", kind="resumed", step=30, recorded_at=1900.0))
+    run.state.take(step(31, recorded_at=1907.0))
     assert value(run, age) == pytest.approx(7.0), "it goes on from that one"
 
 
@@ -147,6 +157,6 @@ def test_links_that_were_measured_are_told_of_for_some_minutes_by_the_slowest_on
     assert (slowest.value, ratio.value) == (5e6, pytest.approx(0.05))
     assert (ratio.labels["source"], ratio.labels["to"]) == ("1", "2") and slowest.labels == ratio.labels
     assert value(run, live.SLOWEST_LINK, Beside(now=1901.0 + LINKS_KEPT_S)) is None
-    run.hear(LinksMeasured(20, "0", "1", 5e6, None, recorded_at=2000.0))
+    run.state.take(LinksMeasured(20, "0", "1", 5e6, None, recorded_at=2000.0))
     assert value(run, live.SLOWEST_LINK) is None, "of one link nothing can be said"
     assert value(run, live.SLOWEST_LINK_BYTES_PER_S) == 5e6

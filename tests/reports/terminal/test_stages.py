@@ -196,5 +196,6 @@ def test_brackets_in_names_of_stages_and_metrics_are_no_markup(clock):
     assert "reading /data[/x]/a[b]" in printed(shown)
     terminal = Terminal(Console(file=io.StringIO(), width=100, force_terminal=True), interval_s=2.0)
     terminal.show([EvaluationRecord(10, {"val/top[5]": 0.5, "val/[/x]": 0.5}, 9.0)])
-    terminal.console.print(terminal._table([step_record(11)]))
+    terminal.show([step_record(11)])
+    terminal.console.print(terminal._shown)
     assert "val/top[5]" in printed(terminal) and "val/[/x]" in printed(terminal)
