@@ -68,5 +68,10 @@ def newer_than_tested() -> list[str]:
     return found
 
 
+def is_tested(name: str) -> bool:
+    """Whether the installed release of a library, without its last number, is the newest tested one."""
+    return _numbers(importlib.metadata.version(name))[:2] == _numbers(NEWEST_TESTED[name])
+
+
 def _numbers(version: str) -> list[int]:
     return [int(word) for word in re.findall(r"\d+", version)]

@@ -22,6 +22,7 @@ from scaleray.config.run import RunConfig
 from scaleray.config.synonyms import NOTES, meant_by
 from scaleray.errors import ConfigError
 from scaleray.parsing import MERGE, BoundedLoader, TooLarge, check_size, near_words
+from scaleray.private_parts import SWITCH
 
 ENV_PREFIX = "SCALERAY_"
 ARGS = "workload.args"
@@ -204,7 +205,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Entry]:
     """Entries from `SCALERAY_SECTION__KEY` variables."""
     entries = {}
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX):
+        if variable.startswith(ENV_PREFIX) and variable != SWITCH:
             key = variable[len(ENV_PREFIX) :].lower().replace("__", ".")
             entries[key] = Entry(_parse_word(text), f"environment variable {variable}")
     return entries

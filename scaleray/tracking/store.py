@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
 from scaleray.filesystems import shared_filesystem
+from scaleray.private_parts import EMPTY_ANSWERS
 from scaleray.progress import stage
 from scaleray.tracking.accepted import acceptable_name, acceptable_text
 from scaleray.tracking.operations import LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
@@ -417,6 +418,8 @@ def _refuse_empty_answers() -> None:
 
     Source: `mlflow.utils.rest_utils.verify_rest_response` of MLflow 3.17, which it does for another service's sake.
     """
+    if not EMPTY_ANSWERS.is_used():
+        return
     from mlflow.utils import rest_utils
 
     verify = rest_utils.verify_rest_response
