@@ -1,4 +1,4 @@
-"""Write docs/alerts.md, docs/api.md, docs/config.md, docs/metrics.md and docs/schemas from the code, so that each fact stands once.
+"""Write docs/alerts.md, docs/api.md, docs/config.md, docs/metrics.md, docs/private_parts.md and docs/schemas from the code, so that each fact stands once.
 
 `make docs` runs it; a test fails where a page is out of date. Needs neither torch nor Ray.
 """
@@ -20,6 +20,7 @@ from scaleray import metric_names
 from scaleray.config.reference import key_rows
 from scaleray.metric import RANK_LABELS, RUN_LABELS
 from scaleray.monitoring.rules.table import RULES
+from scaleray.private_parts import PARTS, SWITCH, PrivatePart
 from scaleray.records.schemas import SCHEMAS
 
 FOLDER = Path(__file__).parent
@@ -116,6 +117,78 @@ def alerts_page() -> str:
     return "\n".join([*lines, ""])
 
 
+def private_parts_page() -> str:
+    """Every private part of Ray and MLflow that is overridden, with its gain and the consequence of doing without."""
+    head = ["| part | file | gain | without it |", "|---|---|---|---|"]
+    lines = [
+        "# Private parts of Ray, MLflow and torch",
+        "",
+        NOTE,
+        "",
+        "scaleray overrides some private names of Ray and MLflow. Each part is used only if everything that it replaces has the recorded",
+        "signature (`scaleray/private_parts.py`); a difference switches that part off, with one line in the log. Ray has no upper bound",
+        "for that reason: with a newer release, everything works without these parts.",
+        "",
+        "## Parts that save time",
+        "",
+        "They also need the tested release (`scaleray/installed.py`): with any other, a start is slower until scaleray's tests have run with it.",
+        f"`{SWITCH}=0` switches all of them off.",
+        "",
+        *head,
+        *(_private_part(part) for part in PARTS if not part.protects),
+        "",
+        "## Parts that protect",
+        "",
+        "They depend on the signatures alone, and have no common switch.",
+        "",
+        *head,
+        *(_private_part(part) for part in PARTS if part.protects),
+        "",
+        "## Private names of torch",
+        "",
+        "torch has no public way for these, so they have no switch. They are written for torch 2.13; the tests of the strategies and of the data",
+        "fail if a release moves them.",
+        "",
+        "| file | use | without it |",
+        "|---|---|---|",
+        *(f"| `{file}` | {use} | {without} |" for file, use, without in OF_TORCH),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _private_part(part: PrivatePart) -> str:
+    return f"| {part.name} | `{part.file}` | {_cell(part.gain)} | {_cell(part.without)} |"
+
+
+OF_TORCH = (
+    (
+        "scaleray/strategies/sharding/unsharding.py",
+        "removes the hooks of `fully_shard` after a training",
+        "the user's model stays sharded",
+    ),
+    (
+        "scaleray/strategies/sharding/counted_collectives.py",
+        "counts and times the collectives of `fully_shard`",
+        "`fsdp` cannot report its communication",
+    ),
+    (
+        "scaleray/strategies/pipeline/shards.py",
+        "shards the parameters of a pipeline's stage between steps",
+        "`pipeline.data_axis: fsdp` does not work",
+    ),
+    (
+        "scaleray/data/iterable.py",
+        "gives an IterableDataset the worker info of torch's loader",
+        "a dataset that splits its rows by worker info is read in full by every rank",
+    ),
+    (
+        "scaleray/training/health/flight_recorder.py",
+        "keeps torch's compiler from being imported for the report of a hang",
+        "the report takes 2 to 6 seconds longer on each rank",
+    ),
+)
+
+
 def _codes(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -130,6 +203,7 @@ PAGES = {
     "cluster_files.md": lambda: tested_files_page(NOTE),
     "config.md": config_page,
     "metrics.md": metrics_page,
+    "private_parts.md": private_parts_page,
     **{f"schemas/{name}.schema.json": _text_of(schema) for name, schema in SCHEMAS.items()},
 }
 

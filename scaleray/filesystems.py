@@ -1,10 +1,11 @@
-"""The filesystem that a path or a URI is on, through pyarrow, which Ray uses too."""
+"""The filesystem of a path or a URI, through pyarrow, which Ray uses too; whole writes and locks of local files."""
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SHARED = {
     "nfs",
@@ -46,8 +47,30 @@ def shared_filesystem(path: Path) -> str:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a local file whole or not at all: an interrupted writer leaves the old file. Raises OSError."""
     part = path.with_name(f".{path.name}.part")
+    part.unlink(missing_ok=True)  # it may be another user's, left by a killed process
     part.write_bytes(content.encode() if isinstance(content, str) else content)
     part.replace(path)
+
+
+def lock(file: IO[Any], *, waits: bool = False, is_shared: bool = False) -> bool:
+    """Lock an open file until it is closed here and in the processes that inherit it. False if another process holds
+    the lock. Raises OSError if the filesystem cannot lock it.
+
+    An exclusive lock needs a file that is open for writing, as NFS refuses it otherwise. Not the library `filelock`: it
+    reports a folder that refuses the lock as one in use, waits for a file left by a killed process if the filesystem
+    has no locks, and gives no file that a child can inherit.
+    """
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    try:
+        fcntl.flock(file, kind if waits else kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unlock(file: IO[Any]) -> None:
+    """Free the lock now, in every process that has inherited the file."""
+    fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def set_aside(folder: Path) -> Path | None:

@@ -26,21 +26,24 @@ OF_TRAIN = (
     "torch",
     "xxhash",
 )
-"""Modules that only the extra `train` brings. Without it there are plan, config, report and compare."""
+"""Modules that only the extra `train` brings. Without any extra there are plan and config."""
+OF_REPORTS = ("matplotlib", "scipy")
+"""Modules of the extra `reports`, for report and compare; `train` includes it."""
 NEWEST_TESTED = {"torch": "2.13", "ray": "2.60", "mlflow": "3.17"}
 """Newest releases that all tests passed with."""
 
 
 def missing_library(error: ModuleNotFoundError) -> UsageError | None:
-    """The message for a failed import of a library that the extra `train` brings; None for any other."""
+    """The message for a failed import of a library that the extra `train` or `reports` brings; None for any other."""
     root = (error.name or "").partition(".")[0]
-    if root not in OF_TRAIN or importlib.util.find_spec(root) is not None:
+    if root not in (*OF_TRAIN, *OF_REPORTS) or importlib.util.find_spec(root) is not None:
         return None
-    return UsageError(f"the library {root}", None, "this needs it", "pip install 'scaleray[train]'")
+    extra = "train" if root in OF_TRAIN else "reports"
+    return UsageError(f"the library {root}", None, "this needs it", f"pip install 'scaleray[{extra}]'")
 
 
 def names_what_is_missing(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises UsageError for a library of the extra `train` that is not installed."""
+    """The function, which raises UsageError for a library of `train` or `reports` that is not installed."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -66,6 +69,11 @@ def newer_than_tested() -> list[str]:
         if _numbers(version)[:2] > _numbers(newest):
             found.append(f"{name} {version} is newer than {newest}, the newest that scaleray's tests ran with")
     return found
+
+
+def is_tested(name: str) -> bool:
+    """Whether the installed release of a library, without its last number, is the newest tested one."""
+    return _numbers(importlib.metadata.version(name))[:2] == _numbers(NEWEST_TESTED[name])
 
 
 def _numbers(version: str) -> list[int]:

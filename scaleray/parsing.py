@@ -8,10 +8,11 @@ one.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
@@ -94,29 +95,55 @@ class BoundedLoader(yaml.SafeLoader):
         node.value = [*merged, *own]
 
 
-def load_yaml(text: str) -> Any:
-    """The document's value.
+class NotYaml(ValueError):
+    """A text that is not YAML. problem: PyYAML's. line: its place, from 1, if known."""
 
-    Raises ValueError for what cannot be read, is too large, or holds more than MOST_NODES values.
+    def __init__(self, problem: str, line: int | None) -> None:
+        super().__init__(problem if line is None else f"{problem} in line {line}")
+        self.problem, self.line = problem, line
+
+
+@contextlib.contextmanager
+def yaml_nodes(text: str) -> Iterator[tuple[BoundedLoader, yaml.Node | None]]:
+    """Yield a loader with the document's node, which knows its lines, to construct values within the context.
+
+    Raises NotYaml, TooLarge, or another ValueError for values that do not exist, here and within the context.
     """
     loader = None
     try:
         loader = BoundedLoader(text)
-        value = loader.get_single_data()
+        yield loader, loader.get_single_node()
     except yaml.YAMLError as exc:
         mark = getattr(exc, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{getattr(exc, 'problem', None) or exc}{where}") from exc
+        raise NotYaml(str(getattr(exc, "problem", None) or exc), mark.line + 1 if mark else None) from exc
     except RecursionError as exc:
         raise TooLarge("it is nested too deep") from exc
+    except TooLarge:
+        raise
     # dates and numbers that do not exist, tags that do not fit, values within themselves
-    except (OverflowError, TypeError, LookupError, AttributeError) as exc:
+    except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as exc:
         raise ValueError(f"{type(exc).__name__}: {exc}") from exc
     finally:
         if loader is not None:
             loader.dispose()
+
+
+def load_yaml(text: str) -> Any:
+    """The document's value. Raises ValueError as `yaml_nodes`, and if it holds more than MOST_NODES values."""
+    return load_yaml_with_lines(text)[0]
+
+
+def load_yaml_with_lines(text: str) -> tuple[Any, dict[str, int]]:
+    """The document's value, and the lines of its keys and of the dotted keys of its sections. Raises ValueError."""
+    with yaml_nodes(text) as (loader, node):
+        lines = {}
+        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            lines[str(key.value)] = key.start_mark.line + 1
+            for inner, _ in value.value if isinstance(value, yaml.MappingNode) else ():
+                lines[f"{key.value}.{inner.value}"] = inner.start_mark.line + 1
+        value = None if node is None else loader.construct_document(node)
     check_size(value, most=MOST_NODES)
-    return value
+    return value, lines
 
 
 def check_size(value: Any, *, most: int) -> None:

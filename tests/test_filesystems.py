@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
+
 import pytest
 
-from scaleray.filesystems import open_filesystem
+from scaleray.filesystems import lock, open_filesystem, unlock, write_whole
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -13,3 +18,41 @@ def test_a_folder_may_have_a_space_in_its_name(tmp_path, prefix):
     folder.mkdir()
     filesystem, path = open_filesystem(f"{prefix}{folder}")
     assert path == str(folder) and filesystem.get_file_info(path).type.name == "Directory"
+
+
+def is_free(place):
+    """Whether another process gets the lock on a file."""
+    statement = f"from scaleray.filesystems import lock\nprint(lock(open({str(place)!r}, 'a')))"
+    return (
+        subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=True).stdout == "True\n"
+    )
+
+
+def test_a_lock_is_held_by_every_process_that_has_the_file(tmp_path):
+    place = tmp_path / "lock"
+    with place.open("a") as file:
+        assert lock(file) and not is_free(place)
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[file.fileno()])
+    assert not is_free(place), "its child has the file"
+    child.communicate()
+    with place.open("a") as file, place.open() as reader:
+        assert lock(file) and not lock(reader, is_shared=True)
+        unlock(file)
+        assert lock(reader, is_shared=True) and not lock(file)
+
+
+def test_a_file_that_cannot_be_locked_is_not_one_in_use(tmp_path, monkeypatch):
+    def refused(file, kind):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    with (tmp_path / "lock").open("a") as file, pytest.raises(OSError, match="No locks available"):
+        lock(file)
+
+
+def test_a_whole_write_replaces_what_a_killed_process_left(tmp_path):
+    part = tmp_path / ".a.part"
+    part.write_text("left")
+    part.chmod(0o400)
+    write_whole(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "new" and not part.exists()

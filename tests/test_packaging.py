@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 import scaleray.installed
 from jobs.packaging import wheel
-from scaleray.installed import NEWEST_TESTED, OF_TRAIN, missing_library, newer_than_tested
+from scaleray.installed import NEWEST_TESTED, OF_REPORTS, OF_TRAIN, missing_library, newer_than_tested
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -35,10 +35,11 @@ from scaleray.cli.main import run_command
 """
 
 
-def without_train(statements, folder):
-    """What is printed by a process in which the libraries of the extra `train` cannot be imported."""
+def without_train(statements, folder, *, without=OF_TRAIN):
+    """What is printed by a process in which the libraries of the extra `train`, or of several, cannot be imported."""
+    script = WITHOUT_TRAIN.replace(str(OF_TRAIN), str(without))
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TRAIN + statements], capture_output=True, text=True, timeout=600, cwd=folder
+        [sys.executable, "-c", script + statements], capture_output=True, text=True, timeout=600, cwd=folder
     )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
@@ -70,6 +71,26 @@ def test_plan_config_and_reports_need_nothing_of_the_extra_train(tmp_path):
     )
     without_train(f"for words in {commands}:\n    assert run_command(words) == 0, words", tmp_path)
     assert (tmp_path / "plan.html").exists() and (tmp_path / "study" / "report.html").exists()
+
+
+def test_plan_and_config_need_no_extra_and_others_name_theirs(tmp_path):
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "record.json").write_text(study_examples.study().to_json())
+    known = [
+        ["plan", "--model", "gpt2", "--cluster", "h100:8x2", "--json"],
+        ["plan", "--model", "gpt2", "--here"],
+        ["config", "show", "-c", str(ROOT / "jobs/digits.yaml"), "--no-data"],
+        ["config", "keys"],
+    ]
+    lacking = [
+        ["plan", "--model", "gpt2", "--cluster", "h100:8x2", "--html", "plan.html"],
+        ["report", "study"],
+        ["compare", "study", "study"],
+    ]
+    statements = f"for words in {known}:\n    assert run_command(words) == 0, words\n"
+    statements += f"for words in {lacking}:\n    assert run_command(words) == 2, words"
+    shown = without_train(statements, tmp_path, without=(*OF_TRAIN, *OF_REPORTS))
+    assert shown.count("pip install 'scaleray[reports]'") == len(lacking) and "Traceback" not in shown, shown
 
 
 def test_a_command_that_lacks_its_libraries_says_what_to_install(tmp_path):
@@ -106,7 +127,10 @@ def test_the_libraries_of_the_extra_are_those_that_the_package_names():
     names = {
         line.partition("[")[0].partition(">")[0].partition("=")[0] for line in PROJECT["optional-dependencies"]["train"]
     }
-    assert names - {"grpcio"} == set(OF_TRAIN) - {"grpc"}
+    assert names - {"grpcio", "scaleray"} == set(OF_TRAIN) - {"grpc"}
+    reports = PROJECT["optional-dependencies"]["reports"]
+    assert "scaleray[reports]" in PROJECT["optional-dependencies"]["train"]
+    assert {Requirement(line).name for line in reports} == set(OF_REPORTS)
 
 
 def test_every_library_that_the_package_imports_is_declared():
@@ -131,7 +155,9 @@ def test_every_library_that_the_package_imports_is_declared():
 
 def test_every_extra_that_trains_brings_what_trains():
     for name, lines in PROJECT["optional-dependencies"].items():
-        assert name == "train" or any(line.startswith("scaleray[") and "train" in line for line in lines), name
+        assert name in ("reports", "train") or any(
+            line.startswith("scaleray[") and "train" in line for line in lines
+        ), name
 
 
 def test_no_library_that_others_need_is_held_back():

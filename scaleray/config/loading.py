@@ -21,13 +21,11 @@ from scaleray.config.base import without_password
 from scaleray.config.run import RunConfig
 from scaleray.config.synonyms import NOTES, meant_by
 from scaleray.errors import ConfigError
-from scaleray.parsing import MERGE, BoundedLoader, TooLarge, check_size, near_words
+from scaleray.parsing import MERGE, BoundedLoader, NotYaml, TooLarge, check_size, load_yaml, near_words, yaml_nodes
+from scaleray.private_parts import SWITCH
 
 ENV_PREFIX = "SCALERAY_"
 ARGS = "workload.args"
-# errors that PyYAML lets through: for dates and numbers that do not exist, tags that do not fit, and values inside
-# themselves
-UNREADABLE = (ValueError, OverflowError, RecursionError, TypeError, LookupError, AttributeError)
 MAX_ENTRIES = 10_000  # largest number of entries in one value, as aliases can make billions of a few bytes
 LONGEST_KEY = 200
 
@@ -113,31 +111,24 @@ def read_file(path: Path) -> dict[str, Entry]:
 
 def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
     """The entries of YAML text by dotted key; `name` is the name of the text in messages."""
-    loader = None
+    entries: dict[str, Entry] = {}
     try:
-        loader = BoundedLoader(text)
-        node = loader.get_single_node()
-        if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
-            raise ConfigError(f"config file {name}", "empty", "it needs at least workload, batch, optimizer and stop")
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"config file {name}", "not a mapping", "it must hold sections such as 'batch:'")
-        entries: dict[str, Entry] = {}
-        _collect(loader, node, prefix="", name=name, entries=entries)
-        return entries
-    except yaml.YAMLError as exc:
-        mark = getattr(exc, "problem_mark", None)
-        place = f"{name}:{mark.line + 1}" if mark else name
-        raise ConfigError(f"config file {place}", "not valid YAML", str(getattr(exc, "problem", None) or exc)) from exc
-    except (TooLarge, RecursionError) as exc:
-        problem = str(exc) if isinstance(exc, TooLarge) else "it is nested too deep"
-        raise ConfigError(
-            f"config file {name}", "too large", problem, "long data belong into a file of the workload's own"
-        ) from exc
-    except UNREADABLE as exc:
-        raise ConfigError(f"config file {name}", "not readable as values", f"{type(exc).__name__}: {exc}") from exc
-    finally:
-        if loader is not None:
-            loader.dispose()
+        with yaml_nodes(text) as (loader, node):
+            if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
+                allowed = "it needs at least workload, batch, optimizer and stop"
+                raise ConfigError(f"config file {name}", "empty", allowed)
+            if not isinstance(node, yaml.MappingNode):
+                raise ConfigError(f"config file {name}", "not a mapping", "it must hold sections such as 'batch:'")
+            _collect(loader, node, prefix="", name=name, entries=entries)
+    except NotYaml as exc:
+        place = f"{name}:{exc.line}" if exc.line else name
+        raise ConfigError(f"config file {place}", "not valid YAML", exc.problem) from exc
+    except TooLarge as exc:
+        hint = "long data belong into a file of the workload's own"
+        raise ConfigError(f"config file {name}", "too large", str(exc), hint) from exc
+    except ValueError as exc:
+        raise ConfigError(f"config file {name}", "not readable as values", str(exc)) from exc
+    return entries
 
 
 def _collect(
@@ -204,7 +195,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Entry]:
     """Entries from `SCALERAY_SECTION__KEY` variables."""
     entries = {}
     for variable, text in environ.items():
-        if variable.startswith(ENV_PREFIX):
+        if variable.startswith(ENV_PREFIX) and variable != SWITCH:
             key = variable[len(ENV_PREFIX) :].lower().replace("__", ".")
             entries[key] = Entry(_parse_word(text), f"environment variable {variable}")
     return entries
@@ -233,12 +224,10 @@ def read_flags(words: Sequence[str]) -> dict[str, Entry]:
 
 def _parse_word(text: str) -> Any:
     try:
-        loader = BoundedLoader(text)
-        node = loader.get_single_node()
-        value = loader.construct_document(node) if node is not None else None
+        value = load_yaml(text)
         check_size(value, most=MAX_ENTRIES)
-    except (yaml.YAMLError, *UNREADABLE):
-        return text  # such as a path with a colon: take the word as it stands
+    except ValueError:
+        return text  # such as a path with a colon: take the word as it is
     return value
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from scaleray import nvml
 from scaleray.progress import stage
 
 LARGEST_HASHED_BYTES = 2**24  # larger files count by their size: data beside the code must not delay every start
@@ -119,20 +120,10 @@ def accelerators() -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
     }
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        facts["driver"] = pynvml.nvmlSystemGetDriverVersion()
-        facts["interconnect"] = _interconnect(pynvml)
+        driver = nvml.opened()
+        facts["driver"] = driver.nvmlSystemGetDriverVersion()
+        links = nvml.num_nvlinks(driver, driver.nvmlDeviceGetHandleByIndex(0))
+        facts["interconnect"] = f"NVLink x{links}" if links else "PCIe"
     except Exception as exc:  # a driver too old for NVML must not stop a run; the record says what is missing
         facts["nvml_error"] = str(exc)
     return facts
-
-
-def _interconnect(pynvml: Any) -> str:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    try:
-        links = sum(pynvml.nvmlDeviceGetNvLinkState(handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
-    except pynvml.NVMLError:
-        links = 0
-    return f"NVLink x{links}" if links else "PCIe"

@@ -7,16 +7,13 @@ it, and its address, which may hold a secret, is in no message.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import queue
 import subprocess
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 
 from scaleray.config.alerts import without_secret
-from scaleray.no_redirects import open_without_redirects
+from scaleray.http_client import HttpError, fetch
 
 MOST_WAITING = 100
 """Alerts that wait for a receiver; of more the newest are left out."""
@@ -108,19 +105,18 @@ def to_webhook(address: str, *, timeout_s: float) -> Callable[[bytes], None]:
     """One attempt to post a body to an address."""
 
     def send(body: bytes) -> None:
-        request = urllib.request.Request(address, data=body, headers={"Content-Type": "application/json"})
+        kind = {"Content-Type": "application/json"}
         try:
-            with open_without_redirects(request, timeout_s=timeout_s) as answer:
-                answer.read(SHOWN_ANSWER)
-        except urllib.error.HTTPError as exc:
-            may_later = exc.code >= 500 or exc.code in TRIED_AGAIN
-            raise NotTaken(f"it answered HTTP {exc.code}", may_later=may_later) from None
-        except TimeoutError:
-            raise NotTaken(f"no answer within {timeout_s:g} s") from None
-        except urllib.error.URLError as exc:
-            raise NotTaken(f"not to be reached ({_why(exc.reason)})") from None
-        except (OSError, http.client.HTTPException, ValueError) as exc:  # texts of ValueError have the address
-            raise NotTaken(f"not to be reached ({type(exc).__name__})") from None
+            fetch(address, timeout_s=timeout_s, headers=kind, body=body, most=SHOWN_ANSWER)
+        except HttpError as exc:
+            if exc.status is not None:
+                may_later = exc.status >= 500 or exc.status in TRIED_AGAIN
+                raise NotTaken(f"it answered HTTP {exc.status}", may_later=may_later) from None
+            if exc.was_connected and isinstance(exc.cause, TimeoutError):
+                raise NotTaken(f"no answer within {timeout_s:g} s") from None
+            # once connected, the kind alone: other texts may have the address
+            why = type(exc.cause).__name__ if exc.was_connected else _why(exc.cause)
+            raise NotTaken(f"not to be reached ({why})") from None
 
     return send
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import json
 import math
@@ -17,7 +16,8 @@ from typing import Any, Self, TypeVar
 
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, first_line
-from scaleray.filesystems import shared_filesystem
+from scaleray.filesystems import lock, shared_filesystem, unlock
+from scaleray.private_parts import EMPTY_ANSWERS
 from scaleray.progress import stage
 from scaleray.tracking.accepted import acceptable_name, acceptable_text
 from scaleray.tracking.operations import LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
@@ -417,6 +417,8 @@ def _refuse_empty_answers() -> None:
 
     Source: `mlflow.utils.rest_utils.verify_rest_response` of MLflow 3.17, which it does for another service's sake.
     """
+    if not EMPTY_ANSWERS.is_used():
+        return
     from mlflow.utils import rest_utils
 
     verify = rest_utils.verify_rest_response
@@ -442,9 +444,9 @@ def _first_use_lock(uri: str) -> Iterator[None]:
         return
     path = sqlite_path(uri)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(path.name + ".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(path.with_name(path.name + ".lock"), "w") as file:
+        lock(file, waits=True)
         try:
             yield
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)
+            unlock(file)

@@ -22,6 +22,7 @@ from scaleray.config import RunConfig
 from scaleray.errors import ClusterError, first_line
 from scaleray.launch.cluster import loopback, own_ray, ray_settings, token
 from scaleray.own_folder import keep_compiled_code_here
+from scaleray.private_parts import FIRST_ANSWER
 from scaleray.progress import stage
 
 CONNECT_TIMEOUT_S = 10.0
@@ -40,12 +41,12 @@ def check(address: str) -> None:
     if not host or not port.isdigit():
         return
     socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    try:
-        import grpc  # not all installations of Ray have it
-        from ray._private.grpc_utils import init_grpc_channel
-        from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
-    except ImportError:
+    if not FIRST_ANSWER.is_used():
         return
+    import grpc
+    from ray._private.grpc_utils import init_grpc_channel
+    from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
+
     # with Ray's TLS and this user's token, where these are asked for, and past proxies, as Ray's own calls go
     channel = init_grpc_channel(place, options=GLOBAL_GRPC_OPTIONS)
     try:
@@ -301,6 +302,8 @@ def _gcs_address(address: str) -> str | None:
     """host:port of the cluster's control store, where the address says it; `auto` has to be asked for afterwards."""
     if address != "auto":
         return address.removeprefix("ray://")
+    if not FIRST_ANSWER.is_used():
+        return None
     import ray._private.services as services
 
     found = services.find_gcs_addresses()

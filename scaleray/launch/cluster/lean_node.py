@@ -1,5 +1,7 @@
-"""Ray's node without the processes that are not used, and with workers that are forks of one process. The one place
-that overrides private methods of Ray's node; where those are missing, Ray starts as it always does.
+"""Ray's node without the processes that are not used, and with workers that are forks of one process.
+
+Overrides private methods of Ray's node, see `scaleray/private_parts.py`; without these parts Ray starts as it always
+does.
 
 CPU seconds before the first step, on 2 cores: the autoscaler's monitor 0.4; the dashboard's process, which starts, and
 is waited for, even if no dashboard is requested, 0.7; the node's agent 0.8, which has a minimal form for installations
@@ -15,6 +17,7 @@ from typing import Any
 
 from scaleray.launch.cluster import worker_template
 from scaleray.launch.cluster.worker_template import WorkerTemplate
+from scaleray.private_parts import FORKED_WORKERS, LEAN_NODE
 
 NOT_PRESTARTED = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 """Variables of a node: idle workers that are not requested yet would take the cores from the start."""
@@ -26,18 +29,17 @@ def nodes(*, template: WorkerTemplate | None, has_dashboard: bool, has_autoscale
     import ray._private.node as node
     import ray._private.utils as utils
 
-    overridden = ("start_monitor", "start_api_server", "start_raylet")
-    if not all(hasattr(node.Node, name) for name in overridden) or not hasattr(utils, "get_dashboard_dependency_error"):
-        yield
-        return
+    is_lean = LEAN_NODE.is_used()
+    if template is not None and not FORKED_WORKERS.is_used():
+        template = None
 
     class LeanNode(node.Node):
         def start_monitor(self) -> None:
-            if has_autoscaler:
+            if has_autoscaler or not is_lean:
                 super().start_monitor()
 
         def start_api_server(self, **arguments: Any) -> None:
-            if has_dashboard:
+            if has_dashboard or not is_lean:
                 super().start_api_server(**arguments)
 
         def start_raylet(self, *arguments: Any, **named: Any) -> None:
@@ -47,8 +49,8 @@ def nodes(*, template: WorkerTemplate | None, has_dashboard: bool, has_autoscale
             super().start_raylet(*arguments, **named)
 
     before = node.Node, utils.get_dashboard_dependency_error
-    node.Node = LeanNode
-    if not has_dashboard:  # the agent is in its minimal form where the dashboard's libraries are not installed
+    node.Node = LeanNode if is_lean or template is not None else node.Node
+    if is_lean and not has_dashboard:  # without the dashboard's libraries, the agent is in its minimal form
         utils.get_dashboard_dependency_error = lambda: ImportError("not asked for")
     names = {worker_template.SOCKET: str(template.socket), worker_template.ORIGINAL: ""} if template else {}
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import sys
@@ -18,6 +17,7 @@ import psutil
 from scaleray.checkpoints.storage import remove_parts
 from scaleray.config.base import without_password
 from scaleray.errors import first_line
+from scaleray.filesystems import lock
 from scaleray.launch.cluster.local_state import marked_processes
 from scaleray.launch.cluster.worker_template import SOCKET
 from scaleray.tracking.store import mark_left_running
@@ -82,18 +82,16 @@ class LeftOpen:
 
     def _is_free(self) -> bool:
         """Whether no other process writes the run's folder."""
-        if not os.path.exists(lock := f"{self.folder}/.lock"):
+        if not os.path.exists(place := f"{self.folder}/.lock"):
             return True
         deadline = time.monotonic() + LOCK_S
         while True:
-            try:
-                with open(lock, "a") as file:  # NFS locks what is open for writing alone
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with contextlib.suppress(OSError), open(place, "a") as file:
+                if lock(file):
                     return True
-            except OSError:
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.1)
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
 
 
 def end_processes(folder: str | None) -> None:

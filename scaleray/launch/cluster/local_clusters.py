@@ -8,7 +8,6 @@ that goes by its address: Ray Train's local ranks, memory, the network.
 from __future__ import annotations
 
 import contextlib
-import http.client
 import itertools
 import json
 import math
@@ -16,8 +15,6 @@ import os
 import secrets
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,13 +24,13 @@ from typing import Any
 import psutil
 
 from scaleray.errors import ClusterError, UsageError
+from scaleray.http_client import HttpError, fetch
 from scaleray.launch.cluster import local_state, loopback, node_process
 from scaleray.launch.cluster.connection import set_auth_mode
 from scaleray.launch.cluster.local_state import MARK, ClusterState, NodeState
 from scaleray.launch.cluster.node_process import NodeProcess
 from scaleray.launch.cluster.own_ray import free_port
 from scaleray.launch.cluster.token import MODE, ensure_token, headers
-from scaleray.no_redirects import open_without_redirects
 from scaleray.progress import stage
 
 HEAD = "head"
@@ -261,12 +258,12 @@ def _name_in_ray(name: str) -> str:
 
 def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:
     """The head's list of its nodes; empty if it does not answer. Raises ClusterError for another user's token."""
-    request = urllib.request.Request(f"{dashboard}/api/v0/nodes?limit=10000&detail=1", headers=headers())
+    address = f"{dashboard}/api/v0/nodes?limit=10000&detail=1"
     try:
-        with open_without_redirects(request, timeout_s=ANSWER_S) as answer:
-            return list(json.loads(answer.read())["data"]["result"]["result"])
-    except urllib.error.HTTPError as exc:
-        if exc.code in (401, 403):
+        found = json.loads(fetch(address, timeout_s=ANSWER_S, headers=headers()))
+        return list(found["data"]["result"]["result"])
+    except HttpError as exc:
+        if exc.status in (401, 403):
             raise ClusterError(
                 "the token",
                 "not accepted",
@@ -274,5 +271,5 @@ def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:
                 "use the same RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or home as then",
             ) from exc
         return []
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return []

@@ -1,8 +1,8 @@
 """Ray for this machine alone: all of it listens on 127.0.0.1, where no other host can reach it.
 
 Ray takes a 127.0.0.1 that it is given for an address that others can reach, and then listens on all interfaces. On
-Windows and macOS it stays on loopback; `VARIABLE` is Ray's own switch for that. The one place that overrides Ray's
-answer to which address this machine has; where it cannot be overridden, Ray listens as it always does.
+Windows and macOS it stays on loopback; `VARIABLE` is Ray's own switch for that. Overrides Ray's answer to which address
+this machine has (see `scaleray/private_parts.py`); where it cannot be overridden, Ray listens as it always does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from scaleray.errors import UsageError
 from scaleray.launch.cluster import token
+from scaleray.private_parts import LOOPBACK
 
 ADDRESS = "127.0.0.1"
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -29,14 +30,20 @@ def is_wanted() -> bool:
     return os.environ.get(VARIABLE, "0") != "1"
 
 
+def is_kept() -> bool:
+    """Whether a Ray that is started here stays on loopback: as wanted, and as this release of Ray allows."""
+    return is_wanted() and LOOPBACK.is_used()
+
+
 def refuse_open() -> None:
     """Raise UsageError where a Ray that is started here would let other hosts run code without a token."""
-    if not is_wanted() and os.environ.get(token.MODE, "").lower() == "disabled":
+    if os.environ.get(token.MODE, "").lower() == "disabled" and not is_kept():
         raise UsageError(
-            f"{VARIABLE} with {token.MODE}",
-            "1 with disabled",
+            token.MODE if is_wanted() else f"{VARIABLE} with {token.MODE}",
+            "disabled" if is_wanted() else "1 with disabled",
             "a Ray that other hosts reach must ask for a token, or all of them may run code here",
-            f"leave {token.MODE} out for a token, or {VARIABLE} for a Ray that this machine alone reaches",
+            f"leave {token.MODE} out for a token"
+            + ("" if is_wanted() else f", or {VARIABLE} for a Ray that this machine alone reaches"),
         )
 
 
@@ -56,12 +63,12 @@ def ask_directly() -> None:
 @contextlib.contextmanager
 def staying_local() -> Iterator[None]:
     """Let Ray in this process take 127.0.0.1 for the machine's address, while it starts nodes or connects to such."""
+    if not is_kept():
+        yield
+        return
     import ray._private.services as services
     import ray.util
 
-    if not is_wanted() or not hasattr(services, "get_node_ip_address"):
-        yield
-        return
     before = services.get_node_ip_address, ray.util.get_node_ip_address
     services.get_node_ip_address = ray.util.get_node_ip_address = lambda address=None: ADDRESS
     try:

@@ -6,19 +6,17 @@ never touches another Ray on the machine, as `ray stop` would.
 
 from __future__ import annotations
 
-import http.client
 import os
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from scaleray.errors import ClusterError
 from scaleray.guarded import guarded
+from scaleray.http_client import HttpError, fetch
 from scaleray.launch.cluster import loopback
 from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, OWN_ENVIRONMENT
 from scaleray.launch.cluster.lean_node import NOT_PRESTARTED, nodes
@@ -152,11 +150,11 @@ def wait_for_head(node: NodeProcess, url: str) -> None:
     while time.monotonic() < deadline:
         node.check(what, wanted)
         try:
-            urllib.request.urlopen(f"{url}/api/version", timeout=2).close()
+            fetch(f"{url}/api/version", timeout_s=2)
             return
-        except urllib.error.HTTPError:  # it answers, and wants its token
-            return
-        except (OSError, http.client.HTTPException):
+        except HttpError as exc:
+            if exc.status is not None:  # it answers, and wants its token
+                return
             time.sleep(0.3)
     raise node.failed(what, wanted)
 

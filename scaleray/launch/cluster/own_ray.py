@@ -54,7 +54,7 @@ def start(config: RunConfig, environment: Mapping[str, str]) -> None:
     # Ray Train's cleaner looks for "the" cluster of this machine. Without its address, a second cluster started
     # here makes it destroy a healthy run; so the port is fixed beforehand and the address handed to every process.
     port = free_port()
-    host = loopback.ADDRESS if loopback.is_wanted() else ray.util.get_node_ip_address()
+    host = loopback.ADDRESS if loopback.is_kept() else ray.util.get_node_ip_address()
     during_start = {
         **environment,
         "RAY_ADDRESS": f"{host}:{port}",

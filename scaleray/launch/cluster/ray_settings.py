@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from scaleray.private_parts import SETTINGS
+
 
 def read_again() -> None:
     """Let Ray's core, where it has been imported, read the environment again: its settings, and its token."""
-    if "ray._raylet" in sys.modules:
+    if "ray._raylet" in sys.modules and SETTINGS.is_used():
         from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined] # not in its stubs
 
         Config.initialize("")

@@ -31,6 +31,7 @@ from typing import Any
 
 from scaleray.launch.cluster import ray_settings
 from scaleray.own_folder import short_place
+from scaleray.private_parts import FORKED_WORKERS
 
 LIBRARIES = ("numpy", "torch._dynamo", "torch.distributed.fsdp", "pyarrow", "pandas")
 """Imported once for all jobs. torch's compiler is imported by every optimizer of torch when it is made."""
@@ -92,7 +93,7 @@ def short_folder() -> Path:
 
 def is_possible() -> bool:
     """Whether a process with these libraries may be forked here: macOS's own libraries forbid it."""
-    return sys.platform == "linux"
+    return sys.platform == "linux" and FORKED_WORKERS.is_possible()
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,7 @@ def _follow_threads() -> None:
     import torch
     from ray._private import utils
 
-    of_ray = getattr(utils, "set_omp_num_threads_if_unset", None)
-    if of_ray is None:
-        return
+    of_ray = utils.set_omp_num_threads_if_unset
 
     def set_threads() -> bool:
         is_changed: bool = of_ray()

@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+from scaleray import nvml
 from scaleray.errors import TrackingError
 from scaleray.launch.doctor import storage
 from scaleray.launch.doctor.measure import Seats, matmul_rate, measure_links
@@ -88,48 +89,34 @@ def disk_of(use: str, path: str) -> DiskSeen | None:
 def gpus_here() -> list[GpuSeen]:
     """The GPUs as NVIDIA's driver shows them, all of the node, whatever CUDA_VISIBLE_DEVICES says; none without one."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        return [_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        driver = nvml.opened()
+        return [_gpu(driver, index) for index in range(driver.nvmlDeviceGetCount())]
     except Exception:  # no driver, or none that answers
         return []
 
 
-def _gpu(pynvml: Any, index: int) -> GpuSeen:
-    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-    name = pynvml.nvmlDeviceGetName(handle)
+def _gpu(driver: Any, index: int) -> GpuSeen:
+    handle = driver.nvmlDeviceGetHandleByIndex(index)
     memory = used = utilisation = None
     processes: list[str] = []
     # each of these may be refused alone: slices of a card and virtual cards have some and not others
-    with contextlib.suppress(pynvml.NVMLError):
-        about = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    with contextlib.suppress(driver.NVMLError):
+        about = driver.nvmlDeviceGetMemoryInfo(handle)
         memory, used = about.total, about.used
-    with contextlib.suppress(pynvml.NVMLError):
-        utilisation = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-    with contextlib.suppress(pynvml.NVMLError):
-        running = [process.pid for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+    with contextlib.suppress(driver.NVMLError):
+        utilisation = driver.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+    with contextlib.suppress(driver.NVMLError):
+        running = [process.pid for process in driver.nvmlDeviceGetComputeRunningProcesses(handle)]
         processes = [_process(pid) for pid in running if pid != os.getpid()]
     return GpuSeen(
         index=index,
-        name=name.decode() if isinstance(name, bytes) else name,
+        name=nvml.name_of(driver, handle),
         memory_bytes=memory,
         used_bytes=used,
         utilisation=utilisation,
         processes=processes,
-        num_nvlinks=num_nvlinks(pynvml, handle),
+        num_nvlinks=nvml.num_nvlinks(driver, handle),
     )
-
-
-def num_nvlinks(pynvml: Any, handle: Any) -> int:
-    """Number of a GPU's active NVLinks."""
-    active = 0
-    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            active += bool(pynvml.nvmlDeviceGetNvLinkState(handle, link))
-        except pynvml.NVMLError:
-            break
-    return active
 
 
 def _process(pid: int) -> str:

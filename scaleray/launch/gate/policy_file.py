@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from scaleray.errors import ConfigError, first_line
 from scaleray.gates.policy import Policy
-from scaleray.parsing import TooLarge, load_yaml, near_words
+from scaleray.parsing import load_yaml_with_lines, near_words
 
 
 def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
@@ -23,17 +22,17 @@ def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
         return policy_of(dict(path), where="given")
     place = Path(path)
     try:
-        values = load_yaml(place.read_text(encoding="utf-8"))
+        values, lines = load_yaml_with_lines(place.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError("policy file", str(path), "it does not exist", "--policy names a YAML file") from None
-    except (OSError, ValueError, TooLarge, yaml.YAMLError) as exc:
+    except (OSError, ValueError) as exc:
         problem = first_line(exc)
         raise ConfigError("policy file", str(path), f"it cannot be read: {problem}") from exc
-    return policy_of(values, where=str(path))
+    return policy_of(values, where=str(path), lines=lines)
 
 
-def policy_of(values: Any, *, where: str) -> Policy:
-    """The policy in plain values, sections with keys. where: name of their source in messages."""
+def policy_of(values: Any, *, where: str, lines: Mapping[str, int] | None = None) -> Policy:
+    """The policy in plain values, sections with keys. where: name of their source in messages. lines: those of keys."""
     if not isinstance(values, dict):
         raise ConfigError(f"policy {where}", "no mapping", f"it holds sections: {', '.join(Policy.model_fields)}")
     try:
@@ -42,6 +41,8 @@ def policy_of(values: Any, *, where: str) -> Policy:
         problem = exc.errors(include_url=False)[0]
         words = [str(part) for part in problem["loc"]]
         key = ".".join(words)
+        line = (lines or {}).get(".".join(words[:2]))
+        where = where if line is None else f"{where}:{line}"
         if problem["type"] == "extra_forbidden":
             known = _known_keys()
             near = near_words(key, known)

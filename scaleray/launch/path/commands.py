@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import subprocess
@@ -18,6 +17,7 @@ from typing import Any
 from scaleray import metric_names as names
 from scaleray.config.base import Target
 from scaleray.errors import ScaleRayError
+from scaleray.filesystems import lock
 from scaleray.launch.gate.evidence import learning
 from scaleray.launch.path.tasks import log_of
 from scaleray.parsing import load_json
@@ -84,16 +84,14 @@ def held(log: Path) -> Iterator[int]:
     """A lock on a task's log, for its command to inherit: it is held until the command has ended, even if this process
     is killed before. Waits for the command of an earlier call."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with log.open("a") as file:
+        if not lock(file):
             words = (
                 "the command of an earlier scaleray path next, which was killed, still runs: waiting for its end. Log"
             )
             print(f"{words}: {log}", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield lock.fileno()
+            lock(file, waits=True)
+        yield file.fileno()
 
 
 def _last_words(said: str) -> str:

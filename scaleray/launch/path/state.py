@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import time
@@ -19,6 +18,7 @@ from scaleray.config import RunConfig, Target, load_config
 from scaleray.config.base import Duration, absolute_path, without_password
 from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import ConfigError, UsageError, first_line
+from scaleray.filesystems import lock, write_whole
 from scaleray.gates.policy import Policy
 from scaleray.launch.gate.policy_file import read_policy
 from scaleray.launch.path.tasks import JOB, POLICY, STATE, log_of, tasks_of
@@ -210,11 +210,7 @@ def _interrupted(path: PathRecord) -> PathRecord:
 
 def write(path: PathRecord) -> PathRecord:
     """Write the state, whole or not at all."""
-    place = Path(path.folder) / STATE
-    part = place.with_name(f".{STATE}.part")
-    part.unlink(missing_ok=True)  # a colleague's, who was killed
-    part.write_text(path.to_json())  # with the mode that the umask gives, as all other files of the folder
-    part.replace(place)
+    write_whole(Path(path.folder) / STATE, path.to_json())  # with the mode of the umask, as all files of the folder
     return path
 
 
@@ -225,8 +221,9 @@ def locked(path: PathRecord) -> Iterator[PathRecord]:
     Raises UsageError if another process does, and for a file of the folder that cannot be read or written.
     """
     try:
-        with _lock_file(Path(path.folder)) as lock:
-            _lock(lock, path)
+        with _lock_file(Path(path.folder)) as file:
+            if not lock(file):
+                raise UsageError("the path", path.name, "another process is working on it", "wait for that to end")
             yield _interrupted(read(Path(path.folder)))
     except BrokenPipeError:
         raise
@@ -234,13 +231,6 @@ def locked(path: PathRecord) -> Iterator[PathRecord]:
         allowed = f"{exc.filename or path.folder} cannot be written: {exc.strerror or exc}"
         hint = f"let who shares the path have its files: chmod -R g+rwX {path.folder}, and umask 002 from then on"
         raise UsageError("the path's folder", path.folder, allowed, hint) from exc
-
-
-def _lock(lock: IO[str], path: PathRecord) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError("the path", path.name, "another process is working on it", "wait for that to end") from None
 
 
 def _lock_file(folder: Path) -> IO[str]:
@@ -257,10 +247,7 @@ def _lock_file(folder: Path) -> IO[str]:
 def _is_locked(file: Path) -> bool:
     """Whether a process holds the lock on a file; a lock that cannot be read is as good as none."""
     try:
-        with file.open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        with file.open() as log:
+            return not lock(log, is_shared=True)
     except OSError:
         return False
-    return False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from scaleray import nvml
 from scaleray.errors import ClusterError
 from scaleray.planner.hardware.kinds import Cluster, Gpu, Network
 from scaleray.planner.hardware.lookup import Catalogue
@@ -22,25 +23,21 @@ if TYPE_CHECKING:
 
 def this_machine(catalogue: Catalogue) -> Cluster:
     """GPUs of one kind with their link, as the driver sees them. Raises ClusterError where they differ."""
-    from scaleray.launch.doctor.node import num_nvlinks
-
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
+        driver = nvml.opened()
     except Exception as exc:  # no driver, or none that answers: the processors are what there is
         return _processors(catalogue, f"no NVIDIA driver answered ({type(exc).__name__})")
-    count = pynvml.nvmlDeviceGetCount()
-    handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+    count = driver.nvmlDeviceGetCount()
+    handles = [driver.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
     if not handles:
         return _processors(catalogue, "the driver has no GPU")
-    names = [_text(pynvml.nvmlDeviceGetName(handle)) for handle in handles]
+    names = [nvml.name_of(driver, handle) for handle in handles]
     if len(set(names)) > 1:
         raise ClusterError(
             "GPUs here", ", ".join(sorted(set(names))), "they must be of one kind", "plan each kind with --cluster"
         )
     gpu = catalogue.find_gpu(names[0])
-    joined = num_nvlinks(pynvml, handles[0])
+    joined = nvml.num_nvlinks(driver, handles[0])
     # a card that could have NVLink and has none talks over PCIe
     link = gpu.link if joined or not gpu.link.startswith("nvlink") else "pcie4"
     notes = (f"{count} x {names[0]}, {joined} NVLinks each", "one node: other nodes of the cluster are not looked at")
@@ -154,7 +151,3 @@ def _processors_of(nodes: Sequence[Node], catalogue: Catalogue, network: str | N
         network=_network(network, "", num_nodes, catalogue),
         notes=notes,
     )
-
-
-def _text(name: str | bytes) -> str:
-    return name.decode() if isinstance(name, bytes) else name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import secrets
 import shutil
@@ -18,7 +17,7 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.storage import Store
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError, StorageError
-from scaleray.filesystems import open_filesystem
+from scaleray.filesystems import lock, open_filesystem
 from scaleray.records.hangs import HANGS
 
 _LOCKS: dict[str, IO[str]] = {}
@@ -94,25 +93,26 @@ class RunFolder:
     def _locked(self) -> RunFolder:
         """Keep others out for as long as this process lives; only a local folder can be locked."""
         if self.is_local:
-            lock = open(f"{self.path}/.lock", "w")  # noqa: SIM115 - the kernel frees it when the process is gone
+            file = open(f"{self.path}/.lock", "w")  # noqa: SIM115 - the kernel frees it when the process is gone
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                raise StorageError(
-                    "the run folder", self.path, "another process is writing it", "wait until that run has ended"
-                ) from None
+                is_ours = lock(file)
             except OSError as exc:
+                is_ours = True
                 text = "%s cannot be locked (%s): start no second process that writes this run"
                 logging.getLogger(__name__).warning(text, self.path, exc.strerror)
-            _LOCKS[self.path] = lock
+            if not is_ours:
+                file.close()
+                raise StorageError(
+                    "the run folder", self.path, "another process is writing it", "wait until that run has ended"
+                )
+            _LOCKS[self.path] = file
         return self
 
     def unlock(self) -> None:
         """Let others continue this run."""
-        lock = _LOCKS.pop(self.path, None)
-        if lock is not None:
-            lock.close()
+        file = _LOCKS.pop(self.path, None)
+        if file is not None:
+            file.close()
 
     @property
     def is_local(self) -> bool:

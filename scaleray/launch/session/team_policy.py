@@ -24,7 +24,7 @@ import yaml
 
 from scaleray.config.loading import known_keys
 from scaleray.errors import ConfigError, first_line
-from scaleray.parsing import BoundedLoader, near_words
+from scaleray.parsing import BoundedLoader, NotYaml, near_words, yaml_nodes
 from scaleray.records.experiment import REQUIRED
 
 KEY = "tracking.policy"
@@ -124,19 +124,13 @@ def read_team_policy(path: str | Path) -> TeamPolicy:
         ) from None
     except (OSError, ValueError) as exc:
         raise ConfigError(KEY, str(path), f"it cannot be read: {first_line(exc)}") from exc
-    loader = None
     try:
-        loader = BoundedLoader(text)
-        node = loader.get_single_node()
-        rules = _rules(loader, node, str(path))
-    except (ValueError, RecursionError, yaml.YAMLError) as exc:
-        mark = getattr(exc, "problem_mark", None)
-        at = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(exc, "problem", None) or first_line(exc)
-        raise ConfigError(f"{KEY} {at}", "not readable as YAML", str(problem)) from exc
-    finally:
-        if loader is not None:
-            loader.dispose()
+        with yaml_nodes(text) as (loader, node):
+            rules = _rules(loader, node, str(path))
+    except ValueError as exc:
+        at = f"{path}:{exc.line}" if isinstance(exc, NotYaml) and exc.line else str(path)
+        problem = exc.problem if isinstance(exc, NotYaml) else first_line(exc)
+        raise ConfigError(f"{KEY} {at}", "not readable as YAML", problem) from exc
     return TeamPolicy(f"{place.name} sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}", tuple(rules))
 
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from scaleray.errors import ConfigError
 from scaleray.manifests.versions import KUBERAY
+from scaleray.parsing import load_yaml_with_lines
 
 DASHBOARD_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
 FORMS = "a line is NAME: URL, or NAME: with kind: ray, kubernetes or slurm and what belongs to it (docs/cluster.md)"
@@ -101,7 +101,7 @@ def cluster_of(to: str | None) -> Cluster:
         return RayCluster(url=to.rstrip("/"))
     named = _named()
     if to in named:
-        return _read(to, named[to])
+        return _read(to, *named[to])
     if "://" in to or ":" in to:
         raise ConfigError(
             "--to",
@@ -117,30 +117,33 @@ def _is_url(text: str) -> bool:
     return text.startswith(("http://", "https://"))
 
 
-def _named() -> dict[str, Any]:
+def _named() -> dict[str, tuple[Any, int]]:
+    """The sections of the user's file, each with its line."""
     path = clusters_file()
     try:
-        values = yaml.safe_load(path.read_text())
+        values, lines = load_yaml_with_lines(path.read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, yaml.YAMLError) as exc:
+    except (OSError, ValueError) as exc:
         raise ConfigError(str(path), "not readable", f"it holds clusters by name: {exc}") from exc
     if not isinstance(values, Mapping):
         raise ConfigError(str(path), values, f"it holds clusters by name: {FORMS}", "mine: http://10.0.0.1:8265")
-    return {str(name): value for name, value in values.items()}
+    return {str(name): (value, lines.get(str(name), 1)) for name, value in values.items()}
 
 
 def is_named(url: str) -> bool:
     """Whether the user's file has a Ray at this address."""
     with contextlib.suppress(ConfigError):
-        given = (one.get("url") if isinstance(one, Mapping) else one for one in _named().values())
+        given = (
+            one.get("url") if isinstance(one, Mapping) else one for one in (section for section, _ in _named().values())
+        )
         return any(str(one).rstrip("/") == url.rstrip("/") for one in given)
     return False
 
 
-def _read(name: str, given: Any) -> Cluster:
+def _read(name: str, given: Any, line: int) -> Cluster:
     """A section of the file. Raises ConfigError with the key that is wrong."""
-    where = f"{clusters_file()}: {name}"
+    where = f"{clusters_file()}:{line} {name}"
     if isinstance(given, str) and _is_url(given):
         return RayCluster(name=name, url=given.rstrip("/"))
     if not isinstance(given, Mapping):

@@ -9,20 +9,18 @@ import http.client
 import json
 import logging
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from scaleray.errors import ClusterError, first_line
+from scaleray.http_client import HttpError, fetch
 from scaleray.launch.cluster import loopback
 from scaleray.launch.cluster.connection import set_auth_mode
 from scaleray.launch.cluster.token import headers, is_given
 from scaleray.launch.submit.clusters import clusters_file, is_named
 from scaleray.launch.submit.job import GIVE_UP_S, JobNow, LostConnectionError
 from scaleray.launch.submit.versions import PROBE, Versions, versions_in
-from scaleray.no_redirects import open_without_redirects
 
 ANSWER_S = 10.0
 REQUEST_S = 120.0
@@ -215,32 +213,29 @@ def _headers(url: str) -> dict[str, str]:
 
 
 def _get(url: str, path: str) -> dict[str, Any]:
-    request = urllib.request.Request(url + path, headers=_headers(url))
     try:
-        with open_without_redirects(request, timeout_s=ANSWER_S) as answer:
-            values = json.loads(answer.read())
-            return values if isinstance(values, dict) else {}
-    except urllib.error.HTTPError as exc:
-        if exc.code in (401, 403):
+        values = json.loads(fetch(url + path, timeout_s=ANSWER_S, headers=_headers(url)))
+        return values if isinstance(values, dict) else {}
+    except HttpError as exc:
+        if exc.status is None:
+            what = "nothing answers there"
+            if isinstance(exc.cause, http.client.HTTPException):
+                what = "what answers there does not speak HTTP"
+            elif isinstance(exc.cause, TimeoutError):
+                what = f"it does not answer within {ANSWER_S:g} s"
+            hint = "check the address, and that the head is up and can be reached from here"
+            raise ClusterError("--to", url, f"{what}: {exc.cause}", hint) from exc
+        if exc.status in (401, 403):
             raise _refused(url) from exc
-        if exc.code == 404:
+        if exc.status == 404:
             return {}
-        if 300 <= exc.code < 400:
+        if 300 <= exc.status < 400:
             hint = "give the address that it ends at"
-            raise ClusterError("--to", url, f"it sends elsewhere ({exc.code})", hint) from exc
-        raise ClusterError("--to", url, f"it answers with {exc.code} {exc.reason}", "look at the head's logs") from exc
-    except json.JSONDecodeError:
+            raise ClusterError("--to", url, f"it sends elsewhere ({exc.status})", hint) from exc
+        problem = f"it answers with {exc.status} {exc.cause.reason}"
+        raise ClusterError("--to", url, problem, "look at the head's logs") from exc
+    except ValueError:
         return {}
-    except (OSError, http.client.HTTPException, ValueError) as exc:
-        reason = getattr(exc, "reason", exc)
-        what = "nothing answers there"
-        if isinstance(reason, http.client.HTTPException):
-            what = "what answers there does not speak HTTP"
-        elif isinstance(reason, TimeoutError):
-            what = f"it does not answer within {ANSWER_S:g} s"
-        raise ClusterError(
-            "--to", url, f"{what}: {reason}", "check the address, and that the head is up and can be reached from here"
-        ) from exc
 
 
 def _refused(url: str) -> ClusterError:

@@ -12,6 +12,7 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.launch.workers.hang_reports import with_explanation
 from scaleray.launch.workers.lost_workers import explain
+from scaleray.private_parts import LEAN_TRAINER, QUIET_WATCHER
 
 CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
 
@@ -48,12 +49,20 @@ def torch_trainer(
     """
     import ray.train
 
-    from scaleray.launch.workers.lean_trainer import lean_trainer
     from scaleray.launch.workers.process_group import ProcessGroup
 
+    trainer: Callable[..., Any]
+    if LEAN_TRAINER.is_used():
+        from scaleray.launch.workers import lean_trainer
+
+        trainer = lean_trainer.lean_trainer
+    else:
+        from ray.train.torch import TorchTrainer
+
+        trainer = TorchTrainer
     scale = config.scale
     elastic = {} if isinstance(num_workers, int) else {"elastic_resize_monitor_interval_s": scale.resize_interval_s}
-    return lean_trainer(
+    return trainer(
         worker,
         train_loop_config={"task": ray.put(task)},  # the controller, which has no use for it, unpickles what is here
         torch_config=ProcessGroup(collective_backend(config), int(scale.collective_timeout_s)),
@@ -141,12 +150,10 @@ def without_watcher_notice() -> Iterator[None]:
 
     It is logged as an error at every start, and nothing is wrong. All other lines of all processes are shown.
     """
-    from ray._private import ray_logging
-
-    dispatcher: Any = getattr(ray_logging, "global_worker_stdstream_dispatcher", None)
-    if not hasattr(dispatcher, "handlers"):  # another Ray: the line is shown
+    if not QUIET_WATCHER.is_used():
         yield
         return
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
     def drop(batch: dict[str, Any]) -> None:
         lines = batch["lines"]

@@ -20,7 +20,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from scaleray.errors import ConfigError
-from scaleray.parsing import load_yaml, near_words
+from scaleray.parsing import load_yaml_with_lines, near_words
 from scaleray.planner.hardware.catalogue import CATALOGUE
 from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.hardware.kinds import Cluster
@@ -91,7 +91,7 @@ def read_cluster_file(path: Path, catalogue: Catalogue = CATALOGUE) -> Cluster:
 
 def _fields_of(path: Path) -> ClusterFile:
     try:
-        content = load_yaml(path.read_text())
+        content, lines = load_yaml_with_lines(path.read_text())
     except (OSError, ValueError) as exc:
         raise ConfigError("cluster file", str(path), f"it cannot be read: {exc}") from exc
     known = {one.name for one in dataclasses.fields(ClusterFile)}
@@ -101,7 +101,7 @@ def _fields_of(path: Path) -> ClusterFile:
         if name not in known:
             near = near_words(str(name), known)
             raise ConfigError(
-                f"cluster file {path}: {name}",
+                f"cluster file {path}:{lines.get(str(name), 1)} {name}",
                 content[name],
                 f"the fields are {', '.join(sorted(known))}",
                 f"did you mean {near[0]}?" if near else "",
@@ -116,4 +116,5 @@ def _fields_of(path: Path) -> ClusterFile:
     except ValidationError as exc:
         first = exc.errors()[0]
         where = str(first["loc"][0]) if first["loc"] else ""
-        raise ConfigError(f"cluster file {path}: {where}", content.get(where), str(first["msg"])) from exc
+        at = f"{path}:{lines[where]}" if where in lines else str(path)
+        raise ConfigError(f"cluster file {at} {where}", content.get(where), str(first["msg"])) from exc

@@ -1,7 +1,8 @@
 """A large JSON object read piece by piece: one of its arrays is given element by element, and never held as a whole.
 
 Traces are objects of some small values and one array, `traceEvents`, which may hold millions of events. Keys may come
-before and after it.
+before and after it. Not by `ijson`, which takes 1.9 times the CPU time for a trace of torch.profiler, and refuses
+control characters in names and NaN.
 """
 
 from __future__ import annotations

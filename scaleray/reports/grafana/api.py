@@ -5,19 +5,16 @@ Source: grafana.com/docs, HTTP API, Dashboard and Folder. Tried against a stand-
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
 from scaleray.errors import RunFailedError, UsageError
+from scaleray.http_client import HttpError, fetch
 from scaleray.monitoring.dashboards.files import DASHBOARDS
 from scaleray.monitoring.dashboards.grafana import as_grafana
-from scaleray.no_redirects import open_without_redirects
 
 TIMEOUT_S = 30.0
 SHOWN = 300
@@ -78,61 +75,57 @@ class Grafana:
         return self._address + str(self._ask("POST", "/api/dashboards/db", body).get("url", f"/d/{dashboard['uid']}"))
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        request = urllib.request.Request(
-            self._address + path,
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={
-                "Authorization": f"Bearer {os.environ[self._token_env].strip()}",
-                "Content-Type": "application/json",
-                "Accept": "application/json",
-            },
-        )
+        headers = {
+            "Authorization": f"Bearer {os.environ[self._token_env].strip()}",
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+        }
+        content = None if body is None else json.dumps(body).encode()
         try:
-            with open_without_redirects(request, timeout_s=TIMEOUT_S) as answer:
-                return json.loads(answer.read())
-        except urllib.error.HTTPError as exc:
-            raise self._refused(exc, path) from None  # what it came from has the headers
-        except (OSError, http.client.HTTPException) as exc:
-            reason = getattr(exc, "reason", None) or str(exc) or type(exc).__name__
+            return json.loads(
+                fetch(self._address + path, timeout_s=TIMEOUT_S, headers=headers, body=content, method=method)
+            )
+        except HttpError as exc:
+            if exc.status is not None:
+                raise self._refused(exc.status, exc.cause, path) from None  # what it came from has the headers
             raise UsageError(
-                "--grafana", self._address, f"it does not answer: {reason}", "is it running, and is this its port?"
+                "--grafana", self._address, f"it does not answer: {exc}", "is it running, and is this its port?"
             ) from None
         except ValueError:
             raise UsageError(
                 "--grafana", self._address, f"the server at {path} is not a Grafana: its answer is not JSON"
             ) from None
 
-    def _refused(self, exc: urllib.error.HTTPError, path: str) -> Exception:
-        said = _message_of(exc).replace(os.environ[self._token_env].strip(), "***")
+    def _refused(self, status: int, answer: Any, path: str) -> Exception:
+        said = _message_of(answer).replace(os.environ[self._token_env].strip(), "***")
         where = f"Grafana at {self._address}"
-        if exc.code in (401, 403):
-            want = "a valid token" if exc.code == 401 else "a token that may edit dashboards and folders"
+        if status in (401, 403):
+            want = "a valid token" if status == 401 else "a token that may edit dashboards and folders"
             hint = f"the role Editor is enough; Grafana says: {said}"
-            return UsageError(f"the token in {self._token_env}", f"refused ({exc.code})", f"{where} wants {want}", hint)
-        if 300 <= exc.code < 400:
-            to = urllib.parse.urlsplit(exc.headers.get("Location", ""))
+            return UsageError(f"the token in {self._token_env}", f"refused ({status})", f"{where} wants {want}", hint)
+        if 300 <= status < 400:
+            to = urllib.parse.urlsplit(answer.headers.get("Location", ""))
             hint = f"it points to {_without_secrets(to)}: give the address that it ends at"
-            return UsageError("--grafana", self._address, f"it sends elsewhere ({exc.code})", hint)
-        if exc.code == 404:
+            return UsageError("--grafana", self._address, f"it sends elsewhere ({status})", hint)
+        if status == 404:
             return UsageError("--grafana", self._address, f"nothing is at {path} there", "is a path missing, /grafana?")
-        if exc.code in (400, 412):
+        if status in (400, 412):
             hint = (
                 "a dashboard that was provisioned from files is changed there; else Grafana may be too old: 9 and newer"
             )
-            return RunFailedError(f"{where} does not take the dashboard ({exc.code}): {said}.\n  {hint}")
-        return RunFailedError(f"{where} failed ({exc.code}): {said}.\n  Its own log says more; try again later")
+            return RunFailedError(f"{where} does not take the dashboard ({status}): {said}.\n  {hint}")
+        return RunFailedError(f"{where} failed ({status}): {said}.\n  Its own log says more; try again later")
 
 
-def _message_of(exc: urllib.error.HTTPError) -> str:
+def _message_of(answer: Any) -> str:
     """Message of the server, as one short line."""
     try:
-        text = exc.read(65536).decode(errors="replace")
+        text = answer.read(65536).decode(errors="replace")
         said = json.loads(text)
         text = said.get("message", text) if isinstance(said, dict) else text
     except (ValueError, OSError):
         pass
-    return " ".join(str(text).split())[:SHOWN] or exc.reason
+    return " ".join(str(text).split())[:SHOWN] or answer.reason
 
 
 def _without_secrets(parts: urllib.parse.SplitResult) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
-
 from scaleray.config.alerts import check_grafana
 from scaleray.config.base import without_password
 from scaleray.errors import StorageError, UsageError, first_line
 from scaleray.monitoring.dashboards import files as dashboards
 from scaleray.monitoring.rules import files as rules
+from scaleray.parsing import load_yaml
 
 
 def write_dashboards(
@@ -58,8 +57,8 @@ def _rules(file: Path) -> str:
     if text is None:
         raise UsageError("--alerts", str(file), "it cannot be read", "the pipeline of a promoted model has alerts.yaml")
     try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as exc:
+        found = load_yaml(text)
+    except ValueError as exc:
         raise UsageError("--alerts", str(file), f"it is not YAML: {first_line(exc)}") from exc
     if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
         raise UsageError("--alerts", str(file), "rules of Prometheus are in `groups`")

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import torch
 
+from scaleray import nvml
 from scaleray.watchers import Guard, Watcher
 
 MB = 1e6  # bytes of a megabyte, as MLflow counts
@@ -45,9 +46,7 @@ class SystemMetrics:
         return found
 
     def _open_gpus(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
+        nvml.opened()
         for index in self._gpus:
             self._gpus[index] = self.guard(Watcher.SYSTEM_METRICS, partial(_handle, index), None, part=f"GPU {index}")
 

@@ -204,7 +204,11 @@ def test_a_node_has_a_dashboard_only_where_somebody_asked_for_it(monkeypatch, ha
     import ray._private.utils as utils
 
     started = []
-    monkeypatch.setattr(node.Node, "start_api_server", lambda self, **arguments: started.append("dashboard"))
+
+    def start_api_server(self, *, include_dashboard, raise_on_failure):
+        started.append("dashboard")
+
+    monkeypatch.setattr(node.Node, "start_api_server", start_api_server)
     before = node.Node, utils.get_dashboard_dependency_error
     with lean_node.nodes(template=None, has_dashboard=has_dashboard, has_autoscaler=False):
         made = node.Node.__new__(node.Node)

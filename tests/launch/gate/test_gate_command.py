@@ -240,9 +240,9 @@ def test_a_file_that_is_no_certificate_is_one_error(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("convergence: {margn: 0.1}", r"convergence.margn.*unknown key(?s:.*)did you mean convergence.margin"),
-        ("convergense: {}", r"convergense.*unknown key(?s:.*)did you mean convergence"),
-        ("scaling: {min_efficiency: 7}", r"scaling.min_efficiency.*is 7"),
+        ("convergence: {margn: 0.1}", r"yaml:1 convergence.margn.*unknown key(?s:.*)did you mean convergence.margin"),
+        ("convergense: {}", r"yaml:1 convergense.*unknown key(?s:.*)did you mean convergence"),
+        ("scaling:\n\n  min_efficiency: 7", r"yaml:3 scaling.min_efficiency.*is 7"),
         ("convergence: {target: high}", r"convergence.target.*a metric, >= or <=, and a number"),
         ("- a", "it holds sections: fingerprint"),
         ("{", "it cannot be read"),

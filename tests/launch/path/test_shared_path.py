@@ -88,7 +88,7 @@ def test_what_cannot_be_written_is_one_message(path, monkeypatch):
     def full(self, text):
         raise OSError(28, "No space left on device", str(self))
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(UsageError, match="No space left on device"):
         scaleray.skip_on_path("baseline/baseline-0", "later", name=path.folder)
 

@@ -257,6 +257,9 @@ def test_clusters_have_names_in_a_file_of_the_users_own(project, monkeypatch):
     assert cluster_of("mine").url == "http://10.0.0.2:8265"
     with pytest.raises(ConfigError, match="known are mine"):
         cluster_of("other")
+    (settings / "clusters.yaml").write_text("mine: http://10.0.0.2:8265\nother: {kind: slum}\n")
+    with pytest.raises(ConfigError, match=r"clusters.yaml:2 other\.kind"):
+        cluster_of("other")
     (settings / "clusters.yaml").write_text("- mine\n")
     with pytest.raises(ConfigError, match="a line is NAME: URL"):
         cluster_of("mine")

@@ -1,0 +1,52 @@
+"""HTTP requests that follow no redirect: a body would be lost, and a token go to the host that an answer names.
+
+By urllib, as `requests` would send passwords of ~/.netrc, and its errors quote addresses, which may hold a secret.
+"""
+
+from __future__ import annotations
+
+import http.client
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+
+class HttpError(Exception):
+    """A request without success.
+
+    status: of an answer that is an error or a redirect, None without an answer. cause: the answer with its headers, or
+    the system's error. was_connected: false if the server could not be reached.
+    """
+
+    def __init__(self, cause: Any, *, status: int | None = None, was_connected: bool = True) -> None:
+        super().__init__(str(cause) or type(cause).__name__)
+        self.cause, self.status, self.was_connected = cause, status, was_connected
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *arguments: Any) -> None:
+        return None
+
+
+def fetch(
+    url: str,
+    *,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
+    body: bytes | None = None,
+    method: str | None = None,
+    most: int | None = None,
+) -> bytes:
+    """The body of an answer, or its first `most` bytes. Raises HttpError, for a redirect too."""
+    try:
+        request = urllib.request.Request(url, data=body, headers=dict(headers or {}), method=method)
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout_s) as answer:
+            found: bytes = answer.read(most)
+            return found
+    except urllib.error.HTTPError as exc:
+        raise HttpError(exc, status=exc.code) from None
+    except urllib.error.URLError as exc:
+        raise HttpError(exc.reason, was_connected=False) from None
+    except (OSError, http.client.HTTPException, ValueError) as exc:
+        raise HttpError(exc) from None
