@@ -9,9 +9,11 @@ INSTALLED := $(VENV)/.installed
 COMMITS := $(shell git rev-list --count --first-parent HEAD 2>/dev/null || date +%j)
 export PART ?= $(shell expr $(COMMITS) % 8 + 1)/8
 
-# Tests without Ray, in four parts: one process of pytest at a time would leave a core idle most of the time.
-PARTS := unit-training unit-launch unit-others unit-strategies
-OF_LAUNCH := tests/launch tests/tracking tests/cli
+# Tests without Ray, in four parts of about one length: one process of pytest at a time would leave a core idle most of the time.
+PARTS := unit-training unit-strategies unit-verification unit-others
+OF_TRAINING := tests/training tests/launch
+OF_STRATEGIES := tests/strategies tests/recording tests/cli
+OF_VERIFICATION := tests/verification tests/studies tests/release tests/clusters
 WITHOUT_RAY := $(BIN)/python -m pytest -m 'not ray and not gpu and not slow'
 
 .PHONY: demo watch test lint types floors unit on-ray without-ray wheel $(PARTS) coverage slow docs ui clean
@@ -49,16 +51,16 @@ on-ray: $(INSTALLED)  ## from the files with such tests alone: to collect the ot
 without-ray: $(PARTS)
 
 unit-training: $(INSTALLED)
-	$(WITHOUT_RAY) tests/training
+	$(WITHOUT_RAY) $(OF_TRAINING)
 
 unit-strategies: $(INSTALLED)
-	$(WITHOUT_RAY) tests/strategies
+	$(WITHOUT_RAY) $(OF_STRATEGIES)
 
-unit-launch: $(INSTALLED)
-	$(WITHOUT_RAY) $(OF_LAUNCH)
+unit-verification: $(INSTALLED)
+	$(WITHOUT_RAY) $(OF_VERIFICATION)
 
 unit-others: $(INSTALLED)
-	$(WITHOUT_RAY) tests $(addprefix --ignore=,tests/training tests/strategies $(OF_LAUNCH))
+	$(WITHOUT_RAY) tests $(addprefix --ignore=,$(OF_TRAINING) $(OF_STRATEGIES) $(OF_VERIFICATION))
 
 coverage: $(INSTALLED)  ## which lines the tests reach; one test after another
 	$(BIN)/python -m pytest -m 'not gpu and not slow' --cov --cov-report=term-missing:skip-covered --cov-fail-under=90

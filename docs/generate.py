@@ -16,11 +16,11 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the page beside this file
 from python_api import api_page
 from tested_files import tested_files_page
 
-from scaleray import metric_names
+from scaleray.common import metric_names
+from scaleray.common.metric import RANK_LABELS, RUN_LABELS
+from scaleray.common.private_parts import PARTS, SWITCH, PrivatePart
 from scaleray.config.reference import key_rows
-from scaleray.metric import RANK_LABELS, RUN_LABELS
-from scaleray.monitoring.rules.table import RULES
-from scaleray.private_parts import PARTS, SWITCH, PrivatePart
+from scaleray.live.rules.table import RULES
 from scaleray.records.schemas import SCHEMAS
 
 FOLDER = Path(__file__).parent
@@ -126,12 +126,12 @@ def private_parts_page() -> str:
         NOTE,
         "",
         "scaleray overrides some private names of Ray and MLflow. Each part is used only if everything that it replaces has the recorded",
-        "signature (`scaleray/private_parts.py`); a difference switches that part off, with one line in the log. Ray has no upper bound",
+        "signature (`scaleray/common/private_parts.py`); a difference switches that part off, with one line in the log. Ray has no upper bound",
         "for that reason: with a newer release, everything works without these parts.",
         "",
         "## Parts that save time",
         "",
-        "They also need the tested release (`scaleray/installed.py`): with any other, a start is slower until scaleray's tests have run with it.",
+        "They also need the tested release (`scaleray/common/installed.py`): with any other, a start is slower until scaleray's tests have run with it.",
         f"`{SWITCH}=0` switches all of them off.",
         "",
         *head,
@@ -172,7 +172,7 @@ OF_TORCH = (
         "`fsdp` cannot report its communication",
     ),
     (
-        "scaleray/strategies/pipeline/shards.py",
+        "scaleray/strategies/pipeline/pipeline_shards.py",
         "shards the parameters of a pipeline's stage between steps",
         "`pipeline.data_axis: fsdp` does not work",
     ),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import scaleray
-from scaleray.options import meanings_of
+from scaleray.common.options import meanings_of
 
 ORDER = (
     (

@@ -7,8 +7,8 @@ import fnmatch
 import functools
 from pathlib import Path
 
-from scaleray.manifests.files import files
-from scaleray.manifests.wanted import Wanted
+from scaleray.clusters.files.cluster_files import files
+from scaleray.clusters.files.wanted import Wanted
 
 FOLDER = Path(__file__).parents[1] / "tests" / "manifests"
 WRITTEN = (

@@ -39,13 +39,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config import RunConfig, load_config
 from scaleray.config.compression import OWNERS
+from scaleray.config.recipe.derive import derive
 from scaleray.data import Split, load_sources
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, ScaleRayError
-from scaleray.launch.session.data import size_of
+from scaleray.launch.session.data_sources import size_of
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
-from scaleray.records.run import EvaluationRecord, StepRecord, WorkerMessage
-from scaleray.scaling.recipe.derive import derive
+from scaleray.records.run_record import EvaluationRecord, StepRecord, WorkerMessage
 from scaleray.strategies import STRATEGIES
 from scaleray.strategies.compression import adaptive as adaptive_compression
 from scaleray.training import loop

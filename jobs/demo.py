@@ -17,12 +17,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scaleray.guarded import ending_like_ctrl_c, guarded
+from scaleray.common.fingerprint import git_state
+from scaleray.common.guarded import ending_like_ctrl_c, guarded
 from scaleray.launch.cluster.head import Head, local_head
-from scaleray.records.run import RunRecord
-from scaleray.records.study import StudyRecord
-from scaleray.reproducibility.fingerprint import git_state
-from scaleray.tracking.store import experiment_link
+from scaleray.recording.store import experiment_link
+from scaleray.records.run_record import RunRecord
+from scaleray.records.study_record import StudyRecord
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".demo"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from scaleray.guarded import guarded, is_guarded
+from scaleray.common.guarded import guarded, is_guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,14 +27,14 @@ from typing import Any
 
 import yaml
 
+from scaleray.common.guarded import ending_like_ctrl_c, guarded
+from scaleray.common.metric_names import SAMPLES_PER_S
 from scaleray.errors import ClusterError, ScaleRayError, UsageError
-from scaleray.guarded import ending_like_ctrl_c, guarded
 from scaleray.launch.cluster.head import Head, local_head
 from scaleray.launch.cluster.own_ray import free_port
-from scaleray.metric_names import SAMPLES_PER_S
-from scaleray.monitoring.dashboards.queries import once
-from scaleray.monitoring.dashboards.scraping import config
-from scaleray.reports.grafana.written import write_dashboards
+from scaleray.live.dashboards.queries import once
+from scaleray.live.dashboards.scraping import config
+from scaleray.live.grafana.written_dashboards import write_dashboards
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / ".demo" / "watch"

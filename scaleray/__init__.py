@@ -12,58 +12,58 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "train": "scaleray.launch.run.train",
-    "verify": "scaleray.launch.verify.verify",
-    "study": "scaleray.launch.study.study",
-    "sweep": "scaleray.launch.sweep.sweep",
-    "plan": "scaleray.launch.plan.plan",
-    "explain_plan": "scaleray.launch.plan.plan",
-    "compare": "scaleray.reports.compare.comparison",
-    "gate": "scaleray.launch.gate.gate",
-    "promote": "scaleray.launch.promote.promote",
-    "start_path": "scaleray.launch.path.state",
-    "find_path": "scaleray.launch.path.state",
-    "next_on_path": "scaleray.launch.path.go",
-    "skip_on_path": "scaleray.launch.path.go",
-    "redo_on_path": "scaleray.launch.path.go",
-    "check_promoted": "scaleray.launch.promote.check",
-    "rollback": "scaleray.launch.promote.rollback",
-    "invalidate_experiment": "scaleray.launch.study.invalidate",
-    "experiment_curves": "scaleray.reports.records.history",
+    "verify": "scaleray.verification.verify",
+    "study": "scaleray.studies.study",
+    "sweep": "scaleray.sweeps.sweep",
+    "plan": "scaleray.planner.ask.plan",
+    "explain_plan": "scaleray.planner.ask.plan",
+    "compare": "scaleray.studies.compare.comparison",
+    "gate": "scaleray.release.evidence.gate",
+    "promote": "scaleray.release.promote.promote",
+    "start_path": "scaleray.release.path.path_state",
+    "find_path": "scaleray.release.path.path_state",
+    "next_on_path": "scaleray.release.path.go",
+    "skip_on_path": "scaleray.release.path.go",
+    "redo_on_path": "scaleray.release.path.go",
+    "check_promoted": "scaleray.release.promote.promotion_check",
+    "rollback": "scaleray.release.promote.rollback",
+    "invalidate_experiment": "scaleray.studies.invalidate",
+    "experiment_curves": "scaleray.studies.history_page",
     "profile": "scaleray.launch.profile.profile",
-    "report": "scaleray.reports.records.any",
-    "write_project": "scaleray.projects.write",
-    "write_cluster_files": "scaleray.manifests.files",
-    "check": "scaleray.launch.check.check",
-    "load": "scaleray.launch.model.load",
-    "evaluate": "scaleray.launch.model.evaluate",
-    "predict": "scaleray.launch.model.predict",
-    "export_model": "scaleray.launch.model.exported",
+    "report": "scaleray.studies.any_report",
+    "write_project": "scaleray.cli.projects.write",
+    "write_cluster_files": "scaleray.clusters.files.cluster_files",
+    "check": "scaleray.verification.check.check",
+    "load": "scaleray.models.load",
+    "evaluate": "scaleray.models.evaluate",
+    "predict": "scaleray.models.predict",
+    "export_model": "scaleray.models.exported",
     "show_config": "scaleray.launch.session.shown_config",
     "config_keys": "scaleray.config.reference",
     "config_schema": "scaleray.records.schemas",
-    "replay": "scaleray.tracking.send",
+    "replay": "scaleray.recording.send",
     "watch": "scaleray.launch.watch.find",
-    "cluster_up": "scaleray.launch.cluster.local_clusters",
-    "cluster_status": "scaleray.launch.cluster.local_clusters",
-    "cluster_down": "scaleray.launch.cluster.local_clusters",
-    "submit": "scaleray.launch.submit.submit",
-    "list_jobs": "scaleray.launch.submit.submit",
-    "job_logs": "scaleray.launch.submit.submit",
-    "stop_job": "scaleray.launch.submit.submit",
-    "doctor": "scaleray.launch.doctor.doctor",
+    "cluster_up": "scaleray.clusters.local_clusters",
+    "cluster_status": "scaleray.clusters.local_clusters",
+    "cluster_down": "scaleray.clusters.local_clusters",
+    "submit": "scaleray.clusters.submit.submit",
+    "list_jobs": "scaleray.clusters.submit.submit",
+    "job_logs": "scaleray.clusters.submit.submit",
+    "stop_job": "scaleray.clusters.submit.submit",
+    "doctor": "scaleray.clusters.doctor.doctor",
     "live_state": "scaleray.launch.watch.find",
-    "tracking_ui": "scaleray.tracking.ui",
-    "list_checkpoints": "scaleray.launch.model.stored_checkpoints",
-    "verify_checkpoints": "scaleray.launch.model.stored_checkpoints",
-    "prune_checkpoints": "scaleray.launch.model.stored_checkpoints",
-    "rebuild_checkpoint": "scaleray.launch.model.stored_checkpoints",
-    "import_weights": "scaleray.launch.model.stored_checkpoints",
-    "write_dashboards": "scaleray.reports.grafana.written",
-    "install_dashboards": "scaleray.reports.grafana.api",
+    "tracking_ui": "scaleray.recording.ui",
+    "list_checkpoints": "scaleray.models.stored_checkpoints",
+    "verify_checkpoints": "scaleray.models.stored_checkpoints",
+    "prune_checkpoints": "scaleray.models.stored_checkpoints",
+    "rebuild_checkpoint": "scaleray.models.stored_checkpoints",
+    "import_weights": "scaleray.models.stored_checkpoints",
+    "write_dashboards": "scaleray.live.grafana.written_dashboards",
+    "install_dashboards": "scaleray.live.grafana.grafana_client",
     "Workload": "scaleray.workload",
-    "Callback": "scaleray.callbacks",
+    "Callback": "scaleray.common.callbacks",
     "RunConfig": "scaleray.config",
-    "RunRecord": "scaleray.records.run",
+    "RunRecord": "scaleray.records.run_record",
     "load_config": "scaleray.config",
     "ArraySource": "scaleray.data",
     "ParquetSource": "scaleray.data",
@@ -135,52 +135,52 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from scaleray.callbacks import Callback
+    from scaleray.cli.projects.write import write_project
+    from scaleray.clusters.doctor.doctor import doctor
+    from scaleray.clusters.files.cluster_files import write_cluster_files
+    from scaleray.clusters.local_clusters import cluster_down, cluster_status, cluster_up
+    from scaleray.clusters.submit.submit import job_logs, list_jobs, stop_job, submit
+    from scaleray.common.callbacks import Callback
     from scaleray.config import RunConfig, load_config
     from scaleray.config.reference import config_keys
     from scaleray.data import ArraySource, ParquetSource, TokenSource
     from scaleray.errors import ConfigError, ScaleRayError
-    from scaleray.launch.check.check import check
-    from scaleray.launch.cluster.local_clusters import cluster_down, cluster_status, cluster_up
-    from scaleray.launch.doctor.doctor import doctor
-    from scaleray.launch.gate.gate import gate
-    from scaleray.launch.model.evaluate import evaluate
-    from scaleray.launch.model.exported import export_model
-    from scaleray.launch.model.load import load
-    from scaleray.launch.model.predict import predict
-    from scaleray.launch.model.stored_checkpoints import (
+    from scaleray.launch.profile.profile import profile
+    from scaleray.launch.run.train import train
+    from scaleray.launch.session.shown_config import show_config
+    from scaleray.launch.watch.find import live_state, watch
+    from scaleray.live.grafana.grafana_client import install_dashboards
+    from scaleray.live.grafana.written_dashboards import write_dashboards
+    from scaleray.models.evaluate import evaluate
+    from scaleray.models.exported import export_model
+    from scaleray.models.load import load
+    from scaleray.models.predict import predict
+    from scaleray.models.stored_checkpoints import (
         import_weights,
         list_checkpoints,
         prune_checkpoints,
         rebuild_checkpoint,
         verify_checkpoints,
     )
-    from scaleray.launch.path.go import next_on_path, redo_on_path, skip_on_path
-    from scaleray.launch.path.state import find_path, start_path
-    from scaleray.launch.plan.plan import explain_plan, plan
-    from scaleray.launch.profile.profile import profile
-    from scaleray.launch.promote.check import check_promoted
-    from scaleray.launch.promote.promote import promote
-    from scaleray.launch.promote.rollback import rollback
-    from scaleray.launch.run.train import train
-    from scaleray.launch.session.shown_config import show_config
-    from scaleray.launch.study.invalidate import invalidate_experiment
-    from scaleray.launch.study.study import study
-    from scaleray.launch.submit.submit import job_logs, list_jobs, stop_job, submit
-    from scaleray.launch.sweep.sweep import sweep
-    from scaleray.launch.verify.verify import verify
-    from scaleray.launch.watch.find import live_state, watch
-    from scaleray.manifests.files import write_cluster_files
-    from scaleray.projects.write import write_project
-    from scaleray.records.run import RunRecord
+    from scaleray.planner.ask.plan import explain_plan, plan
+    from scaleray.recording.send import replay
+    from scaleray.recording.ui import tracking_ui
+    from scaleray.records.run_record import RunRecord
     from scaleray.records.schemas import config_schema
-    from scaleray.reports.compare.comparison import compare
-    from scaleray.reports.grafana.api import install_dashboards
-    from scaleray.reports.grafana.written import write_dashboards
-    from scaleray.reports.records.any import report
-    from scaleray.reports.records.history import experiment_curves
-    from scaleray.tracking.send import replay
-    from scaleray.tracking.ui import tracking_ui
+    from scaleray.release.evidence.gate import gate
+    from scaleray.release.path.go import next_on_path, redo_on_path, skip_on_path
+    from scaleray.release.path.path_state import find_path, start_path
+    from scaleray.release.promote.promote import promote
+    from scaleray.release.promote.promotion_check import check_promoted
+    from scaleray.release.promote.rollback import rollback
+    from scaleray.studies.any_report import report
+    from scaleray.studies.compare.comparison import compare
+    from scaleray.studies.history_page import experiment_curves
+    from scaleray.studies.invalidate import invalidate_experiment
+    from scaleray.studies.study import study
+    from scaleray.sweeps.sweep import sweep
+    from scaleray.verification.check.check import check
+    from scaleray.verification.verify import verify
     from scaleray.workload import Workload
 
 
@@ -190,7 +190,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as exc:
-        from scaleray.installed import missing_library
+        from scaleray.common.installed import missing_library
 
         missing = missing_library(exc)
         if missing is None:

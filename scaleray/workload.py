@@ -16,15 +16,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from scaleray.common.idle_warnings import leave_out_idle_warnings
+from scaleray.common.progress import stage
+from scaleray.common.user_code import call_user_code as call_user_code
+from scaleray.common.user_code import exit_error as exit_error
+from scaleray.common.user_code import no_exit as no_exit
+from scaleray.common.user_code import user_frames as user_frames
+from scaleray.common.user_code import user_modules as user_modules
+from scaleray.common.user_code import user_traceback as user_traceback
 from scaleray.errors import WorkloadError
-from scaleray.idle_warnings import leave_out_idle_warnings
-from scaleray.progress import stage
-from scaleray.user_code import call_user_code as call_user_code
-from scaleray.user_code import exit_error as exit_error
-from scaleray.user_code import no_exit as no_exit
-from scaleray.user_code import user_frames as user_frames
-from scaleray.user_code import user_modules as user_modules
-from scaleray.user_code import user_traceback as user_traceback
 
 if TYPE_CHECKING:
     import torch

@@ -96,7 +96,7 @@ def gloo() -> Iterator[GlooPool]:
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An MLflow database without a run: making its tables costs more than a second of a core, a copy nothing."""
-    from scaleray.tracking import store
+    from scaleray.recording import store
 
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     store.open_client(f"sqlite:///{path}").search_experiments()

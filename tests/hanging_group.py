@@ -38,7 +38,7 @@ class HangingGroup:
 
     def beats(self) -> list[Any]:
         """The last signs of life, as the recorder would have them."""
-        from scaleray.records.run import Heartbeat
+        from scaleray.records.run_record import Heartbeat
 
         size = len(self.processes)
         return [Heartbeat(r, "here", p.pid, 7, "loss", 1.0, (), size) for r, p in enumerate(self.processes)]
@@ -89,7 +89,7 @@ def _serve(case: Callable[[int, int], None], rank: int, world_size: int, port: i
     import torch.distributed as dist
 
     from scaleray.training.health import flight_recorder, stall_watch
-    from scaleray.training.health.progress import Progress
+    from scaleray.training.health.worker_progress import Progress
     from scaleray.training.setup.place import Place
 
     torch.set_num_threads(1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from scaleray.records.alerts import Alert
-from scaleray.records.live import RUNNING, LiveState, RankNow, RecentSteps
-from scaleray.records.run import Heartbeat, StepRecord
-from scaleray.tracking.run_description import RunDescription
+from scaleray.records.alert_record import Alert
+from scaleray.records.live_state import RUNNING, LiveState, RankNow, RecentSteps
+from scaleray.records.run_description import RunDescription
+from scaleray.records.run_record import Heartbeat, StepRecord
 
 ALERT = Alert("straggler", "critical", "firing", 1.0, 0.03, "rank 1 makes the others wait 30 ms a step")
 

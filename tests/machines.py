@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from scaleray.guarded import guarded
+from scaleray.common.guarded import guarded
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "cluster" / "local" / "machines.sh"

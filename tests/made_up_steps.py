@@ -9,7 +9,7 @@ import numpy as np
 from scaleray.profiling.step_rows import StepRows
 from scaleray.profiling.verdict.signals import Facts, Signals
 from scaleray.records.phases import Phase
-from scaleray.records.profile import RankMeasurements
+from scaleray.records.profile_record import RankMeasurements
 
 USUAL = {
     Phase.INPUT: 0.0002,

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from scaleray.records.study import Mode, Point
-from scaleray.scaling.curves.efficiency import median_step_time, throughput
+from scaleray.records.study_record import Mode, Point
+from scaleray.studies.curves.efficiency import median_step_time, throughput
 
 
 def turns_around(

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from scaleray import progress
-from scaleray.reports.terminal import stages
-from scaleray.reports.terminal.stages import StageDisplay
+from scaleray.common import progress
+from scaleray.reports.terminal import progress_line
+from scaleray.reports.terminal.progress_line import StageDisplay
 
 LATER_S = 600.0
 
@@ -39,7 +39,7 @@ class Shown:
 def shown(monkeypatch, *, is_terminal: bool) -> Iterator[Shown]:
     """Whoever sees the stages of this process meanwhile, for whom everything is long enough to be told of."""
     for name in ("QUIET_S", "EVERY_S", "BAR_S"):
-        monkeypatch.setattr(stages, name, 0.0)
+        monkeypatch.setattr(progress_line, name, 0.0)
     seen = Shown(is_terminal=is_terminal)
     with progress.shown_by(seen.display):
         yield seen

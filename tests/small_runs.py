@@ -22,10 +22,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.model_layout import FINAL_WEIGHTS, TRAINED_WEIGHTS
+from scaleray.common.seeding import seed_everything, stream_seed
 from scaleray.config import RunConfig, load_config
+from scaleray.config.recipe.derive import derive
 from scaleray.data import TRAIN, RankBatch, Split, load_sources
-from scaleray.launch.session.data import is_in_steps
-from scaleray.records.run import (
+from scaleray.launch.session.data_sources import is_in_steps
+from scaleray.records.run_record import (
     CheckpointRecord,
     EvaluationRecord,
     EventRecord,
@@ -33,12 +35,10 @@ from scaleray.records.run import (
     WorkerMessage,
     WorkerSummary,
 )
-from scaleray.reproducibility.seeding import seed_everything, stream_seed
-from scaleray.scaling.recipe.derive import derive
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.strategies.tensor import Replicated
 from scaleray.training import loop
-from scaleray.training.health.progress import Progress
+from scaleray.training.health.worker_progress import Progress
 from scaleray.training.observer import StepResult
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare

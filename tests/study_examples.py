@@ -7,8 +7,8 @@ import itertools
 import math
 import random
 
-from scaleray.records.run import RunRecord
-from scaleray.records.study import (
+from scaleray.records.run_record import RunRecord
+from scaleray.records.study_record import (
     Conditions,
     Curve,
     CurvePoint,
@@ -19,7 +19,7 @@ from scaleray.records.study import (
     StudyRecord,
     ToTarget,
 )
-from scaleray.records.sweep import GoodputPoint, SweepRecord, Trial
+from scaleray.records.sweep_record import GoodputPoint, SweepRecord, Trial
 
 NOISE_SCALE, LEAST_STEPS = 300.0, 60.0
 

@@ -119,7 +119,7 @@ def test_a_command_exists_with_its_options(page, line, capsys):
 
 
 def test_the_clusters_that_the_page_names_can_be_read(tmp_path, monkeypatch):
-    from scaleray.launch.submit.clusters import cluster_of
+    from scaleray.clusters.submit.clusters import cluster_of
 
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     (tmp_path / "scaleray").mkdir()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from scaleray.filesystems import lock, open_filesystem, unlock, write_whole
+from scaleray.common.filesystems import lock, open_filesystem, unlock, write_whole
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -22,7 +22,7 @@ def test_a_folder_may_have_a_space_in_its_name(tmp_path, prefix):
 
 def is_free(place):
     """Whether another process gets the lock on a file."""
-    statement = f"from scaleray.filesystems import lock\nprint(lock(open({str(place)!r}, 'a')))"
+    statement = f"from scaleray.common.filesystems import lock\nprint(lock(open({str(place)!r}, 'a')))"
     return (
         subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=True).stdout == "True\n"
     )

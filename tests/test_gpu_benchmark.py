@@ -18,7 +18,7 @@ import gpu_training
 import on_one_gpu
 from on_one_gpu import Task
 
-from scaleray.planner.hardware.catalogue import find_gpu
+from scaleray.config.hardware.catalogue import find_gpu
 from scaleray.records.workload_profile import mfu
 
 TASK = Task(

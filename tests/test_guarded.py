@@ -12,7 +12,7 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from scaleray.guarded import guarded
+from scaleray.common.guarded import guarded
 from scaleray.launch.cluster.own_ray import free_port
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +69,7 @@ def test_no_process_of_the_server_outlives_the_pages(tmp_path, family, monkeypat
     monkeypatch.setenv("ON_SIGTERM", f"signal.{'SIG_IGN' if is_deaf else 'SIG_DFL'}")
     code = f"""
 import signal, sys
-from scaleray.tracking.ui import tracking_ui
+from scaleray.recording.ui import tracking_ui
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background of a shell
 sys.exit(tracking_ui(uri='sqlite:///m.db', port={free_port()}))
 """
@@ -95,7 +95,7 @@ def test_what_a_command_leaves_behind_ends_with_it_and_its_exit_code_is_kept(tmp
 def test_a_process_ends_in_the_middle_of_its_work_when_its_parent_is_killed(family):
     code = """
 import multiprocessing, os, pathlib, time
-from scaleray.guarded import end_with_parent
+from scaleray.common.guarded import end_with_parent
 
 def endless():
     end_with_parent()

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from scaleray.idle_warnings import leave_out_idle_warnings
+from scaleray.common.idle_warnings import leave_out_idle_warnings
 
 FOREIGN = "Failed to load /site/torchao/_C_mxfp8.cpython-27-x86_64-linux-gnu.so: Could not load this library"
 OURS = f"Failed to load /site/torchao/_C.{sys.implementation.cache_tag}-x86_64-linux-gnu.so: undefined symbol"

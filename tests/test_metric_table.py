@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import scaleray
-from scaleray import live_metrics, metric_names
-from scaleray.metric import PREFIX, RUN_LABELS, Metric, prometheus_name
+from scaleray.common import live_metrics, metric_names
+from scaleray.common.metric import PREFIX, RUN_LABELS, Metric, prometheus_name
 
 PACKAGE = Path(scaleray.__file__).parent
 ROOT = PACKAGE.parent
@@ -62,7 +62,7 @@ def made(tree):
     """Lines in which a `Metric` of the table's kind is made: MLflow's own class has the same name."""
     imported = any(
         isinstance(node, ast.ImportFrom)
-        and node.module == "scaleray.metric"
+        and node.module == "scaleray.common.metric"
         and "Metric" in [n.name for n in node.names]
         for node in ast.walk(tree)
     )
@@ -84,7 +84,7 @@ def test_names_of_metrics_stand_in_the_table_alone(looks_for):
         ("query = 'sum(ray_scaleray_made_up)'", unknown_names),
         ("f'train/{name}'", put_together),
         ("f'brandnew/{name}'", put_together),
-        ("from scaleray.metric import Metric\nMetric('perf/own', '1', 'words')", made),
+        ("from scaleray.common.metric import Metric\nMetric('perf/own', '1', 'words')", made),
     ],
 )
 def test_a_name_that_the_table_lacks_is_found(code, looks_for):

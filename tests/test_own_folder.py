@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scaleray import own_folder
+from scaleray.common import own_folder
 
 
 @pytest.fixture

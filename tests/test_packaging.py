@@ -13,9 +13,9 @@ import pytest
 import study_examples
 from packaging.requirements import Requirement
 
-import scaleray.installed
+import scaleray.common.installed
 from jobs.packaging import wheel
-from scaleray.installed import NEWEST_TESTED, OF_REPORTS, OF_TRAIN, missing_library, newer_than_tested
+from scaleray.common.installed import NEWEST_TESTED, OF_REPORTS, OF_TRAIN, missing_library, newer_than_tested
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -171,7 +171,7 @@ def test_no_library_that_others_need_is_held_back():
 )
 def test_a_library_newer_than_any_that_was_tried_is_said(monkeypatch, version, is_newer):
     monkeypatch.setattr(
-        scaleray.installed.importlib.metadata, "version", lambda name: version if name == "torch" else "0.1"
+        scaleray.common.installed.importlib.metadata, "version", lambda name: version if name == "torch" else "0.1"
     )
     said = newer_than_tested()
     assert said == (

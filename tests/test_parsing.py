@@ -10,18 +10,18 @@ import yaml
 from jobs.planner_evidence.__main__ import main as judge_planner
 from jobs.planner_evidence.published import read_folder
 from scaleray.cli.main import run_command
+from scaleray.common.parsing import MOST_CHARACTERS, BoundedLoader, TooLarge, load_json, load_yaml, near_words
 from scaleray.config import RunConfig, load_config
+from scaleray.config.hardware.cluster_file import read_cluster_file
+from scaleray.config.hardware.hardware_file import read_hardware_file
 from scaleray.config.loading import parse_yaml
 from scaleray.errors import ConfigError, ScaleRayError
-from scaleray.launch.sweep.folder import read_asked
-from scaleray.parsing import MOST_CHARACTERS, BoundedLoader, TooLarge, load_json, load_yaml, near_words
 from scaleray.planner.answers.measurement import read_measurement
-from scaleray.planner.hardware.cluster_file import read_cluster_file
-from scaleray.planner.hardware.hardware_file import read_hardware_file
 from scaleray.planner.models.from_counted_workload import read_profile
 from scaleray.planner.models.names import find_model
-from scaleray.tracking.find_record import record_of
-from scaleray.tracking.replay import replay
+from scaleray.recording.find_record import record_of
+from scaleray.recording.replay import replay
+from scaleray.sweeps.sweep_folder import read_asked
 
 DEEP = "[" * 100_000 + "]" * 100_000
 NEEDED = {"workload.name": "a:B", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "5 steps"}
@@ -48,7 +48,7 @@ def flow(count):
     ids=["flow", "nested", "keys", "flow keys"],
 )  # fmt: skip
 def test_what_is_too_long_is_refused_before_it_is_read_to_its_end(text, monkeypatch):
-    monkeypatch.setattr("scaleray.parsing.MOST_NODES", 500)
+    monkeypatch.setattr("scaleray.common.parsing.MOST_NODES", 500)
     Counting.num_tokens = 0
     loader = Counting(text)
     with pytest.raises(TooLarge, match="500 keys and values"):

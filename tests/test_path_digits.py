@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import scaleray
-from scaleray.launch.path.state import read
-from scaleray.launch.promote.check import check_promoted
-from scaleray.records.run import RunRecord
-from scaleray.tracking.registry.models import ModelRegistry, Named
-from scaleray.tracking.store import open_client
+from scaleray.models.registry import ModelRegistry, Named
+from scaleray.recording.store import open_client
+from scaleray.records.run_record import RunRecord
+from scaleray.release.path.path_state import read
+from scaleray.release.promote.promotion_check import check_promoted
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from scaleray import installed, private_parts
+from scaleray.common import installed, private_parts
+from scaleray.common.private_parts import FORKED_WORKERS, LEAN_NODE, LEAN_TRAINER, LOOPBACK, PARTS, SWITCH
 from scaleray.config.loading import load_config, read_environment
 from scaleray.errors import UsageError
-from scaleray.private_parts import FORKED_WORKERS, LEAN_NODE, LEAN_TRAINER, LOOPBACK, PARTS, SWITCH
 
 ROOT = Path(__file__).parents[1]
-READERS = {"scaleray/launch/doctor/on_ray.py"}
+READERS = {"scaleray/clusters/doctor/on_ray.py"}
 """Files that read a private value of Ray and override nothing."""
 IMPORTED = re.compile(r"^\s*(?:import|from) ray\.\S*\b_\w+", re.MULTILINE)
 OPTIONAL = [part for part in PARTS if not part.protects]
@@ -133,7 +133,7 @@ def test_each_file_with_private_names_of_ray_has_its_part():
         str(path.relative_to(ROOT)) for path in (ROOT / "scaleray").rglob("*.py") if IMPORTED.search(path.read_text())
     }
     of_parts = {part.file for part in PARTS if part.library == "ray"}
-    assert files - {"scaleray/private_parts.py"} == of_parts | READERS
+    assert files - {"scaleray/common/private_parts.py"} == of_parts | READERS
     assert LEAN_TRAINER.file in files
 
 

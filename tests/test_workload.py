@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scaleray import user_code
+from scaleray.common import user_code
 from scaleray.config import load_config
 from scaleray.errors import DataError, WorkloadError
 from scaleray.workload import (

@@ -14,8 +14,8 @@ from scaleray.data import Input, Part, Split, StepStream
 from scaleray.strategies import STRATEGIES
 from scaleray.training import loop
 from scaleray.training.setup.place import Place
-from scaleray.training.verify import variants as verification
-from scaleray.training.verify.variants import Assignment, Outcome, Variant, short_job, verify_group
+from scaleray.verification import variants as verification
+from scaleray.verification.variants import Assignment, Outcome, Variant, short_job, verify_group
 
 STEPS = 6  # of 8 rows; the fourth has the 2 that are left of 26
 TRAINING_ON = [1]

@@ -28,11 +28,11 @@ from torch import nn
 from scaleray import Workload
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize
 from scaleray.data import Split, as_source
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
-from scaleray.records.run import CheckpointRecord, StepRecord
-from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize
+from scaleray.records.run_record import CheckpointRecord, StepRecord
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place

@@ -31,12 +31,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.config import load_config
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize
 from scaleray.data import TRAIN, Split, as_source
 from scaleray.emulation import BACKWARD, FORWARD, REDUCE, EmulatedLayer, EmulatedLink, Timeline, Timing, busy_s
 from scaleray.launch.workers.gloo import GlooProcesses, UserCode, gloo_processes
-from scaleray.records.run import EventRecord, StepRecord
-from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize
+from scaleray.records.run_record import EventRecord, StepRecord
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place

@@ -28,15 +28,15 @@ from scaleray.config.base import Target
 from scaleray.data import ArraySource
 from scaleray.data.described import columns_of
 from scaleray.data.ragged import Ragged
-from scaleray.gates import compared, drift, operations
-from scaleray.gates import scaling as scaling_gates
-from scaleray.gates.answer import Check, GateResult
-from scaleray.gates.convergence import Learning, convergence_gate
-from scaleray.gates.drift import data_gate, speed_gate
-from scaleray.gates.operations import Operated, operations_gate
-from scaleray.gates.policy import ConvergencePolicy, DriftPolicy, OperationsPolicy, ScalingPolicy
-from scaleray.gates.scaling import scaling_gate
-from scaleray.scaling.curves.efficiency import curve_points
+from scaleray.records.gate_answer import Check, GateResult
+from scaleray.release.gates import compared, drift, operations
+from scaleray.release.gates import scaling as scaling_gates
+from scaleray.release.gates.convergence import Learning, convergence_gate
+from scaleray.release.gates.drift import data_gate, speed_gate
+from scaleray.release.gates.operations import Operated, operations_gate
+from scaleray.release.gates.policy import ConvergencePolicy, DriftPolicy, OperationsPolicy, ScalingPolicy
+from scaleray.release.gates.scaling import scaling_gate
+from scaleray.studies.curves.efficiency import curve_points
 
 RESULTS = Path(__file__).parent / "results"
 CORRELATION = 0.3

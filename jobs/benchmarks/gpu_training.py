@@ -32,9 +32,9 @@ from typing import Any
 
 import harness
 
+from scaleray.common.guarded import guarded
 from scaleray.config.precision import PrecisionSettings
 from scaleray.errors import UsageError
-from scaleray.guarded import guarded
 from scaleray.records.workload_profile import WorkloadProfile, mfu
 from scaleray.workload import load_workload
 
@@ -214,7 +214,7 @@ def peak_flops_per_s(arguments: argparse.Namespace, gpu: str | None) -> tuple[fl
         return arguments.peak_tflops * 1e12, f"Peak: {arguments.peak_tflops:g} TFLOP/s, as given."
     if gpu is None:
         return None, "Peak: none is known for a CPU, so there is no MFU."
-    from scaleray.planner.hardware.catalogue import find_gpu
+    from scaleray.config.hardware.catalogue import find_gpu
 
     try:
         found = find_gpu(gpu)

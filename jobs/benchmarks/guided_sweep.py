@@ -123,8 +123,8 @@ def main() -> None:
 def measure(job: str, arguments: argparse.Namespace, folder: str) -> harness.Measurement:
     """The grid and the guided sweep of one job, one after the other."""
     from scaleray.config import load_config
-    from scaleray.launch.sweep.sweep import sweep
-    from scaleray.scaling.sweeps.grid_comparison import compare_with_grid
+    from scaleray.sweeps.grid_comparison import compare_with_grid
+    from scaleray.sweeps.sweep import sweep
 
     space = JOBS[job]
     own = {"tracking.uri": f"sqlite:///{folder}/mlflow.db", "checkpoint.storage_path": f"{folder}/runs"}

@@ -25,9 +25,9 @@ import harness
 import numpy as np
 import torch
 
-from scaleray.callbacks import Callback
+from scaleray.common.callbacks import Callback
 from scaleray.config.tracking import MonitoringSettings
-from scaleray.monitoring.live.rank_series import rank_series
+from scaleray.live.state.rank_series import rank_series
 from scaleray.records.published import RankSample
 from scaleray.training.profile.rank_samples import TOLD_EVERY_S, RankSamples
 from scaleray.training.ray_metrics import RayMetrics
@@ -92,7 +92,7 @@ def measured(triples: int) -> tuple[dict[str, list[float]], list[float], int, li
     sys.path.insert(0, str(Path(__file__).parent / "sides"))
     from steps import Toy, with_scaleray
 
-    from scaleray.training.profile import profile
+    from scaleray.training.profile import profiler
 
     switches, metrics, published, count = Switches(), RayMetrics(), [], [0]
 
@@ -119,7 +119,7 @@ def measured(triples: int) -> tuple[dict[str, list[float]], list[float], int, li
             count[0] = len(series)
             switches.done[SAMPLES][switches.steps] += 1
 
-    profile.RankSamples = Samples  # type: ignore[misc]
+    profiler.RankSamples = Samples  # type: ignore[misc]
     toy = Watched(1100)
     with_scaleray(toy, Place(), clips=False, steps=WARM_UP + (3 * triples + 1) * BLOCK)
     switches.blocks = switches.blocks[: 3 * triples]

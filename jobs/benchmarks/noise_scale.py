@@ -24,11 +24,11 @@ from pathlib import Path
 
 from scaleray.config import load_config
 from scaleray.config.optimizer import NoiseScaleSettings
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize
 from scaleray.data import Split, as_source
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
-from scaleray.records.run import StepRecord, WorkerSummary
-from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize
+from scaleray.records.run_record import StepRecord, WorkerSummary
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place

@@ -28,7 +28,7 @@ from typing import Any
 import aiohttp
 import harness
 
-from scaleray.guarded import guarded
+from scaleray.common.guarded import guarded
 
 RULES = """\
 From the request of a page until the browser has drawn what the line names, median (smallest to largest) of {repeats} loads in random

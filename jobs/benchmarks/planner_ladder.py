@@ -21,14 +21,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from scaleray.config.hardware.catalogue import CATALOGUE
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.planner.answers.calibration import calibrate, calibrate_link
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.step_time import step_time
-from scaleray.planner.hardware.catalogue import CATALOGUE
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.planner.models.profile import of_size
+from scaleray.planner.models.block_counts import of_size
 from scaleray.training.setup.place import Place
 
 WIDTH = 64

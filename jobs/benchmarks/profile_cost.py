@@ -20,7 +20,7 @@ from typing import Any
 import harness
 import numpy as np
 
-from scaleray.guarded import guarded
+from scaleray.common.guarded import guarded
 
 AIM_MS, AIM_SHARE = 0.05, 0.01
 SCRIPT = Path(__file__).resolve().parent / "sides" / "switched.py"

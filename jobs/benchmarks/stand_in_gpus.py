@@ -12,14 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from scaleray.monitoring.foreign import (
-    GPU_ECC_DOUBLE_BIT,
-    GPU_ENGINE_ACTIVE,
-    GPU_THROTTLED,
-    GPU_XID,
-    NANOSECONDS,
-    OF_GPUS,
-)
+from scaleray.live.foreign import GPU_ECC_DOUBLE_BIT, GPU_ENGINE_ACTIVE, GPU_THROTTLED, GPU_XID, NANOSECONDS, OF_GPUS
 
 GPUS = 4
 USUAL = {"DCGM_FI_DEV_FB_USED": 61440.0, "DCGM_FI_DEV_FB_FREE": 20480.0, "DCGM_FI_DEV_POWER_USAGE": 512.0}

@@ -23,7 +23,7 @@ from typing import Any
 
 import harness
 
-from scaleray.guarded import guarded
+from scaleray.common.guarded import guarded
 
 BASELINE, OURS = "plain", "scaleray"
 SCRIPT = Path(__file__).resolve().parent / "sides" / "steps.py"

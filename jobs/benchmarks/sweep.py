@@ -22,7 +22,7 @@ from typing import Any
 
 import harness
 
-from scaleray.guarded import guarded
+from scaleray.common.guarded import guarded
 
 SIDES = ("scaleray", "tune")
 BATCH_SIZES = (32, 64, 128, 256, 512, 1024)
@@ -123,7 +123,7 @@ def sizes_of(arguments: argparse.Namespace) -> list[int]:
 
 def run_scaleray(arguments: argparse.Namespace, workers: int) -> list[float]:
     from scaleray.config import load_config
-    from scaleray.launch.sweep.sweep import sweep
+    from scaleray.sweeps.sweep import sweep
 
     folder = os.environ["BENCH_FOLDER"]
     config = load_config(

@@ -72,8 +72,8 @@ def run(num_trials: int, folder: str) -> dict[str, float]:
     import psutil
     import ray
 
-    from scaleray.launch.sweep.sweep import sweep
-    from scaleray.reports.records.sweep import write_sweep_report
+    from scaleray.sweeps.sweep import sweep
+    from scaleray.sweeps.sweep_page import write_sweep_report
 
     harness.start_ray(num_cpus=CPUS)
     writes = count_writes()

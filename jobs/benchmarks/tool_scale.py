@@ -32,9 +32,9 @@ from typing import Any
 import psutil
 from processes import CpuWatch
 
+from scaleray.common.guarded import end_with_parent, guarded
 from scaleray.config import load_config
-from scaleray.guarded import end_with_parent, guarded
-from scaleray.records.run import StepRecord
+from scaleray.records.run_record import StepRecord
 
 ROOT = Path(__file__).resolve().parents[2]
 BATCH = 50  # records of a message
@@ -121,8 +121,8 @@ def fits(launches: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def recorder_rates(settings: dict[str, Any]) -> dict[str, Any]:
     """What signs of life of so many workers, and the driver's looks at them, cost the recorder."""
-    from scaleray.records.run import Heartbeat
-    from scaleray.tracking.signs_of_life import SignsOfLife
+    from scaleray.live.signs_of_life import SignsOfLife
+    from scaleray.records.run_record import Heartbeat
 
     life, size, rounds = SignsOfLife(), settings["workers"], 20_000 // settings["workers"]
     started = time.process_time()
@@ -161,8 +161,8 @@ def _timed(words: Sequence[str], folder: Path) -> tuple[float, float]:
 
 def ladder(settings: dict[str, Any]) -> dict[str, Any]:
     """A whole study, from its start to its report."""
-    from scaleray.launch.study.options import StudyOptions
-    from scaleray.launch.study.study import study
+    from scaleray.studies.study import study
+    from scaleray.studies.study_options import StudyOptions
 
     with tempfile.TemporaryDirectory() as folder:
         config = load_config(
@@ -193,7 +193,7 @@ def ladder(settings: dict[str, Any]) -> dict[str, Any]:
 
 def reports(settings: dict[str, Any]) -> dict[str, Any]:
     """A recorder that is given `steps` records, in a process of its own: memory before and after, and time of a record."""
-    from scaleray.tracking.recorder import Recorder, RunDescription
+    from scaleray.recording.recorder import Recorder, RunDescription
 
     with tempfile.TemporaryDirectory() as folder:
         description = RunDescription(

@@ -28,8 +28,8 @@ from typing import Any
 import harness
 from processes import CpuWatch
 
+from scaleray.common.guarded import guarded
 from scaleray.config.loading import load_config
-from scaleray.guarded import guarded
 
 SIDES = ("scaleray", "torchrun", "ray_train", "lightning", "accelerate")
 BEFORE = "before"  # scaleray as another checkout has it, with --before

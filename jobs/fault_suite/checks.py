@@ -14,7 +14,7 @@ import torch
 from fault_suite.run import BATCH, Entry, Run
 from scaleray.checkpoints.storage import Store
 from scaleray.data import StepPlan
-from scaleray.records.run import RunRecord
+from scaleray.records.run_record import RunRecord
 from scaleray.training.state.weights import read_weights
 
 EXACT_METRICS = ("train/loss", "train/grad_norm", "train/learning_rate", "train/epoch", "val/loss")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scaleray.records.run import RunRecord
+from scaleray.records.run_record import RunRecord
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKERS = 2

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import requests
 
-from scaleray.guarded import guarded
+from scaleray.common.guarded import guarded
 from scaleray.launch.cluster.own_ray import free_port
 
 

@@ -22,7 +22,7 @@ from scaleray.planner.cost.fits_in_memory import HEADROOM
 from scaleray.planner.cost.memory import memory
 from scaleray.planner.cost.step_time import StepTime, step_time
 from scaleray.planner.cost.uncertainty import Anchor, Reason, doubts, interval, reasons
-from scaleray.text.units import GIB
+from scaleray.records.text.units import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

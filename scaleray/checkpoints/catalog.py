@@ -13,9 +13,9 @@ from scaleray.checkpoints.damage import Damage, damage_of, mended, problem_of
 from scaleray.checkpoints.manifest import FILE_NAME, Chunk, Damaged, Incomplete, Manifest, Tensor, folder_name, step_of
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import Store
+from scaleray.common.progress import Stage, stage
 from scaleray.errors import CheckpointError
-from scaleray.progress import Stage, stage
-from scaleray.text.units import MIB
+from scaleray.records.text.units import MIB
 
 FOLDER = "checkpoints"  # name of the folder in a run folder
 

@@ -21,9 +21,9 @@ from scaleray.checkpoints.manifest import Incomplete, Manifest, Tensor, folder_n
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.tensor_files import dtype_of, new_file, write_tensors
 from scaleray.checkpoints.weight_files import opened_safetensors, opened_torch
+from scaleray.common.progress import Stage, stage
 from scaleray.errors import CheckpointError, ScaleRayError
-from scaleray.progress import Stage, stage
-from scaleray.text.units import MIB
+from scaleray.records.text.units import MIB
 
 PREFIX, AVERAGE = "model.", "averaging."  # of the names of a model's tensors in a checkpoint, and of their averages
 IMPORTED = "imported"

@@ -24,8 +24,8 @@ from scaleray.checkpoints.manifest import Tensor
 from scaleray.checkpoints.model_layout import CONFIG, FINAL_WEIGHTS, INDEX, WEIGHTS, WRITTEN_BY, is_model_folder
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.weight_sums import check_weights
+from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError
-from scaleray.parsing import load_json
 
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",

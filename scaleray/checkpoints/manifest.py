@@ -12,8 +12,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError
-from scaleray.parsing import load_json
 
 FORMAT = 1
 FILE_NAME = "manifest.json"

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from scaleray.checkpoints.hugging_face import ModelFolder
+from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError
-from scaleray.parsing import load_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BEFORE = "base_model.model."

@@ -28,7 +28,7 @@ from scaleray.checkpoints.manifest import Chunk, Incomplete, Manifest, StoredFil
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.staging import Key, Staging
 from scaleray.errors import CheckpointError
-from scaleray.records.run import CheckpointRecord, EventRecord
+from scaleray.records.run_record import CheckpointRecord, EventRecord
 
 NICENESS = 10  # priority of a thread that writes beside training, as Linux counts it
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
+from scaleray.common.filesystems import open_filesystem
 from scaleray.config.base import without_password
-from scaleray.filesystems import open_filesystem
 
 PIECE_BYTES = 8 * 2**20  # bytes read, hashed and written at once
 

@@ -18,8 +18,8 @@ from scaleray.checkpoints.damage import problem_of
 from scaleray.checkpoints.manifest import StoredFile
 from scaleray.checkpoints.model_layout import ADAPTERS, FINAL_WEIGHTS, TRAINED_WEIGHTS, plain_file
 from scaleray.checkpoints.storage import Store
+from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError, first_line
-from scaleray.parsing import load_json
 
 SUMS, RECORD, NOTE = "sha256.json", "record.json", "run.json"
 CHANGED = "a file of a run cannot change after its end: copy it again, or name a checkpoint: --step best or --step N"

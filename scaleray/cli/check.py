@@ -25,8 +25,8 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
         from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
 
         begin_imports(OF_A_CHECK)  # beside this process's own imports
-    from scaleray.launch.check.check import check as run
-    from scaleray.reports.terminal.check import show_check
+    from scaleray.verification.check.check import check as run
+    from scaleray.verification.check.printed_check import show_check
 
     output = Output(json=json)
     with output.running():

@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from scaleray.cli.options import Json
 from scaleray.cli.output import print_json, with_stages
-from scaleray.text.units import disk_space
+from scaleray.records.text.units import disk_space
 
 Where = Annotated[
     str, Parameter(help="A run folder, local or s3://; a run's name in the storage path; or one checkpoint's folder.")
@@ -27,7 +27,7 @@ checkpoint_app = App(
 @checkpoint_app.command(name="list")
 def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int:
     """List what is stored: complete checkpoints, and what is left of others with the reason."""
-    from scaleray.launch.model.stored_checkpoints import list_checkpoints
+    from scaleray.models.stored_checkpoints import list_checkpoints
 
     with with_stages():
         rows = list_checkpoints(path, copy_path=copy_path)
@@ -63,7 +63,7 @@ def verify(
     heal
         Replace a lost or damaged file by its second copy.
     """
-    from scaleray.launch.model.stored_checkpoints import verify_checkpoints
+    from scaleray.models.stored_checkpoints import verify_checkpoints
 
     with with_stages():
         found = verify_checkpoints(path, step=step, copy_path=copy_path, heal=heal)
@@ -111,7 +111,7 @@ def prune(
     dry_run
         Say what would go, and remove nothing.
     """
-    from scaleray.launch.model.stored_checkpoints import prune_checkpoints
+    from scaleray.models.stored_checkpoints import prune_checkpoints
 
     with with_stages():
         done = prune_checkpoints(
@@ -135,7 +135,7 @@ def prune(
 @checkpoint_app.command
 def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json: Json = False) -> int:
     """Write an incremental checkpoint again as a full one, which depends on no other."""
-    from scaleray.launch.model.stored_checkpoints import rebuild_checkpoint
+    from scaleray.models.stored_checkpoints import rebuild_checkpoint
 
     with with_stages():
         done = rebuild_checkpoint(path, step=step, copy_path=copy_path)
@@ -160,7 +160,7 @@ def import_(file: str, path: str, *, json: Json = False) -> int:
     path
         New folder, local or s3://.
     """
-    from scaleray.launch.model.stored_checkpoints import import_weights
+    from scaleray.models.stored_checkpoints import import_weights
 
     with with_stages():
         done = import_weights(file, path)

@@ -15,7 +15,7 @@ from scaleray.cli.options import Flag, Json
 from scaleray.cli.output import print_json, with_stages
 
 if TYPE_CHECKING:
-    from scaleray.launch.cluster.local_clusters import LocalCluster
+    from scaleray.clusters.local_clusters import LocalCluster
 
 Kind = Literal["all", "local", "kubernetes", "slurm", "ray-up", "image", "skypilot"]
 FOLDER = Path("cluster")
@@ -56,7 +56,7 @@ def write(
     overwrite
         Replace files that differ.
     """
-    from scaleray.manifests.files import write_cluster_files
+    from scaleray.clusters.files.cluster_files import write_cluster_files
 
     given = {"gpus": gpus, "nodes": nodes, "image": image, "cpu_image": cpu_image, "kuberay": kuberay}
     stated: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -96,8 +96,8 @@ def up(
     block
         Stay until Ctrl-C, and end the cluster then.
     """
-    from scaleray.guarded import ending_like_ctrl_c
-    from scaleray.launch.cluster.local_clusters import cluster_up
+    from scaleray.clusters.local_clusters import cluster_up
+    from scaleray.common.guarded import ending_like_ctrl_c
 
     with ending_like_ctrl_c():
         with with_stages():
@@ -123,7 +123,7 @@ def status(name: str | None = None, *, export: Flag = False, json: Json = False)
     export
         Print only what lets programs of this shell find it: eval "$(scaleray cluster status --export)".
     """
-    from scaleray.launch.cluster.local_clusters import cluster_status
+    from scaleray.clusters.local_clusters import cluster_status
 
     found = cluster_status(name)
     if export and found:
@@ -144,7 +144,7 @@ def down(name: str = "local", *, json: Json = False) -> int:
     name
         Which one.
     """
-    from scaleray.launch.cluster.local_clusters import cluster_down
+    from scaleray.clusters.local_clusters import cluster_down
 
     with with_stages():
         was_up = cluster_down(name) is not None

@@ -31,10 +31,10 @@ def compare(*runs: str, uri: Uri = None, fail_if_slower: float | None = None, js
     from rich.console import Console
     from rich.text import Text
 
-    from scaleray.reports.compare.comparison import EXIT_INCONCLUSIVE
-    from scaleray.reports.compare.comparison import compare as run
-    from scaleray.reports.terminal.comparison import show_comparison
-    from scaleray.reports.terminal.record import print_whole
+    from scaleray.reports.terminal.printed_record import print_whole
+    from scaleray.studies.compare.comparison import EXIT_INCONCLUSIVE
+    from scaleray.studies.compare.comparison import compare as run
+    from scaleray.studies.compare.printed_comparison import show_comparison
 
     comparison = run(*runs, uri=uri)
     show_comparison(Console(stderr=json), comparison)

@@ -39,7 +39,7 @@ def write(
     check
         Write nothing; exit with 1 where a file is missing or is not what would be written, as one edited by hand.
     """
-    from scaleray.reports.grafana.written import write_dashboards
+    from scaleray.live.grafana.written_dashboards import write_dashboards
 
     paths = write_dashboards(folder, alerts=alerts, grafana=grafana, check=check)
     differ = paths if check else []
@@ -69,7 +69,7 @@ def install(*, grafana: str, token_env: str = "GRAFANA_TOKEN", folder: str = "sc
     folder
         Folder within Grafana, made where there is none.
     """
-    from scaleray.reports.grafana.api import install_dashboards
+    from scaleray.live.grafana.grafana_client import install_dashboards
 
     pages = install_dashboards(grafana, token_env=token_env, folder=folder)
     if json:

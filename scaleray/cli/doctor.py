@@ -49,9 +49,9 @@ def doctor(
     """
     output = Output(json=json)
     with output.running():
-        from scaleray.launch.doctor.doctor import doctor as look
-        from scaleray.records.preflight import RED, YELLOW
-        from scaleray.reports.terminal.preflight import show_preflight
+        from scaleray.clusters.doctor.doctor import doctor as look
+        from scaleray.clusters.doctor.printed_findings import show_preflight
+        from scaleray.records.doctor_record import RED, YELLOW
 
         resolved = None
         if config is not None or overrides:

@@ -7,7 +7,7 @@ from typing import Annotated
 from scaleray.cli.options import AS_OPTIONS, Json
 from scaleray.cli.output import Output, print_json
 from scaleray.cli.run_options import Run
-from scaleray.launch.model.options import EvaluateOptions
+from scaleray.models.model_options import EvaluateOptions
 
 
 def evaluate(
@@ -30,8 +30,8 @@ def evaluate(
     record
         Write the metrics to the run in MLflow.
     """
-    from scaleray.launch.model.evaluate import evaluate as run_evaluation
-    from scaleray.reports.terminal.evaluation import show_evaluation
+    from scaleray.models.evaluate import evaluate as run_evaluation
+    from scaleray.models.printed_evaluation import show_evaluation
 
     output = Output(json=json)
     with output.running():

@@ -8,7 +8,7 @@ from typing import Annotated
 from scaleray.cli.options import AS_OPTIONS, Json
 from scaleray.cli.output import Output, print_json
 from scaleray.cli.run_options import Run
-from scaleray.launch.model.options import ExportOptions
+from scaleray.models.model_options import ExportOptions
 
 
 def export(
@@ -34,7 +34,7 @@ def export(
     data
         File of rows to compare on; by default rows of the training's data.
     """
-    from scaleray.launch.model.exported import export_model
+    from scaleray.models.exported import export_model
 
     output = Output(json=json)
     with output.running():

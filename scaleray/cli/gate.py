@@ -59,8 +59,8 @@ def gate(
     """
     from rich.console import Console
 
-    from scaleray.launch.gate.gate import gate as run
-    from scaleray.reports.terminal.gates import show_gates
+    from scaleray.release.evidence.gate import gate as run
+    from scaleray.release.printed_gates import show_gates
 
     with Output(json=json).running():
         record = run(

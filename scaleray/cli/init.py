@@ -35,7 +35,7 @@ def init(
     workers
         Workers that train.
     """
-    from scaleray.projects.write import KINDS, write_project
+    from scaleray.cli.projects.write import KINDS, write_project
 
     if kind is None:
         if not sys.stdin.isatty():
@@ -57,7 +57,7 @@ def init(
 
 def _asked() -> tuple[str, str | None, str | None, int, str]:
     """The answers to five questions on the terminal; an empty one takes the value in brackets."""
-    from scaleray.projects.write import KINDS
+    from scaleray.cli.projects.write import KINDS
 
     for number, (kind, about) in enumerate(KINDS.items(), start=1):
         print(f"  {number}  {kind:<10} {about.words}")

@@ -25,7 +25,7 @@ To = Annotated[
 @jobs_app.command(name="list")
 def list_(*, to: To = None, json: Json = False) -> int:
     """List the jobs that were submitted to a cluster, the newest first."""
-    from scaleray.launch.submit.submit import list_jobs
+    from scaleray.clusters.submit.submit import list_jobs
 
     found = list_jobs(to)
     if json:
@@ -36,7 +36,7 @@ def list_(*, to: To = None, json: Json = False) -> int:
     from rich.table import Table
     from rich.text import Text
 
-    from scaleray.reports.terminal.stages import duration
+    from scaleray.reports.terminal.progress_line import duration
 
     if not found:
         print("no job was submitted to this cluster")
@@ -69,7 +69,7 @@ def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
     follow
         Follow it until it has ended; exit code 1 if it failed. Ctrl-C leaves it alone; the exit code is 130 then.
     """
-    from scaleray.launch.submit.submit import job_logs, jobs_of
+    from scaleray.clusters.submit.submit import job_logs, jobs_of
 
     if not follow:
         sys.stdout.write(job_logs(job, to=to))
@@ -91,7 +91,7 @@ def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
 @jobs_app.command
 def stop(job: str, *, to: To = None, json: Json = False) -> int:
     """Ask a job to end: a training saves its state first, and can be resumed."""
-    from scaleray.launch.submit.submit import stop_job
+    from scaleray.clusters.submit.submit import stop_job
 
     now = stop_job(job, to=to)
     if json:

@@ -39,8 +39,8 @@ from scaleray.cli.tracking import tracking_app
 from scaleray.cli.train import train
 from scaleray.cli.verify import verify
 from scaleray.cli.watch import watch
+from scaleray.common.installed import missing_library
 from scaleray.errors import MARKED_KILLED, ScaleRayError
-from scaleray.installed import missing_library
 
 Shell = Literal["bash", "zsh", "fish"]
 

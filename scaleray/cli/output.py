@@ -18,7 +18,7 @@ class Output:
     def __init__(self, *, json: bool, width: int | None = None) -> None:
         from rich.console import Console
 
-        from scaleray.reports.terminal.stages import StageDisplay
+        from scaleray.reports.terminal.progress_line import StageDisplay
 
         self.console, self._json = Console(stderr=json), json
         self._stages = StageDisplay(self.console)
@@ -51,14 +51,14 @@ class Output:
 @contextlib.contextmanager
 def with_stages() -> Iterator[None]:
     """A context in which a command that prints its result as plain lines says on stderr what it is doing."""
-    from scaleray.progress import are_shown
+    from scaleray.common.progress import are_shown
 
     if are_shown():
         yield
         return
     from rich.console import Console
 
-    from scaleray.reports.terminal.stages import StageDisplay
+    from scaleray.reports.terminal.progress_line import StageDisplay
 
     with StageDisplay(Console(stderr=True)):
         yield
@@ -79,7 +79,7 @@ def print_json(
 
 def written_in(folder: str) -> dict[str, str]:
     """The folder of a run, study or sweep, and what lies in it by name; the folder alone where it cannot be listed."""
-    from scaleray.filesystems import open_filesystem
+    from scaleray.common.filesystems import open_filesystem
 
     found = {"folder": folder}
     with contextlib.suppress(OSError, ValueError):

@@ -12,7 +12,7 @@ from scaleray.cli.output import Output, print_json
 from scaleray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from scaleray.records.path import PathRecord
+    from scaleray.records.path_record import PathRecord
 
 path_app = App(
     name="path", help="Go from a baseline on one worker to a promoted model, a step at a time.", help_format="plaintext"
@@ -66,7 +66,7 @@ def start(
     """
     if config is None:
         raise ConfigError("--config", "missing", "a path is of a training", "scaleray path start -c FILE --target ...")
-    from scaleray.launch.path.state import start_path
+    from scaleray.release.path.path_state import start_path
 
     path = start_path(
         config,
@@ -104,7 +104,7 @@ def next_(
     only_print
         Do nothing; print the command of the next task, with --until of all as far as they are known.
     """
-    from scaleray.launch.path.go import next_on_path
+    from scaleray.release.path.go import next_on_path
 
     if only_print:
         return _printed(name, until, json=json)
@@ -127,7 +127,7 @@ def skip(task: str, *, reason: str, name: Name = None, json: Json = False) -> in
     reason
         Reason that the status shows.
     """
-    from scaleray.launch.path.go import skip_on_path
+    from scaleray.release.path.go import skip_on_path
 
     return _shown(skip_on_path(task, reason, name=name), json=json)
 
@@ -141,7 +141,7 @@ def redo(task: str, *, reason: str = "", name: Name = None, json: Json = False) 
     reason
         Reason that the status shows.
     """
-    from scaleray.launch.path.go import redo_on_path
+    from scaleray.release.path.go import redo_on_path
 
     return _shown(redo_on_path(task, reason, name=name), json=json)
 
@@ -149,14 +149,14 @@ def redo(task: str, *, reason: str = "", name: Name = None, json: Json = False) 
 @path_app.command
 def status(*, name: Name = None, json: Json = False) -> int:
     """Show how far a path is, and every task with its result."""
-    from scaleray.launch.path.state import find_path
+    from scaleray.release.path.path_state import find_path
 
     return _shown(find_path(name), json=json, tables=True)
 
 
 def _printed(name: str | None, until: str | None, *, json: bool) -> int:
     """Print the commands of the tasks that are next."""
-    from scaleray.launch.path.go import steps_ahead
+    from scaleray.release.path.go import steps_ahead
 
     tasks = steps_ahead(name, until=until)
     if json:
@@ -172,9 +172,9 @@ def _printed(name: str | None, until: str | None, *, json: bool) -> int:
 
 def _shown(path: PathRecord, *, json: bool, tables: bool = False) -> int:
     """Show a path. tables: with all of its tasks."""
-    from scaleray.reports.terminal.path import path_tables
-    from scaleray.reports.terminal.record import print_whole, width_of
-    from scaleray.reports.terminal.tables import as_rich
+    from scaleray.release.path.printed_path import path_tables
+    from scaleray.reports.terminal.printed_record import print_whole, width_of
+    from scaleray.reports.terminal.terminal_tables import as_rich
 
     output = Output(json=json)
     for table in path_tables(path) if tables else ():

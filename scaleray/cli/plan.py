@@ -14,7 +14,7 @@ from cyclopts import App
 
 from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Overrides
 from scaleray.cli.output import print_json
-from scaleray.launch.plan.options import LayoutOptions, PlanOptions
+from scaleray.planner.ask.plan_options import LayoutOptions, PlanOptions
 
 plan_app = App(
     name="plan",
@@ -41,12 +41,12 @@ def plan(
     from rich.console import Console
 
     from scaleray.config.alerts import without_secrets
-    from scaleray.launch.plan.plan import answered
-    from scaleray.launch.plan.record import plan_record, registered
-    from scaleray.reports.terminal.plan import plan_view
-    from scaleray.reports.terminal.record import print_whole, width_of
-    from scaleray.reports.terminal.tables import as_rich
-    from scaleray.reports.words.plan_target import way_table
+    from scaleray.planner.ask.plan import answered
+    from scaleray.planner.ask.plan_record import plan_record, registered
+    from scaleray.planner.report.plan_table import plan_view
+    from scaleray.planner.report.target_text import way_table
+    from scaleray.reports.terminal.printed_record import print_whole, width_of
+    from scaleray.reports.terminal.terminal_tables import as_rich
 
     answer = answered(options, config=config, overrides=overrides)
     advice, seen, found, kept = answer.advice, answer.seen, answer.found, answer.checkpoints
@@ -88,7 +88,7 @@ def explain(
     rows
         Layouts to list.
     """
-    from scaleray.launch.plan.plan import explain_plan
+    from scaleray.planner.ask.plan import explain_plan
 
     print("\n".join(explain_plan(what, options=options, rows=rows)))
     return 0

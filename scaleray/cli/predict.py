@@ -11,7 +11,7 @@ from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json
 from scaleray.cli.output import Output, print_json
 from scaleray.cli.run_options import Run
 from scaleray.errors import UsageError
-from scaleray.launch.model.options import PredictOptions
+from scaleray.models.model_options import PredictOptions
 
 
 def predict(
@@ -35,8 +35,8 @@ def predict(
     data
         Rows: a Parquet, CSV or JSON-lines file, or a folder or s3:// URI of such files. Labels are not needed.
     """
-    from scaleray.launch.model.predict import MOST_NAMED
-    from scaleray.launch.model.predict import predict as run_prediction
+    from scaleray.models.predict import MOST_NAMED
+    from scaleray.models.predict import predict as run_prediction
 
     output = Output(json=json)
     name, options = _model(run, config, options)

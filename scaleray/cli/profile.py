@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Overrides
 from scaleray.cli.output import print_json, written_in
 from scaleray.errors import UsageError
-from scaleray.launch.profile.options import ProfileOptions
+from scaleray.launch.profile.profile_options import ProfileOptions
 
 if TYPE_CHECKING:
     from scaleray.launch.profile.profile import Profiled
@@ -55,7 +55,7 @@ def print_verdict(verdict: Verdict, *, is_error: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from scaleray.reports.terminal.record import print_whole
+    from scaleray.reports.terminal.printed_record import print_whole
 
     console = Console(stderr=is_error, highlight=False)
     for line in verdict.lines():
@@ -78,9 +78,9 @@ def print_traced(traced: Traced, *, is_error: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from scaleray.reports.records.trace import memory_tables, sentence, trace_tables, write_trace_page
-    from scaleray.reports.terminal.record import print_whole
-    from scaleray.reports.terminal.tables import as_rich
+    from scaleray.profiling.report.trace_page import memory_tables, sentence, trace_tables, write_trace_page
+    from scaleray.reports.terminal.printed_record import print_whole
+    from scaleray.reports.terminal.terminal_tables import as_rich
 
     console = Console(stderr=is_error, highlight=False)
     report = traced.report
@@ -118,10 +118,10 @@ def _of_run(run: str, uri: str | None) -> Profiled:
 def _of_training(overrides: tuple[str, ...], config: Path, options: ProfileOptions, *, json: bool) -> Profiled:
     from rich.console import Console
 
+    from scaleray.common.progress import stage
     from scaleray.config import load_config
     from scaleray.launch.cluster.connection import connected
-    from scaleray.progress import stage
-    from scaleray.reports.terminal.live import Terminal
+    from scaleray.live.terminal.live_table import Terminal
 
     resolved = load_config(config, flags=overrides)
     terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)

@@ -12,7 +12,7 @@ from scaleray.cli.options import AS_OPTIONS, Json
 from scaleray.cli.output import Output, print_json
 from scaleray.cli.run_options import Uri
 from scaleray.errors import ConfigError
-from scaleray.launch.model.options import ModelChoice
+from scaleray.models.model_options import ModelChoice
 
 
 def promote(
@@ -68,7 +68,7 @@ def promote(
         return _verify(verify, output, pipeline=pipeline, uri=options.uri, json=json)
     if not runs:
         raise ConfigError("RUN", "missing", "a promotion is of a training", "scaleray promote RUN --as champion")
-    from scaleray.launch.promote.promote import promote as run_promotion
+    from scaleray.release.promote.promote import promote as run_promotion
 
     with output.running():
         found = run_promotion(
@@ -116,7 +116,7 @@ def rollback(
         Reason for moving the alias without a look at the files, if they cannot be fetched. A tag of the version keeps
         it.
     """
-    from scaleray.launch.promote.rollback import rollback as run_rollback
+    from scaleray.release.promote.rollback import rollback as run_rollback
 
     output = Output(json=json)
     with output.running():
@@ -130,8 +130,8 @@ def rollback(
 def _verify(name: str, output: Output, *, pipeline: Path | None, uri: str | None, json: bool) -> int:
     from rich.console import Console
 
-    from scaleray.launch.promote.check import check_promoted
-    from scaleray.reports.terminal.gates import show_gates
+    from scaleray.release.printed_gates import show_gates
+    from scaleray.release.promote.promotion_check import check_promoted
 
     with output.running():
         record = check_promoted(name, pipeline=pipeline, uri=uri)

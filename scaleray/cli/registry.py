@@ -30,7 +30,7 @@ def invalidate(run: str, *, reason: str, uri: Uri = None, json: Json = False) ->
     reason
         What was wrong, such as "the fan was off".
     """
-    from scaleray.launch.study.invalidate import invalidate_experiment
+    from scaleray.studies.invalidate import invalidate_experiment
 
     lines = invalidate_experiment(run, reason, uri=uri)
     if json:
@@ -72,9 +72,9 @@ def curve(
     from rich.console import Console
 
     from scaleray.config.alerts import without_secrets
-    from scaleray.reports.records.history import course_headline, course_table, experiment_curves
-    from scaleray.reports.terminal.record import print_whole, width_of
-    from scaleray.reports.terminal.tables import as_rich
+    from scaleray.reports.terminal.printed_record import print_whole, width_of
+    from scaleray.reports.terminal.terminal_tables import as_rich
+    from scaleray.studies.history_page import course_headline, course_table, experiment_curves
 
     command = f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}"
     found = experiment_curves(model=model, gpus=gpus, since=since, figure=figure, html=html, uri=uri, command=command)

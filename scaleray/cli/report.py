@@ -35,8 +35,8 @@ def report(
     open_browser
         Show the page in a browser.
     """
-    from scaleray.reports.records.any import write_report
-    from scaleray.tracking.find_record import find_run
+    from scaleray.recording.find_record import find_run
+    from scaleray.studies.any_report import write_report
 
     found = find_run(run, uri=uri)
     page, *others = write_report(found, out)

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Overrides
 from scaleray.cli.output import Output, print_json, written_in
-from scaleray.launch.study.options import StudyOptions
-from scaleray.progress import stage
+from scaleray.common.progress import stage
+from scaleray.studies.study_options import StudyOptions
 
 
 def study(
@@ -32,8 +32,8 @@ def study(
     output = Output(json=json)
     with output.running():
         with stage("importing"):
-            from scaleray.launch.study.study import study as run
-            from scaleray.reports.terminal.record import show_record
+            from scaleray.reports.terminal.printed_record import show_record
+            from scaleray.studies.study import study as run
         record = run(
             resolved,
             options=options,

@@ -61,8 +61,8 @@ def submit(
     """
     output = Output(json=json)
     with output.running():
-        from scaleray.launch.submit.submission import prepare
-        from scaleray.launch.submit.submit import checked_and_started
+        from scaleray.clusters.submit.submission import prepare
+        from scaleray.clusters.submit.submit import checked_and_started
 
         prepared = prepare(
             config,

@@ -9,9 +9,9 @@ from typing import Annotated
 
 from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Overrides
 from scaleray.cli.output import Output, print_json, written_in
+from scaleray.common.progress import stage
 from scaleray.errors import ConfigError
-from scaleray.progress import stage
-from scaleray.scaling.sweeps.options import SweepOptions
+from scaleray.sweeps.sweep_options import SweepOptions
 
 
 def sweep(
@@ -38,8 +38,8 @@ def sweep(
     output = Output(json=json, width=160)
     with output.running():
         with stage("importing"):
-            from scaleray.launch.sweep.sweep import sweep as run
-            from scaleray.reports.terminal.record import show_record
+            from scaleray.reports.terminal.printed_record import show_record
+            from scaleray.sweeps.sweep import sweep as run
 
         record = run(
             resolved,

@@ -23,7 +23,7 @@ def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
     uri
         Tracking URI, if the server has moved or its address holds a password.
     """
-    from scaleray.tracking.send import replay as run
+    from scaleray.recording.send import replay as run
 
     count = run(file, uri=uri)
     if json:
@@ -46,6 +46,6 @@ def ui(*, uri: str | None = None, port: int = 5000) -> int:
     port
         Port on 127.0.0.1.
     """
-    from scaleray.tracking.ui import tracking_ui
+    from scaleray.recording.ui import tracking_ui
 
     return tracking_ui(uri=uri, port=port)

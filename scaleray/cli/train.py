@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Overrides
 from scaleray.cli.output import print_json, written_in
+from scaleray.common.progress import stage
 from scaleray.errors import first_line
-from scaleray.launch.run.options import TrainOptions
-from scaleray.progress import stage
+from scaleray.launch.run.train_options import TrainOptions
 
 if TYPE_CHECKING:
-    from scaleray.records.run import RunRecord
+    from scaleray.records.run_record import RunRecord
 
 
 def train(
@@ -38,8 +38,8 @@ def train(
 
     from scaleray.config import load_config
     from scaleray.launch.cluster.connection import connected
-    from scaleray.reports.terminal.live import Terminal, final_lines
-    from scaleray.tracking.store import resolve_uri
+    from scaleray.live.terminal.live_table import Terminal, final_lines
+    from scaleray.recording.store import resolve_uri
 
     if config is None and options.resume is not None and options.resume != "auto":
         from scaleray.launch.run.resume import config_of
@@ -79,8 +79,8 @@ def train(
 
 def _kept(record: RunRecord, tracking_uri: str) -> list[str]:
     """Lines on the report and on the page of all trainings. Never raises: the run itself is complete."""
-    from scaleray.reports.records.kept import keep_for_readers
-    from scaleray.tracking import saved_views
+    from scaleray.launch.run.kept_page import keep_for_readers
+    from scaleray.recording import saved_views
 
     try:
         path = keep_for_readers(record, tracking_uri=tracking_uri)

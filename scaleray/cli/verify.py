@@ -6,8 +6,8 @@ from typing import Annotated
 
 from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Overrides
 from scaleray.cli.output import Output, print_json, written_in
-from scaleray.launch.verify.options import VerifyOptions
-from scaleray.progress import stage
+from scaleray.common.progress import stage
+from scaleray.verification.verify_options import VerifyOptions
 
 
 def verify(
@@ -25,14 +25,14 @@ def verify(
     train.
     """
     from scaleray.config import load_config
-    from scaleray.reports.terminal.verification import WIDTH, lines, table
+    from scaleray.verification.printed_certificate import WIDTH, lines, table
 
     resolved = load_config(config, flags=overrides)
     output = Output(json=json, width=WIDTH)
     with output.running():
         with stage("importing"):
-            from scaleray.launch.verify.certificate import EqualityCertificate
-            from scaleray.launch.verify.verify import verify as run
+            from scaleray.verification.certificate import EqualityCertificate
+            from scaleray.verification.verify import verify as run
 
         base_dir = config.resolve().parent if config else None
         certificate = run(resolved, options=options, say=output.say, base_dir=base_dir)

@@ -15,7 +15,7 @@ from scaleray.cli.output import print_json
 from scaleray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from scaleray.records.live import LiveState
+    from scaleray.records.live_state import LiveState
 
 LEAST_S = 0.2
 PIPE_S = 10.0
@@ -98,8 +98,8 @@ def _as_json(seen: LiveState | list[LiveState]) -> dict[str, Any]:
 
 
 def _view(seen: LiveState | list[LiveState], where: str, width: int) -> Any:
-    from scaleray.reports.terminal.watch_lines import runs_table
-    from scaleray.reports.terminal.watch_page import watch_page
+    from scaleray.live.terminal.watch_lines import runs_table
+    from scaleray.live.terminal.watch_page import watch_page
 
     return runs_table(seen, width=width) if isinstance(seen, list) else watch_page(seen, width=width, where=where)
 
@@ -121,7 +121,7 @@ def _show(look: Look, where: str, every_s: float) -> int:
 
 def _print_lines(look: Look, every_s: float, *, json: bool) -> int:
     """Lines in a pipe, one for every look at a run that has gone on."""
-    from scaleray.reports.terminal.watch_lines import state_line
+    from scaleray.live.terminal.watch_lines import state_line
 
     before: dict[tuple[str, ...], str] = {}
     while True:

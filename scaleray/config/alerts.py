@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from scaleray.common.parsing import near_words
 from scaleray.config.base import Count, Positive, Settings, without_password
-from scaleray.parsing import near_words
 
 Severity = Literal["critical", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")

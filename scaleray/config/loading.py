@@ -16,13 +16,22 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from scaleray.common.parsing import (
+    MERGE,
+    BoundedLoader,
+    NotYaml,
+    TooLarge,
+    check_size,
+    load_yaml,
+    near_words,
+    yaml_nodes,
+)
+from scaleray.common.private_parts import SWITCH
 from scaleray.config.alerts import WEBHOOK, without_secret
 from scaleray.config.base import without_password
 from scaleray.config.run import RunConfig
 from scaleray.config.synonyms import NOTES, meant_by
 from scaleray.errors import ConfigError
-from scaleray.parsing import MERGE, BoundedLoader, NotYaml, TooLarge, check_size, load_yaml, near_words, yaml_nodes
-from scaleray.private_parts import SWITCH
 
 ENV_PREFIX = "SCALERAY_"
 ARGS = "workload.args"

@@ -103,7 +103,7 @@ class OptimizerSettings(Settings):
     """Batch at which the learning rate was tuned, in `batch.unit`. None: the global batch itself, so rules change
     nothing."""
     rule: Literal["none", "linear", "sqrt", "adam", "legw"] = "none"
-    """Rule by which the learning rate follows the batch: see `scaleray.scaling.recipe.lr_rules`."""
+    """Rule by which the learning rate follows the batch: see `scaleray.config.recipe.lr_rules`."""
     betas: tuple[Probability, Probability] = (0.9, 0.999)
     """Averaging factors of adamw and lamb at the reference batch."""
     epsilon: Positive = 1e-8

@@ -43,7 +43,7 @@ from scaleray.config.strategy import (
 )
 from scaleray.config.strategy_traits import traits_of
 from scaleray.config.tracking import MonitoringSettings, StudySettings, TrackingSettings
-from scaleray.config.workload import WorkloadSettings
+from scaleray.config.workload_section import WorkloadSettings
 
 
 class RunConfig(Settings):

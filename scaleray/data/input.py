@@ -18,7 +18,7 @@ from scaleray.data.sample_order import StepPlan
 from scaleray.data.source import TRAIN, Columns, Source
 from scaleray.data.split import Split
 from scaleray.data.stream import StepStream
-from scaleray.text.units import MIB
+from scaleray.records.text.units import MIB
 
 READ_S = 1.0  # rows that are read together take no longer, however small they are: training waits for the first
 COPIES_AHEAD_BYTES = 2**24  # rows in memory need not be far ahead, and more would leave the caches

@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 import torch.utils.data
 
+from scaleray.common.progress import stage
+from scaleray.common.seeding import seed_row
 from scaleray.data.as_given import AsGiven
 from scaleray.data.part import Part
 from scaleray.data.row_values import RowValues, first_difference, generator_states, generators_kept, have_moved
@@ -30,8 +32,6 @@ from scaleray.data.sample_order import StepPlan, stream_key
 from scaleray.data.source import Columns
 from scaleray.data.sources import DatasetSource, length_of
 from scaleray.errors import DataError, WorkloadError
-from scaleray.progress import stage
-from scaleray.reproducibility.seeding import seed_row
 from scaleray.workload import call_user_code
 
 # How an IterableDataset deals its rows out to workers, where it does: by a method `shard`, or by torch's worker info.

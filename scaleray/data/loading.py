@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from scaleray.common.progress import stage
 from scaleray.data import preprocessing
 from scaleray.data.as_given import AsGiven
 from scaleray.data.collation import refuse_ragged
@@ -23,7 +24,6 @@ from scaleray.data.stream_source import StreamSource
 from scaleray.data.tar_shards import TarSource
 from scaleray.data.transformed import Step, Transform, Transformed, under_transforms
 from scaleray.errors import DataError
-from scaleray.progress import stage
 from scaleray.workload import call_user_code, own_method
 
 

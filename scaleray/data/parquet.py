@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.common.filesystems import open_filesystem
 from scaleray.data.ragged import Ragged
 from scaleray.data.source import HASH_LIMIT_BYTES, Columns, as_numbers, hash_blocks, hash_names
 from scaleray.errors import DataError
-from scaleray.filesystems import open_filesystem
 
 
 class ParquetSource:

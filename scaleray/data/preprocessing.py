@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from scaleray.common.filesystems import open_filesystem
 from scaleray.data.parquet import ParquetSource, column_to_numpy
 from scaleray.data.plain_state import decoded, encoded
 from scaleray.data.ragged import Ragged
@@ -26,7 +27,6 @@ from scaleray.data.row_random import RowRandom
 from scaleray.data.source import Columns, Source, rows_in
 from scaleray.data.transformed import checked_rows, place_of
 from scaleray.errors import CheckpointError, ClusterError, WorkloadError
-from scaleray.filesystems import open_filesystem
 from scaleray.workload import call_user_code
 
 # Fitting Ray Data's preprocessors in this process, where there is no Ray.

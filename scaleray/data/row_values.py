@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from scaleray.common.seeding import seed_row
 from scaleray.data.ragged import Ragged, flat_values, joined
 from scaleray.data.source import Columns, Source
-from scaleray.reproducibility.seeding import seed_row
 
 ROWS_LOOKED_AT = 8
 READS = 3  # reads of each row: a flip with a chance of one half shows with probability 1 - 4^-8

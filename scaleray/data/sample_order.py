@@ -15,8 +15,8 @@ from functools import lru_cache
 
 import numpy as np
 
+from scaleray.config.recipe.shares import share_of
 from scaleray.data.rank_batch import TokenCuts
-from scaleray.scaling.recipe.shares import share_of
 
 ROUNDS = 6  # rounds of the Feistel network; with 4 and more, neighbouring positions show no correlation
 

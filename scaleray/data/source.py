@@ -8,9 +8,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from scaleray.common.progress import stage
 from scaleray.data.ragged import Ragged, is_list_of_unequal_rows
 from scaleray.errors import DataError
-from scaleray.progress import stage
 
 TRAIN = "train"  # the split that is trained on; all others are evaluated
 Columns = dict[str, Any]

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.common.seeding import seed_row
 from scaleray.data.as_given import TURNS, AsGiven
 from scaleray.data.parquet import ParquetSource
 from scaleray.data.ragged import Ragged, flat_values
@@ -30,7 +31,6 @@ from scaleray.data.source import (
     hash_names,
 )
 from scaleray.errors import DataError, WorkloadError, first_line
-from scaleray.reproducibility.seeding import seed_row
 from scaleray.workload import call_user_code, no_exit
 
 READ_ONLY = "read-only"  # in every error of numpy for an array that must not be written

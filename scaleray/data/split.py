@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.config.recipe.values import DataSize
 from scaleray.data.collating import CollateLook
 from scaleray.data.iterable import IterableSource
 from scaleray.data.length_order import Lengths
@@ -15,7 +16,6 @@ from scaleray.data.sources import IN_MEMORY
 from scaleray.data.stream_source import StreamSource
 from scaleray.data.transformed import Step, under_transforms
 from scaleray.errors import DataError
-from scaleray.scaling.recipe.values import DataSize
 
 COLLATE_ADVICE = "make a batch of its rows alone, and draw random numbers in transform(rows, rng)"
 CHEAP_ROW_S = 50e-6  # a task hands a row over in about that time, and decoding takes several times as much

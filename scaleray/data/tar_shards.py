@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.common.filesystems import open_filesystem
 from scaleray.data.source import hash_names
 from scaleray.data.sources import DatasetSource
 from scaleray.errors import DataError
-from scaleray.filesystems import open_filesystem
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 

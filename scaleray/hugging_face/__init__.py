@@ -1,8 +1,8 @@
 """Ready workloads for models of transformers, and a base class for own ones."""
 
+from scaleray.hugging_face.base_workload import HuggingFaceWorkload, summed_loss
 from scaleray.hugging_face.classifiers import ImageClassification, SequenceClassification
 from scaleray.hugging_face.language_models import CausalLanguageModel, MaskedLanguageModel
-from scaleray.hugging_face.workload import HuggingFaceWorkload, summed_loss
 
 __all__ = [
     "CausalLanguageModel",

@@ -12,13 +12,13 @@ from torch import nn
 
 from scaleray.data import TRAIN, ArraySource
 from scaleray.errors import DataError, WorkloadError
-from scaleray.hugging_face import models, text_files
+from scaleray.hugging_face import pretrained_models, text_files
+from scaleray.hugging_face.base_workload import LABELS, HuggingFaceWorkload
 from scaleray.hugging_face.label_kinds import ONE_CLASS, LabelKind, check_name, in_order_of, label_kind, named_classes
 from scaleray.hugging_face.language_models import TextWorkload
-from scaleray.hugging_face.workload import LABELS, HuggingFaceWorkload
-from scaleray.images.data import PIXELS, ImageData
-from scaleray.images.folder import ImageFiles, ImageFolder
-from scaleray.images.workload import class_answers, dtype_of
+from scaleray.images.classifier import class_answers, dtype_of
+from scaleray.images.image_data import PIXELS, ImageData
+from scaleray.images.image_folder import ImageFiles, ImageFolder
 
 
 class SequenceClassification(TextWorkload):
@@ -53,7 +53,7 @@ class SequenceClassification(TextWorkload):
         """Kind of the labels of the training data."""
         if self._kind is None:
             found = text_files.column(self.records()[TRAIN], self.label, what=TRAIN)
-            config = models.read_config(self.model, {})
+            config = pretrained_models.read_config(self.model, {})
             name = self.problem_type or getattr(config, "problem_type", None) or ONE_CLASS
             order = partial(in_order_of, config, is_trained=self.folder is not None, argument="labels")
             self._kind = label_kind(name, found, self.stated_labels, order=order)
@@ -77,7 +77,7 @@ class SequenceClassification(TextWorkload):
 
     def config_changes(self) -> dict[str, Any]:
         changes = {**super().config_changes(), **self.kind.config_changes()}
-        if getattr(models.read_config(self.model, {}), "pad_token_id", None) is None:
+        if getattr(pretrained_models.read_config(self.model, {}), "pad_token_id", None) is None:
             changes["pad_token_id"] = self.pad
         return changes
 
@@ -145,12 +145,12 @@ class ImageClassification(HuggingFaceWorkload):
         **images: Any,
     ) -> None:
         super().__init__(model, attention=attention, peft=peft)
-        config = models.read_config(self.model, {})
+        config = pretrained_models.read_config(self.model, {})
         size = getattr(config, "image_size", 224)
         own = {
             "size": size if isinstance(size, int) else max(size),
             "channels": getattr(config, "num_channels", 3),
-            **models.image_statistics(self.folder),
+            **pretrained_models.image_statistics(self.folder),
         }
         order = partial(in_order_of, config, is_trained=self.folder is not None, argument="classes")
         self.images = ImageData(data, **{**own, **images}, order=order)

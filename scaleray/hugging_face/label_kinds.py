@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from scaleray.data import TRAIN
 from scaleray.errors import ConfigError, DataError
-from scaleray.images.workload import class_answers
+from scaleray.images.classifier import class_answers
 
 ONE_CLASS, SEVERAL_CLASSES, NUMBERS = "single_label_classification", "multi_label_classification", "regression"
 KINDS = (ONE_CLASS, SEVERAL_CLASSES, NUMBERS)

@@ -11,10 +11,10 @@ import numpy as np
 from scaleray.data import ArraySource
 from scaleray.errors import ConfigError
 from scaleray.hugging_face import text_files, token_rows
+from scaleray.hugging_face.base_workload import HuggingFaceWorkload
 from scaleray.hugging_face.chat import conversations
-from scaleray.hugging_face.models import read_config
+from scaleray.hugging_face.pretrained_models import read_config
 from scaleray.hugging_face.token_rows import IGNORED, Tokens
-from scaleray.hugging_face.workload import HuggingFaceWorkload
 
 # Masks of masked language models: which tokens are hidden follows from the row's seed, so it is the same on any
 # number of workers.

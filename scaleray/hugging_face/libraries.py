@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scaleray.extras import library
+from scaleray.common.extras import library
 
 EXTRA = "hugging-face"
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}

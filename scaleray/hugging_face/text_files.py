@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from scaleray.common.parsing import load_json
 from scaleray.data import TRAIN
 from scaleray.errors import DataError, first_line
-from scaleray.parsing import load_json
 
 Record = dict[str, Any]
 VALIDATION = "val"

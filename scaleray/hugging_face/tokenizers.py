@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.model_layout import CONFIG
+from scaleray.common.extras import library
 from scaleray.errors import WorkloadError, first_line
-from scaleray.extras import library
 from scaleray.hugging_face.libraries import EXTRA, LOCAL, transformers
 
 BYTES = "bytes"

@@ -1,6 +1,6 @@
 """Ready workloads for folders of images: models of torchvision and timm by name."""
 
-from scaleray.images.data import ImageData
-from scaleray.images.workload import ImageClassification
+from scaleray.images.classifier import ImageClassification
+from scaleray.images.image_data import ImageData
 
 __all__ = ["ImageClassification", "ImageData"]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.common.extras import library
 from scaleray.errors import DataError, first_line
-from scaleray.extras import library
 
 Box = tuple[float, float, float, float]
 """Left, upper, right and lower edge in pixels."""

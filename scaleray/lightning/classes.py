@@ -11,8 +11,8 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from scaleray.common.user_code import place_of as place_of
 from scaleray.errors import WorkloadError
-from scaleray.user_code import place_of as place_of
 
 PACKAGES = ("lightning", "pytorch_lightning")
 OWN_STEP = "scaleray takes the step itself, the same under every strategy"

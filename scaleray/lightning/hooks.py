@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from scaleray.callbacks import Callback
+from scaleray.common.callbacks import Callback
 from scaleray.errors import WorkloadError
 from scaleray.lightning.classes import is_overridden, place_of
+from scaleray.lightning.lightning_metrics import computed, connect, restore_states, states_of
+from scaleray.lightning.lightning_optimizers import Due, LightningSchedule
 from scaleray.lightning.logs import Logged, recorded_name, step_values
-from scaleray.lightning.metric_objects import computed, connect, restore_states, states_of
-from scaleray.lightning.optimizers import Due, LightningSchedule
-from scaleray.lightning.trainer import TrainerStandIn
+from scaleray.lightning.trainer_object import TrainerStandIn
 
 
 class EpochSums:

@@ -28,7 +28,7 @@ from scaleray.data import ArraySource, IterableSource
 from scaleray.data.source import TRAIN
 from scaleray.data.sources import DatasetSource
 from scaleray.errors import DataError
-from scaleray.lightning.batches import columns_of
+from scaleray.lightning.lightning_batches import columns_of
 
 VAL, TEST = "val", "test"
 MODES = {"max_size_cycle": max, "min_size": min}

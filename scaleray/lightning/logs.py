@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from scaleray.lightning.trainer import refused
-from scaleray.metric_names import of_user_code
+from scaleray.common.metric_names import of_user_code
+from scaleray.lightning.trainer_object import refused
 
 SHORT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test",)}
 """First words of a logged name that say no more than its split does."""

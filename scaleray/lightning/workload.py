@@ -19,7 +19,6 @@ from scaleray.data.collation import Columnwise, refuse_ragged
 from scaleray.data.source import TRAIN, Columns, rows_in
 from scaleray.errors import DataError, WorkloadError
 from scaleray.lightning import loaders
-from scaleray.lightning.batches import batch_of, items_of, split_of
 from scaleray.lightning.classes import (
     arguments_of,
     check_data_class,
@@ -31,10 +30,11 @@ from scaleray.lightning.classes import (
     place_of,
 )
 from scaleray.lightning.hooks import LightningHooks
+from scaleray.lightning.lightning_batches import batch_of, items_of, split_of
+from scaleray.lightning.lightning_metrics import computed, left_alone
+from scaleray.lightning.lightning_optimizers import LightningSchedule, configured, give_rate, without_schedule
 from scaleray.lightning.logs import Log, short_names, sums
-from scaleray.lightning.metric_objects import computed, left_alone
-from scaleray.lightning.optimizers import LightningSchedule, configured, give_rate, without_schedule
-from scaleray.lightning.trainer import TrainerStandIn
+from scaleray.lightning.trainer_object import TrainerStandIn
 from scaleray.workload import Workload
 
 

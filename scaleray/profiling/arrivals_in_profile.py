@@ -13,7 +13,14 @@ from scaleray.profiling.collectives import ALL_REDUCE, with_bandwidth
 from scaleray.profiling.lateness import Arrivals, aligned, find_stragglers, in_flight_s, waited_s
 from scaleray.profiling.spreads import rounded, spread, steps_in_buckets
 from scaleray.records.phases import Phase
-from scaleray.records.profile import BucketLateness, Buckets, CollectiveRow, RankMeasurements, RankProfile, RunProfile
+from scaleray.records.profile_record import (
+    BucketLateness,
+    Buckets,
+    CollectiveRow,
+    RankMeasurements,
+    RankProfile,
+    RunProfile,
+)
 
 
 def with_arrivals(profile: RunProfile, measured: Sequence[RankMeasurements]) -> RunProfile:

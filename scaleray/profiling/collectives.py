@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from scaleray.records.profile import CollectiveRow
+from scaleray.records.profile_record import CollectiveRow
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"
 BROADCAST, ALL_TO_ALL, SEND = "broadcast", "all_to_all", "send"

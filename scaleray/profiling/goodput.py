@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from scaleray.records.profile import Goodput
+from scaleray.records.profile_record import Goodput
 
 PRODUCTIVE, START, RESTART, REPEATED = "productive", "start", "restart", "repeated"
 INPUT, CHECKPOINT, EVALUATION, OTHER = "input", "checkpoint", "evaluation", "other"

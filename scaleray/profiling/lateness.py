@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.records.profile import Places, RankArrivals, Straggler
+from scaleray.records.profile_record import Places, RankArrivals, Straggler
 
 LEAST_STEPS = 8
 """Steps below which nothing is said of lateness; a sign test of two ranks needs a few more to be sure."""

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scaleray.records.profile import LinkRow
+from scaleray.records.profile_record import LinkRow
 
 SLOW = 0.5
 """Share of the median bandwidth below which a link is slow: on a machine that others use, links were seen to differ by

@@ -9,7 +9,7 @@ import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scaleray.records.profile import MemoryNumbers, MemoryPeak
+from scaleray.records.profile_record import MemoryNumbers, MemoryPeak
 
 SERIES = ("rounding_bytes", "cached_bytes", "stranded_bytes", "largest_hole_bytes", "resident_bytes")
 MOST_SAMPLES = 2000

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from scaleray.profiling.arrivals_in_profile import with_arrivals
 from scaleray.profiling.spreads import rounded, spread, steps_in_buckets
-from scaleray.records.profile import Buckets, Goodput, RankMeasurements, RankProfile, RunProfile, Spread
+from scaleray.records.profile_record import Buckets, Goodput, RankMeasurements, RankProfile, RunProfile, Spread
 
 CLOSES_WITHIN = 0.01
 """Share of a step by which its parts may miss it."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from scaleray.records.profile import Spread
+from scaleray.records.profile_record import Spread
 
 
 def spread(total: float, values: np.ndarray, series: Sequence[float] = ()) -> Spread:

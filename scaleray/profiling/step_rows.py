@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scaleray.records.profile import MOST_BUCKETS
+from scaleray.records.profile_record import MOST_BUCKETS
 
 MOST_ROWS = 2000
 """Rows of single steps that are kept: enough for a median within 2 %, and 96 KB a rank."""

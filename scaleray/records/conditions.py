@@ -10,9 +10,9 @@ from typing import Any
 
 from scaleray.config.decides import Decides, decides
 from scaleray.records.json_record import jsonable, leaves
-from scaleray.records.run import RunRecord
-from scaleray.records.study import StudyRecord
-from scaleray.records.sweep import SweepRecord
+from scaleray.records.run_record import RunRecord
+from scaleray.records.study_record import StudyRecord
+from scaleray.records.sweep_record import SweepRecord
 
 MISSING = "missing"
 SECTIONS = ("config", "derived", "code", "environment", "topology", "data")

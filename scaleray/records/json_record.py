@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from scaleray.parsing import inert_json, load_json
-from scaleray.records.printed import Printed
+from scaleray.common.parsing import inert_json, load_json
+from scaleray.common.printed import Printed
 
 SCHEMA_VERSION = 1
 """Version of the keys of every record and of what `--json` prints. Raised when a key goes or changes its meaning; new

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scaleray.parsing import load_json
-from scaleray.records.run import RunRecord
-from scaleray.records.study import StudyRecord
-from scaleray.records.sweep import SweepRecord
+from scaleray.common.parsing import load_json
+from scaleray.records.run_record import RunRecord
+from scaleray.records.study_record import StudyRecord
+from scaleray.records.sweep_record import SweepRecord
 
 AnyRecord = RunRecord | StudyRecord | SweepRecord
 FILE = "record.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from scaleray.metric import Better, Metric
+from scaleray.common.metric import Better, Metric
 
 Interval = tuple[float | None, float | None]
 """Ends of a 95 % interval; None for one that is not known, or infinite."""

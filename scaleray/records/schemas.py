@@ -13,12 +13,12 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
+from scaleray.common.options import meanings_of
 from scaleray.config.run import RunConfig
-from scaleray.options import meanings_of
-from scaleray.records.live import LiveState
-from scaleray.records.run import RunRecord
-from scaleray.records.study import StudyRecord
-from scaleray.records.sweep import SweepRecord
+from scaleray.records.live_state import LiveState
+from scaleray.records.run_record import RunRecord
+from scaleray.records.study_record import StudyRecord
+from scaleray.records.sweep_record import SweepRecord
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from scaleray import metric_names as names
+from scaleray.common import metric_names as names
 from scaleray.records.rows import Row
-from scaleray.records.sweep import SweepRecord, Trial
+from scaleray.records.sweep_record import SweepRecord, Trial
 
 NEVER_RAN = ("failed", "never fits")
 BROKEN = (*NEVER_RAN, "diverged")

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from scaleray.common.equal_models import dense_buffers
 from scaleray.config import RunConfig
 from scaleray.config.strategy import StrategySettings
 from scaleray.profiling.collectives import ALL_REDUCE, BROADCAST
-from scaleray.records.profile import CollectiveRow
-from scaleray.reproducibility.equal_models import dense_buffers
+from scaleray.records.profile_record import CollectiveRow
 from scaleray.strategies.compression.hook import Compression
 from scaleray.strategies.contract.parallel import OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.modules.batchnorm import _NormBase
 
+from scaleray.common.equal_models import dense_buffers
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.profiling.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
-from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter, Window

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
-from scaleray.records.profile import CollectiveRow
+from scaleray.records.profile_record import CollectiveRow
 from scaleray.strategies import ddp
 from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel, Tensors

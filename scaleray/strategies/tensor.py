@@ -19,9 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from scaleray.common.equal_models import dense_buffers
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.strategies.contract.parallel import OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
 from scaleray.strategies.fsdp import Root, check_one_dtype, mixed_precision, shard_statistics, with_output

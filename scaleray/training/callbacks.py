@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from scaleray.callbacks import callbacks_of
+from scaleray.common.callbacks import callbacks_of
+from scaleray.common.metric_names import GRAD_NORM, LEARNING_RATE, LOSS, LOSS_OF, by_loss
+from scaleray.common.seeding import same_random_numbers
+from scaleray.common.user_code import call_user_code
 from scaleray.errors import WorkloadError
-from scaleray.metric_names import GRAD_NORM, LEARNING_RATE, LOSS, LOSS_OF, by_loss
-from scaleray.records.run import Emit, EvaluationRecord
-from scaleray.reproducibility.seeding import same_random_numbers
+from scaleray.records.run_record import Emit, EvaluationRecord
 from scaleray.training.logged import Logger
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.named_sums import NamedSums
-from scaleray.user_code import call_user_code
 
 
 class RunContext(Logger):

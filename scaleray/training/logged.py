@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from scaleray.errors import WorkloadError
-from scaleray.records.run import Emit, EventRecord, LoggedFile, LoggedMetrics
+from scaleray.records.run_record import Emit, EventRecord, LoggedFile, LoggedMetrics
 
 LARGEST_BYTES = 2**24
 """Largest size of one file: larger ones are left out."""

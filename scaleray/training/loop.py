@@ -10,12 +10,12 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN, Input, Part, RankBatch, Sources, StepStream
 from scaleray.errors import LeftEarly
 from scaleray.records.phases import Phase
-from scaleray.records.run import Emit, EvaluationRecord, EventRecord, WorkerSummary
+from scaleray.records.run_record import Emit, EvaluationRecord, EventRecord, WorkerSummary
 from scaleray.records.start import FIRST_BATCH, MODEL
-from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.later import steps_ahead
 from scaleray.training.callbacks import Callbacks
 from scaleray.training.health.clock import Clock
@@ -23,14 +23,14 @@ from scaleray.training.health.compilation_watch import CompilationWatch
 from scaleray.training.health.fixed_model import FixedModel
 from scaleray.training.health.group_watch import CollectiveLimits
 from scaleray.training.health.memory_report import MemoryReport
-from scaleray.training.health.progress import Progress
 from scaleray.training.health.reporter import Reporter
 from scaleray.training.health.stray_runs import StrayRuns
 from scaleray.training.health.summary import summary_of
 from scaleray.training.health.worker_errors import locating
-from scaleray.training.noise.watch import NoiseWatch
+from scaleray.training.health.worker_progress import Progress
+from scaleray.training.noise.noise_watch import NoiseWatch
 from scaleray.training.observer import Observers, TakenStep
-from scaleray.training.profile.profile import Profile
+from scaleray.training.profile.profiler import Profile
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup, prepare
@@ -39,7 +39,7 @@ from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.final_weights import SaveWeights, hand_on_weights
 from scaleray.training.state.items import PROGRESS
 from scaleray.training.state.loop_state import LoopCheckpoint, LoopState
-from scaleray.training.state.state import TrainState
+from scaleray.training.state.training_state import TrainState
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.first_batch import check_first_batch
 from scaleray.training.step.launched import StepsUnderWay

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop, sdpa_flop_count
 
+from scaleray.common.seeding import same_random_numbers
 from scaleray.config.precision import PrecisionSettings
 from scaleray.records.workload_profile import PartProfile, Product, WorkloadProfile
-from scaleray.reproducibility.seeding import same_random_numbers
-from scaleray.several_losses import summed_loss
 from scaleray.training.setup import precision
+from scaleray.training.setup.weighted_losses import summed_loss
 from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.workload import built_model, call_user_code

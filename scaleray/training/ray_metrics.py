@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scaleray.metric import Metric, prometheus_name
-from scaleray.monitoring.live.rank_series import rank_series
-from scaleray.monitoring.live.series import Series
+from scaleray.common.metric import Metric, prometheus_name
+from scaleray.live.state.rank_series import rank_series
+from scaleray.live.state.series import Series
 from scaleray.records.published import RankSample
-from scaleray.records.run import WorkerMessage
+from scaleray.records.run_record import WorkerMessage
 
 PUBLISH_EVERY_S = 5.0
 RAYS_PREFIX = "ray_"

@@ -18,21 +18,21 @@ import psutil
 import torch
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.common.idle_warnings import leave_out_idle_warnings
+from scaleray.common.watchers import Guard
 from scaleray.data import RaySources
 from scaleray.errors import WorkloadError
-from scaleray.idle_warnings import leave_out_idle_warnings
-from scaleray.records.run import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
+from scaleray.records.run_record import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.records.wishes import Wish
 from scaleray.training import loop
-from scaleray.training.health.progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
 from scaleray.training.health.stall_watch import StallWatch
+from scaleray.training.health.worker_progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
 from scaleray.training.ray_metrics import RankPublisher
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.state.weights import save_weights
-from scaleray.watchers import Guard
 from scaleray.workload import no_exit
 
 BEAT_S = 0.5  # seconds between two signs of life

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
-from scaleray.records.run import EvaluationRecord, EventRecord, StepRecord
-from scaleray.reports.terminal import notebook
+from scaleray.live.terminal import notebook
+from scaleray.records.run_record import EvaluationRecord, EventRecord, StepRecord
 
 
 def step(number):

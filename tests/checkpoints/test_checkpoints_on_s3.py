@@ -16,7 +16,7 @@ from scaleray.checkpoints.hugging_face import ModelFolder
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import StorageError
-from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.run_folder import RunFolder
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare
 from scaleray.training.state.weights import complete, forget, save_weights
 

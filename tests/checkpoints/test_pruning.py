@@ -16,7 +16,7 @@ from saved_runs import assert_equal, catalog_of, make_saver, read_all, save, sna
 from scaleray.checkpoints.manifest import Manifest, folder_name
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import Store
-from scaleray.records.run import CheckpointRecord
+from scaleray.records.run_record import CheckpointRecord
 
 
 def manifests(**metrics):

@@ -14,7 +14,7 @@ from small_runs import Classify, train, train_alone
 from torch import nn
 
 from scaleray.checkpoints.storage import Store
-from scaleray.records.run import CheckpointRecord, EventRecord
+from scaleray.records.run_record import CheckpointRecord, EventRecord
 
 FLAGS = {"checkpoint.every": "2 steps", "stop.after": "8 steps", "precision.dtype": "fp32", "checkpoint.keep_last": 100}
 FULL = OSError(errno.ENOSPC, "No space left on device")

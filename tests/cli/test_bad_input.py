@@ -125,12 +125,12 @@ def test_the_config_of_these_tests_runs(folder, capsys):
 
 
 def test_a_report_that_fails_is_a_warning_and_not_asked_for_there_is_none(folder, capsys, monkeypatch):
-    from scaleray.reports.records import kept
+    from scaleray.launch.run import kept_page
 
     def fail(*_, **__):
         raise OSError("no space left")
 
-    monkeypatch.setattr(kept, "render", fail)
+    monkeypatch.setattr(kept_page, "render", fail)
     code, _, out = train(capsys)
     assert code == 0 and "warning: no report was written (OSError: no space left)" in out
     code, _, out = train(capsys, "--no-report")

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 from saved_runs import catalog_of, flip, make_newer, make_saver, save, shards, snapshot
 
-from scaleray import progress
 from scaleray.checkpoints.storage import Store
 from scaleray.cli.main import run_command
+from scaleray.common import progress
 
 BODY, HEAD = torch.arange(10_000.0), torch.ones(500)
 

@@ -16,10 +16,10 @@ from made_up_steps import measured
 from rich.console import Console
 
 from scaleray.cli.main import run_command
+from scaleray.live.steps_file import STEP_COLUMNS
 from scaleray.profiling.run_profile import run_profile
-from scaleray.records.run import RunRecord
-from scaleray.reports.terminal.comparison import show_comparison
-from scaleray.tracking.steps_file import STEP_COLUMNS
+from scaleray.records.run_record import RunRecord
+from scaleray.studies.compare.printed_comparison import show_comparison
 
 ENVIRONMENT = {
     "environment": {"python": "3.11.7", "packages": {"torch": "2.13.0"}, "git": {"commit": "aaa", "is_dirty": False}},
@@ -356,7 +356,7 @@ def test_verdicts_are_broken_between_words_on_a_terminal(monkeypatch, capsys):
     words = "B takes 12.3 % longer for a step than A (95 % interval 8.1 to 16.6 %), as its workers wait for their input"
     comparison = SimpleNamespace(runs=[], differences=[], figures=[], notes=[words], verdicts=[words])
     monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr("scaleray.reports.terminal.comparison.tables", lambda comparison: [])
+    monkeypatch.setattr("scaleray.studies.compare.printed_comparison.tables", lambda comparison: [])
     show_comparison(Console(force_terminal=True), comparison)
     shown = capsys.readouterr().out.splitlines()
     assert max(map(len, shown)) <= 60 and " ".join(" ".join(shown).split()).endswith(f"{words} {words}")

@@ -12,10 +12,10 @@ from emulated_nodes import NAMES, healthy, with_node
 from rich.console import Console
 
 from scaleray.cli.main import run_command
-from scaleray.launch.doctor import doctor as doctor_module
-from scaleray.launch.doctor.doctor import judge
-from scaleray.records.preflight import DoctorRecord
-from scaleray.reports.terminal.preflight import show_preflight
+from scaleray.clusters.doctor import doctor as doctor_module
+from scaleray.clusters.doctor.doctor import judge
+from scaleray.clusters.doctor.printed_findings import show_preflight
+from scaleray.records.doctor_record import DoctorRecord
 
 RED = with_node(healthy(gpus=0), NAMES[1], shm_bytes=64 * 2**20)
 YELLOW = with_node(healthy(gpus=0), NAMES[1], port_range=1000)

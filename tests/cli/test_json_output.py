@@ -10,8 +10,8 @@ import study_examples
 
 from scaleray.cli.main import run_command
 from scaleray.cli.output import written_in
-from scaleray.reports.compare.comparison import compare
-from scaleray.tracking.find_record import find_run
+from scaleray.recording.find_record import find_run
+from scaleray.studies.compare.comparison import compare
 
 ROOT = Path(__file__).parents[2]
 PLAN = ("plan", "--model", "gpt2", "--cluster", "h100:8x2", "--global-batch", "64")

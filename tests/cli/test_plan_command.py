@@ -10,12 +10,12 @@ import yaml
 
 from scaleray.cli.main import run_command
 from scaleray.config import load_config
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.errors import ConfigError, StorageError
-from scaleray.launch.plan.written import write_config
 from scaleray.planner.answers.advise import Advice, predict
-from scaleray.planner.answers.question import Question
+from scaleray.planner.answers.plan_question import Question
+from scaleray.planner.ask.written_plan import write_config
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model
 
 SMALL = ["--model", "gpt2", "--cluster", "h100:4x2", "--global-batch", "64"]
@@ -153,7 +153,7 @@ def test_a_configs_workload_is_counted_once_in_a_process_of_its_own(capsys, tmp_
 
 def test_a_workload_that_cannot_be_counted_is_one_message(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("scaleray.launch.plan.counted.sys.executable", "/bin/false")
+    monkeypatch.setattr("scaleray.planner.ask.counted.sys.executable", "/bin/false")
     code, _, err = run(capsys, "-c", "jobs/digits.yaml", "--cluster", "h100:8")
     assert code == 2 and "--model" in err
     assert not list(tmp_path.rglob("*.json"))
@@ -298,7 +298,7 @@ def test_without_a_batch_a_usual_one_is_assumed_and_said(capsys):
 def test_a_plan_is_recorded_where_that_is_asked_for_and_held_against_the_teams_policy(
     capsys, tmp_path, uri, monkeypatch
 ):
-    from scaleray.tracking.registry.experiments import read_experiments
+    from scaleray.recording.experiments import read_experiments
 
     monkeypatch.setenv("SCALERAY_TRACKING__URI", uri)
     monkeypatch.setenv("SCALERAY_TRACKING__OWNER", "anna")

@@ -3,10 +3,10 @@
 import pytest
 
 from scaleray.cli.main import run_command
+from scaleray.config.hardware.catalogue import CATALOGUE
 from scaleray.errors import ClusterError, UsageError
 from scaleray.launch.cluster.connection import Node
-from scaleray.launch.plan.here import cluster_of_nodes
-from scaleray.planner.hardware.catalogue import CATALOGUE
+from scaleray.planner.ask.this_machine import cluster_of_nodes
 
 HEAD = Node("10.0.0.1", {"CPU": 8.0, "memory": 2.0**34}, {})
 

@@ -8,7 +8,7 @@ import pytest
 import study_examples
 
 from scaleray.cli.main import run_command
-from scaleray.launch.plan.target import read_learned, target_of
+from scaleray.planner.ask.target import read_learned, target_of
 
 SMALL = ["--model", "gpt2", "--cluster", "h100:4x2", "--global-batch", "64", "--strategies", "ddp"]
 TRIAL = replace(

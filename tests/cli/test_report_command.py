@@ -9,7 +9,7 @@ import pytest
 import study_examples
 
 from scaleray.cli.main import run_command
-from scaleray.tracking.study_runs import ParentRun
+from scaleray.recording.study_runs import ParentRun
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 
 from scaleray.cli.main import run_command
 from scaleray.cli.study import command_of
-from scaleray.launch.study.options import StudyOptions
+from scaleray.studies.study_options import StudyOptions
 
 CONFIG = """
 workload: {name: work.py:Line}

@@ -16,7 +16,7 @@ from scaleray.data import DatasetSource, as_source, load_sources
 from scaleray.data.as_given import AsGiven, problem_of
 from scaleray.data.sample_order import StepPlan
 from scaleray.errors import DataError
-from scaleray.launch.check.data_checks import sendable
+from scaleray.verification.check.data_checks import sendable
 
 NUM_ROWS = 400
 

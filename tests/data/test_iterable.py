@@ -15,8 +15,8 @@ from verified import judge
 from scaleray.data import IterableSource, Part, Split, StepPlan, as_source, iterable, load_sources
 from scaleray.data.blocks import LocalBlocks
 from scaleray.errors import ConfigError, DataError, WorkloadError
-from scaleray.launch.verify.options import VerifyOptions
-from scaleray.launch.verify.plan import make_plan
+from scaleray.verification.verification_plan import make_plan
+from scaleray.verification.verify_options import VerifyOptions
 
 NUM = 26
 

@@ -11,6 +11,7 @@ import torch
 from small_models import BERT, GPT2, LLAMA, Causal, batch_of, built, causal
 from torch import nn
 
+from scaleray.common.model_blocks import find_blocks
 from scaleray.data.row_random import RowRandom
 from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.hugging_face import HuggingFaceWorkload, summed_loss
@@ -19,7 +20,6 @@ from scaleray.hugging_face.language_models import Masking
 from scaleray.hugging_face.text_files import read_records
 from scaleray.hugging_face.token_rows import IGNORED, Tokens, concatenated, packed, padded
 from scaleray.hugging_face.tokenizers import byte_tokenizer
-from scaleray.model_blocks import find_blocks
 from scaleray.workload import load_workload
 
 

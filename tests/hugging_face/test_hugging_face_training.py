@@ -14,15 +14,15 @@ from small_runs import largest_difference, make_job, train_alone, train_in_plain
 from torch import nn
 from verified import judge_all
 
+from scaleray.common.seeding import seed_everything, stream_seed
 from scaleray.data import TRAIN
 from scaleray.data.transformed import under_transforms
 from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.hugging_face import ImageClassification, SequenceClassification
 from scaleray.hugging_face.label_kinds import Numbers, SeveralClasses
-from scaleray.hugging_face.models import read_config
+from scaleray.hugging_face.pretrained_models import read_config
 from scaleray.hugging_face.token_rows import IGNORED
 from scaleray.hugging_face.tokenizers import byte_tokenizer
-from scaleray.reproducibility.seeding import seed_everything, stream_seed
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=lambda c: c["model_type"])

@@ -21,8 +21,8 @@ from scaleray.data.row_random import RowRandom
 from scaleray.errors import CheckpointError, ConfigError, DataError, WorkloadError
 from scaleray.images import ImageClassification, ImageData
 from scaleray.images.decoding import Shape, central_box, decode, random_box
-from scaleray.images.folder import ImageFolder, class_names
-from scaleray.images.models import load_weights
+from scaleray.images.image_folder import ImageFolder, class_names
+from scaleray.images.vision_models import load_weights
 
 
 @pytest.fixture

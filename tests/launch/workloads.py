@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from scaleray import Workload
-from scaleray.training.health.progress import Watchdog
+from scaleray.training.health.worker_progress import Watchdog
 
 
 class Line(Workload):

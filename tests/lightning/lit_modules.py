@@ -11,7 +11,7 @@ from small_runs import make_job, same_generators, train_alone
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from scaleray.reproducibility.seeding import seed_everything, stream_seed
+from scaleray.common.seeding import seed_everything, stream_seed
 
 NUM_ROWS, NUM_VAL, NUM_FEATURES, NUM_CLASSES = 58, 21, 6, 3
 

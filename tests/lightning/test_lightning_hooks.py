@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from scaleray.errors import WorkloadError
 from scaleray.lightning import as_workload
-from scaleray.records.run import LoggedMetrics
+from scaleray.records.run_record import LoggedMetrics
 
 TWO_EPOCHS = {"stop.after": "16 steps", "evaluation.every": "1 epoch"}
 HOOKS = [

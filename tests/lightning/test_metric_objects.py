@@ -11,7 +11,7 @@ from small_runs import same_generators, train
 
 from scaleray.errors import WorkloadError
 from scaleray.lightning import as_workload
-from scaleray.records.run import LoggedMetrics
+from scaleray.records.run_record import LoggedMetrics
 from scaleray.training.setup.place import Place
 
 FLAGS_OF = {**FLAGS, "stop.after": "16 steps", "evaluation.every": "1 epoch"}

@@ -12,7 +12,7 @@ from scaleray.config import load_config
 from scaleray.errors import ConfigError
 from scaleray.launch.run import train as run
 from scaleray.lightning import as_workload
-from scaleray.records.run import DerivedRecord
+from scaleray.records.run_record import DerivedRecord
 from scaleray.training.setup.place import Place
 
 OWN_RATE = 0.05

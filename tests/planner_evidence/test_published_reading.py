@@ -7,7 +7,7 @@ import pytest
 from jobs.planner_evidence.published import observations
 from jobs.planner_evidence.published.fields import number, whole
 from jobs.planner_evidence.published.machines import cluster_of, network_of
-from scaleray.planner.hardware.catalogue import CATALOGUE
+from scaleray.config.hardware.catalogue import CATALOGUE
 
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, table 5: local batch 32, global batch 256
 PIPELINE = {

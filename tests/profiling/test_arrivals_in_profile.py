@@ -12,7 +12,7 @@ from test_lateness import measured as arrivals_of
 from scaleray.profiling.run_profile import run_profile
 from scaleray.profiling.step_rows import StepRows
 from scaleray.records.phases import Phase
-from scaleray.records.profile import CollectiveRow, RankMeasurements
+from scaleray.records.profile_record import CollectiveRow, RankMeasurements
 
 STEPS = 100
 FORWARD_S, COMMUNICATION_S = 0.04, (0.052, 0.002)

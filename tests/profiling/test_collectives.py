@@ -6,7 +6,7 @@ import pytest
 
 from scaleray.profiling.collectives import bus_bytes, with_bandwidth
 from scaleray.profiling.layer_names import layer_range
-from scaleray.records.profile import CollectiveRow
+from scaleray.records.profile_record import CollectiveRow
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scaleray.profiling.lateness import aligned, find_stragglers, in_flight_s, waited_s
-from scaleray.records.profile import Places, RankArrivals
+from scaleray.records.profile_record import Places, RankArrivals
 
 STEP_S = 0.1
 DDP = Places((), ("head", "blocks.2-3", "blocks.0-1"), (0, 1, 2), ("head", "blocks.2-3", "blocks.0-1"), meets_once=True)

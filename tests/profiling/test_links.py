@@ -3,7 +3,7 @@
 import pytest
 
 from scaleray.profiling.links import slow_link
-from scaleray.records.profile import LinkRow
+from scaleray.records.profile_record import LinkRow
 
 SIZE = 2**16
 

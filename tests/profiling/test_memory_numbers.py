@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scaleray.profiling.memory import MOST_SAMPLES, memory_over_time, numbers_of, thinned
-from scaleray.records.profile import MemoryPeak
+from scaleray.records.profile_record import MemoryPeak
 
 MIB = 2**20
 STATS = {

@@ -9,7 +9,7 @@ import pytest
 
 from scaleray.profiling.run_profile import run_profile, steps_in_buckets
 from scaleray.profiling.step_rows import StepRows
-from scaleray.records.profile import Goodput, RankMeasurements, RunProfile
+from scaleray.records.profile_record import Goodput, RankMeasurements, RunProfile
 
 
 def measured(rank=0, *, parts=(0.01, 0.02), num_steps=500, gap=0.0, **more):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scaleray.profiling.step_rows import MOST_ROWS, StepRows
-from scaleray.records.profile import MOST_BUCKETS
+from scaleray.records.profile_record import MOST_BUCKETS
 
 
 def table_of(values, *, chunk):

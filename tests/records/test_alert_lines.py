@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from scaleray.records.alerts import Alert, counted, firing, parse_alerts
+from scaleray.records.alert_record import Alert, counted, firing, parse_alerts
 
 SPIKE = Alert("loss_spike", "warning", "firing", 5.0, 9.5, "the loss is 9.5 ...", recorded_at=6.0)
 OVER = Alert("loss_spike", "warning", "resolved", 5.0, 9.5, "the loss is 9.5 ...", recorded_at=80.0)

@@ -7,8 +7,8 @@ import math
 import pytest
 import study_examples
 
-from scaleray import metric_names
-from scaleray.records.profile import (
+from scaleray.common import metric_names
+from scaleray.records.profile_record import (
     Buckets,
     CollectiveRow,
     Goodput,
@@ -18,7 +18,7 @@ from scaleray.records.profile import (
     RunProfile,
     Spread,
 )
-from scaleray.records.run import RunRecord
+from scaleray.records.run_record import RunRecord
 
 STEP = Spread(2.0, 0.1, 0.12, [0.1, 0.1])
 PROFILE = RunProfile(

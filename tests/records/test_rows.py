@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import study_examples
 
-from scaleray import metric_names as names
+from scaleray.common import metric_names as names
 from scaleray.records.rows import as_columns, by_metric
 
 STUDY, SWEEP = study_examples.study(), study_examples.sweep(batches=(32, 64), rules=("sqrt",))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 from study_examples import run_record
 
+from scaleray.live.terminal.live_table import final_lines
 from scaleray.records.start import (
     DATA,
     FIRST_STEP,
@@ -17,7 +18,6 @@ from scaleray.records.start import (
     in_words,
     steady_time,
 )
-from scaleray.reports.terminal.live import final_lines
 from scaleray.training.health.clock import Clock
 
 

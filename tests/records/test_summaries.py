@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from scaleray.cli.output import print_json
-from scaleray.gates.answer import Check, gate_of
-from scaleray.gates.record import GateRecord
-from scaleray.records.preflight import GREEN, RED, DoctorRecord, Measured, PreflightCheck
+from scaleray.records.doctor_record import GREEN, RED, DoctorRecord, Measured, PreflightCheck
+from scaleray.records.gate_answer import Check, gate_of
+from scaleray.records.gates import GateRecord
 from scaleray.records.promotion import Promotion
 from tests import study_examples
 

@@ -13,7 +13,7 @@ from small_runs import (
 )
 from torch import nn
 
-from scaleray.metric_names import CONSENSUS_DISTANCE
+from scaleray.common.metric_names import CONSENSUS_DISTANCE
 from scaleray.strategies.contract.parallel import known
 
 ASYNC = {

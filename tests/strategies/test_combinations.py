@@ -9,7 +9,7 @@ from block_runs import TinyTransformer
 from small_runs import make_job, plain_optimizer, relative_differences, same_generators, train, train_alone
 from torch import nn
 
-from scaleray.reproducibility.seeding import seed_everything, stream_seed
+from scaleray.common.seeding import seed_everything, stream_seed
 from scaleray.training.setup.precision import AUTOCAST_DTYPES
 
 # (micro-batch, precision, checkpointing, compiled, clip_norm)

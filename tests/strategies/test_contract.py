@@ -32,7 +32,7 @@ from scaleray.strategies import STRATEGIES
 from scaleray.strategies.tensor import HOOKS
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
-from scaleray.training.verify.variants import PROMISES
+from scaleray.verification.variants import PROMISES
 
 FOR_MANY = sorted(set(STRATEGIES) - {"single"})
 EXACT = sorted(set(FOR_MANY) - set(PROMISES))

@@ -27,8 +27,8 @@ from verified import judge
 
 from scaleray.data import RankBatch
 from scaleray.errors import ConfigError, InitialisationError, WorkloadError
+from scaleray.records.text.units import GIB
 from scaleray.strategies import fsdp
-from scaleray.text.units import GIB
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 from scaleray.training.step.step import TrainStep

@@ -9,8 +9,8 @@ from torch import nn
 
 from scaleray.config.fsdp import FsdpSettings
 from scaleray.errors import ConfigError, WorkloadError
+from scaleray.records.text.units import GIB
 from scaleray.strategies.sharding.fsdp_units import Units, choose_units, prefetch_distance
-from scaleray.text.units import GIB
 
 
 def units_of(model, workload=None, **settings):

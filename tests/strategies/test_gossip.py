@@ -9,9 +9,9 @@ import torch
 from small_runs import Classify, Stepper, largest_difference, make_job, train
 from torch import nn
 
+from scaleray.common.metric_names import CONSENSUS_DISTANCE
 from scaleray.config import load_config
 from scaleray.errors import NonFiniteLossError
-from scaleray.metric_names import CONSENSUS_DISTANCE
 from scaleray.strategies.apart.graphs import mixing_matrix
 from scaleray.strategies.apart.replicas import Replicas
 from scaleray.strategies.contract.parallel import known

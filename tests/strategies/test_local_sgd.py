@@ -15,8 +15,8 @@ from small_runs import (
 )
 from waiting import wait_until
 
+from scaleray.common.metric_names import CONSENSUS_DISTANCE
 from scaleray.errors import ConfigError, NonFiniteLossError
-from scaleray.metric_names import CONSENSUS_DISTANCE
 from scaleray.strategies.contract.parallel import known
 from scaleray.training.health.live_memory import LiveTensors
 

@@ -6,7 +6,7 @@ from small_runs import largest_difference, relative_differences, train, train_al
 
 from scaleray.errors import WorkloadError
 from scaleray.strategies import STRATEGIES
-from scaleray.training.verify.variants import PROMISES
+from scaleray.verification.variants import PROMISES
 
 FOR_MANY = sorted(set(STRATEGIES) - {"single"})
 APART = sorted(set(FOR_MANY) & set(PROMISES))

@@ -9,7 +9,7 @@ from small_runs import WithDropout, train, train_alone
 
 from scaleray import Callback
 from scaleray.errors import StepFailedError, WorkloadError
-from scaleray.records.run import LoggedFile
+from scaleray.records.run_record import LoggedFile
 from scaleray.training import logged
 from scaleray.training.logged import as_pixels
 
@@ -294,7 +294,7 @@ def test_a_callback_may_compute_with_the_model(gloo, strategy):
 def test_what_is_logged_lies_in_the_run_folder_and_in_mlflow_once(tmp_path, uri):
     from scaleray.config import load_config
     from scaleray.launch.run import train as run
-    from scaleray.tracking import store
+    from scaleray.recording import store
 
     flags = {
         **FLAGS, "workload.name": "test_callbacks:Watched", "batch.global_size": 8, "scale.workers": 1,

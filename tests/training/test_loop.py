@@ -31,9 +31,9 @@ from small_runs import (
 from torch import nn
 
 from scaleray.config import load_config
+from scaleray.config.recipe.schedules import learning_rate_factor
 from scaleray.errors import ConfigError, DataError, NonFiniteLossError, RunFailedError, WorkloadError
-from scaleray.records.run import SystemRecord
-from scaleray.scaling.recipe.schedules import learning_rate_factor
+from scaleray.records.run_record import SystemRecord
 from scaleray.training.setup.place import Place
 from scaleray.workload import load_workload
 

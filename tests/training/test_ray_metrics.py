@@ -4,11 +4,11 @@ import math
 import threading
 import time
 
-from scaleray import live_metrics as live
-from scaleray import metric_names as names
-from scaleray.monitoring.live.series import Series
+from scaleray.common import live_metrics as live
+from scaleray.common import metric_names as names
+from scaleray.live.state.series import Series
 from scaleray.records.published import RankSample
-from scaleray.records.run import EventRecord
+from scaleray.records.run_record import EventRecord
 from scaleray.training import ray_metrics
 from scaleray.training.ray_metrics import RankPublisher, RayMetrics
 

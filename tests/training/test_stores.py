@@ -5,8 +5,8 @@ import stat
 import psutil
 import pytest
 
-from scaleray import own_folder as place
-from scaleray.own_folder import own_folder
+from scaleray.common import own_folder as place
+from scaleray.common.own_folder import own_folder
 from scaleray.training.setup import stores
 from scaleray.training.setup.stores import OwnedStore, is_loopback, open_store
 

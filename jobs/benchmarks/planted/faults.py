@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from scaleray.callbacks import Callback
+from scaleray.common.callbacks import Callback
 from scaleray.data import TRAIN
 from scaleray.emulation import EmulatedLayer, EmulatedLink, Timing
 from scaleray.profiling.verdict.findings import Limit

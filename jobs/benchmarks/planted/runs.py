@@ -34,18 +34,18 @@ from planted.faults import (
 )
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize
 from scaleray.data import TRAIN, Split
 from scaleray.data.loading import as_source
 from scaleray.launch.workers.gloo import GlooProcesses, UserCode, gloo_processes
 from scaleray.profiling.run_profile import run_profile
 from scaleray.profiling.verdict.findings import Verdict
-from scaleray.profiling.verdict.judge import judge
 from scaleray.profiling.verdict.of_run import FIRST_STEPS, signals_of
 from scaleray.profiling.verdict.signals import Facts
-from scaleray.records.profile import RunProfile
-from scaleray.records.run import WorkerSummary
-from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize
+from scaleray.profiling.verdict.verdict import judge
+from scaleray.records.profile_record import RunProfile
+from scaleray.records.run_record import WorkerSummary
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place

@@ -21,11 +21,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaleray.config import RunConfig, load_config
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize
 from scaleray.data import TRAIN, Split, as_source
 from scaleray.data.sources import TokenSource
-from scaleray.records.run import EventRecord, StepRecord, WorkerMessage
-from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize
+from scaleray.records.run_record import EventRecord, StepRecord, WorkerMessage
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place

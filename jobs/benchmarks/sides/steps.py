@@ -24,9 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize
 from scaleray.data import TRAIN, Split, as_source
-from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from steps import Toy, with_scaleray
 
-from scaleray.callbacks import Callback
+from scaleray.common.callbacks import Callback
 from scaleray.training import loop
 from scaleray.training.observer import Observers
 from scaleray.training.setup.model_setup import Setup

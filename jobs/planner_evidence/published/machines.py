@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from jobs.planner_evidence.published.fields import number, text, whole
+from scaleray.config.hardware.catalogue import CATALOGUE
+from scaleray.config.hardware.hardware_kinds import Cluster, Gpu, Network
 from scaleray.errors import ConfigError
-from scaleray.planner.hardware.catalogue import CATALOGUE
-from scaleray.planner.hardware.kinds import Cluster, Gpu, Network
 
 
 def cluster_of(hardware: dict[str, Any], *, num_gpus: int | None = None) -> Cluster:

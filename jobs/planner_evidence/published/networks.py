@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from jobs.planner_evidence.published.fields import number, part, text, whole
+from scaleray.config.hardware.hardware_kinds import Gpu
 from scaleray.errors import ConfigError, UsageError
-from scaleray.planner.hardware.kinds import Gpu
+from scaleray.planner.models.block_counts import ModelProfile, of_size
 from scaleray.planner.models.convolutions import resnet
 from scaleray.planner.models.names import find_model, find_shape, usual_mixture, usual_shape
-from scaleray.planner.models.profile import ModelProfile, of_size
 from scaleray.planner.models.transformers import TransformerShape, transformer
 
 GATED = (
@@ -244,7 +244,7 @@ def _check(model: dict[str, Any]) -> None:
 
 def _old_attention(row: dict[str, Any]) -> dict[str, bool]:
     """Scores in memory and dropout, as the recipes before flash attention had."""
-    from scaleray.planner.hardware.catalogue import CATALOGUE
+    from scaleray.config.hardware.catalogue import CATALOGUE
 
     gpu = CATALOGUE.find_gpu(text(part(row, "hardware"), "gpu", "accelerator"))
     fused = fused_attention(row, gpu)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.planner.models.profile import ModelProfile
+from scaleray.planner.models.block_counts import ModelProfile
 
 MemoryKind = Literal["allocated", "reserved", "device"]
 

@@ -10,10 +10,10 @@ import statistics
 from typing import Any
 
 from jobs.planner_evidence.published.fields import number, part, text, whole
+from scaleray.config.hardware.hardware_kinds import Cluster, Gpu
 from scaleray.errors import ConfigError
 from scaleray.planner.cost.layout import Checkpointing, Engine, Layout, Schedule, Sharding
-from scaleray.planner.hardware.kinds import Cluster, Gpu
-from scaleray.planner.models.profile import ModelProfile
+from scaleray.planner.models.block_counts import ModelProfile
 
 RECIPES = ("NeMo", "Megatron-Bridge", "Megatron Bridge")
 """Frameworks whose published recipes shard the optimizer and divide norms along the sequence without a word about

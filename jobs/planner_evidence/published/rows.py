@@ -18,8 +18,8 @@ from jobs.planner_evidence.published.networks import fused_attention, model_of, 
 from jobs.planner_evidence.published.observation import MemoryKind, Observation
 from jobs.planner_evidence.published.recipes import layout_of, precision_of, step_time_of
 from jobs.planner_evidence.published.tables import example_points, framework_points, network_points
+from scaleray.common.parsing import load_json
 from scaleray.errors import ConfigError, DataError, ScaleRayError
-from scaleray.parsing import load_json
 from scaleray.planner.cost.layout import Layout
 
 # host time in seconds for each tensor of the parameters, the same on T4, A100 and Quadro: intercepts of step time over

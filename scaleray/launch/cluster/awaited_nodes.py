@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from scaleray.common.progress import stage
 from scaleray.config import RunConfig
 from scaleray.errors import ClusterError
 from scaleray.launch.cluster.capacity import check_capacity, check_option_fits, num_workers_possible
 from scaleray.launch.cluster.connection import Node, alive_nodes
-from scaleray.progress import stage
 
 LOOK_S = 2.0
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from scaleray.common.printed import quantity
 from scaleray.config import RunConfig
 from scaleray.config.scale import ScaleSettings
 from scaleray.errors import ClusterError
 from scaleray.launch.cluster.connection import Node
-from scaleray.records.printed import quantity
 
 
 def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:

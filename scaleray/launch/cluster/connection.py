@@ -18,12 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.common.own_folder import keep_compiled_code_here
+from scaleray.common.private_parts import FIRST_ANSWER
+from scaleray.common.progress import stage
 from scaleray.config import RunConfig
 from scaleray.errors import ClusterError, first_line
 from scaleray.launch.cluster import loopback, own_ray, ray_settings, token
-from scaleray.own_folder import keep_compiled_code_here
-from scaleray.private_parts import FIRST_ANSWER
-from scaleray.progress import stage
 
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 20.0

@@ -1,7 +1,7 @@
 """Ray's node without the processes that are not used, and with workers that are forks of one process.
 
-Overrides private methods of Ray's node, see `scaleray/private_parts.py`; without these parts Ray starts as it always
-does.
+Overrides private methods of Ray's node, see `scaleray/common/private_parts.py`; without these parts Ray starts as it
+always does.
 
 CPU seconds before the first step, on 2 cores: the autoscaler's monitor 0.4; the dashboard's process, which starts, and
 is waited for, even if no dashboard is requested, 0.7; the node's agent 0.8, which has a minimal form for installations
@@ -15,9 +15,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from scaleray.common.private_parts import FORKED_WORKERS, LEAN_NODE
 from scaleray.launch.cluster import worker_template
 from scaleray.launch.cluster.worker_template import WorkerTemplate
-from scaleray.private_parts import FORKED_WORKERS, LEAN_NODE
 
 NOT_PRESTARTED = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 """Variables of a node: idle workers that are not requested yet would take the cores from the start."""

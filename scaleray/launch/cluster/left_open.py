@@ -15,12 +15,12 @@ from typing import Any
 import psutil
 
 from scaleray.checkpoints.storage import remove_parts
+from scaleray.common.filesystems import lock
 from scaleray.config.base import without_password
 from scaleray.errors import first_line
-from scaleray.filesystems import lock
 from scaleray.launch.cluster.local_state import marked_processes
 from scaleray.launch.cluster.worker_template import SOCKET
-from scaleray.tracking.store import mark_left_running
+from scaleray.recording.store import mark_left_running
 
 LOCK_S = 10.0
 """Seconds in which processes that the driver forked let go of the lock of the run's folder."""

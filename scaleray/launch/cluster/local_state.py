@@ -19,8 +19,8 @@ from typing import ClassVar
 import psutil
 from pydantic import ConfigDict, TypeAdapter
 
+from scaleray.common.own_folder import own_folder, short_place
 from scaleray.errors import ClusterError, UsageError
-from scaleray.own_folder import own_folder, short_place
 
 PREFIX = "c-"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,11}")

@@ -2,7 +2,7 @@
 
 Ray takes a 127.0.0.1 that it is given for an address that others can reach, and then listens on all interfaces. On
 Windows and macOS it stays on loopback; `VARIABLE` is Ray's own switch for that. Overrides Ray's answer to which address
-this machine has (see `scaleray/private_parts.py`); where it cannot be overridden, Ray listens as it always does.
+this machine has (see `scaleray/common/private_parts.py`); where it cannot be overridden, Ray listens as it always does.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import socket
 from collections.abc import Iterator
 
+from scaleray.common.private_parts import LOOPBACK
 from scaleray.errors import UsageError
 from scaleray.launch.cluster import token
-from scaleray.private_parts import LOOPBACK
 
 ADDRESS = "127.0.0.1"
 VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -14,15 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from scaleray.common.guarded import guarded
+from scaleray.common.http_client import HttpError, fetch
+from scaleray.common.own_folder import keep_compiled_code_here, plain_executable
 from scaleray.errors import ClusterError
-from scaleray.guarded import guarded
-from scaleray.http_client import HttpError, fetch
 from scaleray.launch.cluster import loopback
 from scaleray.launch.cluster.connection import DRIVER_ENVIRONMENT, OWN_ENVIRONMENT
 from scaleray.launch.cluster.lean_node import NOT_PRESTARTED, nodes
 from scaleray.launch.cluster.own_ray import free_port
 from scaleray.launch.cluster.worker_template import WorkerTemplate, is_possible
-from scaleray.own_folder import keep_compiled_code_here, plain_executable
 
 START_TIMEOUT_S = 300.0
 """A loaded machine was seen to need more than two minutes."""

@@ -19,10 +19,10 @@ from unittest import mock
 
 import psutil
 
+from scaleray.common.own_folder import own_folder, plain_executable
 from scaleray.config import RunConfig
 from scaleray.launch.cluster import driver_guard, lean_node, loopback, worker_template
 from scaleray.launch.cluster.token import ensure_token
-from scaleray.own_folder import own_folder, plain_executable
 
 _template: worker_template.WorkerTemplate | None = None
 """Template from which the workers of this process's own Ray are forked."""

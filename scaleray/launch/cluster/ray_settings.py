@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from scaleray.private_parts import SETTINGS
+from scaleray.common.private_parts import SETTINGS
 
 
 def read_again() -> None:

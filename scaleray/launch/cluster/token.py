@@ -8,7 +8,7 @@ import secrets
 import stat
 from pathlib import Path
 
-from scaleray.own_folder import own_folder
+from scaleray.common.own_folder import own_folder
 
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 """Ray's variables: `token` or `disabled`; the token itself; a file that holds it."""

@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scaleray.common.own_folder import short_place
+from scaleray.common.private_parts import FORKED_WORKERS
 from scaleray.launch.cluster import ray_settings
-from scaleray.own_folder import short_place
-from scaleray.private_parts import FORKED_WORKERS
 
 LIBRARIES = ("numpy", "torch._dynamo", "torch.distributed.fsdp", "pyarrow", "pandas")
 """Imported once for all jobs. torch's compiler is imported by every optimizer of torch when it is made."""

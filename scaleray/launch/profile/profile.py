@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scaleray.common.options import takes
+from scaleray.common.printed import Printed
 from scaleray.config import RunConfig
 from scaleray.config.base import Duration
 from scaleray.errors import ConfigError, UsageError
-from scaleray.launch.profile.options import STEPS, ProfileOptions
+from scaleray.launch.profile.profile_options import STEPS, ProfileOptions
 from scaleray.launch.profile.traces import Traced, traced_of
-from scaleray.launch.run.options import TrainOptions
 from scaleray.launch.run.resume import FILE as ABOUT
 from scaleray.launch.run.train import run_training
+from scaleray.launch.run.train_options import TrainOptions
 from scaleray.launch.session.given import Config, resolved
-from scaleray.options import takes
 from scaleray.profiling.verdict.findings import Limit, Verdict
 from scaleray.profiling.verdict.of_run import FIRST_STEPS, verdict_of_run
+from scaleray.recording.find_record import find_run, places_of
 from scaleray.records.json_record import jsonable
-from scaleray.records.printed import Printed
 from scaleray.records.read import FILE as RECORD
-from scaleray.records.run import RunRecord, Say, Show
-from scaleray.tracking.find_record import find_run, places_of
+from scaleray.records.run_record import RunRecord, Say, Show
 
 LEAST_STEPS = 2 * FIRST_STEPS
 """Steps of a short training, of which the first ones are left out."""

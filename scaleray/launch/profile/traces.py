@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from scaleray.common.filesystems import open_filesystem
+from scaleray.common.printed import Printed
+from scaleray.config.hardware.catalogue import find_gpu
 from scaleray.errors import TraceError, UsageError
-from scaleray.filesystems import open_filesystem
-from scaleray.planner.hardware.catalogue import find_gpu
 from scaleray.profiling.traces.memory_blocks import MemorySnapshot, read_snapshot
 from scaleray.profiling.traces.merge import merge
-from scaleray.profiling.traces.report import TraceReport, ranks_of, report_on
-from scaleray.profiling.traces.shares import precision_of
+from scaleray.profiling.traces.time_shares import precision_of
 from scaleray.profiling.traces.trace import Trace, read_trace
-from scaleray.records.printed import Printed
+from scaleray.profiling.traces.trace_report import TraceReport, ranks_of, report_on
 from scaleray.records.trace_request import FOLDER
 
 TRACE_ENDINGS = (".json", ".json.gz")

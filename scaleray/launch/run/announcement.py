@@ -9,8 +9,8 @@ from scaleray.config import RunConfig
 from scaleray.data import TRAIN
 from scaleray.data.iterable import ENDLESS
 from scaleray.launch.run.resume import Request
-from scaleray.launch.session.folder import RunFolder
-from scaleray.tracking.metrics_endpoint import HOST
+from scaleray.launch.session.run_folder import RunFolder
+from scaleray.live.metrics_endpoint import HOST
 from scaleray.training.setup.job import TrainJob
 from scaleray.workload import brings_optimizer, brings_schedule
 

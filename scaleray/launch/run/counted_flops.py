@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.common.guarded import guarded
 from scaleray.data import TRAIN
 from scaleray.data.source import Source
 from scaleray.errors import first_line
-from scaleray.guarded import guarded
-from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.records.published import CountedFlops
-from scaleray.records.run import EventRecord, WorkerMessage
+from scaleray.records.run_record import EventRecord, WorkerMessage
 from scaleray.training.setup.job import TrainJob
 
 NUM_ROWS = 4

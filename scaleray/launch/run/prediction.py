@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaleray.config import RunConfig
+from scaleray.config.recipe.values import Recipe
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.records.read import FILE, parse_record
-from scaleray.records.study import Point, StudyRecord
-from scaleray.scaling.recipe.values import Recipe
+from scaleray.records.study_record import Point, StudyRecord
 
 STUDIES = "study*"
 """Names of folders that studies give themselves."""

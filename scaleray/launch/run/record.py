@@ -12,30 +12,30 @@ from typing import Any, Protocol
 
 import yaml
 
-from scaleray import metric_names as names
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import Incomplete, StoredFile
+from scaleray.common import metric_names as names
+from scaleray.common.fingerprint import environment_hash
 from scaleray.config import RunConfig
 from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
+from scaleray.config.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.data import TRAIN
 from scaleray.errors import CheckpointError
-from scaleray.launch.session.alerts import alert_settings
+from scaleray.launch.session.alert_targets import alert_settings
 from scaleray.launch.session.experiment import experiment_tags
-from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.run_folder import RunFolder
 from scaleray.profiling.run_profile import run_profile
 from scaleray.profiling.verdict.findings import Limit
 from scaleray.profiling.verdict.of_run import verdict_of_run
+from scaleray.recording.provenance import cost_of, dataset, source_tags
 from scaleray.records.json_record import leaves
 from scaleray.records.published import RAYS_JOB, PublishedFacts
+from scaleray.records.recorder_messages import Recording, RunIdentity
 from scaleray.records.rows import Row
-from scaleray.records.run import EMULATED, RunRecord
+from scaleray.records.run_description import RunDescription
+from scaleray.records.run_record import EMULATED, RunRecord
 from scaleray.records.start import steady_time
-from scaleray.reproducibility.fingerprint import environment_hash
-from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
-from scaleray.tracking.provenance import cost_of, dataset, source_tags
-from scaleray.tracking.recording import Recording, RunIdentity
-from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TrainJob
 from scaleray.workload import brings_optimizer, brings_schedule
 

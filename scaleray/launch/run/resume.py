@@ -14,14 +14,14 @@ import yaml
 from scaleray.checkpoints.catalog import Catalog, require
 from scaleray.checkpoints.manifest import Manifest
 from scaleray.checkpoints.storage import Store
+from scaleray.common.parsing import load_json
 from scaleray.config import RunConfig, load_config
 from scaleray.config.base import absolute_path, without_password
 from scaleray.config.changes import Change, changes, training_values
 from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import CheckpointError, ConfigError, first_line
-from scaleray.parsing import load_json
 from scaleray.records.json_record import NewerRecord
-from scaleray.records.run import RunRecord
+from scaleray.records.run_record import RunRecord
 
 Say = Callable[[str], None]
 AUTO = "auto"

@@ -17,8 +17,15 @@ from scaleray.checkpoints.manifest import StoredFile
 from scaleray.checkpoints.model_layout import ADAPTERS, FINAL_WEIGHTS, TRAINED_WEIGHTS
 from scaleray.checkpoints.storage import remove_parts
 from scaleray.checkpoints.weight_sums import sums_name
+from scaleray.common.fingerprint import environment
+from scaleray.common.options import takes
+from scaleray.common.own_folder import keep_compiled_code_here
+from scaleray.common.progress import stage
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.config import RunConfig
 from scaleray.config.base import without_password
+from scaleray.config.recipe.derive import derive, resolve_strategy
+from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
 from scaleray.data.as_given import refuse_unsendable
 from scaleray.data.described import described
@@ -39,10 +46,9 @@ from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_capacity
-from scaleray.launch.cluster.gpus import with_gpus_decided
+from scaleray.launch.cluster.gpu_workers import with_gpus_decided
 from scaleray.launch.run.announcement import announcement
 from scaleray.launch.run.counted_flops import counted_flops
-from scaleray.launch.run.options import TrainOptions
 from scaleray.launch.run.prediction import prediction
 from scaleray.launch.run.record import (
     as_yaml,
@@ -54,33 +60,27 @@ from scaleray.launch.run.record import (
     why_stopped,
 )
 from scaleray.launch.run.resume import Request, make_request
+from scaleray.launch.run.train_options import TrainOptions
 from scaleray.launch.run.trainer import Interrupted, fit
-from scaleray.launch.session.alerts import alert_settings
-from scaleray.launch.session.data import check_same_data, is_in_steps, size_of
+from scaleray.launch.session.alert_targets import alert_settings
+from scaleray.launch.session.data_sources import check_same_data, is_in_steps, size_of
 from scaleray.launch.session.experiment import check_policy
-from scaleray.launch.session.folder import RunFolder
 from scaleray.launch.session.given import Config, whole_config
-from scaleray.launch.session.start import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
+from scaleray.launch.session.opened import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
+from scaleray.launch.session.run_folder import RunFolder
+from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
-from scaleray.launch.workers.signals import sigterm_like_ctrl_c
-from scaleray.launch.workers.user_code import ship_user_code
-from scaleray.options import takes
-from scaleray.own_folder import keep_compiled_code_here
-from scaleray.progress import stage
-from scaleray.records.run import EventRecord, RunRecord, Say, Show
+from scaleray.launch.workers.stop_signals import sigterm_like_ctrl_c
+from scaleray.live.metrics_endpoint import chosen_port
+from scaleray.recording import store
+from scaleray.recording.model_files import ARTIFACTS
+from scaleray.recording.recorder import Recorder
+from scaleray.records.run_description import RunDescription
+from scaleray.records.run_record import EventRecord, RunRecord, Say, Show
 from scaleray.records.start import DATA, IMPORTS, RAY, StartClock, steady_time
 from scaleray.records.trace_request import TraceRequest
-from scaleray.reproducibility.fingerprint import environment
-from scaleray.scaling.recipe.derive import derive, resolve_strategy
-from scaleray.scaling.recipe.values import Recipe
-from scaleray.tracking import store
-from scaleray.tracking.metrics_endpoint import chosen_port
-from scaleray.tracking.model_files import ARTIFACTS
-from scaleray.tracking.recorder import Recorder
-from scaleray.tracking.run_description import RunDescription
 from scaleray.training.setup.job import TrainJob, rescaled
 from scaleray.training.state import weights as final_weights
-from scaleray.watchers import Guard, Watcher
 from scaleray.workload import make_workload
 
 IMPORTED_AT = steady_time()
@@ -113,7 +113,7 @@ def train(
     Raises UsageError for what the user can mend, RunFailedError for a run that failed, KeyboardInterrupt when stopped;
     the MLflow run is then FAILED or KILLED.
     """
-    from scaleray.reports.terminal.notebook import Silent, watching
+    from scaleray.live.terminal.notebook import Silent, watching
 
     is_shown = show is None and say is None and progress is not False
     with watching(always=bool(progress)) if is_shown else contextlib.nullcontext(Silent()) as display:

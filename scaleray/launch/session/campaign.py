@@ -12,29 +12,29 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from scaleray.checkpoints.storage import Store
+from scaleray.common.progress import Stage
 from scaleray.config import RunConfig
 from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
 from scaleray.data.source import Source
 from scaleray.launch.cluster import connection as cluster
-from scaleray.launch.session.alerts import alert_settings
+from scaleray.launch.session.alert_targets import alert_settings
 from scaleray.launch.session.experiment import experiment_tags
-from scaleray.launch.session.folder import RunFolder
-from scaleray.monitoring.live.measured_series import Measured
-from scaleray.progress import Stage
+from scaleray.launch.session.run_folder import RunFolder
+from scaleray.live.live_stage import written_while
+from scaleray.live.metrics_endpoint import HOST, chosen_port
+from scaleray.live.state.measured_series import Measured
+from scaleray.recording import store
+from scaleray.recording.measured_metrics import MeasuredMetrics
+from scaleray.recording.provenance import dataset, source_tags
+from scaleray.recording.study_runs import ParentRun
 from scaleray.records.published import RAYS_JOB, PublishedFacts
 from scaleray.records.read import FILE
-from scaleray.records.run import Say
-from scaleray.records.study import StudyRecord
-from scaleray.records.sweep import SweepRecord
-from scaleray.tracking import store
-from scaleray.tracking.live_stage import written_while
-from scaleray.tracking.measured_metrics import MeasuredMetrics
-from scaleray.tracking.metrics_endpoint import HOST, chosen_port
-from scaleray.tracking.provenance import dataset, source_tags
-from scaleray.tracking.run_description import RunDescription
-from scaleray.tracking.study_runs import ParentRun
+from scaleray.records.run_description import RunDescription
+from scaleray.records.run_record import Say
+from scaleray.records.study_record import StudyRecord
+from scaleray.records.sweep_record import SweepRecord
 
 Record = TypeVar("Record", StudyRecord, SweepRecord)
 

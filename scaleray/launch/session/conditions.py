@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import scaleray
+from scaleray.common.fingerprint import environment
 from scaleray.config import RunConfig
 from scaleray.config.decides import is_beside_training
 from scaleray.errors import ConfigError
 from scaleray.records.json_record import jsonable, leaves
-from scaleray.records.study import Conditions
-from scaleray.reproducibility.fingerprint import environment
+from scaleray.records.study_record import Conditions
 from scaleray.workload import user_modules
 
 OF_THE_GROUP = ("workers", "on_resize", "resize_interval_s", "max_failures", "launch_timeout_s", "collective_timeout_s")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scaleray.common.printed import quantity
+from scaleray.common.user_name import user_name
 from scaleray.config import RunConfig
 from scaleray.config.tracking import TrackingSettings
 from scaleray.launch.session.team_policy import read_team_policy
 from scaleray.records import experiment as fields
 from scaleray.records.json_record import leaves
-from scaleray.records.printed import quantity
-from scaleray.user_name import user_name
 
 LONGEST_TAG = 5000
 POLICY = "scaleray.policy"

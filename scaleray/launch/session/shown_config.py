@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scaleray.installed import names_what_is_missing
+from scaleray.common.installed import names_what_is_missing
 from scaleray.launch.session.given import Config, whole_config
 
 
@@ -20,14 +20,14 @@ def show_config(
     folder in which paths of a RunConfig begin. Raises UsageError.
     """
     whole, base_dir = whole_config(config, workload, base_dir)
-    from scaleray.scaling.recipe.derive import derive
+    from scaleray.config.recipe.derive import derive
 
     shown: dict[str, Any] = {"config": whole.to_dict(), "hash": whole.hash(), "derived": {}, "how": {}}
     if not data:
         return shown
     from scaleray.data import load_sources
     from scaleray.data.iterable import ENDLESS
-    from scaleray.launch.session.data import is_in_steps, size_of
+    from scaleray.launch.session.data_sources import is_in_steps, size_of
     from scaleray.workload import make_workload
 
     settings = whole.workload

@@ -22,9 +22,9 @@ from typing import Any
 
 import yaml
 
+from scaleray.common.parsing import BoundedLoader, NotYaml, near_words, yaml_nodes
 from scaleray.config.loading import known_keys
 from scaleray.errors import ConfigError, first_line
-from scaleray.parsing import BoundedLoader, NotYaml, near_words, yaml_nodes
 from scaleray.records.experiment import REQUIRED
 
 KEY = "tracking.policy"

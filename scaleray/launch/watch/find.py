@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.storage import Store
+from scaleray.common.installed import names_what_is_missing
+from scaleray.common.parsing import load_json
 from scaleray.config.base import without_password
 from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import ClusterError, TrackingError
-from scaleray.installed import names_what_is_missing
 from scaleray.launch.cluster.connection import joined
 from scaleray.launch.workers.recorder_actor import NAMES, NAMESPACE
-from scaleray.parsing import load_json
-from scaleray.records.live import FILE, LOST, LiveState
-from scaleray.tracking.find_record import places_of
-from scaleray.tracking.live_folder import as_lost, runs_in, state_in_folder
-from scaleray.tracking.live_mlflow import find_in_mlflow, state_in_mlflow
-from scaleray.tracking.store import resolve_uri
+from scaleray.live.live_folder import as_lost, runs_in, state_in_folder
+from scaleray.recording.find_record import places_of
+from scaleray.recording.live_mlflow import find_in_mlflow, state_in_mlflow
+from scaleray.recording.store import resolve_uri
+from scaleray.records.live_state import FILE, LOST, LiveState
 
 ANSWER_S = 10.0
 """Seconds within which a recorder answers, also where its cores are busy."""

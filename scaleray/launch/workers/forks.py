@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from typing import Any
 
-from scaleray.own_folder import keep_compiled_code_here
+from scaleray.common.own_folder import keep_compiled_code_here
 
-PRELOADED = ("scaleray.training.verify.variants", "scaleray.training.study.ladder", "scaleray.training.verify.resume")
+PRELOADED = ("scaleray.verification.variants", "scaleray.studies.ladder", "scaleray.verification.interrupted_runs")
 """Modules that the processes run."""
 OF_A_CHECK = PRELOADED[:1]
 

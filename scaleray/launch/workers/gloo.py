@@ -21,11 +21,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from scaleray.common.guarded import end_with_parent
+from scaleray.common.own_folder import keep_compiled_code_here
 from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
-from scaleray.guarded import end_with_parent
 from scaleray.launch.workers.forks import PRELOADED, without_main
 from scaleray.launch.workers.hang_reports import with_explanation
-from scaleray.own_folder import keep_compiled_code_here
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 from scaleray.workload import load_workload, no_exit

@@ -15,9 +15,9 @@ from scaleray.errors import RunFailedError
 from scaleray.profiling.desync import Kind, find
 from scaleray.profiling.desync_words import in_words, standing
 from scaleray.records.hangs import HANGS, RankDump
-from scaleray.records.run import Heartbeat
-from scaleray.training.health.progress import HANG
+from scaleray.records.run_record import Heartbeat
 from scaleray.training.health.stack_file import LOCKED, read_stacks
+from scaleray.training.health.worker_progress import HANG
 
 FILE = re.compile(r"rank-(\d+)\.(json|txt)$")
 OTHERS_WRITE_S = 2.0  # seconds for what other ranks write when one was lost

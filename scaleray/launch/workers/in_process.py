@@ -10,20 +10,20 @@ from typing import Any
 import torch
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.common.watchers import Guard
 from scaleray.data.source import Source
-from scaleray.launch.workers.signals import on_sigterm
+from scaleray.launch.workers.stop_signals import on_sigterm
 from scaleray.launch.workers.without_ray import refuse_streams
-from scaleray.records.run import Emit, EventRecord, Heartbeat, Show, WorkerMessage
+from scaleray.recording.recorder import Recorder
+from scaleray.records.run_record import Emit, EventRecord, Heartbeat, Show, WorkerMessage
 from scaleray.records.wishes import Wish
-from scaleray.tracking.recorder import Recorder
 from scaleray.training import loop
-from scaleray.training.health.progress import Progress, Watchdog
 from scaleray.training.health.stall_watch import StallWatch
+from scaleray.training.health.worker_progress import Progress, Watchdog
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing, Control
 from scaleray.training.state.weights import save_weights
-from scaleray.watchers import Guard
 
 BEAT_S = 0.5  # seconds between two looks at what it does
 

@@ -13,11 +13,11 @@ from typing import Any
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data.source import Source
 from scaleray.launch.workers.gloo import TELL, Teller, UserCode, gloo_processes
-from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.without_ray import refuse_streams
-from scaleray.records.run import Heartbeat, Show, WorkerMessage
+from scaleray.recording.recorder import Recorder
+from scaleray.records.run_record import Heartbeat, Show, WorkerMessage
 from scaleray.records.wishes import Wish
-from scaleray.tracking.recorder import Recorder
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 
@@ -63,7 +63,7 @@ def _train(place: Place, assignment: bytes, tell: Teller) -> None:
     import torch
 
     from scaleray.training import loop
-    from scaleray.training.health.progress import Progress, Watchdog
+    from scaleray.training.health.worker_progress import Progress, Watchdog
     from scaleray.training.state.checkpointing import Checkpointing, Control
     from scaleray.training.state.weights import save_weights
 

@@ -1,5 +1,5 @@
 """Ray's TorchTrainer without the helpers that a run here does not use. Overrides private methods of Ray Train, see
-`scaleray/private_parts.py`; it is imported only if that part is used.
+`scaleray/common/private_parts.py`; it is imported only if that part is used.
 
 Measured on 2 cores, CPU seconds before the first step: PlacementGroupCleaner 1.4, DatasetManager 1.3, the autoscaling
 coordinator 1.2, torch in the controller 1.2. Each of the first three is a process of its own, and workers start after

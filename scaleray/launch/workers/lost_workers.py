@@ -17,8 +17,8 @@ from scaleray.errors import (
     UsageError,
 )
 from scaleray.records.phases import MAY_WAIT, OWN_BUSINESS, Phase
-from scaleray.records.run import Heartbeat
-from scaleray.training.health.progress import HANG
+from scaleray.records.run_record import Heartbeat
+from scaleray.training.health.worker_progress import HANG
 
 SILENT_S = 2.0  # seconds without a sign of life: four times as long as between two of them
 

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from scaleray.common.private_parts import LEAN_TRAINER, QUIET_WATCHER
 from scaleray.config import RunConfig
 from scaleray.launch.workers.hang_reports import with_explanation
 from scaleray.launch.workers.lost_workers import explain
-from scaleray.private_parts import LEAN_TRAINER, QUIET_WATCHER
 
 CONTROLLER_FAILURE_LIMIT = 2  # Ray's default retries an impossible launch for ever
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from scaleray.checkpoints.storage import Store
+from scaleray.common.parsing import load_json
 from scaleray.launch.workers.lost_workers import cause_of
-from scaleray.parsing import load_json
-from scaleray.records.run import Heartbeat, WorkerMessage
-from scaleray.tracking.run_description import RunDescription
+from scaleray.records.run_description import RunDescription
+from scaleray.records.run_record import Heartbeat, WorkerMessage
 
 NAMESPACE, NAMES = "scaleray", "recorder-"
 """Ray's namespace of recorders, and the prefix of their names: `watch` finds them by it."""
@@ -26,7 +26,7 @@ SETTINGS = (
 """Beginnings of the variables by which MLflow, its stores and their clients are set."""
 
 if TYPE_CHECKING:
-    from scaleray.tracking.recording import Recording, RunIdentity
+    from scaleray.records.recorder_messages import Recording, RunIdentity
 
 
 def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> Any:
@@ -35,8 +35,8 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from scaleray.tracking.light_import import import_mlflow
-    from scaleray.tracking.recorder import Recorder
+    from scaleray.recording.light_import import import_mlflow
+    from scaleray.recording.recorder import Recorder
     from scaleray.training.ray_metrics import RayMetrics
 
     class PoliteRecorder(Recorder):

@@ -12,17 +12,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from scaleray.config.hardware.hardware_kinds import Network
 from scaleray.errors import ConfigError
 from scaleray.planner.answers.layouts import layouts
-from scaleray.planner.answers.question import STRATEGIES, Question
+from scaleray.planner.answers.plan_question import STRATEGIES, Question
 from scaleray.planner.cost.fits_in_memory import HEADROOM, Verdict, verdict
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.memory import MemoryEstimate, memory
 from scaleray.planner.cost.step_time import StepTime, least_step_s, step_time
 from scaleray.planner.cost.uncertainty import Reason, doubts, interval, is_trusted, reasons
-from scaleray.planner.hardware.kinds import Network
-from scaleray.records.study import Estimate
-from scaleray.text.units import GIB
+from scaleray.records.study_record import Estimate
+from scaleray.records.text.units import GIB
 
 TIE = 1.02
 """Ratio of step times up to which two layouts count as equally fast; the plainer one is put first."""

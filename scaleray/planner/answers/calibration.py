@@ -12,12 +12,12 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+from scaleray.config.hardware.hardware_kinds import Cluster, Link
 from scaleray.planner.cost.block_pass import Measured
 from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.step_time import step_time
-from scaleray.planner.hardware.kinds import Cluster, Link
-from scaleray.planner.models.profile import ModelProfile
+from scaleray.planner.models.block_counts import ModelProfile
 
 COMM_DOUBT = 2.5
 """Standard deviation of the logarithm of communication over that of compute: rates of products are known to 20 %,

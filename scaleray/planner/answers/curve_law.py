@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from scaleray.common.printed import quantity
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.errors import UsageError
 from scaleray.planner.answers.calibration import calibrate
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.step_time import step_time
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.planner.models.profile import ModelProfile
-from scaleray.records.printed import quantity
+from scaleray.planner.models.block_counts import ModelProfile
 
 MOST_MISS = 0.02
 """Largest relative error of the step time accepted after calibration."""

@@ -8,10 +8,12 @@ import re
 import textwrap
 from collections import Counter
 
+from scaleray.config.hardware.catalogue import CATALOGUE
+from scaleray.config.hardware.hardware_kinds import TRANSPORTS
 from scaleray.errors import UsageError
 from scaleray.planner.answers.advise import HEADROOM
 from scaleray.planner.answers.layouts import layouts
-from scaleray.planner.answers.question import Question
+from scaleray.planner.answers.plan_question import Question
 from scaleray.planner.cost.constants import DEFAULT, FITTED, Constants
 from scaleray.planner.cost.memory import memory
 from scaleray.planner.cost.uncertainty import (
@@ -23,9 +25,7 @@ from scaleray.planner.cost.uncertainty import (
     SPREADS,
     is_trusted,
 )
-from scaleray.planner.hardware.catalogue import CATALOGUE
-from scaleray.planner.hardware.kinds import TRANSPORTS
-from scaleray.text.units import GIB
+from scaleray.records.text.units import GIB
 
 
 def explain_constants() -> list[str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scaleray.planner.answers.question import Question
+from scaleray.planner.answers.plan_question import Question
 from scaleray.planner.cost.layout import Checkpointing, Layout, Schedule, Sharding
-from scaleray.planner.models.profile import ModelProfile
+from scaleray.planner.models.block_counts import ModelProfile
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scaleray.config.hardware.hardware_kinds import Cluster
+from scaleray.config.hardware.lookup import Catalogue
 from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.answers.calibration import calibrate, calibrate_link
 from scaleray.planner.cost.block_pass import Measured
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.uncertainty import Anchor
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.planner.hardware.lookup import Catalogue
-from scaleray.planner.models.profile import ModelProfile
+from scaleray.planner.models.block_counts import ModelProfile
 from scaleray.records.read import read_record
-from scaleray.records.run import RunRecord
-from scaleray.records.study import Point, StudyRecord
-from scaleray.records.sweep import SweepRecord
+from scaleray.records.run_record import RunRecord
+from scaleray.records.study_record import Point, StudyRecord
+from scaleray.records.sweep_record import SweepRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.planner.answers.advise import TIE, Advice, Choice, best_of, predict
 from scaleray.planner.answers.layouts import layouts
-from scaleray.planner.answers.question import Question
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.records.study import Estimate
+from scaleray.planner.answers.plan_question import Question
+from scaleray.records.study_record import Estimate
 
 WORTH_IT = 1.6
 """Least gain in throughput for which twice the GPUs are worth it; below, more than a fifth of the ideal is lost."""

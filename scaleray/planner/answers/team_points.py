@@ -11,15 +11,15 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from scaleray.config.hardware.catalogue import CATALOGUE
+from scaleray.config.hardware.hardware_kinds import Cluster
+from scaleray.config.hardware.lookup import Catalogue
 from scaleray.config.strategy_traits import TRAITS, traits_of
 from scaleray.errors import UsageError, first_line
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.hardware.catalogue import CATALOGUE
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.planner.hardware.lookup import Catalogue
+from scaleray.planner.models.block_counts import ModelProfile
 from scaleray.planner.models.from_counted_workload import from_workload
-from scaleray.planner.models.profile import ModelProfile
-from scaleray.records.study import Point, StudyRecord
+from scaleray.records.study_record import Point, StudyRecord
 from scaleray.records.workload_profile import WorkloadProfile
 
 STATE_BYTES = {"sgd": 4, "lars": 4}

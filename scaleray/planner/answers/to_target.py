@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.errors import ConfigError
 from scaleray.planner.answers.advise import Choice, best_of
 from scaleray.planner.answers.outlook import kinds_of, sizes
-from scaleray.planner.answers.question import Question
+from scaleray.planner.answers.plan_question import Question
 from scaleray.planner.cost.checkpoint_stalls import checkpoint_cost, is_asked
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.records.study import Estimate
+from scaleray.records.study_record import Estimate
 
 FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
 """Batch sizes looked at, as multiples of the question's."""

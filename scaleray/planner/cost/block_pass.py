@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.planner.cost.communication import all_gather_s, all_reduce_s, ring_latency_s
 from scaleray.planner.cost.compute import block_times, element_bytes
 from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.experts import expert_exchange_s, owned_params, reduced_params
 from scaleray.planner.cost.layout import Layout, group_of
 from scaleray.planner.cost.remembered import remembered
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.planner.models.profile import Block, ModelProfile
+from scaleray.planner.models.block_counts import Block, ModelProfile
 
 # Context parallelism's exchange: every rank holds a part of each sequence, and needs the keys and values of the
 # others.

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.errors import ConfigError
 from scaleray.planner.cost.compute import element_bytes
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.planner.models.profile import ModelProfile
+from scaleray.planner.models.block_counts import ModelProfile
 
 STORAGE_GB_PER_S_PER_NODE = 1.0
 """Rate at which one node writes, assumed where a cluster does not say: what one client of a shared file system or

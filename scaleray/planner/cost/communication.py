@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 
+from scaleray.config.hardware.hardware_kinds import TRANSPORTS, Cluster
 from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.layout import Group
-from scaleray.planner.hardware.kinds import TRANSPORTS, Cluster
 
 
 def node_bytes_per_s(cluster: Cluster, num_nodes: int, constants: Constants = DEFAULT) -> float:

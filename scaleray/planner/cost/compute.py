@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from scaleray.config.hardware.hardware_kinds import Gpu
 from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.remembered import remembered
-from scaleray.planner.hardware.kinds import Gpu
-from scaleray.planner.models.profile import Block
+from scaleray.planner.models.block_counts import Block
 
 # rate by the largest power of two that divides a side, in elements of 16 bit. 64 elements fill a tensor core's tile and
 # a cache line; the fall below is read off figures 5 to 8 of arXiv:2401.14489 and agrees with BLOOM's tables (hidden

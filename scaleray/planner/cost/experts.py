@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.planner.cost.communication import network_latency_us, node_bytes_per_s
 from scaleray.planner.cost.compute import element_bytes
 from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.layout import Group, Layout, group_of
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.planner.models.profile import Block
+from scaleray.planner.models.block_counts import Block
 
 MESH_SHARE = 0.7
 """Share of a link's all-reduce bandwidth that an all-to-all gets: each pair sends little at once. nccl-tests on

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from scaleray.config.hardware.hardware_kinds import Gpu
 from scaleray.planner.cost.memory import MemoryEstimate
 from scaleray.planner.cost.uncertainty import SPREADS
-from scaleray.planner.hardware.kinds import Gpu
-from scaleray.records.study import Estimate
-from scaleray.text.units import GIB
+from scaleray.records.study_record import Estimate
+from scaleray.records.text.units import GIB
 
 Verdict = Literal["fits", "may not fit", "does not fit"]
 HEADROOM = 0.05

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.errors import ConfigError
-from scaleray.planner.hardware.kinds import Cluster
 
 Sharding = Literal["none", "zero1", "zero2", "zero3"]
 Checkpointing = Literal["none", "selective", "alternate", "full"]

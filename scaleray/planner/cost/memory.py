@@ -14,14 +14,14 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
+from scaleray.config.hardware.hardware_kinds import Gpu
 from scaleray.planner.cost.compute import element_bytes
 from scaleray.planner.cost.experts import held_params, state_shards
 from scaleray.planner.cost.layout import Checkpointing, Layout
+from scaleray.planner.cost.pipeline_stages import balanced_cuts, even_cuts, filled_cuts
 from scaleray.planner.cost.remembered import remembered
-from scaleray.planner.cost.stages import balanced_cuts, even_cuts, filled_cuts
-from scaleray.planner.hardware.kinds import Gpu
-from scaleray.planner.models.profile import Block, ModelProfile
-from scaleray.text.units import GIB
+from scaleray.planner.models.block_counts import Block, ModelProfile
+from scaleray.records.text.units import GIB
 
 FRAGMENTATION_SHARE = 0.05
 """Fragmentation, as a share of allocated memory; 3 to 8 % in torchtitan's and nanotron's logs (reserved

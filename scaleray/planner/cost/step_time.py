@@ -14,16 +14,16 @@ import math
 import operator
 from dataclasses import dataclass
 
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.planner.cost.block_pass import UNMEASURED, WORK_FIELDS, BlockPass, Measured, block_passes, block_work
 from scaleray.planner.cost.communication import all_gather_s, all_reduce_s
 from scaleray.planner.cost.compute import optimizer_s
 from scaleray.planner.cost.constants import DEFAULT, Constants
 from scaleray.planner.cost.layout import Layout, group_of
-from scaleray.planner.cost.pipeline import hand_overs_s, idle_micro_batches
+from scaleray.planner.cost.pipeline_stages import balanced_cuts, even_cuts
+from scaleray.planner.cost.pipeline_time import hand_overs_s, idle_micro_batches
 from scaleray.planner.cost.remembered import remembered
-from scaleray.planner.cost.stages import balanced_cuts, even_cuts
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.planner.models.profile import ModelProfile
+from scaleray.planner.models.block_counts import ModelProfile
 
 ROUNDING = 1e-9
 """Relative error that sums of a model's blocks stay below, in whatever order they are taken."""

@@ -14,9 +14,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scaleray.config.hardware.hardware_kinds import Cluster
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.hardware.kinds import Cluster
-from scaleray.records.study import Estimate
+from scaleray.records.study_record import Estimate
 
 
 @dataclass(frozen=True)

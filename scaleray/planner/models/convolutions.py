@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scaleray.errors import ConfigError
-from scaleray.planner.models.profile import Block, ModelProfile
+from scaleray.planner.models.block_counts import Block, ModelProfile
 
 RESNETS = {
     18: ((2, 2, 2, 2), False),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from scaleray.errors import UsageError, first_line
-from scaleray.planner.models.profile import Block, Matmul, ModelProfile
+from scaleray.planner.models.block_counts import Block, Matmul, ModelProfile
 from scaleray.records.workload_profile import PartProfile, WorkloadProfile
 
 

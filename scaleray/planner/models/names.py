@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from scaleray.common.parsing import near_words
 from scaleray.errors import UsageError
-from scaleray.parsing import near_words
+from scaleray.planner.models.block_counts import ModelProfile, of_size
 from scaleray.planner.models.convolutions import convolutional, resnet
-from scaleray.planner.models.profile import ModelProfile, of_size
 from scaleray.planner.models.shapes import ALIASES, CONVOLUTIONAL, SIZES, TRANSFORMERS
 from scaleray.planner.models.transformers import TransformerShape, transformer
 

@@ -11,7 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from scaleray.errors import ConfigError
-from scaleray.planner.models.profile import Block, Matmul, ModelProfile
+from scaleray.planner.models.block_counts import Block, Matmul, ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.profiling.traces.kinds import Kind, kinds_of
+from scaleray.profiling.traces.kernel_kinds import Kind, kinds_of
 from scaleray.profiling.traces.trace import Trace
 
 _ITEM_BYTES = {

@@ -10,10 +10,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
-from scaleray.profiling.traces.clocks import Clocks
 from scaleray.profiling.traces.json_stream import read_object
 from scaleray.profiling.traces.meetings import Meeting
 from scaleray.profiling.traces.trace import Trace
+from scaleray.profiling.traces.trace_clocks import Clocks
 
 PROCESSES_PER_RANK = 1_000
 _ARROWS_PER_RANK = 1_000_000_000

@@ -14,7 +14,7 @@ import numpy as np
 
 from scaleray.errors import TraceError
 from scaleray.profiling.traces.intervals import EMPTY, Intervals, either, length, union, without
-from scaleray.profiling.traces.kinds import Kind, kinds_of
+from scaleray.profiling.traces.kernel_kinds import Kind, kinds_of
 from scaleray.profiling.traces.launches import launch_starts
 from scaleray.profiling.traces.trace import ANNOTATION, CPU_OP, STEP, Trace
 

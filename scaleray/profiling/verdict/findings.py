@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from scaleray.text.units import seconds
+from scaleray.records.text.units import seconds
 
 
 class Limit(StrEnum):

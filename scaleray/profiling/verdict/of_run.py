@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from scaleray.profiling.links import in_words, slow_link, why_not
 from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
-from scaleray.profiling.verdict.judge import judge
 from scaleray.profiling.verdict.signals import OWN, Facts, LateAt, Signals
-from scaleray.profiling.verdict.words import sentence_of
+from scaleray.profiling.verdict.verdict import judge
+from scaleray.profiling.verdict.verdict_text import sentence_of
 from scaleray.records.json_record import leaves
 from scaleray.records.phases import Phase
-from scaleray.records.profile import CollectiveRow, RankProfile, RunProfile, Spread
-from scaleray.records.run import RunRecord
+from scaleray.records.profile_record import CollectiveRow, RankProfile, RunProfile, Spread
+from scaleray.records.run_record import RunRecord
 
 FIRST_STEPS = 10
 """Steps at the beginning that are left out, but not more than half."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.profiling.verdict.replay import Replay
+from scaleray.profiling.verdict.predicted_step import Replay
 from scaleray.profiling.verdict.signals import Seconds
 from scaleray.records.phases import Phase
 

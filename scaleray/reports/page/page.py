@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from scaleray.filesystems import write_whole
-from scaleray.records.study import Conditions
+from scaleray.common.filesystems import write_whole
+from scaleray.records.study_record import Conditions
+from scaleray.records.text.tables import Table
+from scaleray.records.text.units import seconds
 from scaleray.reports.page.drawing import Drawing
-from scaleray.text.tables import Table
-from scaleray.text.units import seconds
 
 LONGEST_FACT = 300
 BESIDE = "This page needs no network; figures as PNG and numbers as CSV lie beside it."

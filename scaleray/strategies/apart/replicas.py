@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from scaleray.metric_names import CONSENSUS_DISTANCE
+from scaleray.common.equal_models import dense_buffers
+from scaleray.common.metric_names import CONSENSUS_DISTANCE
 from scaleray.profiling.collectives import ALL_REDUCE, BROADCAST
-from scaleray.reproducibility.equal_models import dense_buffers
 from scaleray.strategies.contract.later import Later
 from scaleray.strategies.contract.parallel import Metrics, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, whole

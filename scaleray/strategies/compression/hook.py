@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from scaleray import metric_names
+from scaleray.common import metric_names
 from scaleray.config import RunConfig
 from scaleray.config.compression import CompressionSettings
 from scaleray.strategies.compression.adaptive import WHOLE, Review, review, summary

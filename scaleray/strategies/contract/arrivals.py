@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from scaleray.records.profile import Places
+from scaleray.records.profile_record import Places
 
 MOST_PLACES = 16
 """Places that are watched in a pass. A note costs the host some microseconds; layers in between are drawn together."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.records.phases import Enter
-from scaleray.records.profile import CollectiveRow
+from scaleray.records.profile_record import CollectiveRow
 from scaleray.strategies.contract.arrivals import ArrivalSource
 from scaleray.strategies.contract.numbers import Number, Truth
 from scaleray.strategies.contract.weight_shares import WeightShare

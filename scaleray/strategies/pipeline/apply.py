@@ -20,17 +20,17 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.utils._pytree import tree_leaves
 
+from scaleray.common.equal_models import dense_buffers
+from scaleray.common.metric_names import BUBBLE_SHARE
+from scaleray.common.seeding import stream_seed
 from scaleray.config import RunConfig
-from scaleray.metric_names import BUBBLE_SHARE
+from scaleray.config.recipe.pipeline_bubble import runs
 from scaleray.records.phases import Enter, Phase
-from scaleray.reproducibility.equal_models import dense_buffers
-from scaleray.reproducibility.seeding import stream_seed
-from scaleray.scaling.recipe.pipeline_bubble import runs
 from scaleray.strategies.contract.later import Later, on_device
 from scaleray.strategies.contract.parallel import Metrics, MicroBatch, Objective, Parallel
 from scaleray.strategies.pipeline.busy_time import BusyTime, bubble_share
-from scaleray.strategies.pipeline.evaluation import Whole
 from scaleray.strategies.pipeline.parts import Parts
+from scaleray.strategies.pipeline.pipeline_evaluation import Whole
 from scaleray.strategies.pipeline.stages import Stage
 
 SCHEDULES: dict[str, Any] = {

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from scaleray.common.seeding import same_random_numbers
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.reproducibility.seeding import same_random_numbers
 from scaleray.strategies.pipeline.stages import Unit
 from scaleray.workload import own_method
 

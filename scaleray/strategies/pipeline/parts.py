@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from scaleray.config import RunConfig
+from scaleray.config.recipe.pipeline_bubble import bubble_share
 from scaleray.errors import WorkloadError
 from scaleray.profiling.collectives import ALL_REDUCE, SEND
-from scaleray.scaling.recipe.pipeline_bubble import bubble_share
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare, share_of, shared_out, sizes
 from scaleray.strategies.fsdp import total_norm
 from scaleray.strategies.pipeline.chain_check import check_chain
 from scaleray.strategies.pipeline.costs import measured_costs
-from scaleray.strategies.pipeline.shards import Shards, present_anywhere
+from scaleray.strategies.pipeline.pipeline_shards import Shards, present_anywhere
 from scaleray.strategies.pipeline.stages import (
     Stage,
     Unit,

@@ -15,7 +15,7 @@ from torch import nn
 
 from scaleray.config.fsdp import FsdpSettings
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.text.units import GIB
+from scaleray.records.text.units import GIB
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from scaleray.profiling.layer_names import layer_range
 from scaleray.records.phases import Enter, Phase
-from scaleray.records.profile import Places
+from scaleray.records.profile_record import Places
 from scaleray.strategies.contract.arrivals import Moments, drawn_together
 
 STEPS_BEFORE = 2

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from scaleray.records.phases import Enter, Phase
-from scaleray.records.profile import CollectiveRow
+from scaleray.records.profile_record import CollectiveRow
 
 
 @dataclass

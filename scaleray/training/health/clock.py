@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scaleray.records.start import FIRST_STEP, StartClock, steady_time
-from scaleray.training.profile.profile import Profile
+from scaleray.training.profile.profiler import Profile
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from scaleray.common.watchers import Watcher
 from scaleray.training.health.reporter import Reporter
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.model_setup import Setup
-from scaleray.watchers import Watcher
 
 
 class CompilationWatch(Observer):

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from scaleray.common.user_code import user_frames
 from scaleray.records.hangs import LINES_KEPT, Group, Line
-from scaleray.user_code import user_frames
 
 SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 OLD_VARIABLE = "TORCH_NCCL_TRACE_BUFFER_SIZE"

@@ -15,12 +15,12 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
+from scaleray.common.watchers import Guard
 from scaleray.strategies.apart.in_flight_exchanges import BESIDE_TRAINING
-from scaleray.training.health import progress as progress_of_process
-from scaleray.training.health.progress import WATCHDOG_SHARE, Progress
+from scaleray.training.health import worker_progress as progress_of_process
 from scaleray.training.health.stall_watch import StallWatch
+from scaleray.training.health.worker_progress import WATCHDOG_SHARE, Progress
 from scaleray.training.setup.place import Place
-from scaleray.watchers import Guard
 
 # How long a collective may take before it counts as lost: longer while the first step compiles than in all others.
 #

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from scaleray.reproducibility.equal_models import dense_parts
+from scaleray.common.equal_models import dense_parts
 
 
 class LiveTensors(TorchDispatchMode):

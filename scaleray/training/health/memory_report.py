@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.training.health.live_memory import LiveTensors, storage_bytes
 from scaleray.training.observer import Observer
 from scaleray.training.profile.used_memory import peak_resident_bytes, resident_bytes
 from scaleray.training.setup.model_setup import Setup
-from scaleray.watchers import Guard, Watcher
 
 
 class MemoryReport(Observer):

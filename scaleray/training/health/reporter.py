@@ -9,18 +9,18 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from scaleray.common.installed import newer_than_tested
+from scaleray.common.metric_names import GRAD_NORM_OF, LOSS_OF, by_loss
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.config.idle_settings import idle_settings
-from scaleray.installed import newer_than_tested
-from scaleray.metric_names import GRAD_NORM_OF, LOSS_OF, by_loss
-from scaleray.records.run import DerivedRecord, Emit, EventRecord, StepRecord, SystemRecord
-from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
+from scaleray.config.recipe.lr_rules import MOVED_BY_RULES
+from scaleray.records.run_record import DerivedRecord, Emit, EventRecord, StepRecord, SystemRecord
 from scaleray.strategies.contract.parallel import Metrics, known
 from scaleray.training.health.system_metrics import SystemMetrics
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.watchers import Guard, Watcher
 from scaleray.workload import brings_optimizer, brings_schedule, own_method
 
 SHORTEST_SAMPLING_S = 5.0

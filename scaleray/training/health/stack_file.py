@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
 
+from scaleray.common.user_code import user_frames
 from scaleray.records.hangs import LINES_KEPT, Line, RankDump
-from scaleray.user_code import user_frames
 
 HEADER = re.compile(r"rank (\d+) of (\d+) on (\S+), process (\d+), training thread (0x[0-9a-f]+)")
 THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)[^\n]*\n((?:  File .*\n?)*)", re.MULTILINE)

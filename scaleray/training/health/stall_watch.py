@@ -21,14 +21,14 @@ from typing import Any, TypeVar
 import torch
 
 from scaleray.checkpoints.storage import Store
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.errors import PeerLostError
 from scaleray.records.hangs import HANGS, Line, RankDump, Thread, are_all, calls_of, dump_name, place_of, stacks_name
 from scaleray.training.health import flight_recorder
 from scaleray.training.health.flight_recorder import entries_without_lines
-from scaleray.training.health.progress import Progress
 from scaleray.training.health.stack_file import StackFile, as_line, user_lines
+from scaleray.training.health.worker_progress import Progress
 from scaleray.training.setup.place import Place
-from scaleray.watchers import Guard, Watcher
 
 MOST_LINES = 60  # of a thread
 

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from scaleray.common.fingerprint import hardware
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.data import TRAIN
 from scaleray.emulation import is_emulated
-from scaleray.records.profile import RankMeasurements
-from scaleray.records.run import WorkerSummary
-from scaleray.reproducibility.fingerprint import hardware
+from scaleray.records.profile_record import RankMeasurements
+from scaleray.records.run_record import WorkerSummary
 from scaleray.training.health.clock import Clock
 from scaleray.training.profile.used_memory import peak_bytes
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.watchers import Guard, Watcher
 
 
 class Ended(Protocol):

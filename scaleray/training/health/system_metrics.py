@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import torch
 
-from scaleray import nvml
-from scaleray.watchers import Guard, Watcher
+from scaleray.common import nvml
+from scaleray.common.watchers import Guard, Watcher
 
 MB = 1e6  # bytes of a megabyte, as MLflow counts
 

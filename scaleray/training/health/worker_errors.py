@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from scaleray.config import RunConfig
+from scaleray.config.recipe.values import Recipe
 from scaleray.errors import (
     DataError,
     LeftEarly,
@@ -19,9 +20,8 @@ from scaleray.errors import (
     WorkloadError,
     first_line,
 )
-from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.health.live_memory import is_out_of_memory
-from scaleray.training.health.progress import COLLECTIVES, Progress
+from scaleray.training.health.worker_progress import COLLECTIVES, Progress
 from scaleray.training.setup.compilation import compile_error
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place

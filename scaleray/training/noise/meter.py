@@ -11,13 +11,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scaleray import metric_names
+from scaleray.common import metric_names
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.config import RunConfig
-from scaleray.scaling.noise.noise_scale import NoiseAverages, NoiseWindows, estimate, forgetting
-from scaleray.scaling.noise.source import SourceName
+from scaleray.config.recipe.noise_source import SourceName
 from scaleray.strategies.contract.numbers import Number
-from scaleray.training.noise.preconditioning import Preconditioned, View
-from scaleray.training.noise.sources import (
+from scaleray.training.noise.gradient_sources import (
     ConsecutiveSteps,
     FirstMicroBatch,
     Seen,
@@ -27,9 +26,10 @@ from scaleray.training.noise.sources import (
     as_viewed,
     gradients_in,
 )
+from scaleray.training.noise.noise_scale import NoiseAverages, NoiseWindows, estimate, forgetting
+from scaleray.training.noise.preconditioning import Preconditioned, View
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.watchers import Guard, Watcher
 
 FIRST_PRECONDITIONED_STEP = 6
 """First step that is measured with preconditioning. Before it, Adam's second moments are those of a few gradients,

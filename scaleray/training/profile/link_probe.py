@@ -14,7 +14,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from scaleray.records.profile import LinkRow
+from scaleray.records.profile_record import LinkRow
 from scaleray.training.setup.place import Place
 
 FIRST_BYTES, MOST_BYTES = 2**16, 2**22

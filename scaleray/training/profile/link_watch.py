@@ -11,13 +11,13 @@ from typing import Protocol
 
 import torch
 
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.profiling.links import in_words, slow_link, slowest, why_not
 from scaleray.records.published import LinksMeasured
-from scaleray.records.run import Emit, EventRecord
+from scaleray.records.run_record import Emit, EventRecord
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.profile.link_probe import probe_links
 from scaleray.training.setup.place import Place
-from scaleray.watchers import Guard, Watcher
 
 LONGEST_S = 10.0
 """Seconds after which no further pair is measured."""

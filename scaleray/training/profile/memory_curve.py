@@ -13,7 +13,7 @@ import torch
 
 from scaleray.profiling.memory import Sample, memory_over_time, numbers_of, thinned
 from scaleray.records.phases import Phase
-from scaleray.records.profile import MemoryNumbers, MemoryPeak
+from scaleray.records.profile_record import MemoryNumbers, MemoryPeak
 from scaleray.records.start import steady_time
 from scaleray.training.profile import used_memory
 

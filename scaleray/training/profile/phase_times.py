@@ -13,17 +13,17 @@ from functools import partial
 
 import numpy as np
 
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.profiling.run_profile import CLOSES_WITHIN, PAUSES, STEP
 from scaleray.profiling.step_rows import StepRows
 from scaleray.records.phases import PARTS, Enter, Phase
-from scaleray.records.profile import MemoryNumbers, RankMeasurements
-from scaleray.records.run import Emit, EventRecord
+from scaleray.records.profile_record import MemoryNumbers, RankMeasurements
+from scaleray.records.run_record import Emit, EventRecord
 from scaleray.training.observer import Observer
 from scaleray.training.profile.marks import DeviceMarks, HostMarks, Marks
 from scaleray.training.profile.memory_curve import MemoryCurve
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.watchers import Guard, Watcher
 
 
 class Pauses:

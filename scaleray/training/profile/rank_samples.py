@@ -12,17 +12,17 @@ import numpy as np
 import psutil
 import torch
 
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.profiling.run_profile import STEP
-from scaleray.records.live import RecentSteps
+from scaleray.records.live_state import RecentSteps
 from scaleray.records.phases import PARTS
 from scaleray.records.published import RankSample
-from scaleray.records.run import Emit
+from scaleray.records.run_record import Emit
 from scaleray.records.start import steady_time
 from scaleray.training.observer import Observer, TakenStep
-from scaleray.training.profile.arrivals import ArrivalTimes
+from scaleray.training.profile.arrival_recording import ArrivalTimes
 from scaleray.training.profile.phase_times import PhaseTimes
 from scaleray.training.setup.place import Place
-from scaleray.watchers import Guard, Watcher
 
 TOLD_EVERY_S = 1.0
 SAMPLES_A_SECOND = 50.0

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from scaleray.common.own_folder import COMPILED
 from scaleray.config import RunConfig
 from scaleray.errors import ConfigError
-from scaleray.own_folder import COMPILED
 from scaleray.training.setup.blocks import Forward, forward_of, model_blocks, replace_forward
 
 MEND = "mend what is named there, or leave it out to train without compilation"

@@ -9,6 +9,8 @@ from typing import Any
 
 from scaleray.config import Duration, RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN, Split, StepPlan
 from scaleray.data.iterable import promise
 from scaleray.data.length_order import LengthPlan
@@ -16,8 +18,6 @@ from scaleray.data.sample_order import Origin
 from scaleray.data.split import COLLATE_ADVICE
 from scaleray.errors import ConfigError, DataError
 from scaleray.records.trace_request import TraceRequest
-from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.setup.row_lengths import check_row_lengths, check_same_place
 
 MANY_EPOCHS = 200

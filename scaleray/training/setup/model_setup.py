@@ -17,19 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from scaleray.config import RunConfig
-from scaleray.config.precision import AveragingSettings
-from scaleray.errors import ConfigError, WorkloadError
-from scaleray.reproducibility.equal_models import (
+from scaleray.common.equal_models import (
     Digests,
     check_equal_digests,
     check_equal_parameters,
     check_equal_structure,
     fingerprint_of,
 )
-from scaleray.reproducibility.seeding import seed_everything, stream_seed, use_deterministic_algorithms
-from scaleray.scaling.recipe.values import Recipe
-from scaleray.several_losses import losses_of
+from scaleray.common.seeding import seed_everything, stream_seed, use_deterministic_algorithms
+from scaleray.config import RunConfig
+from scaleray.config.precision import AveragingSettings
+from scaleray.config.recipe.values import Recipe
+from scaleray.errors import ConfigError, WorkloadError
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.sharding.paged_build import PagedBuild
 from scaleray.training.setup import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
@@ -39,6 +38,7 @@ from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.own_schedule import take_step
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.several_optimizers import config_for
+from scaleray.training.setup.weighted_losses import losses_of
 from scaleray.workload import built_model
 
 

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
 from scaleray.config.optimizer import missing_rate
+from scaleray.config.recipe.schedules import learning_rate_factor
+from scaleray.config.recipe.values import Recipe
 from scaleray.config.strategy_traits import traits_of
-from scaleray.scaling.recipe.schedules import learning_rate_factor
-from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.setup import own_schedule
 from scaleray.training.setup.large_batch_optimizers import Lamb, Lars
 from scaleray.training.setup.own_optimizer import InUse, OptimizerValues, WithoutRate, acts_on_elements, build_own

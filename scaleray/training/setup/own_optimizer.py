@@ -19,8 +19,8 @@ import torch
 
 from scaleray.config import RunConfig
 from scaleray.config.optimizer import missing_rate
+from scaleray.config.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.scaling.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.training.setup.averaging import has_modes
 from scaleray.training.setup.several_optimizers import SeveralOptimizers, members
 

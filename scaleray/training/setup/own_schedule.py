@@ -17,8 +17,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from scaleray.config import RunConfig
+from scaleray.config.recipe.values import Recipe
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.several_optimizers import SeveralOptimizers, SeveralSchedules, members
 from scaleray.workload import call_user_code

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from scaleray.common.metric_names import SPARSITY
 from scaleray.config.precision import PruningSettings
 from scaleray.errors import WorkloadError
-from scaleray.metric_names import SPARSITY
 from scaleray.training.setup import shards
 from scaleray.training.setup.shards import local
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from scaleray.config import RunConfig
 from scaleray.config.strategy_traits import TRAITS, traits_of
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.several_losses import losses_of
+from scaleray.training.setup.weighted_losses import losses_of
 
 
 class SeveralOptimizers(torch.optim.Optimizer):

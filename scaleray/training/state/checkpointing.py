@@ -20,16 +20,16 @@ from scaleray.checkpoints.damage import Damage
 from scaleray.checkpoints.manifest import Incomplete, Manifest
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.saver import Saver
+from scaleray.common.printed import quantity
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.errors import CheckpointError, RunFailedError, ScaleRayError
-from scaleray.records.printed import quantity
-from scaleray.records.run import CheckpointRecord, EventRecord
+from scaleray.records.run_record import CheckpointRecord, EventRecord
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.items import PROGRESS, REPLICA, as_json
 from scaleray.training.state.optimizer_state import Rates
-from scaleray.training.state.state import TrainState
+from scaleray.training.state.training_state import TrainState
 from scaleray.training.step.evaluation import check_split, unknown_metric
-from scaleray.watchers import Guard, Watcher
 
 GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer closes its connections at once
 NOTICE_INTERVAL_S = 2.0

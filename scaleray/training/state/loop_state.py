@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.training.health.clock import Clock
-from scaleray.training.noise.watch import NoiseWatch
+from scaleray.training.noise.noise_watch import NoiseWatch
 from scaleray.training.observer import TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.step.evaluation import Evaluations

@@ -17,11 +17,11 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.saver import Saver
 from scaleray.errors import RunFailedError
-from scaleray.records.run import EvaluationRecord, EventRecord, StepRecord, WorkerMessage, WorkerSummary
+from scaleray.records.run_record import EvaluationRecord, EventRecord, StepRecord, WorkerMessage, WorkerSummary
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.training.state.state import TrainState
+from scaleray.training.state.training_state import TrainState
 
 COURSE = "course"
 """Key under which a checkpoint's facts hold the samples and seconds before it."""

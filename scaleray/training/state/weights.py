@@ -33,8 +33,8 @@ from scaleray.checkpoints.model_layout import (
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.weight_files import safetensors_file
 from scaleray.checkpoints.weight_sums import sums_name, write_sums
+from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError, StorageError
-from scaleray.parsing import load_json
 
 if TYPE_CHECKING:
     from scaleray.strategies.contract.weight_shares import Placed, WeightShare

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
+from scaleray.common.equal_models import dense_buffers
 from scaleray.config import RunConfig
+from scaleray.config.recipe.values import Recipe, largest_divisor, with_micro_size
 from scaleray.errors import first_line
-from scaleray.reproducibility.equal_models import dense_buffers
-from scaleray.scaling.recipe.values import Recipe, largest_divisor, with_micro_size
 from scaleray.training.health.live_memory import free_unused, is_out_of_memory
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place

@@ -17,8 +17,7 @@ from scaleray.data import Input, Part, RankBatch, Split
 from scaleray.data.source import rows_in
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.records.phases import Phase
-from scaleray.records.run import EvaluationRecord
-from scaleray.several_losses import has_loss
+from scaleray.records.run_record import EvaluationRecord
 from scaleray.strategies.contract.later import Later
 from scaleray.strategies.contract.parallel import Run
 from scaleray.training.health.live_memory import is_out_of_memory
@@ -26,6 +25,7 @@ from scaleray.training.health.worker_errors import is_lost_peer
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.weighted_losses import has_loss
 from scaleray.training.step.metric_objects import MetricObjects
 from scaleray.training.step.micro_batches import collate_ahead, user_batch
 from scaleray.training.step.named_sums import NamedSums

@@ -12,17 +12,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from scaleray.common.seeding import same_random_numbers
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.data.ragged import flat_values
 from scaleray.data.source import rows_in
 from scaleray.errors import DataError, WorkloadError
-from scaleray.reproducibility.seeding import same_random_numbers
-from scaleray.several_losses import OneLoss, losses_of
 from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import explained, is_lost_peer
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.weighted_losses import OneLoss, losses_of
 from scaleray.training.step.batch_structure import check_same_structure
 from scaleray.training.step.evaluation import evaluation_mode
 from scaleray.training.step.micro_batches import user_batch

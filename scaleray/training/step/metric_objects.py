@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from scaleray.common.metric_states import check_rules, share
 from scaleray.errors import WorkloadError
-from scaleray.metric_states import check_rules, share
 from scaleray.training.setup.place import Place
 from scaleray.workload import call_user_code, own_method
 

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from scaleray.common.seeding import same_random_numbers
 from scaleray.config import RunConfig
+from scaleray.config.recipe.values import Recipe, with_micro_size
 from scaleray.data import RankBatch
 from scaleray.data.source import rows_in
 from scaleray.errors import ConfigError
 from scaleray.records.phases import Phase
-from scaleray.reproducibility.seeding import same_random_numbers
-from scaleray.scaling.recipe.values import Recipe, with_micro_size
-from scaleray.text.units import GIB
+from scaleray.records.text.units import GIB
 from scaleray.training.health.live_memory import LiveTensors, free_unused, is_out_of_memory, local_part, storage_bytes
 from scaleray.training.health.memory_report import gradients, lasting
 from scaleray.training.setup.model_setup import Setup

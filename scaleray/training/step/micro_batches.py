@@ -17,8 +17,8 @@ from scaleray.data import TRAIN, RankBatch, Split
 from scaleray.data.collating import CollateAhead
 from scaleray.data.collation import collated, refuse_ragged
 from scaleray.data.rank_batch import Made
-from scaleray.several_losses import losses_of
 from scaleray.training.setup.precision import as_dtype
+from scaleray.training.setup.weighted_losses import losses_of
 from scaleray.workload import own_method
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.config.recipe.values import Recipe, with_micro_size
 from scaleray.data import TRAIN, RankBatch
 from scaleray.data.collating import CollateAhead
 from scaleray.records.phases import Phase
-from scaleray.scaling.recipe.values import Recipe, with_micro_size
 from scaleray.training.health.reporter import Reporter
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from scaleray.config import RunConfig
 from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import WorkloadError
-from scaleray.strategies.pipeline.evaluation import Rehearsal
+from scaleray.strategies.pipeline.pipeline_evaluation import Rehearsal
 from scaleray.strategies.sharding.fsdp_units import choose_units
 
 

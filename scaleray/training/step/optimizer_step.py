@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from scaleray.config.recipe.values import Recipe
 from scaleray.data import RankBatch
-from scaleray.scaling.recipe.values import Recipe
 from scaleray.training.noise.meter import NoiseMeter
 from scaleray.training.step.launched import Launched
 

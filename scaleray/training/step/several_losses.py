@@ -14,15 +14,15 @@ from typing import Any
 
 from torch import nn
 
+from scaleray.config.recipe.values import Recipe
 from scaleray.config.strategy_traits import traits_of
 from scaleray.data import RankBatch
 from scaleray.errors import WorkloadError
-from scaleray.scaling.recipe.values import Recipe
-from scaleray.several_losses import OneLoss, losses_of
 from scaleray.training.noise.meter import NoiseMeter
 from scaleray.training.observer import StepResult
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
+from scaleray.training.setup.weighted_losses import OneLoss, losses_of
 from scaleray.training.step.launched import LaunchedStep
 from scaleray.training.step.optimizer_step import OptimizerStep
 from scaleray.training.step.step import Probe, TrainStep

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from scaleray.config import RunConfig
+from scaleray.config.recipe.values import Recipe
 from scaleray.data import RankBatch
 from scaleray.records.phases import Phase
-from scaleray.scaling.recipe.values import Recipe
 from scaleray.strategies.contract.numbers import Number, Truth, as_factor, choose, is_finite, ratio, together
 from scaleray.strategies.contract.parallel import MicroBatch, Run
 from scaleray.training.noise.meter import NoiseMeter

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from scaleray.common.seeding import same_random_numbers
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.reproducibility.seeding import same_random_numbers
+from scaleray.records.text.units import memory
 from scaleray.strategies.contract.parallel import full
 from scaleray.strategies.contract.weight_shares import sizes
-from scaleray.text.units import memory
 from scaleray.training.setup import fine_tuning, float8, precision
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from scaleray.config import RunConfig
-from scaleray.scaling.recipe.shares import described, equal_shares, is_worth_it, shares_by_speed, smoothed
-from scaleray.scaling.recipe.values import Recipe
+from scaleray.config.recipe.shares import described, equal_shares, is_worth_it, shares_by_speed, smoothed
+from scaleray.config.recipe.values import Recipe
 from scaleray.training.setup.place import Place
 
 MEASURED_STEPS = 16  # steps before a measurement is taken; their median leaves out a checkpoint or a hiccup

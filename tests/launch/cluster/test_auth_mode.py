@@ -8,10 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from scaleray.clusters import local_clusters
+from scaleray.clusters.submit import jobs_api
 from scaleray.config import load_config
 from scaleray.errors import ClusterError, UsageError
-from scaleray.launch.cluster import connection, head, local_clusters, loopback, node_process, own_ray, token
-from scaleray.launch.submit import jobs_api
+from scaleray.launch.cluster import connection, head, loopback, node_process, own_ray, token
 
 ELSEWHERE = "http://10.0.0.1:8265"
 VARIABLES = (

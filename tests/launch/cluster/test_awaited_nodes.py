@@ -10,9 +10,9 @@ from scaleray.config import load_config
 from scaleray.errors import ClusterError
 from scaleray.launch.cluster import awaited_nodes
 from scaleray.launch.cluster.connection import Node
-from scaleray.launch.study import hardware
-from scaleray.launch.verify import preparation
-from scaleray.launch.verify.options import VerifyOptions
+from scaleray.studies import hardware
+from scaleray.verification import preparation
+from scaleray.verification.verify_options import VerifyOptions
 
 MINIMAL = {"workload.name": "x:Y", "batch.global_size": 64, "optimizer.learning_rate": 0.1, "stop.after": "1 steps"}
 

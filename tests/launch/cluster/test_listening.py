@@ -14,7 +14,7 @@ import pytest
 from listening import MARK, answer, marked, ports, processes, status, words
 from waiting import wait_until
 
-from scaleray import own_folder
+from scaleray.common import own_folder
 from scaleray.launch.cluster import connection, loopback
 
 CLIENT = "/ray.rpc.RayletDriver/ClusterInfo"

@@ -16,10 +16,11 @@ from waiting import wait_until
 import scaleray
 from scaleray.cli.cluster import _export as export_line
 from scaleray.cli.main import run_command
+from scaleray.clusters import local_clusters
+from scaleray.common.guarded import guarded
 from scaleray.config import load_config
 from scaleray.errors import ClusterError, UsageError
-from scaleray.guarded import guarded
-from scaleray.launch.cluster import local_clusters, local_state, node_process
+from scaleray.launch.cluster import local_state, node_process
 from scaleray.launch.cluster.local_state import MARK, ClusterState, NodeState
 
 ROOT = Path(__file__).parents[3]

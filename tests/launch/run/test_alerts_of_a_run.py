@@ -15,10 +15,10 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, LeftEarly, StepFailedError
 from scaleray.launch.run.train import train
-from scaleray.launch.session.alerts import alert_settings
-from scaleray.records.alerts import parse_alerts
-from scaleray.records.run import EventRecord, RunRecord
-from scaleray.tracking import alert_delivery, run_alerts
+from scaleray.launch.session.alert_targets import alert_settings
+from scaleray.live import alert_delivery, run_alerts
+from scaleray.records.alert_record import parse_alerts
+from scaleray.records.run_record import EventRecord, RunRecord
 
 SECRET = "xyzzy"
 

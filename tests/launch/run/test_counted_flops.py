@@ -14,7 +14,7 @@ from scaleray.config.precision import PrecisionSettings
 from scaleray.launch.run import counted_flops as module
 from scaleray.launch.run.counted_flops import counted_flops
 from scaleray.records.published import CountedFlops
-from scaleray.records.run import EventRecord
+from scaleray.records.run_record import EventRecord
 
 PEAK = {"study.peak_tflops": 1.0}
 

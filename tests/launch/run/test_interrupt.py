@@ -106,7 +106,7 @@ def test_ray_job_stop_ends_the_run_as_killed_and_frees_everything(ray_session, t
         "--submission-id",
         name,
         "--runtime-env-json",
-        json.dumps({"excludes": ["tests/launch/model/conftest.py"]}),
+        json.dumps({"excludes": ["tests/models/conftest.py"]}),
         "--",
         "python",
         "-m",

@@ -14,7 +14,7 @@ import pytest
 from waiting import wait_until
 
 from scaleray.launch.cluster import driver_guard
-from scaleray.tracking.store import RunStore, mark_left_running
+from scaleray.recording.store import RunStore, mark_left_running
 
 WORKLOADS = Path(__file__).parent.parent / "workloads.py"
 

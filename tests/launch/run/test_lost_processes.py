@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError
 from scaleray.config import load_config
 from scaleray.errors import RunFailedError
 from scaleray.launch.run import trainer
-from scaleray.records.run import EventRecord
+from scaleray.records.run_record import EventRecord
 from scaleray.training import worker
 
 

@@ -6,11 +6,11 @@ import os
 import pytest
 
 from scaleray.config import load_config
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize
 from scaleray.launch.run.prediction import Prediction, prediction
 from scaleray.launch.session.conditions import conditions_of
-from scaleray.records.study import Curve, CurvePoint, Estimate, Point, StudyRecord
-from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize
+from scaleray.records.study_record import Curve, CurvePoint, Estimate, Point, StudyRecord
 
 
 def config(**more):

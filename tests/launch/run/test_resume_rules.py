@@ -13,7 +13,7 @@ from scaleray.config import load_config
 from scaleray.errors import CheckpointError, ConfigError, StorageError
 from scaleray.launch.run import resume
 from scaleray.launch.run.resume import check_changes, config_of, find
-from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.run_folder import RunFolder
 
 
 def options(tmp_path, **more):

@@ -20,14 +20,14 @@ from forked_command import ForkedCommand
 import scaleray
 from scaleray import Workload
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.common.fingerprint import environment, environment_hash
 from scaleray.config import load_config
 from scaleray.data import StepPlan, load_sources
 from scaleray.errors import CheckpointError, ConfigError, DataError, RunFailedError, StorageError, TrackingError
 from scaleray.launch.run import resume
-from scaleray.launch.session.folder import RunFolder
-from scaleray.records.run import RunRecord
-from scaleray.reproducibility.fingerprint import environment, environment_hash
-from scaleray.tracking import store
+from scaleray.launch.session.run_folder import RunFolder
+from scaleray.recording import store
+from scaleray.records.run_record import RunRecord
 from scaleray.training.state.weights import read_weights
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 import scaleray
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import StorageError
-from scaleray.records.sweep import SweepRecord
+from scaleray.records.sweep_record import SweepRecord
 
 HERE = Path(__file__).parent.parent
 

@@ -13,7 +13,7 @@ import torch
 
 import scaleray
 from scaleray.errors import ConfigError, DataError, InputStarvedError, RunFailedError
-from scaleray.records.run import EventRecord, RunRecord
+from scaleray.records.run_record import EventRecord, RunRecord
 from scaleray.records.start import PARTS
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]
@@ -141,7 +141,7 @@ def test_the_metrics_of_a_run_are_at_rays_node_and_join_with_those_of_ray_train(
     from prometheus_client.parser import text_string_to_metric_families
     from waiting import wait_until
 
-    from scaleray import metric_names as names
+    from scaleray.common import metric_names as names
 
     (port,) = {node["MetricsExportPort"] for node in ray.nodes()}
     flags = settings(tmp_path, "Line", **{"scale.workers": 2, "monitoring.every_s": 0.01})

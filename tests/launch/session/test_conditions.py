@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 from small_runs import DEFAULTS, Classify
 
+from scaleray.common import fingerprint
 from scaleray.config import load_config
 from scaleray.errors import ConfigError, StorageError
 from scaleray.launch.session.conditions import MOST_DIFFERENCES, check_same, conditions_of, differences, key_of
-from scaleray.launch.study.turn_store import InvalidTurns, KnownTurns, mark_invalid, studies_of
-from scaleray.records.study import ToTarget, Turn
-from scaleray.reproducibility import fingerprint
+from scaleray.records.study_record import ToTarget, Turn
+from scaleray.studies.turn_store import InvalidTurns, KnownTurns, mark_invalid, studies_of
 
 NODES = {"launch": "Ray Train", "nodes": [{"cpus": 2, "gpus": 0, "accelerator": None}]}
 

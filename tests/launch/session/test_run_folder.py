@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scaleray.launch.session.folder import RunFolder
+from scaleray.launch.session.run_folder import RunFolder
 
 
 def test_what_was_written_here_is_uploaded_and_nothing_stays(tmp_path):

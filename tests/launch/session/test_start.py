@@ -8,7 +8,7 @@ import pytest
 
 from scaleray.errors import ClusterError
 from scaleray.launch.run.train import train
-from scaleray.launch.session.start import LAUNCHERS, check_started_once
+from scaleray.launch.session.opened import LAUNCHERS, check_started_once
 
 
 @pytest.fixture(autouse=True)

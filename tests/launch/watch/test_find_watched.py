@@ -10,7 +10,7 @@ from live_states import describe, live_state, step
 from scaleray.errors import ClusterError, TrackingError
 from scaleray.launch.watch import find
 from scaleray.launch.watch.find import RecorderGone
-from scaleray.tracking.recorder import Recorder
+from scaleray.recording.recorder import Recorder
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from test_train_on_ray import settings
 
 import scaleray
 from scaleray.launch.watch import find
-from scaleray.records.run import StepRecord
+from scaleray.records.run_record import StepRecord
 
 
 @pytest.fixture

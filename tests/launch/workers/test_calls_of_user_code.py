@@ -7,7 +7,7 @@ import sys
 
 from ray import cloudpickle
 
-from scaleray.launch.workers.user_code import ship_user_code
+from scaleray.launch.workers.loaded_workload import ship_user_code
 
 TEXT = """
 import functools

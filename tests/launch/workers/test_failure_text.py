@@ -9,7 +9,7 @@ import pytest
 import scaleray
 from scaleray.errors import PeerLostError, RunFailedError, StepFailedError
 from scaleray.launch.workers.lost_workers import cause_of, fatal_error, what_failed
-from scaleray.records.run import Heartbeat
+from scaleray.records.run_record import Heartbeat
 from scaleray.training.health.worker_errors import is_lost_peer
 
 pytestmark = pytest.mark.usefixtures("mlflow_database")

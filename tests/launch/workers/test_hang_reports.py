@@ -10,7 +10,7 @@ from scaleray.launch.workers import hang_reports
 from scaleray.launch.workers.hang_reports import explain_hang
 from scaleray.launch.workers.lost_workers import what_failed
 from scaleray.records.hangs import HANGS, Call, Group, Line, RankDump, dump_name, stacks_name
-from scaleray.records.run import Heartbeat
+from scaleray.records.run_record import Heartbeat
 
 WORLD = Group("0", "default_pg", (0, 1))
 

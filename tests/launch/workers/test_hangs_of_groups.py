@@ -17,16 +17,16 @@ from small_runs import Classify, make_job
 
 from scaleray.data import as_source
 from scaleray.errors import PeerLostError, RunFailedError
-from scaleray.launch.check.two_processes import two_processes
-from scaleray.launch.study.study import climb_in_processes
-from scaleray.launch.sweep import trial_workers
-from scaleray.launch.sweep.plan import material_key
-from scaleray.launch.sweep.trial_workers import TrialGroup
 from scaleray.launch.workers import gloo
 from scaleray.launch.workers.gloo import UserCode
+from scaleray.studies.ladder import Rung
+from scaleray.studies.study import climb_in_processes
+from scaleray.sweeps import trial_workers
+from scaleray.sweeps.sweep_plan import material_key
+from scaleray.sweeps.trial_workers import TrialGroup
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.stores import OwnedStore, open_store
-from scaleray.training.study.ladder import Rung
+from scaleray.verification.check.two_processes import two_processes
 
 pytestmark = pytest.mark.combination
 

@@ -13,7 +13,7 @@ from scaleray.errors import LeftEarly
 from scaleray.launch.workers import in_processes
 from scaleray.records.phases import Phase
 from scaleray.records.published import LinksMeasured
-from scaleray.records.run import EventRecord, Heartbeat
+from scaleray.records.run_record import EventRecord, Heartbeat
 from scaleray.records.wishes import Wish
 
 TOLD, WISHES = [], []

@@ -7,24 +7,24 @@ from dataclasses import replace
 import pytest
 
 from scaleray.config import load_config
+from scaleray.config.hardware.cluster_text import parse_cluster
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.pipeline_bubble import suits
+from scaleray.config.recipe.values import DataSize
 from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.answers import advise as advising
 from scaleray.planner.answers.advise import advise, best_of, predict
 from scaleray.planner.answers.layouts import layouts
 from scaleray.planner.answers.outlook import CurvePoint, outlook, remarks_on
-from scaleray.planner.answers.question import Question
-from scaleray.planner.answers.write import config_keys
+from scaleray.planner.answers.plan_question import Question
+from scaleray.planner.answers.written_config import config_keys
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.memory import memory
 from scaleray.planner.cost.step_time import least_step_s, step_time
 from scaleray.planner.cost.uncertainty import WIDER
-from scaleray.planner.hardware.cluster_text import parse_cluster
+from scaleray.planner.models.block_counts import of_size
 from scaleray.planner.models.names import find_model
-from scaleray.planner.models.profile import of_size
-from scaleray.records.study import Estimate
-from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.pipeline_bubble import suits
-from scaleray.scaling.recipe.values import DataSize
+from scaleray.records.study_record import Estimate
 
 LLAMA = Question(model=find_model("llama-3-8b", sequence=4096), cluster=parse_cluster("h100:8x4"), global_batch=256)
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.planner.answers.calibration import MOST_COMM, calibrate
 from scaleray.planner.cost.block_pass import Measured
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.step_time import step_time
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model
 
 GPT = find_model("gpt2-xl")

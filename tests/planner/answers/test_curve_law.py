@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from scaleray.config.hardware.catalogue import CATALOGUE
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.errors import UsageError
 from scaleray.planner.answers.curve_law import Size, predicted_throughput
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.step_time import step_time
-from scaleray.planner.hardware.catalogue import CATALOGUE
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model
 
 GPT = find_model("gpt2")

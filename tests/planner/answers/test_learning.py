@@ -7,13 +7,13 @@ import random
 import pytest
 import study_examples
 
+from scaleray.config.hardware.catalogue import CATALOGUE
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.errors import UsageError
-from scaleray.planner.answers.learning import learn
+from scaleray.planner.answers.learned_constants import learn
 from scaleray.planner.answers.team_points import TeamPoint, TeamPoints, model_key, points_of
 from scaleray.planner.cost.block_pass import Measured
 from scaleray.planner.cost.step_time import step_time
-from scaleray.planner.hardware.catalogue import CATALOGUE
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.from_counted_workload import from_workload
 from scaleray.records.workload_profile import PartProfile, Product, WorkloadProfile
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import study_examples
 
+from scaleray.config.hardware.catalogue import CATALOGUE
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.answers.calibration import calibrate_link
 from scaleray.planner.answers.measurement import Measurement, measurement_of, read_measurement
@@ -12,8 +14,6 @@ from scaleray.planner.cost.block_pass import Measured
 from scaleray.planner.cost.communication import bus_bytes_per_s
 from scaleray.planner.cost.layout import Layout, group_of
 from scaleray.planner.cost.step_time import step_time
-from scaleray.planner.hardware.catalogue import CATALOGUE
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model
 
 GPT = find_model("gpt2")

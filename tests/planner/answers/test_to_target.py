@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.errors import ConfigError
 from scaleray.planner.answers.advise import advise
-from scaleray.planner.answers.question import Question
+from scaleray.planner.answers.plan_question import Question
 from scaleray.planner.answers.to_target import FACTORS, Target, best_way, ways_to
 from scaleray.planner.cost.checkpoint_stalls import checkpoint_cost
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model
-from scaleray.records.study import Estimate
+from scaleray.records.study_record import Estimate
 
 QUESTION = Question(
     model=find_model("gpt2"), cluster=parse_cluster("h100:8x2,price=2"), global_batch=256, strategies=("ddp", "zero1")

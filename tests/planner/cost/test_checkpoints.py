@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.errors import ConfigError
 from scaleray.planner.cost.checkpoint_stalls import best_interval_s, checkpoint_cost, effective_time_ratio, state_bytes
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model
 
 GPT2 = find_model("gpt2-xl")

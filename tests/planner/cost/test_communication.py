@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scaleray.config.hardware.cluster_text import parse_cluster
+from scaleray.config.hardware.measured_collectives import MeasuredTable
 from scaleray.planner.cost.communication import (
     ALGORITHMS,
     algorithms,
@@ -19,8 +21,6 @@ from scaleray.planner.cost.communication import (
     send_s,
 )
 from scaleray.planner.cost.layout import Group, group_of
-from scaleray.planner.hardware.cluster_text import parse_cluster
-from scaleray.planner.hardware.measured_collectives import MeasuredTable
 
 
 def whole(cluster):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.planner.cost.block_pass import key_value_exchange_s
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.step_time import step_time
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model
 
 CLUSTER = parse_cluster("h100:8x2,net=100G")

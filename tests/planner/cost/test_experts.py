@@ -5,17 +5,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.cli.main import run_command
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.errors import ConfigError
 from scaleray.planner.answers.advise import advise
 from scaleray.planner.answers.layouts import layouts
-from scaleray.planner.answers.question import Question
-from scaleray.planner.answers.write import config_keys
+from scaleray.planner.answers.plan_question import Question
+from scaleray.planner.answers.written_config import config_keys
 from scaleray.planner.cost.compute import filled_share
 from scaleray.planner.cost.experts import all_to_all_s, expert_replicas, held_params, owned_params, reduced_params
 from scaleray.planner.cost.layout import Layout, group_of
 from scaleray.planner.cost.memory import memory
 from scaleray.planner.cost.step_time import step_time
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model, find_shape, usual_mixture
 from scaleray.planner.models.transformers import TransformerShape, transformer
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.memory import activation_bytes, memory, micro_batches_in_flight
-from scaleray.planner.cost.stages import filled_cuts
+from scaleray.planner.cost.pipeline_stages import filled_cuts
 from scaleray.planner.models.names import find_model
 from scaleray.planner.models.transformers import TransformerShape, transformer
-from scaleray.text.units import GIB
+from scaleray.records.text.units import GIB
 
 
 def gpt(layers, hidden, heads):

@@ -4,10 +4,10 @@ from dataclasses import fields, replace
 
 import pytest
 
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.errors import ConfigError
 from scaleray.planner.cost import block_pass, compute, memory, remembered, step_time
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model
 
 REMEMBERED = [

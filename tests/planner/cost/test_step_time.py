@@ -11,19 +11,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from scaleray.config.hardware.catalogue import find_gpu
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.errors import ConfigError
 from scaleray.planner.answers.calibration import calibrate
 from scaleray.planner.cost.compute import alignment, product_rate
 from scaleray.planner.cost.constants import DEFAULT
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.cost.stages import balanced_cuts, even_cuts
+from scaleray.planner.cost.pipeline_stages import balanced_cuts, even_cuts
 from scaleray.planner.cost.step_time import step_time
 from scaleray.planner.cost.uncertainty import SPREADS
-from scaleray.planner.hardware.catalogue import find_gpu
-from scaleray.planner.hardware.cluster_text import parse_cluster
+from scaleray.planner.models.block_counts import of_size
 from scaleray.planner.models.convolutions import resnet
 from scaleray.planner.models.names import find_model
-from scaleray.planner.models.profile import of_size
 from scaleray.planner.models.transformers import TransformerShape, transformer
 
 A100 = parse_cluster("a100-80:8x16")

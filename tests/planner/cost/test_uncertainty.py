@@ -17,9 +17,9 @@ from jobs.planner_evidence.published import observations, read_folder
 from jobs.planner_evidence.transfers import TRANSFERS, pairs, transfer_scores, transferred
 from jobs.planner_evidence.validate import judge
 from scaleray.cli.main import run_command
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.uncertainty import SPREADS, WIDER, Anchor, Reason, interval, is_trusted, reasons
-from scaleray.planner.hardware.cluster_text import parse_cluster
 
 NODE, CLUSTER = parse_cluster("a100-80:8"), parse_cluster("a100-80:8x8,net=200G")
 ALONE = Anchor(Layout(micro_batch=4), "a100-80")

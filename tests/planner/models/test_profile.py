@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scaleray.config.hardware.catalogue import CATALOGUE
 from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.cost.compute import block_times
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.hardware.catalogue import CATALOGUE
 from scaleray.planner.models.convolutions import resnet
 from scaleray.planner.models.from_counted_workload import from_workload, read_profile
 from scaleray.planner.models.names import TRANSFORMERS, find_model, usual_shape

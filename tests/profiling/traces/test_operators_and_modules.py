@@ -11,7 +11,7 @@ from torch.utils import flop_counter
 
 from scaleray.profiling.traces.host import host_of
 from scaleray.profiling.traces.partition import marked_steps
-from scaleray.profiling.traces.shares import (
+from scaleray.profiling.traces.time_shares import (
     flops_of,
     precision_of,
     top_kernels,

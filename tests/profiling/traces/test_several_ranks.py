@@ -7,10 +7,10 @@ import pytest
 from made_trace import BASE_NS, MadeTrace, gloo_step, gpu_step
 
 from scaleray.errors import TraceError
-from scaleray.profiling.traces.clocks import clocks_from_barriers
 from scaleray.profiling.traces.meetings import collectives_of, join
 from scaleray.profiling.traces.merge import merge
-from scaleray.profiling.traces.report import ranks_of, report_on
+from scaleray.profiling.traces.trace_clocks import clocks_from_barriers
+from scaleray.profiling.traces.trace_report import ranks_of, report_on
 
 
 def report(*made, **options):

@@ -2,9 +2,9 @@
 
 from made_up_steps import STEP_S, facts, made_up
 
-from scaleray.profiling.verdict.judge import judge
+from scaleray.profiling.verdict.verdict import judge
 from scaleray.records.phases import Phase
-from scaleray.reports.compare.speed import reason_of
+from scaleray.studies.compare.speed import reason_of
 
 
 def test_most_of_a_difference_is_named_from_either_side():

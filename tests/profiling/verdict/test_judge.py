@@ -12,8 +12,8 @@ from scaleray.config.loading import known_keys
 from scaleray.config.strategy_traits import TRAITS
 from scaleray.profiling.verdict.advice import about_contention, about_little_work, advice_on
 from scaleray.profiling.verdict.findings import Limit
-from scaleray.profiling.verdict.judge import LEAST_SHARE, judge
 from scaleray.profiling.verdict.signals import LateAt
+from scaleray.profiling.verdict.verdict import LEAST_SHARE, judge
 from scaleray.records.phases import Phase
 
 CASES = {

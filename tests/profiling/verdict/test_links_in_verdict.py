@@ -9,7 +9,7 @@ import pytest
 from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
 from scaleray.profiling.verdict.of_run import with_links
 from scaleray.profiling.verdict.signals import Facts
-from scaleray.records.profile import LinkRow
+from scaleray.records.profile_record import LinkRow
 
 SLOW, FAST = 1e6, 1e8
 

@@ -10,11 +10,11 @@ from study_examples import run_record
 
 from scaleray.launch.profile.profile import profile_run
 from scaleray.launch.run.record import end_tags
+from scaleray.launch.run.run_page import run_page
 from scaleray.profiling.verdict.findings import Limit
 from scaleray.profiling.verdict.of_run import verdict_of_run
-from scaleray.records.profile import Buckets, RankProfile, RunProfile, Spread
+from scaleray.records.profile_record import Buckets, RankProfile, RunProfile, Spread
 from scaleray.reports.page.page import render
-from scaleray.reports.records.run import run_page
 
 STEPS, TRACED = 40, 6
 

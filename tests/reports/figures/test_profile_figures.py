@@ -8,10 +8,10 @@ import pytest
 from study_examples import run_record
 
 from scaleray.profiling.goodput import CLASSES
+from scaleray.profiling.report.profile_figure import COLOURS, GOODPUT_COLOURS, profile_drawings
+from scaleray.profiling.report.run_profile_page import profile_section
 from scaleray.records.phases import PARTS
-from scaleray.records.profile import Buckets, Goodput, MemoryNumbers, MemoryPeak, RankProfile, RunProfile, Spread
-from scaleray.reports.figures.profile import COLOURS, GOODPUT_COLOURS, profile_drawings
-from scaleray.reports.records.run_profile import profile_section
+from scaleray.records.profile_record import Buckets, Goodput, MemoryNumbers, MemoryPeak, RankProfile, RunProfile, Spread
 
 
 def spread(median, *, steps=20, buckets=4):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import settings as how_often
 from hypothesis import strategies as st
 
-from scaleray.records.study import Estimate
-from scaleray.reports.figures.speedup import efficiency, speedup
+from scaleray.records.study_record import Estimate
+from scaleray.studies.speedup_figure import efficiency, speedup
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

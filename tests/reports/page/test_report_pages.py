@@ -14,18 +14,18 @@ import pytest
 import study_examples
 from made_up_steps import measured
 
+from scaleray.launch.run.run_page import MOST_EVALUATIONS, run_page, step_rows, write_run_report
 from scaleray.profiling.run_profile import run_profile
-from scaleray.reports.figures.rule_limits import rule_table
-from scaleray.reports.figures.speedup import speedup
-from scaleray.reports.figures.sweep import MOST_LINES, noise
-from scaleray.reports.figures.sweep_maps import maps
+from scaleray.records.text.headlines import study_headline
 from scaleray.reports.page.drawing import PALETTE, readable, shades
 from scaleray.reports.page.page import Page, as_csv, render
-from scaleray.reports.records.run import MOST_EVALUATIONS, run_page, step_rows, write_run_report
-from scaleray.reports.records.study import study_page, write_study_report
-from scaleray.reports.records.sweep import sweep_page, trial_rows, write_sweep_report
-from scaleray.scaling.sweeps.result import rule_sentences
-from scaleray.text.headlines import study_headline
+from scaleray.studies.speedup_figure import speedup
+from scaleray.studies.study_page import study_page, write_study_report
+from scaleray.sweeps.result import rule_sentences
+from scaleray.sweeps.rule_limits import rule_table
+from scaleray.sweeps.sweep_figure import MOST_LINES, noise
+from scaleray.sweeps.sweep_maps import maps
+from scaleray.sweeps.sweep_page import sweep_page, trial_rows, write_sweep_report
 
 LARGEST_PAGE_BYTES = 1_000_000
 NASTY = '<script>alert("1")</script> & $x_1$ \\frac |pipe| =1+1'

@@ -11,15 +11,15 @@ import pytest
 import study_examples
 from optional_programs import needs, program
 
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.planner.answers.advise import advise
 from scaleray.planner.answers.outlook import outlook
-from scaleray.planner.answers.question import Question
-from scaleray.planner.hardware.cluster_text import parse_cluster
+from scaleray.planner.answers.plan_question import Question
 from scaleray.planner.models.names import find_model
+from scaleray.planner.report.plan_page import plan_page
 from scaleray.reports.page.page import render
-from scaleray.reports.records.plan import plan_page
-from scaleray.reports.records.study import study_page
-from scaleray.reports.records.sweep import sweep_page
+from scaleray.studies.study_page import study_page
+from scaleray.sweeps.sweep_page import sweep_page
 
 CHROMIUM = "chromium|chromium-browser|google-chrome"
 pytestmark = needs(CHROMIUM)

@@ -6,13 +6,13 @@ import re
 import pytest
 from rich.console import Console
 
-from scaleray import progress
-from scaleray.progress import Stage
+from scaleray.common import progress
+from scaleray.common.progress import Stage
+from scaleray.live.terminal.live_table import Terminal
 from scaleray.records.phases import Phase, in_words
-from scaleray.records.run import EvaluationRecord, Heartbeat, StepRecord
-from scaleray.reports.terminal import stages
-from scaleray.reports.terminal.live import Terminal
-from scaleray.reports.terminal.stages import StageDisplay, duration, so_far
+from scaleray.records.run_record import EvaluationRecord, Heartbeat, StepRecord
+from scaleray.reports.terminal import progress_line
+from scaleray.reports.terminal.progress_line import StageDisplay, duration, so_far
 
 
 class Clock:
@@ -178,7 +178,7 @@ def test_every_phase_has_words(phase):
 
 
 def test_the_constants_of_a_pipe_are_those_that_the_docs_state():
-    assert (stages.QUIET_S, stages.EVERY_S, stages.SAID_S) == (2.0, 15.0, 1.0)
+    assert (progress_line.QUIET_S, progress_line.EVERY_S, progress_line.SAID_S) == (2.0, 15.0, 1.0)
 
 
 def test_what_was_done_before_does_not_count_for_the_time_left(clock):

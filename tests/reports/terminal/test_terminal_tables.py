@@ -12,18 +12,18 @@ from rich.console import Console
 
 from jobs.planner_evidence.tables import score_table
 from jobs.planner_evidence.validate import Score
+from scaleray.config.hardware.cluster_text import parse_cluster
 from scaleray.planner.answers.advise import advise
 from scaleray.planner.answers.outlook import outlook
-from scaleray.planner.answers.question import Question
+from scaleray.planner.answers.plan_question import Question
 from scaleray.planner.answers.to_target import Target, ways_to
-from scaleray.planner.hardware.cluster_text import parse_cluster
 from scaleray.planner.models.names import find_model
-from scaleray.records.study import Estimate
-from scaleray.reports.terminal.plan import plan_view
-from scaleray.reports.terminal.tables import as_rich
-from scaleray.reports.words.plan import curve_table, layout_table
-from scaleray.reports.words.plan_target import way_table
-from scaleray.text.tables import Table, study_tables, sweep_table
+from scaleray.planner.report.plan_table import plan_view
+from scaleray.planner.report.plan_text import curve_table, layout_table
+from scaleray.planner.report.target_text import way_table
+from scaleray.records.study_record import Estimate
+from scaleray.records.text.tables import Table, study_tables, sweep_table
+from scaleray.reports.terminal.terminal_tables import as_rich
 
 WIDTHS = [60, 80, 100, 120]
 LLAMA = Question(model=find_model("llama-3-8b"), cluster=parse_cluster("h100:8x16,price=2.5"), global_batch=1024)

@@ -7,9 +7,9 @@ import pytest
 from live_states import ALERT, live_state
 from rich.console import Console
 
-from scaleray.records.live import RankNow
-from scaleray.reports.terminal.watch_lines import runs_table, state_line
-from scaleray.reports.terminal.watch_page import sparkline, watch_page
+from scaleray.live.terminal.watch_lines import runs_table, state_line
+from scaleray.live.terminal.watch_page import sparkline, watch_page
+from scaleray.records.live_state import RankNow
 
 
 def drawn(view, width, **more):

@@ -26,17 +26,17 @@ from test_ddp import SkipsParameters
 from torch import nn
 
 from scaleray.config import load_config
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize
 from scaleray.data import RankBatch, as_source
 from scaleray.errors import ConfigError, PeerLostError
-from scaleray.launch.verify.options import VerifyOptions
-from scaleray.launch.verify.plan import make_plan
-from scaleray.scaling.recipe.derive import derive
-from scaleray.scaling.recipe.values import DataSize
 from scaleray.strategies.compression import adaptive as adaptive_compression
 from scaleray.strategies.compression.adaptive import Candidate, Link, choose
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.step.step import TrainStep
-from scaleray.training.verify.variants import PROMISES, Assignment, verify_group
+from scaleray.verification.variants import PROMISES, Assignment, verify_group
+from scaleray.verification.verification_plan import make_plan
+from scaleray.verification.verify_options import VerifyOptions
 
 pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
 

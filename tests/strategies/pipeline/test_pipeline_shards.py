@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from scaleray.strategies.pipeline.shards import Shards
+from scaleray.strategies.pipeline.pipeline_shards import Shards
 from scaleray.strategies.wire.ledger import Ledger
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place

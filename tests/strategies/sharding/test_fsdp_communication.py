@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from scaleray.data import RankBatch
-from scaleray.text.units import GIB
+from scaleray.records.text.units import GIB
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.step.step import TrainStep
 

@@ -10,8 +10,8 @@ from deep_net import Deep, Net
 from small_runs import make_job, same_generators
 from torch import nn
 
+from scaleray.records.text.units import GIB
 from scaleray.strategies.sharding.paged_build import PagedBuild
-from scaleray.text.units import GIB
 from scaleray.training.setup import model_setup
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _world
 from scaleray.data import Input
 from scaleray.strategies.apart.in_flight_exchanges import BESIDE_TRAINING
 from scaleray.training import loop
-from scaleray.training.health.progress import WATCHDOG_SHARE, Progress
+from scaleray.training.health.worker_progress import WATCHDOG_SHARE, Progress
 from scaleray.training.setup.place import Place
 
 LIMIT_S = 37.0

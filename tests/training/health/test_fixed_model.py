@@ -9,8 +9,8 @@ import torch
 from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, train, train_alone
 from torch import nn
 
-from scaleray.callbacks import Callback
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.common.callbacks import Callback
 from scaleray.errors import WorkloadError
 from scaleray.training.setup.place import Place
 

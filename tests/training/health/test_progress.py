@@ -12,7 +12,7 @@ import pytest
 from waiting import wait_until
 
 from scaleray.records.wishes import Wish
-from scaleray.training.health.progress import Progress, Tail, Watchdog, waits_for_others, where
+from scaleray.training.health.worker_progress import Progress, Tail, Watchdog, waits_for_others, where
 
 
 def watch(progress, *, limit_s=0.2, beat=lambda step, phase, since_s: Wish.NOTHING):

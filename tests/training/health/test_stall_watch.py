@@ -12,13 +12,13 @@ import pytest
 from waiting import wait_until
 
 from scaleray.checkpoints.storage import Store
+from scaleray.common.watchers import Guard
 from scaleray.errors import PeerLostError
 from scaleray.records.hangs import RankDump, dump_name, stacks_name
 from scaleray.training.health import flight_recorder, stall_watch
-from scaleray.training.health.progress import WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.health.stack_file import LOCKED, StackFile, read_stacks
+from scaleray.training.health.worker_progress import WATCHDOG_SHARE, Progress, Watchdog
 from scaleray.training.setup.place import Place
-from scaleray.watchers import Guard
 
 
 def watch_of(tmp_path, progress, *, world_size=1, say=None, timeout_s=100.0, guard=None):

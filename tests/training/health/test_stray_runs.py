@@ -8,8 +8,8 @@ import mlflow
 import pytest
 from small_runs import Classify, train_alone
 
-from scaleray.callbacks import Callback
-from scaleray.records.run import EventRecord
+from scaleray.common.callbacks import Callback
+from scaleray.records.run_record import EventRecord
 
 
 class Log(Callback):

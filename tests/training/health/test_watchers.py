@@ -16,14 +16,14 @@ from small_runs import Classify, Place, make_job, same_generators, train, train_
 
 import scaleray
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.common.watchers import RETRIED, Guard, Watcher
 from scaleray.errors import UsageError
-from scaleray.launch.study import running
-from scaleray.records.run import StepRecord, SystemRecord
+from scaleray.records.run_record import StepRecord, SystemRecord
+from scaleray.studies import running_study
 from scaleray.training import loop
 from scaleray.training.health import live_memory
 from scaleray.training.health.system_metrics import SystemMetrics
 from scaleray.training.state.checkpointing import Checkpointing
-from scaleray.watchers import RETRIED, Guard, Watcher
 
 FLAGS = {
     "batch.micro_size": 4, "optimizer.name": "adamw", "stop.after": "6 steps", "precision.dtype": "fp32", "deterministic": True,
@@ -365,10 +365,10 @@ def test_a_rank_that_cannot_measure_noise_goes_on_with_the_others(gloo, way, sin
 
 @pytest.mark.parametrize(("error", "said"), [(RuntimeError("odd"), "RuntimeError: odd"), (UsageError("a", 1, "b"), "a is 1: b.")])  # fmt: skip
 def test_a_model_whose_operations_cannot_be_counted_is_studied_without_mfu(monkeypatch, error, said):
-    monkeypatch.setattr(running, "profile_workload", mock.Mock(side_effect=error))
+    monkeypatch.setattr(running_study, "profile_workload", mock.Mock(side_effect=error))
     split = SimpleNamespace(gives_tuples=False)
     rung = SimpleNamespace(job=SimpleNamespace(workload=None, splits={"train": split}))
     config = SimpleNamespace(precision=None)
     study = SimpleNamespace(rungs={0: rung}, sources={"train": mock.Mock()}, config=config, profile=None)
-    running.RunningStudy._count_operations(study)
+    running_study.RunningStudy._count_operations(study)
     assert study.profile == said

@@ -10,13 +10,13 @@ import torch
 from small_runs import Classify, Place, Stepper, Tokens, train, train_alone
 from torch import nn
 
+from scaleray.common.watchers import Guard
+from scaleray.config.recipe.noise_source import noise_source
 from scaleray.data import TRAIN
-from scaleray.records.run import EventRecord
-from scaleray.scaling.noise.noise_scale import NoiseAverages, Parts, estimate
-from scaleray.scaling.noise.source import noise_source
+from scaleray.records.run_record import EventRecord
 from scaleray.strategies.contract.parallel import full
 from scaleray.training.noise.meter import NoiseMeter
-from scaleray.watchers import Guard
+from scaleray.training.noise.noise_scale import NoiseAverages, Parts, estimate
 
 pytestmark = pytest.mark.combination
 

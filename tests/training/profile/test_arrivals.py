@@ -14,7 +14,7 @@ from torch import nn
 
 from scaleray.profiling.run_profile import run_profile
 from scaleray.records.phases import Phase
-from scaleray.training.profile.arrivals import ArrivalTimes, DeviceStamps, StepMoments
+from scaleray.training.profile.arrival_recording import ArrivalTimes, DeviceStamps, StepMoments
 
 DELAY_S = 0.06
 STEPS = 32

@@ -9,9 +9,9 @@ from unittest import mock
 from small_runs import Classify, make_job, train_job
 
 from scaleray.profiling.links import EVERY_OTHER, slowest
-from scaleray.records.profile import LinkRow
+from scaleray.records.profile_record import LinkRow
 from scaleray.records.published import LinksMeasured
-from scaleray.records.run import EventRecord
+from scaleray.records.run_record import EventRecord
 from scaleray.training.observer import StepResult, TakenStep
 from scaleray.training.profile import link_probe, link_watch
 from scaleray.training.profile.link_watch import LinkWatch

@@ -13,7 +13,7 @@ from small_runs import Classify, WithDropout, train, train_alone
 from scaleray.profiling.run_profile import rank_profile
 from scaleray.records.phases import Phase
 from scaleray.training.health import clock as clock_module
-from scaleray.training.health.progress import Progress
+from scaleray.training.health.worker_progress import Progress
 from scaleray.training.profile import marks as marks_module
 from scaleray.training.profile.phase_times import PhaseTimes
 

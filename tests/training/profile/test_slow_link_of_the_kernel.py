@@ -14,7 +14,7 @@ import pytest
 from optional_programs import program
 
 from scaleray.profiling.links import slow_link
-from scaleray.records.profile import LinkRow
+from scaleray.records.profile_record import LinkRow
 
 PORT, RATE = 29631, "40mbit"
 RANK = """

@@ -7,15 +7,15 @@ import torch
 from small_runs import Classify, make_job, train_job
 from torch import nn
 
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.errors import ConfigError
-from scaleray.profiling.traces.report import ranks_of, report_on
 from scaleray.profiling.traces.trace import read_trace
+from scaleray.profiling.traces.trace_report import ranks_of, report_on
 from scaleray.records.trace_request import TraceRequest, trace_request
-from scaleray.training.profile import trace as tracing
+from scaleray.training.profile import trace_recording as tracing
 from scaleray.training.profile.memory_snapshot import as_json
-from scaleray.training.profile.trace import expected_bytes, named_parts
+from scaleray.training.profile.trace_recording import expected_bytes, named_parts
 from scaleray.training.setup.place import Place
-from scaleray.watchers import Guard, Watcher
 
 FLAGS = {"stop.after": "8 steps", "optimizer.name": "adamw", "batch.micro_size": 4, "deterministic": True}
 

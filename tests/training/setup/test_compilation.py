@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from verified import judge
 
+from scaleray.common.own_folder import COMPILED
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.own_folder import COMPILED
 from scaleray.training.setup import compilation
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place

@@ -10,8 +10,8 @@ import torch
 from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, train, train_alone
 from torch import nn
 
-from scaleray.reproducibility.signatures import Signer
 from scaleray.training.setup.place import Place
+from scaleray.verification.signatures import Signer
 
 
 class Spectral(nn.Module):

@@ -17,7 +17,7 @@ from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training.setup.float8 import check_device, convert
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
-from scaleray.training.verify.variants import short_job
+from scaleray.verification.variants import short_job
 
 pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
 

@@ -8,7 +8,7 @@ from small_runs import NUM_FEATURES, Classify, make_job, same_generators, train,
 
 from scaleray.errors import ConfigError
 from scaleray.launch.run import train as run
-from scaleray.records.run import DerivedRecord, EventRecord
+from scaleray.records.run_record import DerivedRecord, EventRecord
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.own_optimizer import acts_on_elements
 from scaleray.training.setup.place import Place
@@ -124,7 +124,7 @@ def test_an_optimizer_that_knows_one_value_only_is_asked_once_more_and_believed(
 
 def test_header_record_and_mlflow_do_not_state_a_rate_that_is_not_in_use(tmp_path, uri):
     from scaleray.config import load_config
-    from scaleray.tracking import store
+    from scaleray.recording import store
 
     flags = {
         **SHORT,

@@ -6,7 +6,7 @@ from small_runs import Classify, largest_difference, make_job, same_generators, 
 from torch.optim import lr_scheduler as schedulers
 
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.records.run import DerivedRecord
+from scaleray.records.run_record import DerivedRecord
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
 

@@ -23,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from scaleray.common.metric_names import SPARSITY
 from scaleray.config.precision import PruningSettings
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.metric_names import SPARSITY
 from scaleray.strategies.contract.parallel import full
 from scaleray.training.setup import pruning
 from scaleray.training.setup.model_setup import prepare

@@ -26,7 +26,7 @@ from scaleray.launch.run import train as run
 from scaleray.launch.workers import in_process
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare, shared_out
 from scaleray.training import loop
-from scaleray.training.health.progress import Progress
+from scaleray.training.health.worker_progress import Progress
 from scaleray.training.setup import fine_tuning
 from scaleray.training.state import weights
 from scaleray.training.state.checkpointing import Checkpointing

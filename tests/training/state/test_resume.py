@@ -28,7 +28,7 @@ from torch import nn
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import WorkloadError
-from scaleray.records.run import EventRecord
+from scaleray.records.run_record import EventRecord
 from scaleray.training import loop
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.state.checkpointing import Checkpointing, Control

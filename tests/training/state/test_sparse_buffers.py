@@ -8,7 +8,7 @@ from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, train_alone
 from torch import nn
 from verified import judge
 
-from scaleray.reproducibility.equal_models import dense_parts
+from scaleray.common.equal_models import dense_parts
 
 LAYOUTS = {"coo": torch.Tensor.to_sparse, "csr": torch.Tensor.to_sparse_csr, "csc": torch.Tensor.to_sparse_csc}
 

@@ -8,7 +8,7 @@ from small_runs import Classify, Finished, make_job, same_generators, train_alon
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
-from scaleray.records.run import StepRecord
+from scaleray.records.run_record import StepRecord
 from scaleray.training import loop
 from scaleray.training.setup.place import Place
 from scaleray.training.state.pausable_training import (

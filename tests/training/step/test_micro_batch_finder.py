@@ -13,11 +13,11 @@ from torch.distributed.fsdp import fully_shard
 
 from scaleray.data import RankBatch
 from scaleray.errors import ConfigError, StepFailedError
+from scaleray.records.text.units import GIB
 from scaleray.strategies import STRATEGIES, Parallel, single
-from scaleray.text.units import GIB
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
-from scaleray.training.state.state import TrainState
+from scaleray.training.state.training_state import TrainState
 from scaleray.training.step.micro_batch_finder import Trial, find, next_size
 
 pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns

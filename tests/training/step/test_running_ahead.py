@@ -17,7 +17,7 @@ from small_runs import Classify, Place, Tokens, make_job, same_generators, train
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import folder_name
 from scaleray.errors import LeftEarly, NonFiniteLossError, WorkloadError
-from scaleray.records.run import StepRecord
+from scaleray.records.run_record import StepRecord
 from scaleray.strategies.contract.later import STEPS_AHEAD
 from scaleray.training import loop
 from scaleray.training.state.checkpointing import Checkpointing, Control

@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.optim import lr_scheduler
 
+from scaleray.common.seeding import seed_everything, stream_seed
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.reproducibility.seeding import seed_everything, stream_seed
 
 pytestmark = pytest.mark.combination
 

@@ -30,13 +30,13 @@ from torch.nn.parallel import DistributedDataParallel
 from scaleray.config.strategy_traits import names_with
 from scaleray.emulation import EmulatedLayer, Timing
 from scaleray.errors import ConfigError
-from scaleray.launch.verify.options import VerifyOptions
-from scaleray.launch.verify.plan import make_plan
 from scaleray.strategies import STRATEGIES
 from scaleray.training.step import step as training_step
 from scaleray.training.step import worker_shares as measured
 from scaleray.training.step.worker_shares import ComputeMeter, WorkerShares
-from scaleray.training.verify.variants import Assignment, verify_group
+from scaleray.verification.variants import Assignment, verify_group
+from scaleray.verification.verification_plan import make_plan
+from scaleray.verification.verify_options import VerifyOptions
 
 pytestmark = pytest.mark.combination
 

@@ -1,0 +1,94 @@
+"""Write a working project: a workload, its config and its test, from templates that run at once on sample data."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from scaleray.errors import UsageError
+
+SAMPLE = "null"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of project. file: name of its files. words: what it is, for the question. extra: of the installation that
+    it needs. metric and better: what its test asks of the sample data."""
+
+    file: str
+    words: str
+    class_name: str
+    metric: str
+    better: str
+    extra: str | None = None
+
+
+KINDS = {
+    "table": Kind("table", "rows of numbers in a CSV file, sorted into classes", "Table", "accuracy", ">= 0.9"),
+    "text": Kind("text_model", "a language model in plain torch, on text files", "Text", "bits_per_byte", "<= 4.5"),
+    "images": Kind("image_classes", "folders of images, sorted into classes", "Images", "accuracy", ">= 0.8"),
+    "lightning": Kind("lit_digits", "a LightningModule that you have", "digits", "accuracy", ">= 0.8", "lightning"),
+    "hf": Kind("language", "a causal language model of transformers", "Language", "loss", "<= 4.5", "hugging-face"),
+}
+
+
+def write_project(
+    kind: str, out: str | Path, *, name: str | None = None, data: str | None = None, workers: int = 1
+) -> list[Path]:
+    """Write a project that trains as it is, and return its files: the workload, its config and its test.
+
+    kind: table, text, images, lightning or hf. out: folder; it may exist, its files are never overwritten. name: of
+    the files; None is one that fits. data: your own, as the workload's docstring says; None is sample data from a
+    package. workers: how many train. Raises UsageError.
+    """
+    if kind not in KINDS:
+        raise UsageError("--from", kind, f"there are: {', '.join(KINDS)}")
+    file = name or KINDS[kind].file
+    if not re.fullmatch(r"[a-z_][a-z0-9_]*", file) or keyword.iskeyword(file):
+        raise UsageError("--name", file, "it must be the name of a Python module: small letters, digits and _")
+    if name is not None and importlib.util.find_spec(file) is not None:
+        raise UsageError(
+            "--name", file, "a module of this name is installed, and would be taken for it", "name another"
+        )
+    if workers < 1:
+        raise UsageError("--workers", workers, "it must be at least 1")
+    folder, about = Path(out).expanduser().absolute(), KINDS[kind]
+    values = {
+        "file": file,
+        "class_name": about.class_name,
+        "data": SAMPLE if data is None else _quoted(data),
+        "workers": str(workers),
+        "metric": about.metric,
+        "better": about.better,
+    }
+    templates = resources.files("scaleray.cli.projects") / "templates"
+    texts = {
+        folder / f"{file}.py": templates / kind / "workload.py.in",
+        folder / f"{file}.yaml": templates / kind / "config.yaml.in",
+        folder / f"test_{file}.py": templates / "test.py.in",
+    }
+    _write({path: Template(source.read_text()).substitute(values) for path, source in texts.items()})
+    return list(texts)
+
+
+def _write(texts: dict[Path, str]) -> None:
+    there = [path for path in texts if path.exists()]
+    if there:
+        raise UsageError("--out", str(there[0]), "it exists already, and nothing is overwritten", "name another folder")
+    try:
+        for path, text in texts.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "x") as file:
+                file.write(text)
+    except OSError as exc:
+        raise UsageError("--out", str(path.parent), f"it cannot be written: {exc.strerror or exc}") from exc
+
+
+def _quoted(text: str) -> str:
+    """Text as YAML takes it within braces."""
+    return "'" + text.replace("'", "''") + "'"

@@ -1,0 +1,104 @@
+"""The nodes that are looked at, whatever brings them together: a Ray cluster, or this machine alone."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from scaleray.clusters.doctor.measure import Seats, measure_links
+from scaleray.clusters.doctor.node import NodeLook
+from scaleray.errors import first_line
+from scaleray.launch.workers.gloo import UserCode, gloo_processes
+from scaleray.records.doctor_record import AllReduceTime, Links
+from scaleray.training.setup.place import Place
+
+Measurements = tuple[list[AllReduceTime], Links]
+Trip = tuple[float, float, float]
+"""When a clock was asked for, the clock, and when it was there; the outer two by the driver's clock."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers of nodes, by name; and the reasons of those that gave none."""
+
+    given: dict[str, Any] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Fleet(Protocol):
+    """Nodes by name, each of which answers the methods of `NodeLook`."""
+
+    names: list[str]
+    address: str
+    """Of the Ray cluster; empty without one."""
+    drivers_node: str
+    """The node of this process, where it is one of them."""
+    lost: dict[str, str]
+    """Nodes that cannot be asked, and why."""
+
+    def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
+        """Answers of these nodes, all called at once. arguments: of the method, by name of the node."""
+
+    def trips(self, name: str, count: int, *, timeout_s: float) -> list[Trip]:
+        """Round trips to a node's clock; fewer where it does not answer in time."""
+
+    def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
+        """Result of `measure_links` with ranks on these nodes. Raises the error of a rank."""
+
+    def facts_of_ray(self, name: str) -> Mapping[str, Any]:
+        """Ray's facts of a node, as fields of `NodeSeen`."""
+
+    def places(self) -> Mapping[str, str]:
+        """Folders that Ray uses on every node, by what for."""
+
+
+class ThisMachine:
+    """This machine without Ray: one node, whose ranks are processes with gloo."""
+
+    def __init__(self) -> None:
+        self.drivers_node, self.address = socket.gethostname(), ""
+        self.names, self.lost = [self.drivers_node], dict[str, str]()
+        self._node = NodeLook(self.drivers_node, "127.0.0.1")
+
+    def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
+        """Answer of this process."""
+        found = Answers()
+        for name, given in arguments.items():
+            try:
+                found.given[name] = getattr(self._node, method)(*given)
+            except Exception as exc:  # a look that fails is a finding, whatever it raised
+                found.failed[name] = first_line(exc)
+        return found
+
+    def trips(self, name: str, count: int, *, timeout_s: float) -> list[Trip]:
+        """One trip: it is the driver's own clock."""
+        now = time.time()
+        return [(now, now, now)]
+
+    def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
+        """Measurement by processes of this machine."""
+        with gloo_processes(seats.num_ranks, UserCode(None, {}, None, None), timeout_s=timeout_s) as processes:
+            found: Measurements = processes.run(seats.num_ranks, _links, seats, workload=None)
+        return found
+
+    def facts_of_ray(self, name: str) -> Mapping[str, Any]:
+        """Nothing: there is no Ray."""
+        return {}
+
+    def places(self) -> Mapping[str, str]:
+        """None: there is no Ray."""
+        return {}
+
+
+def _links(place: Place, seats: Seats) -> Measurements:
+    return measure_links(place.rank, seats)
+
+
+@contextlib.contextmanager
+def this_machine() -> Iterator[ThisMachine]:
+    """This machine as a fleet."""
+    yield ThisMachine()

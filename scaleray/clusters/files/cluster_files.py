@@ -1,0 +1,140 @@
+"""Every file of `cluster/` as text, from the templates in this folder and the one table of versions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from scaleray.clusters.files import file_versions
+from scaleray.clusters.files.wanted import Wanted
+from scaleray.errors import StorageError, UsageError
+
+KINDS = {
+    "local": "local",
+    "kubernetes": "kubernetes",
+    "slurm": "slurm",
+    "ray-up": "ray_up",
+    "image": "image",
+    "skypilot": "skypilot",
+}
+"""Kinds of cluster, and the folder of `cluster/` that each has."""
+SUFFIX = ".in"
+PARTS = "_"
+"""Prefix of templates that other templates include."""
+
+
+def write_cluster_files(
+    folder: str | Path = "cluster",
+    *,
+    kind: str = "all",
+    gpus: str = "8xh100",
+    nodes: int = 2,
+    image: str = file_versions.IMAGE,
+    cpu_image: str = file_versions.CPU_IMAGE,
+    kuberay: str = file_versions.KUBERAY,
+    check: bool = False,
+    overwrite: bool = False,
+) -> list[str]:
+    """Write the files that start a cluster, all from one table of versions and sizes, and return their paths.
+
+    kind: system that the cluster runs on, such as kubernetes, or all. gpus: GPUs of a node and their kind. nodes: how
+    many of them. image, cpu_image: names that the nodes can pull, with a tag other than latest. kuberay: release of the
+    operator that runs. check: write nothing, and return a sentence for each file that is not what would be written.
+    overwrite: replace files that differ. Raises UsageError and StorageError.
+    """
+    wanted = Wanted(gpus=gpus, nodes=nodes, image=image, cpu_image=cpu_image, kuberay=kuberay)
+    texts = files(wanted, None if kind == "all" else [kind])
+    if check:
+        return differing(Path(folder), texts)
+    return [str(path) for path in write(Path(folder), texts, overwrite=overwrite)]
+
+
+def files(wanted: Wanted, kinds: list[str] | None = None) -> dict[str, str]:
+    """Path below `cluster/` -> text, for some kinds or all. Raises UsageError."""
+    for kind in kinds or ():
+        if kind not in KINDS:
+            raise UsageError("--kind", kind, f"there are: {', '.join(KINDS)}")
+    root = Path(str(resources.files("scaleray.clusters.files") / "templates"))
+    environment = _environment(root)
+    names = wanted.names()
+    written = {}
+    for folder in (KINDS[kind] for kind in kinds or KINDS):
+        for path in sorted((root / folder).rglob(f"*{SUFFIX}")):
+            if not path.name.startswith(PARTS):
+                name = path.relative_to(root).as_posix()
+                written[name.removesuffix(SUFFIX)] = environment.get_template(name).render(names)
+    return written
+
+
+def differing(folder: Path, texts: dict[str, str]) -> list[str]:
+    """A sentence for each file of a folder that is not what would be written."""
+    found = []
+    for name, text in texts.items():
+        try:
+            there = (folder / name).read_text()
+        except FileNotFoundError:
+            found.append(f"{folder / name} is missing")
+            continue
+        except OSError as exc:
+            raise StorageError("--folder", str(folder / name), f"it cannot be read: {exc.strerror}") from exc
+        if there != text:
+            line = next(
+                (n for n, (a, b) in enumerate(zip(there.splitlines(), text.splitlines(), strict=False), 1) if a != b),
+                min(len(there.splitlines()), len(text.splitlines())) + 1,
+            )
+            found.append(f"{folder / name} differs from line {line} on")
+    return found
+
+
+def write(folder: Path, texts: dict[str, str], *, overwrite: bool = False) -> list[Path]:
+    """Write the files that are not there or, with `overwrite`, differ; returns those.
+
+    Raises UsageError, StorageError.
+    """
+    changed = [name for name in texts if differing(folder, {name: texts[name]})]
+    edited = [name for name in changed if (folder / name).exists()]
+    if edited and not overwrite:
+        raise UsageError(
+            "--folder",
+            str(folder / edited[0]),
+            "it exists already with other content",
+            "name another folder, or replace the files with --overwrite",
+        )
+    try:
+        for name in changed:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(texts[name])
+            if texts[name].startswith("#!"):
+                (folder / name).chmod(0o755)
+    except OSError as exc:
+        raise StorageError("--folder", str(folder), f"it cannot be written: {exc.strerror or exc}") from exc
+    return [folder / name for name in changed]
+
+
+def _environment(root: Path) -> jinja2.Environment:
+    """Jinja with marks of its own: braces and percent signs mean something in shell scripts and YAML."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(root),
+        variable_start_string="@{",
+        variable_end_string="}",
+        block_start_string="@%",
+        block_end_string="%@",
+        comment_start_string="@#",
+        comment_end_string="#@",
+        line_statement_prefix="@@",
+        trim_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+    )
+    environment.filters["indented"] = _indented
+    return environment
+
+
+def _indented(text: str, width: int) -> str:
+    indent: Callable[[str], Any] = lambda line: " " * width + line if line.strip() else line
+    return "\n".join(indent(line) for line in text.splitlines())

@@ -1,0 +1,275 @@
+"""Clusters of several nodes on this machine, which continue when the command that started them has ended.
+
+Every node is a process of Ray's own at 127.0.0.1 with ports of its own, so that no other host reaches any of them. To
+Ray they are nodes like any others: it places, counts and loses them one by one. They share one machine, and everything
+that goes by its address: Ray Train's local ranks, memory, the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from scaleray.common.http_client import HttpError, fetch
+from scaleray.common.progress import stage
+from scaleray.errors import ClusterError, UsageError
+from scaleray.launch.cluster import local_state, loopback, node_process
+from scaleray.launch.cluster.connection import set_auth_mode
+from scaleray.launch.cluster.local_state import MARK, ClusterState, NodeState
+from scaleray.launch.cluster.node_process import NodeProcess
+from scaleray.launch.cluster.own_ray import free_port
+from scaleray.launch.cluster.token import MODE, ensure_token, headers
+
+HEAD = "head"
+ANSWER_S = 10.0
+GPUS_OF_LINUX = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True)
+class NodeNow:
+    """A node of a cluster. state: `up`; `lost` where its processes have ended; `not seen` where they live, and Ray does
+    not count it. resources: what Ray hands out there."""
+
+    name: str
+    state: str
+    pid: int
+    resources: dict[str, float]
+    log: str
+
+
+@dataclass(frozen=True)
+class LocalCluster:
+    """A cluster on this machine as it is now. As a context it ends with it.
+
+    address: for RAY_ADDRESS. dashboard: URL to submit jobs to.
+    """
+
+    name: str
+    address: str
+    dashboard: str
+    nodes: tuple[NodeNow, ...]
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all its nodes are."""
+        return all(node.state == "up" for node in self.nodes)
+
+    def environment(self) -> dict[str, str]:
+        """The variables by which `scaleray train`, `ray job` and any program with Ray find it."""
+        variables = {
+            MODE: os.environ.get(MODE, "token"),
+            "RAY_ADDRESS": self.address,
+            "RAY_API_SERVER_ADDRESS": self.dashboard,
+        }
+        return {**variables, loopback.VARIABLE: "0"} if loopback.is_wanted() else variables
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        cluster_down(self.name)
+
+
+def cluster_up(
+    name: str = "local", *, nodes: int = 1, cpus: int | None = None, port: int | None = None
+) -> LocalCluster:
+    """Start a Ray cluster of several nodes on this machine, which runs until `cluster_down`; with `with`, until the end
+    of the context.
+
+    name: of at most 12 letters, to have several at once. nodes: its head among them. cpus: CPUs that each node hands
+    out, which may be more than the machine has; None shares out one more than it has. port: of the head on 127.0.0.1;
+    None takes one that is free. Raises UsageError, and leaves nothing behind then.
+    """
+    _check(num_nodes=nodes, cpus=cpus, port=port)
+    cores = psutil.cpu_count() or 1
+    # one more than the machine has: input tasks are counted beside the workers
+    cpus = cpus or max(2, math.ceil((cores + 1) / nodes))
+    _forget_if_gone(name)
+    folder = local_state.new_folder(name)
+    state = ClusterState(name, secrets.token_hex(16), f"127.0.0.1:{port or free_port()}", "", cpus)
+    try:
+        state = replace(state, dashboard=f"http://127.0.0.1:{free_port()}")
+        state.save()
+        set_auth_mode("local")
+        ensure_token()
+        state = _start(state, folder, nodes)
+        return now(state)
+    except BaseException:
+        (local_state.load(name) or state).end()
+        raise
+
+
+def cluster_status(name: str | None = None) -> list[LocalCluster]:
+    """Return the clusters that this user has started on this machine, or the one of this name, as they are now."""
+    set_auth_mode("local")
+    states = map(local_state.load, local_state.names() if name is None else [name])
+    return [now(state) for state in states if state is not None]
+
+
+def cluster_down(name: str = "local") -> int | None:
+    """End a cluster of this machine and everything that it started; returns how many of its nodes were running, None
+    if no cluster of this name is up."""
+    state = local_state.load(name)
+    if state is None:
+        with contextlib.suppress(OSError):
+            local_state.folder_of(name).rmdir()  # of a start that was killed before it had written anything
+        return None
+    return state.end()
+
+
+def now(state: ClusterState) -> LocalCluster:
+    """State of a cluster by its processes and its head."""
+    known = {node["node_name"]: node for node in _nodes_of_ray(state.dashboard) if node.get("state") == "ALIVE"}
+    nodes = []
+    for node in state.nodes:
+        about = known.get(_name_in_ray(node.name), {})
+        told = ("up" if about else "not seen") if node.is_running else "lost"
+        resources = {k: v for k, v in (about.get("resources_total") or {}).items() if k in ("CPU", "GPU")}
+        nodes.append(NodeNow(node.name, told, node.pid, resources, node.log))
+    return LocalCluster(state.name, state.address, state.dashboard, tuple(nodes))
+
+
+def shares_of(devices: Sequence[str], num_nodes: int) -> list[list[str]]:
+    """The GPUs of the machine, given out to its nodes in turn, neighbours together, the first nodes have one more."""
+    small, more = divmod(len(devices), num_nodes)
+    ends = [sum(small + (n < more) for n in range(count)) for count in range(num_nodes + 1)]
+    return [list(devices[begin:end]) for begin, end in itertools.pairwise(ends)]
+
+
+def _start(state: ClusterState, folder: Path, num_nodes: int) -> ClusterState:
+    """Start the nodes, and remember each as soon as it has a process."""
+    environments = [{MARK: state.mark, **gpus} for gpus in _gpus(num_nodes)]
+
+    def remember(name: str, node: NodeProcess) -> ClusterState:
+        started_at = psutil.Process(node.process.pid).create_time()
+        known = NodeState(name, node.process.pid, started_at, str(node.log))
+        remembered = replace(state, nodes=(*state.nodes, known))
+        remembered.save()
+        return remembered
+
+    def of_node(name: str) -> Path:
+        (folder / name).mkdir(mode=0o700)
+        return folder / name
+
+    with stage(f"starting the head of {num_nodes} node{'s' if num_nodes > 1 else ''}"):
+        head = node_process.start_head(
+            of_node(HEAD),
+            port=int(state.address.rpartition(":")[2]),
+            dashboard_port=int(state.dashboard.rpartition(":")[2]),
+            num_cpus=state.cpus,
+            environment=environments[0],
+            temp_dir=folder / HEAD,
+            outlives=True,
+        )
+        state = remember(HEAD, head)
+        node_process.wait_for_head(head, state.dashboard)
+    others: list[NodeProcess] = []
+    with stage("starting the other nodes" if num_nodes > 1 else "waiting for the head to be ready"):
+        for number, environment in enumerate(environments[1:], start=1):
+            name = f"node-{number}"
+            node = node_process.start_worker(
+                of_node(name),
+                state.address,
+                name=name,
+                num_cpus=state.cpus,
+                environment=environment,
+                temp_dir=folder / name,
+                outlives=True,
+            )
+            others.append(node)
+            state = remember(name, node)
+        _wait_for_all(state, [head, *others])
+    return state
+
+
+def _wait_for_all(state: ClusterState, started: Sequence[NodeProcess]) -> None:
+    """Return when Ray counts every node. Raises ClusterError."""
+    deadline = time.monotonic() + node_process.START_TIMEOUT_S
+    while True:
+        found = now(state)
+        if found.is_up:
+            return
+        late = [pair for pair in zip(found.nodes, started, strict=True) if pair[0].state != "up"]
+        for node, process in late:
+            process.check(f"node {node.name} of {state.name}", "every node should join the cluster")
+        if time.monotonic() > deadline:
+            node, process = late[0]
+            raise process.failed(
+                f"node {node.name} of {state.name}",
+                f"it should join the cluster within {node_process.START_TIMEOUT_S:.0f} s",
+            )
+        time.sleep(0.3)
+
+
+def _check(*, num_nodes: int, cpus: int | None, port: int | None) -> None:
+    if num_nodes < 1:
+        raise UsageError("--nodes", num_nodes, "a cluster has at least 1 node, its head")
+    if cpus is not None and cpus < 1:
+        raise UsageError("--cpus", cpus, "each node hands out at least 1 CPU", "it may be more than the machine has")
+    if port is None:
+        return
+    if not 1024 <= port <= 65535:
+        raise UsageError("--port", port, "ports are 1024 to 65535", "leave it out for one that is free")
+    try:
+        socket.create_server((loopback.ADDRESS, port)).close()
+    except OSError as exc:
+        raise UsageError(
+            "--port", port, f"it cannot be used: {exc.strerror}", "leave it out for one that is free"
+        ) from exc
+
+
+def _forget_if_gone(name: str) -> None:
+    """Forget a cluster of which nothing runs any more, as after the machine was started again."""
+    state = local_state.load(name)
+    if state is not None and state.nodes and not state.left():
+        state.end()
+
+
+def _gpus(num_nodes: int) -> list[dict[str, str]]:
+    """Variables by which each node sees its share of the GPUs: each would hand out all of them otherwise."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        with contextlib.suppress(OSError):
+            given = ",".join(map(str, range(len(list(GPUS_OF_LINUX.iterdir())))))
+    devices = [word.strip() for word in (given or "").split(",") if word.strip()]
+    if num_nodes == 1 or not devices:
+        return [{}] * num_nodes
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in shares_of(devices, num_nodes)]
+
+
+def _name_in_ray(name: str) -> str:
+    return "127.0.0.1" if name == HEAD else name
+
+
+def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:
+    """The head's list of its nodes; empty if it does not answer. Raises ClusterError for another user's token."""
+    address = f"{dashboard}/api/v0/nodes?limit=10000&detail=1"
+    try:
+        found = json.loads(fetch(address, timeout_s=ANSWER_S, headers=headers()))
+        return list(found["data"]["result"]["result"])
+    except HttpError as exc:
+        if exc.status in (401, 403):
+            raise ClusterError(
+                "the token",
+                "not accepted",
+                f"{dashboard} was started with another one",
+                "use the same RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or home as then",
+            ) from exc
+        return []
+    except (ValueError, KeyError, TypeError):
+        return []

@@ -1,0 +1,52 @@
+"""Names of many nodes and values in a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from scaleray.records.doctor_record import PreflightCheck
+
+FAILED = "it failed: "
+"""Beginning of the reason if a measurement was tried."""
+
+
+def unmeasured(name: str, why: str, *, allowed: str = "") -> PreflightCheck:
+    """The check, which is in doubt where measuring was tried and failed: what is very slow may be the cause."""
+    if not why.startswith(FAILED):
+        return PreflightCheck(name=name, verdict="not applicable", found=why, allowed=allowed)
+    remedy = "try again with nothing else running; where it fails again, look at the node that is named, and its link"
+    return PreflightCheck(name=name, verdict="yellow", found=why, allowed=allowed, remedy=remedy)
+
+
+MOST_NAMED = 4
+
+
+def node_list(names: Sequence[str]) -> str:
+    """The names, the first few where there are many."""
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def by_value(values: Mapping[str, str]) -> str:
+    """Values with the nodes that have them, the most frequent first: `2.13.0 on 7 nodes, 2.12.1 on 10.0.0.9`."""
+    groups: dict[str, list[str]] = {}
+    for node, value in values.items():
+        groups.setdefault(value, []).append(node)
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    parts = [
+        f"{value or 'missing'} on {f'{len(nodes)} nodes' if not rank and len(nodes) > 1 else node_list(nodes)}"
+        for rank, (value, nodes) in enumerate(ordered)
+    ]
+    return ", ".join(parts)
+
+
+def minority(values: Mapping[str, str]) -> list[str]:
+    """Nodes whose value is not the most frequent one."""
+    found = list(values.values())
+    usual = max(dict.fromkeys(found), key=found.count) if found else ""
+    return [node for node, value in values.items() if value != usual]
+
+
+def together(parts: Iterable[str]) -> str:
+    """The parts that say something, as one text."""
+    return "; ".join(part for part in parts if part)

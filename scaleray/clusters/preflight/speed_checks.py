@@ -1,0 +1,202 @@
+"""Whether cards and links are as fast as others of their kind, and as the planner's catalogue expects."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from scaleray.clusters.preflight import check_limits
+from scaleray.clusters.preflight.check_texts import node_list, together, unmeasured
+from scaleray.clusters.preflight.tournament import slow_links
+from scaleray.config.hardware.catalogue import CATALOGUE
+from scaleray.config.hardware.hardware_kinds import Cluster
+from scaleray.errors import ConfigError, UsageError
+from scaleray.planner.cost.communication import all_reduce_s
+from scaleray.planner.cost.layout import Group
+from scaleray.records.doctor_record import AllReduceTime, DeviceRate, LinkRate, Measured, PreflightCheck, Verdict
+from scaleray.records.text.units import seconds
+
+PROCESSOR = "cpu"
+"""Kind of a `DeviceRate` of processors, of whose rate the catalogue has an order of magnitude only."""
+
+
+def check_rates(measured: Measured) -> PreflightCheck:
+    """The rate of matrix products of every card, against the others and against the catalogue."""
+    name = "matrix products"
+    if not measured.rates:
+        return unmeasured(name, measured.not_measured.get("rates", "nothing was measured"))
+    on_cpu = measured.rates[0].kind == PROCESSOR
+    yellow, red = (
+        (check_limits.SLOW_PROCESSOR_YELLOW, check_limits.SLOW_PROCESSOR_RED)
+        if on_cpu
+        else (check_limits.SLOW_CARD_YELLOW, check_limits.SLOW_CARD_RED)
+    )
+    allowed = f"at least {yellow:.0%} of the median"
+    allowed += "" if on_cpu else f", and {check_limits.CATALOGUE_YELLOW:.0%} of the catalogue"
+    # the upper of the two middle ones: of two cards the slower one is compared with the faster one
+    usual = statistics.median_high(rate.flops_per_s for rate in measured.rates)
+    slow = sorted((r for r in measured.rates if r.flops_per_s < yellow * usual), key=lambda r: r.flops_per_s)
+    found = f"{_flops(usual)} ({measured.rates[0].precision}) in the median of {len(measured.rates)}"
+    verdicts: list[Verdict] = []
+    if slow:
+        verdicts.append("red" if slow[0].flops_per_s < red * usual else "yellow")
+        found += "; slow: " + node_list([f"{r.name} with {r.flops_per_s / usual:.0%} of it" for r in slow])
+    share = _share_of_catalogue(measured.rates)
+    if share is not None:
+        found += f"; {share:.0%} of the catalogue's"
+        verdicts += (
+            ["red" if share < check_limits.CATALOGUE_RED else "yellow"] if share < check_limits.CATALOGUE_YELLOW else []
+        )
+    verdict: Verdict = "red" if "red" in verdicts else "yellow" if verdicts else "green"
+    remedy = ""
+    if verdict != "green":
+        where = node_list(sorted({rate.node for rate in slow}))
+        reason = "what else runs there" if on_cpu else "heat, power limit and clocks (nvidia-smi -q -d PERFORMANCE)"
+        remedy = f"look at {reason}{f' on {where}' if where else ''}, or leave it out by scale.label_selector"
+    return PreflightCheck(name=name, verdict=verdict, found=found, allowed=allowed, remedy=remedy)
+
+
+def _share_of_catalogue(rates: Sequence[DeviceRate]) -> float | None:
+    """The slowest card's share of what the catalogue says of its kind; None where it knows none of them."""
+    shares = []
+    for rate in rates:
+        try:
+            gpu = CATALOGUE.find_gpu(rate.kind)
+            expected = gpu.peak_flops(rate.precision) * gpu.matmul_share
+        except UsageError:
+            continue
+        shares += [rate.flops_per_s / expected] if rate.kind != PROCESSOR else []
+    return statistics.median(shares) if shares else None
+
+
+def all_reduce_checks(measured: Measured) -> list[PreflightCheck]:
+    """All-reduces inside nodes and between them, against the planner's catalogue."""
+    inside = [one for one in measured.all_reduces if one.nodes == 1]
+    between = [one for one in measured.all_reduces if one.nodes > 1]
+    return [
+        _all_reduces("all-reduce inside nodes", inside, measured, "one worker a node"),
+        _all_reduces("all-reduce between nodes", between, measured, "one node"),
+    ]
+
+
+def _all_reduces(name: str, times: Sequence[AllReduceTime], measured: Measured, why_not: str) -> PreflightCheck:
+    allowed = f"at least {check_limits.CATALOGUE_YELLOW:.0%} of what the catalogue expects"
+    if not times:
+        why = measured.not_measured.get("links", why_not)
+        return PreflightCheck(name=name, verdict="not applicable", found=why, allowed=allowed)
+    largest = max(one.num_bytes for one in times)
+    worst = min((one for one in times if one.num_bytes == largest), key=lambda one: one.bus_bytes_per_s)
+    found = f"{_rate(worst.bus_bytes_per_s)} of bus bandwidth with {worst.ranks} workers"
+    found += f" on {worst.nodes} nodes" if worst.nodes > 1 else ""
+    found += f", {seconds(min(one.seconds for one in times))} at least"
+    expected = expected_s(worst, measured)
+    if expected is None:
+        note = "nothing to compare with: say the network with --network 100G" if worst.nodes > 1 else ""
+        return PreflightCheck(name=name, verdict="green", found=together([found, note]), allowed=allowed)
+    share = expected / worst.seconds
+    verdict: Verdict = (
+        "red" if share < check_limits.CATALOGUE_RED else "yellow" if share < check_limits.CATALOGUE_YELLOW else "green"
+    )
+    found += f", {share:.0%} of the catalogue's"
+    found += f", slowest on {worst.where}" if worst.where and verdict != "green" else ""
+    remedy = ""
+    if verdict != "green":
+        remedy = (
+            "NCCL_DEBUG=INFO says by which network it goes (NET/IB or NET/Socket): NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
+            if worst.nodes > 1
+            else "nvidia-smi topo -m and nvlink -s: have the cards lost NVLink or peer access?"
+        )
+    return PreflightCheck(name=name, verdict=verdict, found=found, allowed=allowed, remedy=remedy)
+
+
+def expected_s(time: AllReduceTime, measured: Measured) -> float | None:
+    """Seconds that the planner expects of an all-reduce; None where it knows too little of the nodes."""
+    cluster = cluster_of(measured)
+    if cluster is None or (time.nodes > 1 and cluster.network is None):
+        return None
+    if time.nodes == 1 and cluster.link.is_shared:
+        return None  # of the memory that processes copy through, the catalogue has an order of magnitude only
+    group = Group(time.ranks, time.ranks // time.nodes, time.nodes)
+    return all_reduce_s(time.num_bytes, group, cluster)
+
+
+def cluster_of(measured: Measured) -> Cluster | None:
+    """The nodes as the planner sees them; None for GPUs that it does not know or that differ, and without GPUs if the
+    network is not given: of processors its catalogue has an order of magnitude only.
+    """
+    with_gpus = [node for node in measured.nodes if node.gpus]
+    if not with_gpus and measured.network:
+        core = CATALOGUE.find_gpu("cpu")
+        return Cluster(
+            gpu=core,
+            gpus_per_node=1,
+            num_nodes=len(measured.nodes),
+            link=CATALOGUE.find_link(core.link),
+            network=CATALOGUE.find_network(measured.network),
+        )
+    kinds = {(gpu.name, len(node.gpus)) for node in with_gpus for gpu in node.gpus}
+    if len(kinds) != 1:
+        return None
+    ((kind, per_node),) = kinds
+    try:
+        gpu = CATALOGUE.find_gpu(kind)
+        network = CATALOGUE.find_network(measured.network or gpu.network) if measured.network or gpu.network else None
+        # a card that could have NVLink and has none talks over PCIe
+        has_link = with_gpus[0].gpus[0].num_nvlinks > 0 or not gpu.link.startswith("nvlink")
+        link = CATALOGUE.find_link(gpu.link if has_link else "pcie4")
+        count = len(with_gpus) if network is not None else 1
+        return Cluster(
+            gpu=gpu,
+            gpus_per_node=per_node,
+            num_nodes=count,
+            link=link,
+            network=network,
+            board_gpus=max(per_node, gpu.gpus_per_node),
+        )
+    except (UsageError, ConfigError):
+        return None
+
+
+def link_checks(measured: Measured) -> list[PreflightCheck]:
+    """The pairs of the tournament, those inside nodes and those between nodes, each against the others of its kind."""
+    inside = [pair for pair in measured.links.pairs if not pair.is_between_nodes]
+    between = [pair for pair in measured.links.pairs if pair.is_between_nodes]
+    checks = [_links("links between nodes", between, measured)]
+    return [_links("links inside nodes", inside, measured), *checks] if inside else checks
+
+
+def _links(name: str, pairs: Sequence[LinkRate], measured: Measured) -> PreflightCheck:
+    of_one_machine = len({node.machine or node.name for node in measured.nodes}) < 2
+    without_gpus = not any(node.gpus for node in measured.nodes)
+    yellow, red = (
+        (check_limits.SLOW_LOCAL_LINK_YELLOW, check_limits.SLOW_LOCAL_LINK_RED)
+        if of_one_machine and without_gpus
+        else (check_limits.SLOW_LINK_YELLOW, check_limits.SLOW_LINK_RED)
+    )
+    allowed = f"at least {yellow:.0%} of the usual link"
+    if not pairs:
+        return unmeasured(name, measured.not_measured.get("links", "one node"), allowed=allowed)
+    slow = slow_links(pairs, below=yellow)
+    count = len(pairs)
+    found = f"{_rate(slow.usual)} as usual, {count} links" if count > 1 else f"{_rate(slow.usual)}, one link"
+    played, of = measured.links.rounds, measured.links.all_rounds
+    found += f" ({played} of {of} rounds: time was up)" if played < of else ""
+    if slow.ends or slow.links:
+        named = [f"{end} with everybody" for end in slow.ends]
+        named += [f"{pair.name} with {_rate(pair.bytes_per_s)}" for pair in slow.links]
+        verdict: Verdict = "red" if slow.share < red else "yellow"
+        remedy = (
+            f"look at cable, adapter and switch port of {node_list([*slow.ends, *(p.name for p in slow.links)])} "
+            "(ethtool, ibstat), or leave the node out by scale.label_selector"
+        )
+        found = f"{found}; slow: {node_list(named)}, the slowest with {slow.share:.0%} of it"
+        return PreflightCheck(name=name, verdict=verdict, found=found, allowed=allowed, remedy=remedy)
+    return PreflightCheck(name=name, verdict="green", found=found, allowed=allowed)
+
+
+def _flops(value: float) -> str:
+    return f"{value / 1e12:.3g} TFLOP/s" if value >= 1e12 else f"{value / 1e9:.3g} GFLOP/s"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.3g} GB/s" if bytes_per_s >= 1e9 else f"{bytes_per_s / 1e6:.3g} MB/s"

@@ -1,0 +1,166 @@
+"""Clusters by names of the user's own: a file in the user's folder of settings, a cluster a line or a section."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from scaleray.clusters.files.file_versions import KUBERAY
+from scaleray.common.parsing import load_yaml_with_lines
+from scaleray.errors import ConfigError
+
+DASHBOARD_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
+FORMS = "a line is NAME: URL, or NAME: with kind: ray, kubernetes or slurm and what belongs to it (docs/cluster.md)"
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Cluster(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = ""
+    """Its name in the file; empty for a bare address."""
+
+
+class RayCluster(_Cluster):
+    """A Ray whose dashboard can be reached."""
+
+    kind: Literal["ray"] = "ray"
+    url: Text
+
+
+class KubernetesCluster(_Cluster):
+    """A Kubernetes with KubeRay, reached by kubectl."""
+
+    kind: Literal["kubernetes"]
+    context: str | None = None
+    """Context of kubectl; by default its current one."""
+    namespace: Text = "scaleray"
+    manifest: str | None = None
+    """File or folder for kustomize with one RayJob; by default one is made of image, gpus and nodes."""
+    image: str | None = None
+    gpus: str | None = None
+    """GPUs of a node and their kind, such as 8xh100; nodes without GPUs by default."""
+    nodes: Annotated[int, Field(ge=1)] = 2
+    kuberay: str | None = None
+    """Release of the operator; by default it is asked for, and where that is not allowed taken to be the tested one."""
+    secret: Text = "scaleray-env"
+    """Secret whose keys `--secret-env` names."""
+    queue: str | None = None
+    """Local queue of Kueue."""
+
+    @property
+    def tested_kuberay(self) -> str:
+        """The release that manifests are checked for where none is known."""
+        return self.kuberay or KUBERAY
+
+
+class SlurmCluster(_Cluster):
+    """A Slurm whose commands run here, or on a login node that ssh reaches."""
+
+    kind: Literal["slurm"]
+    folder: Text
+    """Folder that all nodes see: each job gets a folder in it."""
+    ssh: str | None = None
+    """Where sbatch runs, as ssh takes it; by default here."""
+    environment: str | None = None
+    """Virtual environment with scaleray, as the nodes see it; by default what the batch script finds."""
+    options: tuple[str, ...] = ()
+    """Options of sbatch, such as --partition=gpu."""
+    gpus: str = "8xh100"
+    nodes: Annotated[int, Field(ge=1)] = 2
+
+
+Cluster = RayCluster | KubernetesCluster | SlurmCluster
+KINDS: dict[str, type[Cluster]] = {"ray": RayCluster, "kubernetes": KubernetesCluster, "slurm": SlurmCluster}
+
+
+def clusters_file() -> Path:
+    """File with the names of clusters."""
+    home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(home) / "scaleray" / "clusters.yaml"
+
+
+def cluster_of(to: str | None) -> Cluster:
+    """A cluster that is given by name or address, or by Ray's variables. Raises ConfigError."""
+    if to is None:
+        given = next((os.environ[name] for name in DASHBOARD_VARIABLES if _is_url(os.environ.get(name, ""))), None)
+        if given is None:
+            raise ConfigError(
+                "--to",
+                None,
+                "there is no cluster to submit to",
+                f"give its dashboard (http://HOST:8265), a name of {clusters_file()}, or set RAY_API_SERVER_ADDRESS",
+            )
+        return RayCluster(url=given.rstrip("/"))
+    if _is_url(to):
+        return RayCluster(url=to.rstrip("/"))
+    named = _named()
+    if to in named:
+        return _read(to, *named[to])
+    if "://" in to or ":" in to:
+        raise ConfigError(
+            "--to",
+            to,
+            "jobs are submitted to a dashboard, whose address begins with http:// or https://",
+            "for example http://HOST:8265",
+        )
+    known = f"known are {', '.join(sorted(named))}" if named else "there is none"
+    raise ConfigError("--to", to, f"no cluster of this name is in {clusters_file()}; {known}", FORMS)
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
+def _named() -> dict[str, tuple[Any, int]]:
+    """The sections of the user's file, each with its line."""
+    path = clusters_file()
+    try:
+        values, lines = load_yaml_with_lines(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as exc:
+        raise ConfigError(str(path), "not readable", f"it holds clusters by name: {exc}") from exc
+    if not isinstance(values, Mapping):
+        raise ConfigError(str(path), values, f"it holds clusters by name: {FORMS}", "mine: http://10.0.0.1:8265")
+    return {str(name): (value, lines.get(str(name), 1)) for name, value in values.items()}
+
+
+def is_named(url: str) -> bool:
+    """Whether the user's file has a Ray at this address."""
+    with contextlib.suppress(ConfigError):
+        given = (
+            one.get("url") if isinstance(one, Mapping) else one for one in (section for section, _ in _named().values())
+        )
+        return any(str(one).rstrip("/") == url.rstrip("/") for one in given)
+    return False
+
+
+def _read(name: str, given: Any, line: int) -> Cluster:
+    """A section of the file. Raises ConfigError with the key that is wrong."""
+    where = f"{clusters_file()}:{line} {name}"
+    if isinstance(given, str) and _is_url(given):
+        return RayCluster(name=name, url=given.rstrip("/"))
+    if not isinstance(given, Mapping):
+        raise ConfigError(where, given, FORMS, f"for example  {name}: http://10.0.0.1:8265")
+    kind = given.get("kind", "ray")
+    if kind not in KINDS:
+        raise ConfigError(f"{where}.kind", kind, f"there are: {', '.join(KINDS)}")
+    try:
+        found = KINDS[kind].model_validate({**given, "kind": kind, "name": name})
+    except ValidationError as exc:
+        first = exc.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        known = ", ".join(one for one in KINDS[kind].model_fields if one != "name")
+        value = None if first["type"] == "missing" else first["input"]
+        raise ConfigError(
+            f"{where}.{key}", value, first["msg"].lower(), f"a cluster of this kind has: {known}"
+        ) from exc
+    if isinstance(found, RayCluster) and not _is_url(found.url):
+        raise ConfigError(f"{where}.url", found.url, "it begins with http:// or https://", "http://HOST:8265")
+    return found

@@ -1,0 +1,249 @@
+"""A cluster's dashboard as jobs are submitted to it: Ray's own client, behind a check that nothing can hang in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import http.client
+import json
+import logging
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from scaleray.clusters.submit.clusters import clusters_file, is_named
+from scaleray.clusters.submit.package_versions import PROBE, Versions, versions_in
+from scaleray.clusters.submit.submitted_job import GIVE_UP_S, JobNow, LostConnectionError
+from scaleray.common.http_client import HttpError, fetch
+from scaleray.errors import ClusterError, first_line
+from scaleray.launch.cluster import loopback
+from scaleray.launch.cluster.connection import set_auth_mode
+from scaleray.launch.cluster.token import headers, is_given
+
+ANSWER_S = 10.0
+REQUEST_S = 120.0
+"""Seconds that a request of Ray's client may wait for a word: starting a job takes a loaded head longest."""
+SILENCE_S = 60.0
+"""Seconds without a word of a job after which a new connection is made: one that was dropped on the way, as while a
+laptop sleeps, says nothing of that."""
+PROBE_S = 120.0
+"""Seconds within which a cluster tells its versions: it starts a process for that."""
+PROBE_NAME = "scaleray-probe-"
+
+
+class Jobs:
+    """Jobs of one cluster. url: its dashboard. Every method raises ClusterError."""
+
+    def __init__(self, url: str) -> None:
+        self.url = self.place = url
+        set_auth_mode(url)
+        self.ray_version, self.python_version = _check(url)
+        self._probes: list[str] = []
+        self._written: dict[str, int] = {}
+        """Characters of each log that `follow` has written."""
+        self._client = self._asked(lambda: _client_of(url))
+
+    def versions(self) -> Versions:
+        """The cluster's versions, from a job that does nothing else and is forgotten at once."""
+        name = self.submit(f'python -c "{PROBE}"', name=f"{PROBE_NAME}{time.time_ns():x}", runtime_env={})
+        try:
+            deadline = time.monotonic() + PROBE_S
+            while not (job := self.job(name)).has_ended:
+                if time.monotonic() > deadline:
+                    self.stop(name)
+                    raise ClusterError(
+                        "the cluster", self.url, f"it started no job within {PROBE_S:.0f} s", job.message
+                    )
+                time.sleep(0.3)
+            found = versions_in(self.logs(name))
+            if found is None:
+                problem = job.message or "it printed nothing"
+                raise ClusterError(
+                    "the cluster's Python", "not usable", f"a job that asks for its versions failed: {problem}"
+                )
+            return Versions(found.python, {**found.packages, "ray": self.ray_version})
+        finally:
+            self._probes.append(name)
+            self.forget_probes()
+
+    def forget_probes(self) -> None:
+        """Let the cluster forget what it was asked. Called again later: what watches a job in Ray may write its end
+        down once more after it was deleted."""
+        for name in self._probes:
+            with contextlib.suppress(ClusterError):
+                self._asked(functools.partial(self._client.delete_job, name))
+
+    def submit(
+        self, entrypoint: str, *, name: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+    ) -> str:
+        """Start a job; its name."""
+        given: str = self._asked(
+            lambda: self._client.submit_job(
+                entrypoint=entrypoint, submission_id=name, runtime_env=dict(runtime_env), metadata=dict(metadata or {})
+            )
+        )
+        return given
+
+    def job(self, name: str) -> JobNow:
+        """State of a job on the cluster."""
+        return _job_now(self._asked(lambda: self._client.get_job_info(name), name=name))
+
+    def list(self) -> list[JobNow]:
+        """All jobs that were submitted, the newest first."""
+        every = [_job_now(one) for one in self._asked(self._client.list_jobs) if one.submission_id]
+        found = [job for job in every if not job.name.startswith(PROBE_NAME)]
+        return sorted(found, key=lambda job: -(job.started_at or 0.0))
+
+    def logs(self, name: str) -> str:
+        """All that a job has printed so far."""
+        text: str = self._asked(lambda: self._client.get_job_logs(name), name=name)
+        return text
+
+    def stop(self, name: str) -> None:
+        """Ask a job to end, as `ray job stop` does."""
+        self._asked(lambda: self._client.stop_job(name), name=name)
+
+    def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
+        """Write what a job prints until it has ended. A connection that is lost is tried again, and nothing is written
+        twice. say: takes lines on that."""
+        lost_at = None
+        while True:
+            try:
+                asyncio.run(self._tail(name, write))
+                if (job := self.job(name)).has_ended:
+                    return job
+                lost_at = None
+                time.sleep(1.0)
+            except LostConnectionError:
+                if lost_at is None:
+                    lost_at = time.monotonic()
+                    say(f"the connection to {self.url} is lost; the job goes on, trying again ...")
+                if time.monotonic() - lost_at > GIVE_UP_S:
+                    raise
+                time.sleep(2.0)
+
+    async def _tail(self, name: str, write: Callable[[str], None]) -> None:
+        """Write what is new in a log until the connection ends, or says nothing for a while."""
+        passed = 0
+        parts = aiter(self._client.tail_job_logs(name))
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S):
+                    text = await anext(parts)
+                begin, passed = passed, passed + len(text)
+                written = self._written.get(name, 0)
+                if passed > written:  # every connection tells the whole log again
+                    write(text[max(0, written - begin) :])
+                    self._written[name] = passed
+        except (StopAsyncIteration, TimeoutError):
+            return
+        except Exception as exc:  # aiohttp's, and RuntimeErrors of Ray
+            if not _is_lost(exc):
+                raise self._problem(exc, name) from exc
+
+    def _asked(self, ask: Callable[[], Any], *, name: str = "") -> Any:
+        try:
+            return ask()
+        except ClusterError:
+            raise
+        except Exception as exc:  # requests', and RuntimeErrors of Ray with what the server said
+            raise self._problem(exc, name) from exc
+
+    def _problem(self, exc: Exception, name: str) -> ClusterError:
+        text = str(exc)
+        if name and ("does not exist" in text or "404" in text):
+            return ClusterError("JOB", name, f"the cluster at {self.url} has no job of this name", "scaleray jobs list")
+        if type(exc).__name__ == "AuthenticationError":
+            return _refused(self.url)
+        return LostConnectionError("the cluster", self.url, f"it answers: {first_line(exc)[:300]}")
+
+
+def _client_of(url: str) -> Any:
+    from ray.job_submission import JobSubmissionClient
+
+    class Client(JobSubmissionClient):
+        """Ray's, which would wait for ever for a head that hangs, and send the token to every address."""
+
+        def _do_request(self, method: str, endpoint: str, **named: Any) -> Any:
+            self._headers = _headers(url)
+            limits = {"timeout": (ANSWER_S, REQUEST_S), "allow_redirects": False}
+            return super()._do_request(method, endpoint, **{**limits, **named})
+
+    client = Client(url)
+    for name in ("dashboard_sdk", "job.sdk"):  # what they say of packages and connections, this command says itself
+        logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
+    return client
+
+
+def _job_now(job: Any) -> JobNow:
+    return JobNow(
+        name=job.submission_id or job.job_id,
+        status=str(getattr(job.status, "value", job.status)),
+        message=(job.message or "").strip(),
+        entrypoint=job.entrypoint or "",
+        started_at=job.start_time / 1000 if job.start_time else None,
+        ended_at=job.end_time / 1000 if job.end_time else None,
+        exit_code=job.driver_exit_code,
+    )
+
+
+def _is_lost(exc: Exception) -> bool:
+    """Whether an error is that of a connection, after which the job may continue."""
+    return isinstance(exc, OSError) or "WebSocket" in str(exc) or type(exc).__module__.startswith("aiohttp")
+
+
+def _check(url: str) -> tuple[str, str]:
+    """Versions of Ray and Python that a dashboard tells; the latter may be empty. Raises ClusterError."""
+    version = str(_get(url, "/api/version").get("ray_version", ""))
+    if not version:
+        raise ClusterError("--to", url, "the server there is not a Ray dashboard", "check host and port; 8265 is usual")
+    with contextlib.suppress(ClusterError):
+        about = _get(url, "/api/v0/cluster_metadata").get("data") or {}
+        return version, str(about.get("pythonVersion", ""))
+    return version, ""
+
+
+def _headers(url: str) -> dict[str, str]:
+    """Header with the token, if it may go to this address: this user's own stays on this machine and with clusters of
+    the user's file, one that the environment names goes to every cluster."""
+    is_here = urllib.parse.urlsplit(url).hostname in loopback.NAMES
+    return headers() if is_here or is_given() or is_named(url) else {}
+
+
+def _get(url: str, path: str) -> dict[str, Any]:
+    try:
+        values = json.loads(fetch(url + path, timeout_s=ANSWER_S, headers=_headers(url)))
+        return values if isinstance(values, dict) else {}
+    except HttpError as exc:
+        if exc.status is None:
+            what = "nothing answers there"
+            if isinstance(exc.cause, http.client.HTTPException):
+                what = "what answers there does not speak HTTP"
+            elif isinstance(exc.cause, TimeoutError):
+                what = f"it does not answer within {ANSWER_S:g} s"
+            hint = "check the address, and that the head is up and can be reached from here"
+            raise ClusterError("--to", url, f"{what}: {exc.cause}", hint) from exc
+        if exc.status in (401, 403):
+            raise _refused(url) from exc
+        if exc.status == 404:
+            return {}
+        if 300 <= exc.status < 400:
+            hint = "give the address that it ends at"
+            raise ClusterError("--to", url, f"it sends elsewhere ({exc.status})", hint) from exc
+        problem = f"it answers with {exc.status} {exc.cause.reason}"
+        raise ClusterError("--to", url, problem, "look at the head's logs") from exc
+    except ValueError:
+        return {}
+
+
+def _refused(url: str) -> ClusterError:
+    has_token = bool(_headers(url))
+    withheld = f" (yours goes there once {clusters_file()} has its address)" if headers() and not has_token else ""
+    return ClusterError(
+        "the token",
+        "not accepted" if has_token else None,
+        f"the cluster at {url} asks for {'another one' if has_token else 'one'}",
+        f"put the cluster's token into RAY_AUTH_TOKEN, or its file's path into RAY_AUTH_TOKEN_PATH{withheld}",
+    )

@@ -1,0 +1,218 @@
+"""The working directory of a job as one file: what is in it, what is left out, and whether it is small enough.
+
+Left out is what git would not send, what `.rayignore` says in any folder, secrets by their names, and what no job
+needs. The file is the same for the
+same contents, so that a cluster that has it is not sent it again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from scaleray.errors import ConfigError
+from scaleray.records.text.units import disk_space
+
+IGNORE_FILES = (".gitignore", ".rayignore")
+NEVER = (
+    ".git",
+    ".hg",
+    ".svn",
+    "__pycache__",
+    ".venv",
+    "venv",
+    "node_modules",
+    ".mypy_cache",
+    ".pytest_cache",
+    ".ruff_cache",
+)
+SECRETS = (
+    *(".env*", ".netrc", ".git-credentials", ".pypirc", ".ssh", ".aws", ".gnupg"),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
+)
+"""Names that never travel, whatever ignore files say."""
+NO_CHECKOUT, GIT_S = "not a git repository", 60.0
+MOST_FILES = 100_000
+FIRST_MOMENT = (1980, 1, 1, 0, 0, 0)
+"""The earliest time that a zip file can hold: times of files would make another file of the same contents."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Contents of a package. files: paths relative to `folder` and their bytes. left_out: how many files and folders
+    are not included. linked: links to folders and to files outside, which are not included either.
+    """
+
+    folder: Path
+    files: dict[str, int]
+    left_out: int = 0
+    linked: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files together, before they are packed."""
+        return sum(self.files.values())
+
+    def largest(self, count: int = 5) -> list[tuple[str, int]]:
+        """Folders and files at the top that have most bytes."""
+        sizes: Counter[str] = Counter()
+        for name, num_bytes in self.files.items():
+            top, slash, _ = name.partition("/")
+            sizes[top + slash] += num_bytes
+        return sizes.most_common(count)
+
+    def in_words(self) -> str:
+        """Summary of the contents, in a line."""
+        largest = ", ".join(f"{name} {disk_space(num_bytes)}" for name, num_bytes in self.largest())
+        left_out = (
+            f"; {self.left_out} left out by git or {' and '.join(IGNORE_FILES)}, as secrets, or as no job needs them"
+            if self.left_out
+            else ""
+        )
+        named = ", ".join([*self.linked[:5], *(["..."] if len(self.linked) > 5 else [])])
+        linked = f"; links to folders and outside stay here: {named}" if self.linked else ""
+        return f"{len(self.files)} files, {disk_space(self.num_bytes)} ({largest}){left_out}{linked}"
+
+
+def contents_of(folder: Path, *, max_mib: float) -> Contents:
+    """Contents of a folder that are sent. Raises ConfigError if they are too large, before anything is read."""
+    if not folder.is_dir():
+        raise ConfigError("--working-dir", str(folder), "it is not a folder", "give the folder that your code is in")
+    files: dict[str, int] = {}
+    linked: list[str] = []
+    left_out, total = 0, 0
+    for path, is_in in _walk(folder.resolve()):
+        if not is_in:
+            left_out += 1
+            continue
+        if path.is_dir() or not path.resolve().is_relative_to(folder.resolve()):
+            linked.append(path.relative_to(folder.resolve()).as_posix())
+            continue
+        size = path.stat().st_size
+        files[path.relative_to(folder.resolve()).as_posix()] = size
+        total += size
+        if len(files) > MOST_FILES:
+            raise ConfigError("--working-dir", str(folder), f"it has more than {MOST_FILES:,} files", _advice([]))
+    found = Contents(folder.resolve(), files, left_out, tuple(linked))
+    if total > max_mib * 2**20:
+        raise ConfigError(
+            "--working-dir",
+            str(folder),
+            f"it holds {disk_space(total)} that would travel, more than --max-mib {max_mib:g}",
+            _advice(found.largest()),
+        )
+    return found
+
+
+def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
+    """The name of a file in the folder. Raises ConfigError where it lies outside, or does not travel."""
+    inside = path.resolve()
+    if not inside.is_relative_to(contents.folder):
+        raise ConfigError(
+            what,
+            str(path),
+            f"it lies outside of the working directory {contents.folder}, which is all that travels",
+            "put it there, or name a folder that holds both with --working-dir",
+        )
+    name = inside.relative_to(contents.folder).as_posix()
+    if name not in contents.files and _is_secret(*Path(name).parts):
+        raise ConfigError(what, str(path), "it has the name of a secret, which never travels", "name it otherwise")
+    if name not in contents.files:
+        if not inside.exists():
+            raise ConfigError(what, str(path), "it does not exist")
+        left_out = f"it is left out by git or one of {', '.join(IGNORE_FILES)}"
+        raise ConfigError(what, str(path), left_out, "a line `!NAME` in .rayignore brings it back")
+    return name
+
+
+def pack(contents: Contents, target: Path, also: Mapping[str, str] | None = None) -> None:
+    """Write the contents to a zip file. also: texts of further files by their names."""
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
+        for name in sorted(contents.files):
+            path = contents.folder / name
+            about = zipfile.ZipInfo(name, FIRST_MOMENT)
+            about.compress_type = zipfile.ZIP_DEFLATED
+            about.external_attr = (path.stat().st_mode & 0o777) << 16
+            file.writestr(about, path.read_bytes())
+        for name, text in sorted((also or {}).items()):
+            about = zipfile.ZipInfo(name, FIRST_MOMENT)
+            about.compress_type = zipfile.ZIP_DEFLATED
+            file.writestr(about, text)
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Every file, and whether it travels; of a folder that does not, or that is a link, the folder alone."""
+    from pathspec import GitIgnoreSpec
+
+    by_git = _ignored_by_git(folder)
+    ignore_files = IGNORE_FILES if by_git is None else IGNORE_FILES[1:]
+    ignored = by_git or set[Path]()
+    specs: list[tuple[Path, GitIgnoreSpec]] = []
+    for root, folders, names in os.walk(folder):
+        here = Path(root)
+        if here != folder and ".git" in (*folders, *names):
+            ignored |= _ignored_by_git(here) or set()
+        specs = [(base, spec) for base, spec in specs if here.is_relative_to(base)]
+        for ignore in ignore_files:
+            if ignore in names:
+                lines = (here / ignore).read_text(errors="replace").splitlines()
+                specs.append((here, GitIgnoreSpec.from_lines(lines)))
+        for name in sorted(folders):
+            if _stays(name) or _is_ignored(here / name, specs, ignored, is_folder=True):
+                folders.remove(name)
+                yield here / name, False
+            elif (here / name).is_symlink():  # it may lead anywhere, also to a folder above
+                folders.remove(name)
+                yield here / name, True
+        folders.sort()
+        for name in sorted(names):
+            path = here / name
+            if path.is_file():  # neither sockets nor links that lead nowhere
+                stays = _stays(name) or _is_secret(*path.resolve().parts[len(folder.parts) :])
+                yield path, not stays and not _is_ignored(path, specs, ignored, is_folder=False)
+
+
+def _stays(name: str) -> bool:
+    return name in NEVER or _is_secret(name)
+
+
+def _is_secret(*names: str) -> bool:
+    return any(fnmatchcase(name.lower(), pattern) for name in names for pattern in SECRETS)
+
+
+def _ignored_by_git(folder: Path) -> set[Path] | None:
+    """Files and whole folders below that git ignores; None outside of a checkout. Raises ConfigError if git fails."""
+    listed = ["ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
+    command, environment = ["git", "-C", str(folder), *listed], {**os.environ, "LC_ALL": "C"}
+    try:
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=GIT_S)
+        problem = "" if done.returncode == 0 else done.stderr.decode(errors="replace").strip()
+    except (OSError, subprocess.SubprocessError) as exc:
+        problem = str(exc) if any((one / ".git").exists() for one in (folder, *folder.parents)) else NO_CHECKOUT
+    if NO_CHECKOUT in problem:
+        return None
+    if problem:
+        raise ConfigError("--working-dir", str(folder), f"git cannot list what it ignores there: {problem}")
+    return {folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
+
+
+def _is_ignored(path: Path, specs: list, by_git: set[Path], *, is_folder: bool) -> bool:
+    """Whether git, or the last word of all ignore files above, says so."""
+    ignored = path in by_git
+    for base, spec in specs:
+        name = path.relative_to(base).as_posix() + ("/" if is_folder else "")
+        if (said := spec.check_file(name).include) is not None:
+            ignored = said
+    return ignored
+
+
+def _advice(largest: list[tuple[str, int]]) -> str:
+    named = ", ".join(f"{name} {disk_space(num_bytes)}" for name, num_bytes in largest)
+    told = f"largest: {named}\n  " if named else ""
+    return f"{told}name what need not travel in .rayignore, and keep data in a bucket or on a shared file system"

@@ -1,0 +1,364 @@
+"""Jobs of a Slurm: packed into a folder of their own that all nodes see, and handed to sbatch, here or over ssh."""
+
+from __future__ import annotations
+
+import codecs
+import re
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+from scaleray.clusters.submit.clusters import SlurmCluster
+from scaleray.clusters.submit.package_versions import PROBE, Versions, versions_in
+from scaleray.clusters.submit.programs import Said, run
+from scaleray.clusters.submit.submitted_job import JobNow, LostConnectionError, follow_by_looking
+from scaleray.errors import ClusterError
+
+STATES = {
+    "COMPLETED": "SUCCEEDED",
+    "CANCELLED": "STOPPED",
+    "FAILED": "FAILED",
+    "TIMEOUT": "FAILED",
+    "NODE_FAIL": "FAILED",
+    "OUT_OF_MEMORY": "FAILED",
+    "BOOT_FAIL": "FAILED",
+    "DEADLINE": "FAILED",
+    "RUNNING": "RUNNING",
+    "COMPLETING": "RUNNING",
+    "SUSPENDED": "RUNNING",
+    "STAGE_OUT": "RUNNING",
+}
+"""Slurm's states in the words of Ray's; any other waits."""
+NO_OUTPUT = "0:53"
+"""Exit code of a job whose output file could not be opened on its first node."""
+LIMITS = ("QOS", "Assoc", "MaxJobs", "MaxSubmit", "MaxNode", "MaxCpu", "MaxGRES", "MaxMem", "PartitionTimeLimit")
+ORDINARY = ("", "None", "(null)", "NonZeroExitCode")
+PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("qos policy", "violates accounting", "qosmax", "assoc", "job submit limit", "grptres"),
+        "a limit of your account or QOS is reached",
+        "sacctmgr show qos and sshare show them; wait for jobs to end, or ask for less (`options` of the cluster)",
+    ),
+    (
+        ("disk quota exceeded", "no space left"),
+        "the shared folder has no room for you",
+        "delete what is no longer needed there, or name another `folder`",
+    ),
+    (
+        ("unable to contact slurm controller", "connection refused", "connect failure", "zero bytes were transmitted"),
+        "its controller cannot be reached",
+        "scontrol ping tells whether it is up",
+    ),
+    (("file exists",), "its folder has a job of this name", "give another --name"),
+    (
+        ("permission denied", "read-only file system", "cannot create directory"),
+        "the shared folder cannot be written",
+        "`folder` is one that all nodes see, and that is yours",
+    ),
+    (
+        ("sbatch: command not found", "scontrol: command not found", "squeue: command not found", "sbatch: not found"),
+        "Slurm's commands are not there",
+        "name the login node in `ssh`, or load Slurm's module in your profile",
+    ),
+    (
+        ("could not establish a configuration",),
+        "no controller of Slurm is found from here",
+        "submit from a login node, or name one in `ssh` of the cluster",
+    ),
+    (
+        (
+            "invalid partition",
+            "invalid account",
+            "invalid qos",
+            "node configuration is not available",
+            "more processors",
+        ),
+        "it has no such partition, account or nodes",
+        "sinfo shows what there is; `options` of the cluster is where it is asked for",
+    ),
+)
+"""Parts of the words of sbatch and of a shell, what they mean, and what to do."""
+SSH_PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("permission denied", "too many authentication"), "it does not let you in", "ssh-add -l; ssh-copy-id HOST"),
+    (("host key verification",), "its key is not the one that is known", "ask who runs it before you accept another"),
+    (("could not resolve",), "no machine has this name", "`ssh` of the cluster is what ssh takes, such as me@login"),
+)
+
+
+def problem_of(text: str) -> tuple[str, str]:
+    """Meaning of an error, and its remedy."""
+    low = text.lower()
+    for signs, allowed, hint in PROBLEMS:
+        if any(sign in low for sign in signs):
+            return allowed, hint
+    return "Slurm says", ""
+
+
+def status_of(name: str, text: str, *, folder: str) -> JobNow:
+    """A job from the words of scontrol, squeue or sacct, and from the files next to its log."""
+    lines = text.splitlines()
+    fields = _fields(lines[0] if lines else "")
+    state = fields.get("JobState", "")
+    status = STATES.get(state, "PENDING")
+    has_ended = status in ("SUCCEEDED", "FAILED", "STOPPED")
+    exit_code = fields.get("ExitCode", "")
+    message = in_words(fields.get("Reason", "")) if not has_ended else ""
+    if not state:
+        status, message = "UNKNOWN", "Slurm has forgotten it; its log tells how it ended"
+    elif status == "FAILED" and "silent" in lines and exit_code in (NO_OUTPUT, ""):
+        message = f"a node could not write below {folder}: name a folder that all nodes see, as `folder` of the cluster"
+    elif state not in ("COMPLETED", "FAILED", "CANCELLED") and has_ended:
+        message = state.lower().replace("_", " ")
+    if "stopped" in lines and status == "FAILED":
+        status, message = "STOPPED", ""
+    code = re.match(r"(\d+):", exit_code)
+    return JobNow(
+        name=name,
+        status=status,
+        message=message,
+        started_at=_seconds(fields.get("StartTime")),
+        ended_at=_seconds(fields.get("EndTime")) if has_ended else None,
+        exit_code=int(code[1]) if code and has_ended else None,
+    )
+
+
+def in_words(reason: str) -> str:
+    """Why a job waits; nothing for a reason that says nothing."""
+    if reason in ORDINARY:
+        return ""
+    if any(part in reason for part in LIMITS):
+        return f"{reason}: a limit of your account, QOS or partition; sacctmgr show qos shows them"
+    meanings = {
+        "Resources": "its nodes are taken",
+        "Priority": "others are before it",
+        "BeginTime": "it is queued again",
+    }
+    return f"{reason}: {meanings[reason]}" if reason in meanings else reason
+
+
+def _fields(line: str) -> dict[str, str]:
+    """A line of scontrol or squeue, `Key=value ...`, or one of sacct, with bars."""
+    if "|" in line and "=" not in line.partition("|")[0]:
+        names = ("JobId", "JobState", "ExitCode", "StartTime", "EndTime", "Reason")
+        found = dict(zip(names, line.split("|"), strict=False))
+    else:
+        found = dict(re.findall(r"(\w+)=(\S*)", line))
+    if "JobState" in found:
+        found["JobState"] = found["JobState"].split()[0].rstrip("+") if found["JobState"] else ""
+    return found
+
+
+def _seconds(moment: str | None) -> float | None:
+    try:
+        return time.mktime(time.strptime(moment or "", "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
+SCRIPT = "cluster/slurm/train.sbatch"
+PASSED_ON = (
+    "HOME",
+    "LANG",
+    "LD_LIBRARY_PATH",
+    "LOGNAME",
+    "PATH",
+    "PYTHONPATH",
+    "SHELL",
+    "SLURM_CONF",
+    "USER",
+    "VIRTUAL_ENV",
+)
+"""Variables of the submitting user that a job gets in addition to Slurm's own; any other stays here."""
+ACCOUNTING = "sacct --noheader --allocations --parsable2 --format=JobID,State,ExitCode,Start,End,Reason"
+FIELDS = "JobId=%i JobState=%T Reason=%r StartTime=%S EndTime=%e"
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
+
+
+class SlurmJobs:
+    """Jobs that `scaleray submit` gave to one Slurm. Every method raises ClusterError."""
+
+    def __init__(self, cluster: SlurmCluster) -> None:
+        self.cluster = cluster
+        self.place = cluster.name
+        self._read_bytes: dict[str, int] = {}
+        """Bytes of each log that `follow` has written."""
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def versions(self) -> Versions | None:
+        """Those of the cluster's environment, asked for where sbatch runs; None where none is named."""
+        if self.cluster.environment is None:
+            return None
+        python = f"{self.cluster.environment.rstrip('/')}/bin/python"
+        said = self._shell(f"{shlex.quote(python)} -c {shlex.quote(PROBE)}")
+        found = versions_in(said.out)
+        if found is None:
+            raise ClusterError(
+                f"environment of {self.cluster.name}",
+                self.cluster.environment,
+                f"its Python tells no versions: {said.problem}",
+                "name a virtual environment that the nodes see; docs/cluster.md makes one",
+            )
+        return found
+
+    def submit(
+        self, name: str, package: bytes, *, words: Sequence[str], command: str, secrets: Mapping[str, str]
+    ) -> str:
+        """Unpack the code in a folder of its own, and queue the batch script in it; the job's number.
+
+        words: what follows the script. command: of scaleray, with what belongs to it.
+        """
+        place = self._path(name)
+        python = f"{self.cluster.environment.rstrip('/')}/bin/python" if self.cluster.environment else "python3"
+        unpacked = self._shell(
+            f"umask 077; test ! -e {place} || {{ echo 'File exists' >&2; exit 1; }}\n"
+            f"mkdir -p {place} && cd {place} && cat >{place}.zip && {shlex.quote(python)} -m zipfile -e {place}.zip . "
+            f"&& rm {place}.zip || {{ code=$?; cd /; rm -rf {place} {place}.zip; exit $code; }}",
+            given=package,
+        )
+        if unpacked.code:
+            self._refuse(unpacked)
+        said = self._shell("bash -s", given=self._queueing(name, words, command, secrets).encode())
+        found = re.search(r"^scaleray-job (\d+)", said.out, re.M)
+        if said.code or found is None:
+            self._shell(f"rm -rf {place}")
+            self._refuse(said)
+        return found[1]
+
+    def _queueing(self, name: str, words: Sequence[str], command: str, secrets: Mapping[str, str]) -> str:
+        """A shell script that queues a job. It goes through a pipe: the list of processes shows no values."""
+        place, cluster = self._path(name), self.cluster
+        names = [*PASSED_ON, *secrets]
+        storage = f"{cluster.folder.rstrip('/')}/runs"
+        lines = ["set -eu", "umask 077", f"cd {place}"]
+        given = {"SCALERAY_CHECKPOINT__STORAGE_PATH": storage, **secrets, "SUBCOMMAND": command}
+        lines += [f"export {key}={shlex.quote(value)}" for key, value in given.items()]
+        if cluster.environment:
+            path = shlex.quote(cluster.environment.rstrip("/"))
+            lines += [f"export VIRTUAL_ENV={path}", f'export PATH={path}/bin:"$PATH"']
+        names += ["SCALERAY_CHECKPOINT__STORAGE_PATH", "SUBCOMMAND"]
+        options = [
+            *cluster.options,
+            "--parsable",
+            f"--job-name={name}",
+            "--comment=scaleray",
+            "--open-mode=append",
+            f"--output={cluster.folder.rstrip('/')}/{name}.out",
+            f"--export={','.join(dict.fromkeys(names))}",
+        ]
+        queued = shlex.join(["sbatch", *options, SCRIPT, *words])
+        lines += [f"job=$({queued})", f'echo "${{job%%;*}}" >{place}.id', 'echo "scaleray-job ${job%%;*}"']
+        return "\n".join(lines) + "\n"
+
+    def job(self, name: str) -> JobNow:
+        """State of a job in Slurm, by its name or number: from the controller, or from the
+        accounting once it is over.
+        """
+        name, number = self._found(name)
+        said = self._shell(
+            f'if said=$(scontrol show job {number} --oneliner 2>&1); then echo "$said"\n'
+            'else case "$said" in *"Invalid job id"*) ;; *) echo "$said" >&2; exit 1 ;; esac\n'
+            f"said=$({ACCOUNTING} --jobs={number} 2>/dev/null)\n"
+            'echo "${said:-unknown}"; fi\n'
+            f"test ! -e {self._path(name)}.stop || echo stopped\ntest -s {self._path(name)}.out || echo silent",
+            must=True,
+        )
+        return status_of(name, said.out, folder=self.cluster.folder)
+
+    def list(self) -> list[JobNow]:
+        """All jobs that were submitted, the newest first."""
+        folder = self._path("")
+        said = self._shell(
+            f"cd {folder} 2>/dev/null || exit 0\n"
+            'for file in *.id; do test -e "$file" || continue; name=${file%.id}\n'
+            'echo "id $(cat "$file") $name $(test -e "$name.stop" && echo stopped)"; done\n'
+            f"squeue --me --noheader --states=all --format={shlex.quote(FIELDS)}\n"
+            f"{ACCOUNTING} --starttime=now-30days 2>/dev/null || true",
+            must=True,
+        )
+        lines = said.out.splitlines()
+        ids = [line.split() for line in lines if line.startswith("id ")]
+        # a number that could not be written, as the folder was full, is none
+        ids = [words for words in ids if len(words) > 2 and words[1].isdigit()]
+        found = []
+        for _, number, name, *rest in sorted(ids, key=lambda words: -int(words[1])):
+            mine = [line for line in lines if line.startswith((f"JobId={number} ", f"{number}|"))][:1] or ["unknown"]
+            found.append(status_of(name, "\n".join([*mine, *rest]), folder=self.cluster.folder))
+        return found
+
+    def logs(self, name: str) -> str:
+        """All that a job has printed so far."""
+        name, _ = self._found(name)
+        return self._shell(f"cat {self._path(name)}.out 2>/dev/null || true", must=True).out
+
+    def stop(self, name: str) -> None:
+        """Ask a job to end: a training that runs saves first; a second time ends it at once."""
+        name, number = self._found(name)
+        place = self._path(name)
+        said = self._shell(
+            f'if [ "$(squeue --noheader --jobs={number} --format=%T)" = RUNNING ] && [ ! -e {place}.stop ]; then\n'
+            f"  touch {place}.stop && scancel --signal=USR1 --batch {number}\n"
+            f"else touch {place}.stop && scancel {number}; fi"
+        )
+        if said.code:
+            self._refuse(said)
+
+    def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
+        """Write what a job prints until it has ended; a connection that is lost is tried again."""
+        return follow_by_looking(self.cluster.name, lambda: self.job(name), lambda: self._write_new(name, write), say)
+
+    def _write_new(self, name: str, write: Callable[[str], None]) -> None:
+        name, _ = self._found(name)
+        begin = self._read_bytes.get(name, 0)
+        said = self._shell(f"tail -c +{begin + 1} {self._path(name)}.out 2>/dev/null || true", must=True)
+        new = said.raw
+        if new:
+            self._read_bytes[name] = begin + len(new)
+            write(self._decoder.decode(new))
+
+    def _found(self, name: str) -> tuple[str, str]:
+        """Name and number of a job that is given by either."""
+        folder = self._path("")
+        if name.isdigit():
+            look = f"cd {folder} 2>/dev/null && grep -lx {name} -- *.id | head -n 1 || true"
+            given = self._shell(look, must=True).out.strip()
+            found = (given.removesuffix(".id"), name) if given else None
+        else:
+            given = self._shell(f"cat {self._path(name)}.id 2>/dev/null || true", must=True).out.strip()
+            found = (name, given) if given.isdigit() else None
+        if found is None:
+            hint = f"scaleray jobs list --to {self.cluster.name}"
+            raise ClusterError("JOB", name, f"{self.cluster.folder} has no job of this name or number", hint)
+        return found
+
+    def _path(self, name: str) -> str:
+        """A job's folder, quoted for a shell; without a name, the folder of all."""
+        folder = self.cluster.folder.rstrip("/") or "/"
+        return shlex.quote(f"{folder}/{name}" if name else folder)
+
+    def _shell(self, script: str, *, given: bytes = b"", must: bool = False) -> Said:
+        """Run a script where sbatch is. must: whether an error is one of the connection, or of Slurm."""
+        words = ["bash", "-c", script]
+        if self.cluster.ssh:
+            words = [*SSH, self.cluster.ssh, f"bash -lc {shlex.quote(script)}"]
+        said = run(words, given=given, limit_s=300.0 if given else 60.0)
+        if said.code == 124 and not self.cluster.ssh:
+            raise LostConnectionError(
+                "--to", self.cluster.name, f"Slurm does not answer: {said.problem}", "scontrol ping"
+            )
+        if self.cluster.ssh and said.code in (255, 124):
+            for signs, allowed, hint in SSH_PROBLEMS:
+                if any(sign in said.problem.lower() for sign in signs):
+                    raise ClusterError("ssh", self.cluster.ssh, f"{allowed}: {said.problem}", hint)
+            raise LostConnectionError(
+                "ssh", self.cluster.ssh, f"it is not reached: {said.problem}", f"try: ssh {self.cluster.ssh}"
+            )
+        if must and said.code:
+            self._refuse(said)
+        return said
+
+    def _refuse(self, said: Said) -> NoReturn:
+        allowed, hint = problem_of(said.problem)
+        if "cannot be reached" in allowed:
+            raise LostConnectionError("--to", self.cluster.name, f"{allowed}: {said.problem}", hint)
+        raise ClusterError("--to", self.cluster.name, f"{allowed}: {said.problem}", hint)

@@ -1,0 +1,201 @@
+"""A command as a job of a cluster that is elsewhere: all that can be looked at on this side."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from scaleray.clusters.submit.clusters import Cluster, KubernetesCluster, RayCluster, cluster_of
+from scaleray.clusters.submit.package import Contents, check_is_in, contents_of
+from scaleray.clusters.submit.package_versions import (
+    Versions,
+    differences,
+    imported_packages,
+    missing_packages,
+    normalised,
+)
+from scaleray.config import load_config
+from scaleray.config.alerts import WEBHOOK, without_secrets
+from scaleray.config.base import without_password
+from scaleray.config.loading import ENV_PREFIX, read_environment
+from scaleray.errors import ClusterError, ConfigError
+
+Command = Literal["train", "study", "sweep", "verify", "profile"]
+OWN_NEEDS = ("scaleray", "ray", "torch", "mlflow", "pyarrow", "pydantic", "cyclopts")
+"""Packages without which no command of scaleray runs."""
+DEFAULT_MAX_MIB = 100.0
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A submission before it is sent. missing: packages that the cluster lacks, with the versions of this side."""
+
+    cluster: Cluster
+    command: tuple[str, ...]
+    """Arguments for scaleray: a command, its config and its options."""
+    name: str
+    contents: Contents
+    workload: Path | None
+    """The workload's file; None for one of an installed module."""
+    variables: Mapping[str, str] = field(repr=False)
+    """Secrets by name; without their values where the cluster has them itself."""
+    settings: tuple[str, ...] = ()
+    """Keys of the config that the environment sets here, and that are options of the command there."""
+    grace_s: float | None = None
+    """Seconds that the last checkpoint may take, where the config says so."""
+    missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def place(self) -> str:
+        """The cluster as `--to` takes it."""
+        if self.cluster.name or not isinstance(self.cluster, RayCluster):
+            return self.cluster.name
+        return without_password(self.cluster.url)
+
+    @property
+    def requirements(self) -> list[str]:
+        """The missing packages as pip takes them."""
+        return [f"{name}=={version}" for name, version in self.missing.items()]
+
+
+def prepare(
+    config: Path,
+    overrides: Sequence[str] = (),
+    *,
+    to: str | None = None,
+    command: Command = "train",
+    working_dir: Path | None = None,
+    max_mib: float = DEFAULT_MAX_MIB,
+    secret_env: Sequence[str] = (),
+    name: str | None = None,
+) -> Submission:
+    """Everything that can be looked at on this side. Raises UsageError."""
+    if not max_mib > 0:
+        raise ConfigError("--max-mib", max_mib, "it must be more than 0 MiB")
+    _refuse_secrets(overrides)
+    cluster = cluster_of(to)
+    contents = contents_of(working_dir or Path.cwd(), max_mib=max_mib)
+    relative = check_is_in(contents, config, what="--config")
+    # the others have options of their own, which the command itself looks at
+    checked = load_config(config, flags=tuple(overrides) if command == "train" else ())
+    workload = _workload_file(contents, checked.workload.name, config)
+    settings = _settings(secret_env)
+    return Submission(
+        cluster=cluster,
+        command=(command, "-c", relative, *settings.values(), *overrides),
+        name=name or f"{config.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+        contents=contents,
+        workload=workload,
+        variables=_secrets(secret_env, are_here=not isinstance(cluster, KubernetesCluster)),
+        settings=tuple(settings),
+        grace_s=checked.checkpoint.grace_s if "grace_s" in checked.checkpoint.model_fields_set else None,
+    )
+
+
+def refuse_differences(submission: Submission, here: Versions, there: Versions, *, remedy: str) -> None:
+    """Raise ClusterError where the cluster's versions would not do."""
+    if found := differences(here, there):
+        raise ClusterError(
+            "the cluster",
+            submission.place,
+            f"its versions differ: {'; '.join(found)}",
+            f"{remedy}; --allow-differences submits all the same",
+        )
+
+
+def imported(submission: Submission) -> set[str]:
+    """The packages that the workload imports, and that do not travel with it."""
+    if submission.workload is None:
+        return set()
+    return imported_packages(submission.workload, submission.contents.folder) - travelling(submission)
+
+
+def travelling(submission: Submission) -> set[str]:
+    """The packages that are in the working directory."""
+    return {*normalised({name.partition("/")[0].removesuffix(".py"): "" for name in submission.contents.files})}
+
+
+def with_missing(submission: Submission, here: Versions, there: Versions) -> Submission:
+    """The submission with the packages that its code imports, or scaleray needs, and the cluster lacks."""
+    travels = travelling(submission)
+    needed = {name for name in {*imported(submission), *OWN_NEEDS} if name not in travels}
+    missing = missing_packages(needed, here, there)
+    if "scaleray" not in there.packages and "scaleray" not in travels:
+        missing["scaleray"] = here.packages.get("scaleray", "")
+    return replace(submission, missing=missing)
+
+
+def refuse_missing(submission: Submission, *, remedy: str) -> None:
+    """Raise ClusterError where the cluster lacks packages. remedy: what would bring them."""
+    if submission.missing:
+        raise ClusterError(
+            "the cluster", submission.place, f"it lacks {', '.join(submission.missing)}, which the job imports", remedy
+        )
+
+
+def _refuse_secrets(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for options with a secret: a cluster keeps the command and shows it to its users."""
+    shown = without_secrets(overrides)
+    changed = next((at for at, word in enumerate(overrides) if shown[at] != word), None)
+    if changed is None:
+        return
+    option, _, value = shown[changed].partition("=")
+    if not option.startswith("--"):
+        option, value = shown[changed - 1] if changed else "argument", shown[changed]
+    hint = (
+        f"put the address into a variable, and give --{WEBHOOK}_env NAME --secret-env NAME"
+        if option == f"--{WEBHOOK}"
+        else "leave the password out, and give it in a variable with --secret-env NAME"
+    )
+    raise ConfigError(option, value, "it holds a secret, and the cluster keeps and shows the command of a job", hint)
+
+
+def _settings(secret_env: Sequence[str]) -> dict[str, str]:
+    """The keys of the config that this environment sets, as options of the command: the cluster's environment has none
+    of them. Those that are named as secrets travel as such. Raises ConfigError for a secret that is not."""
+    found = {}
+    for variable, text in sorted(os.environ.items()):
+        if not variable.startswith(ENV_PREFIX) or variable in secret_env:
+            continue
+        [key] = read_environment({variable: text})
+        found[key] = f"--{key}={text}"
+        [shown] = without_secrets([found[key]])
+        if shown != found[key]:
+            raise ConfigError(
+                variable,
+                shown.partition("=")[2],
+                "it holds a secret, and the cluster keeps and shows the command of a job, which it would be part of",
+                f"--secret-env {variable} sends it as a secret",
+            )
+    return found
+
+
+def _workload_file(contents: Contents, name: str, config: Path) -> Path | None:
+    """The workload's file, which must travel; None for a workload of a module. Its path is looked for where the config
+    is, and where a command is started."""
+    path, colon, _ = name.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        return None
+    given = Path(path).expanduser()
+    if given.is_absolute():
+        hint = f"write its path from the working directory, such as {given.name}:..."
+        raise ConfigError("workload.name", name, "a path of this machine means nothing on the cluster", hint)
+    places = [contents.folder / given, config.resolve().parent / given]
+    found = next((place for place in places if place.exists()), places[0])
+    check_is_in(contents, found, what="workload.name")
+    return found
+
+
+def _secrets(names: Sequence[str], *, are_here: bool) -> dict[str, str]:
+    """The values of these variables, which are never printed. are_here: whether they are those of this environment."""
+    with_values = [name.partition("=")[0] for name in names if "=" in name]
+    missing = with_values or [name for name in names if are_here and not os.environ.get(name)]
+    if missing:
+        hint = "give names alone: values belong in the environment" if with_values else ""
+        raise ConfigError("--secret-env", ", ".join(missing), "it is not set here", hint)
+    return {name: os.environ[name] if are_here else "" for name in names}

@@ -1,0 +1,87 @@
+"""A submission to a Ray, by its Jobs API: versions compared by a job of its own, then packed and started."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scaleray.clusters.files.grace import RAY_STOP, RAY_STOP_S, SAVING, SAVING_S
+from scaleray.clusters.submit.clusters import RayCluster
+from scaleray.clusters.submit.jobs_api import Jobs
+from scaleray.clusters.submit.package import pack
+from scaleray.clusters.submit.package_versions import Versions
+from scaleray.clusters.submit.submission import Submission, refuse_differences, refuse_missing, with_missing
+from scaleray.common.progress import stage
+from scaleray.errors import UsageError
+from scaleray.records.run_record import Say
+
+SUBMITTED_BY = "scaleray submit"
+REMEDY = "use the same here, or an image with these (cluster/image)"
+
+
+def checked_and_started(
+    submission: Submission, cluster: RayCluster, *, bring_missing: bool, allow_differences: bool, say: Say
+) -> tuple[Jobs, str]:
+    """Compare the cluster with the requirements, and start the job: the cluster's jobs, and its name. Raises
+    UsageError.
+
+    allow_differences: report differences and missing packages, and continue.
+    """
+    jobs = Jobs(cluster.url)
+    try:
+        submission = compare(submission, jobs, say=say)
+        if not bring_missing:
+            listed = ", ".join(f'"{one}"' for one in submission.requirements)
+            brings = f'runtime_env={{"pip": [{listed}]}} would bring them, as --bring-missing does'
+            refuse_missing(submission, remedy=f"{brings}; or put them into its image")
+    except UsageError as exc:
+        if not allow_differences:
+            raise
+        say(f"  warning: {exc}")
+    return jobs, start(submission, jobs, bring_missing=bring_missing)
+
+
+def compare(submission: Submission, jobs: Jobs, *, say: Say) -> Submission:
+    """The submission with what the cluster lacks. Raises ClusterError where its versions would not do."""
+    here = Versions.here()
+    quick = Versions(jobs.python_version, {"ray": jobs.ray_version})
+    refuse_differences(submission, here, quick, remedy=REMEDY)
+    with stage("asking the cluster for its versions"):
+        there = jobs.versions()
+    refuse_differences(submission, here, there, remedy=REMEDY)
+    say(f"  versions: {there.in_words()}")
+    return with_missing(submission, here, there)
+
+
+def start(submission: Submission, jobs: Jobs, *, bring_missing: bool = False) -> str:
+    """Pack the working directory, send it, and start the job; its name."""
+    environment: dict[str, Any] = {"env_vars": {**time_to_save(submission.grace_s), **submission.variables}}
+    if bring_missing and submission.missing:
+        environment["pip"] = submission.requirements
+    with tempfile.TemporaryDirectory(prefix="scaleray-submit-") as folder:
+        package = Path(folder) / "working_dir.zip"
+        with stage("packing the working directory"):
+            pack(submission.contents, package)
+        environment["working_dir"] = str(package)
+        with stage(f"sending {package.stat().st_size / 2**20:.1f} MiB"):
+            name = jobs.submit(
+                shlex.join(["python", "-m", "scaleray", *submission.command]),
+                name=submission.name,
+                runtime_env=environment,
+                metadata={"submitted_by": SUBMITTED_BY, "secrets": ",".join(submission.variables)},
+            )
+    jobs.forget_probes()
+    return name
+
+
+def time_to_save(grace_s: float | None) -> dict[str, str]:
+    """Variables of a job that is asked to stop: Ray itself would kill it after 3 s, whatever it has to save.
+
+    grace_s: what the config lets the last checkpoint take, where it says so.
+    """
+    if grace_s is None:
+        return {RAY_STOP: str(RAY_STOP_S), SAVING: str(SAVING_S)}
+    return {RAY_STOP: str(math.ceil(grace_s) + RAY_STOP_S - SAVING_S)}

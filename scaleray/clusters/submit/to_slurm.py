@@ -1,0 +1,96 @@
+"""A submission to Slurm: versions of its environment compared, then a batch script queued in a folder of its own."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+
+from scaleray.clusters.files.cluster_files import files
+from scaleray.clusters.files.wanted import Wanted
+from scaleray.clusters.submit.clusters import SlurmCluster
+from scaleray.clusters.submit.package import Contents, pack
+from scaleray.clusters.submit.package_versions import Versions
+from scaleray.clusters.submit.slurm_jobs import SCRIPT, SlurmJobs
+from scaleray.clusters.submit.submission import Submission, refuse_differences, refuse_missing, with_missing
+from scaleray.common.progress import stage
+from scaleray.errors import ConfigError, UsageError
+from scaleray.records.run_record import Say
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
+TAKES_COMMANDS = "SUBCOMMAND"
+"""Variable that gives the batch script its command."""
+
+
+def checked_and_started(
+    submission: Submission, cluster: SlurmCluster, *, allow_differences: bool, say: Say
+) -> tuple[SlurmJobs, str]:
+    """Compare versions where they can be known, and queue the job: the cluster's jobs, and its name.
+
+    Raises UsageError.
+    """
+    _check_name(submission.name)
+    jobs = SlurmJobs(cluster)
+    scripts = _scripts(submission.contents, cluster)
+    try:
+        _compare(submission, jobs, say)
+    except UsageError as exc:
+        if not allow_differences:
+            raise
+        say(f"  warning: {exc}")
+    command, *words = submission.command
+    resumes = command == "train" and not any(one.startswith("--resume") for one in words)
+    with tempfile.TemporaryDirectory(prefix="scaleray-submit-") as folder:
+        package = Path(folder) / "working_dir.zip"
+        with stage("packing the working directory"):
+            pack(submission.contents, package, scripts)
+        with stage(f"sending {package.stat().st_size / 2**20:.1f} MiB"):
+            number = jobs.submit(
+                submission.name,
+                package.read_bytes(),
+                words=words,
+                command=f"{command} --resume auto" if resumes else command,
+                secrets=submission.variables,
+            )
+    say(f"  Slurm's job {number}; its code and log: {cluster.folder.rstrip('/')}/{submission.name}")
+    return jobs, submission.name
+
+
+def _check_name(name: str) -> None:
+    """Raise ConfigError for a name that cannot be that of a job's folder, log and line in a list."""
+    if not NAME.fullmatch(name) or name.isdigit():
+        raise ConfigError(
+            "--name",
+            name,
+            "on Slurm it has at most 100 letters, digits, dots, - and _, a letter or digit first, and is not a number",
+            "such as digits-2",
+        )
+
+
+def _compare(submission: Submission, jobs: SlurmJobs, say: Say) -> None:
+    with stage("asking the cluster for its versions"):
+        there = jobs.versions()
+    if there is None:
+        say("  versions: not compared, as the cluster names no `environment`: the batch script chooses one")
+        return
+    here = Versions.here()
+    refuse_differences(submission, here, there, remedy="use the same here, or install these there")
+    say(f"  versions: {there.in_words()}")
+    submission = with_missing(submission, here, there)
+    pip = f"{jobs.cluster.environment}/bin/pip install {' '.join(submission.requirements)}"
+    refuse_missing(submission, remedy=f"on the cluster: {pip}")
+
+
+def _scripts(contents: Contents, cluster: SlurmCluster) -> dict[str, str]:
+    """The batch script and what it reads, unless the user's own travel."""
+    if SCRIPT not in contents.files:
+        texts = files(Wanted(gpus=cluster.gpus, nodes=cluster.nodes), ["slurm"])
+        return {f"cluster/{name}": text for name, text in texts.items() if "try_on" not in name}
+    if TAKES_COMMANDS not in (contents.folder / SCRIPT).read_text(errors="replace"):
+        raise ConfigError(
+            SCRIPT,
+            f"without {TAKES_COMMANDS}",
+            "it is from an older scaleray, or was edited so that it takes no command",
+            "write it again: scaleray cluster write --kind slurm --overwrite",
+        )
+    return {}

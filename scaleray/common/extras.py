@@ -1,0 +1,31 @@
+"""Libraries that scaleray can do without: imported where they are used, and named with their extra where they are
+absent."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from scaleray.common.idle_warnings import leave_out_idle_warnings
+from scaleray.errors import WorkloadError, first_line
+
+
+def library(name: str, *, extra: str, wanted_by: str) -> ModuleType:
+    """Import an optional library or a module of one. wanted_by: what cannot do without it, as the user knows it.
+
+    Raises WorkloadError that names the extra, for a library that is absent and for one that does not load.
+    """
+    root = name.partition(".")[0]
+    install = f"pip install 'scaleray[{extra}]'"
+    leave_out_idle_warnings()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as exc:
+        if exc.name is not None and exc.name.partition(".")[0] == root:
+            raise WorkloadError(f"the library {root}", "not installed", f"{wanted_by} needs it", install) from exc
+        found = f"not usable ({first_line(exc)})"
+        raise WorkloadError(f"the library {root}", found, f"{wanted_by} needs it", install) from exc
+    except (ImportError, RuntimeError, OSError) as exc:  # compiled parts that were built for another torch
+        found = f"not usable ({first_line(exc)})"
+        hint = f"{install}; its version and its build (CPU or CUDA) must be those of torch"
+        raise WorkloadError(f"the library {root}", found, f"{wanted_by} needs it", hint) from exc

@@ -1,0 +1,233 @@
+"""Capabilities of a GPU, a link between GPUs and a network between nodes.
+
+Used by every part of the planner, and wherever the peak of a device is needed (MFU). The figures are in
+`planner.hardware.catalogue`, each entry with its source; `lookup` finds one by a name that people type, and a user adds
+or replaces entries by a YAML file (`hardware_file`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from scaleray.config.hardware.measured_collectives import MeasuredTable
+from scaleray.errors import ConfigError
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+WIDER = {
+    "fp4": ("fp4", "fp8", "bf16", "fp16", "fp32"),
+    "fp8": ("fp8", "bf16", "fp16", "fp32"),
+    "bf16": ("bf16", "fp32"),
+    "fp16": ("fp16", "fp32"),
+    "tf32": ("tf32", "fp32"),
+    "fp32": ("fp32",),
+}
+"""Compute units per precision, in order of preference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """Link between the GPUs of one node. Bandwidths are of one GPU, in one direction, in 10^9 bytes a second."""
+
+    name: str
+    nominal_gb_per_s: float
+    """All links of one GPU together, from the data sheet."""
+    bus_gb_per_s: float
+    """All-reduce bus bandwidth measured on large messages inside a node (nccl-tests' definition)."""
+    latency_us: float
+    """Latency of one hop of a collective, with the kernel's part in it."""
+    source: str
+    switch_sum_gb_per_s: float | None = None
+    """Rate at which switches that add (NVLS) sum the bytes of a GPU: bytes of a large all-reduce over its time. None:
+    they do not add."""
+    is_shared: bool = False
+    """Whether all of the node's workers together have this bandwidth: memory that processes copy through, one
+    host's cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator. `peak_tflops` is dense, by precision; sparsity's doubled figures are left out."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    peak_tflops: Mapping[str, float]
+    matmul_share: float
+    """Largest measured matrix product over the peak: what a perfect layer could reach."""
+    narrow_matmul_share: float | None = None
+    """Largest measured 8-bit matrix product over the peak, used for 4-bit products too; None where it was
+    not measured."""
+    overlaps_tiles: bool = False
+    """Whether a tile's result is written while the next tile is computed: Blackwell's sums stay in a memory of their
+    own. Its largest products are reached with inner dimensions of 1,024 to 3,072, where Hopper needs 13,312 (MLE, best
+    shapes of MAMF)."""
+    num_cores: int = 108
+    """Streaming multiprocessors (compute units): a matrix product is cut into tiles that run on as many at once."""
+    attention_share: float = 0.55
+    """Rate of the usual fused attention, forward and backward, over the largest matrix product's."""
+    best_attention_share: float | None = None
+    """Rate of kernels written for this very GPU (FlashAttention-3, cuDNN) over the largest matrix product's, where they
+    differ from the usual."""
+    memory_gib: float
+    """Memory that a program can see, a little under the number on the box."""
+    memory_gb_per_s: float
+    link: str
+    gpus_per_node: int = 8
+    network: str = ""
+    """Network of the usual machine with this GPU; empty where there is no usual one."""
+    source: str = ""
+
+    def peak_flops(self, precision: str) -> float:
+        """Dense peak in FLOP/s. A precision without an entry runs at the next wider one's rate.
+
+        Raises ConfigError for a precision that no GPU has.
+        """
+        return self.peak_tflops[self.executed_precision(precision)] * 1e12
+
+    def executed_precision(self, precision: str) -> str:
+        """The precision whose units do the work: bf16 products run as fp32 on a GPU without bf16 units."""
+        if precision not in WIDER:
+            raise ConfigError("precision", precision, f"it must be one of {', '.join(PRECISIONS)}")
+        return next((name for name in WIDER[precision] if name in self.peak_tflops), next(iter(self.peak_tflops)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Network between the nodes. Bandwidths are of one node, in one direction, in 10^9 bytes a second."""
+
+    name: str
+    gb_per_s: float
+    """Nominal bandwidth of all adapters of the node together."""
+    transport: str = "rdma"
+    """`rdma` (InfiniBand, RoCE), `efa`, `tcp`, `tuned-tcp` or `measured`: they reach different shares of the nominal
+    figure and differ in latency."""
+    num_adapters: int = 1
+    source: str = ""
+    aliases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.gb_per_s <= 0:
+            raise ConfigError("net", self.gb_per_s, "a bandwidth must be positive")
+        if self.transport not in TRANSPORTS:
+            raise ConfigError("net", self.transport, f"a transport is one of {', '.join(TRANSPORTS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transport:
+    """Rate that NCCL reaches on an adapter of one kind."""
+
+    bandwidth_share: float
+    """Bus bandwidth of large all-reduces over the nominal bandwidth."""
+    most_gb_per_s: float
+    """Bandwidth beyond which the CPU is the limit (sockets), whatever the adapter; infinite where the CPU is
+    not involved."""
+    latency_us: float
+    """Latency of one hop of a collective between nodes."""
+    source: str
+    tree_hop_us: float | None = None
+    """Latency of a hop of a tree; `latency_us` where it is not given."""
+    flow_gb_per_s: float = float("inf")
+    """Bandwidth of one GPU that sends to one other, whatever the node's adapters carry together."""
+
+
+TRANSPORTS: dict[str, Transport] = {
+    "rdma": Transport(
+        bandwidth_share=0.92, most_gb_per_s=float("inf"), latency_us=15.0,
+        source="NVIDIA, GTC 2024: 24 GB/s of 200 Gb/s, 48 of 400 (0.96), DGX A100 192 of 200, DGX H100 380 of"
+        " 400 (0.95); NCCL's tuning.cc puts a hop at 5 to 8 us before kernels; a flow uses one adapter, of 400 Gb/s"
+        " at most",
+        flow_gb_per_s=48.0,
+    ),
+    "efa": Transport(
+        bandwidth_share=0.80, most_gb_per_s=float("inf"), latency_us=20.0, tree_hop_us=50.0,
+        source="9.75 us per rank and direction in ml-engineering's EFA all-reduce of 8 bytes (V100, 16 to 64 ranks);"
+        " NCCL's tuning.cc puts a tree's hop at 50 us in the Simple protocol, which buckets take where LL128 is not to"
+        " be had; a flow: EC2 gives one 10 Gb/s, and nanotron's pipelines between p5 nodes lose the time that takes."
+        " Doubtful where EFA itself carries it",
+        flow_gb_per_s=1.25,
+    ),
+    "tcp": Transport(
+        bandwidth_share=0.80, most_gb_per_s=0.75, latency_us=60.0,
+        source="NCCL's defaults open one socket per channel, and a flow in a cloud gets 5 to 10 Gb/s: 0.75 GB/s on"
+        " 50 GbE (Pollux's traces), 0.5 on 40 GbE (1-bit Adam post)",
+    ),
+    "tuned-tcp": Transport(
+        bandwidth_share=0.80, most_gb_per_s=10.0, latency_us=60.0,
+        source="NVIDIA, GTC 2024: 10 GB/s of bus bandwidth on 100 GbE with TCP, with many sockets"
+        " (NCCL_NSOCKS_PERTHREAD)",
+    ),
+    "measured": Transport(
+        bandwidth_share=1.0, most_gb_per_s=float("inf"), latency_us=30.0,
+        source="the figure given is what a collective was seen to reach, so nothing is taken off",
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`num_nodes` equal machines."""
+
+    gpu: Gpu
+    gpus_per_node: int
+    num_nodes: int
+    link: Link
+    network: Network | None
+    """Network between the nodes; None for one node."""
+    board_gpus: int = 0
+    """GPUs that share a board, where fewer of them than that are used; 0: as many as the node has."""
+    price_per_gpu_hour: float | None = None
+    algorithms: tuple[str, ...] = ("ring", "tree")
+    """Algorithms of all-reduces, of which the cheapest is taken: `ring`, `tree`, `hierarchical`. The last is left out,
+    for NCCL's defaults do not have it: with it, `jobs/planner_evidence` misses the calibration folder by 6.7 instead of
+    5.7 %, and Pollux's T4 traces by 7.2 instead of 5.2."""
+    in_network: Literal["none", "node", "all"] = "none"
+    """Where switches add up all-reduces: in the node (NVLS), or between nodes as well (SHARP, which needs InfiniBand).
+    Only where it is said: published runs on H100 are predicted no better with it (nanotron's 22 instead of 18 %)."""
+    measured: tuple[MeasuredTable, ...] = ()
+    """All-reduce times measured on this cluster."""
+    storage_gb_per_s: float | None = None
+    """Rate at which all nodes together write a checkpoint; None: `planner.cost.checkpoint_stalls` assumes a rate."""
+    gpu_mtbf_hours: float | None = None
+    """Mean hours between interruptions of a training, times its GPUs; None: interruptions are not counted."""
+    restart_s: float | None = None
+    """Seconds from an interruption until reading the checkpoint begins; None: `planner.cost.checkpoint_stalls`
+    assumes a time."""
+    notes: tuple[str, ...] = ()
+    """Assumptions in place of values that were not given."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("GPUs per node", self.gpus_per_node), ("nodes", self.num_nodes)):
+            if value < 1:
+                raise ConfigError(f"cluster: {name}", value, "there must be at least one")
+        for name, quantity in (
+            ("storage_gb_per_s", self.storage_gb_per_s),
+            ("gpu_mtbf_hours", self.gpu_mtbf_hours),
+            ("restart_s", self.restart_s),
+        ):
+            if quantity is not None and not 0 < quantity < float("inf"):
+                raise ConfigError(f"cluster: {name}", quantity, "it must be positive")
+        if not {"ring", "tree"} & set(self.algorithms) or not set(self.algorithms) <= {"ring", "tree", "hierarchical"}:
+            raise ConfigError(
+                "cluster: algorithms",
+                ", ".join(self.algorithms),
+                "they are ring and tree, one of them at least, and hierarchical",
+            )
+        if self.num_nodes > 1 and self.network is None:
+            raise ConfigError("cluster: network", None, "several nodes need one", "for example net=100G, or net=8x400G")
+
+    @property
+    def is_meshed(self) -> bool:
+        """Whether GPUs are joined in pairs instead of by a switch: boards of four, and of eight V100 or MI300X.
+
+        In a mesh, a group of k among the board's g GPUs has (k - 1) / (g - 1) of a GPU's links.
+        """
+        board = self.board_gpus or self.gpus_per_node
+        return (
+            self.link.name.startswith("nvlink") and board <= (8 if self.link.name < "nvlink3" else 4)
+        ) or self.link.name.startswith("xgmi")
+
+    @property
+    def num_gpus(self) -> int:
+        """Number of all GPUs."""
+        return self.gpus_per_node * self.num_nodes

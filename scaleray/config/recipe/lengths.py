@@ -1,0 +1,128 @@
+"""How long a training and its parts are, in optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from scaleray.config import Duration, RunConfig
+from scaleray.config.recipe.values import DataSize
+from scaleray.errors import ConfigError
+
+
+class StepCounter:
+    """Optimizer steps of `global_batch_size` samples for durations. why: takes how each number was derived, by name."""
+
+    def __init__(self, config: RunConfig, data: DataSize, global_batch_size: int, why: dict[str, str]) -> None:
+        self._drops_last, self._data, self._why = config.batch.drop_last, data, why
+        self._global_batch_size = global_batch_size
+        self._samples_per_step: float = global_batch_size
+        if (packed := data.packed_steps(config)) is not None:
+            self.per_epoch, self._samples_per_step = packed, data.num_samples / packed
+            why["steps_per_epoch"] = f"{data.total_tokens} tokens / {config.batch.global_size}"
+            return
+        whole, remainder = divmod(data.num_samples, global_batch_size)
+        self.per_epoch = whole if self._drops_last or not remainder else whole + 1
+        partial = f", last {remainder} left out" if self._drops_last else f", last step has {remainder}"
+        why["steps_per_epoch"] = f"{data.num_samples} samples / {global_batch_size}{partial if remainder else ''}"
+
+    def steps(self, duration: Duration, name: str) -> int:
+        """Optimizer steps of a duration. name: of the derived value. Raises ConfigError for unknown tokens."""
+        steps, self._why[name] = self._steps(duration)
+        return steps
+
+    def every(self, duration: Duration | None, name: str, *, otherwise: str) -> int | None:
+        """Steps between two events, at least 1; None where there is no duration. otherwise: says what that means."""
+        if duration is None:
+            self._why[name] = otherwise
+            return None
+        return max(1, self.steps(duration, name))
+
+    def _steps(self, duration: Duration) -> tuple[int, str]:
+        if duration.unit == "steps":
+            return round(duration.value), "given in steps"
+        if duration.unit == "epochs":
+            return round(duration.value * self.per_epoch), f"{duration.value:g} epochs x {self.per_epoch} steps"
+        samples = duration.value
+        if duration.unit == "tokens":
+            samples = duration.value / self._data.tokens_a_sample("a duration")
+        # whole epochs apart, since the last step of each may be a partial one
+        samples_per_epoch = self.per_epoch * self._global_batch_size if self._drops_last else self._data.num_samples
+        epochs, rest = divmod(samples, samples_per_epoch)
+        steps = int(epochs) * self.per_epoch + math.ceil(rest / self._samples_per_step)
+        return steps, f"{duration} at {self._samples_per_step:g} samples a step, {self.per_epoch} steps an epoch"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Optimizer steps; the fields of `Recipe` of the same names."""
+
+    steps_per_epoch: int
+    total_steps: int
+    warmup_steps: int
+    schedule_steps: int
+    evaluate_every_steps: int | None
+    checkpoint_every_steps: int | None
+    keep_checkpoint_every_steps: int | None
+
+
+def schedule_lengths(
+    config: RunConfig, counter: StepCounter, total_steps: int, *, warmup_factor: float, why: dict[str, str]
+) -> tuple[int, int]:
+    """(steps of the warm-up, steps until the schedule has decayed). warmup_factor: of the learning-rate rule.
+
+    Raises ConfigError where one does not fit into the other, or into the training.
+    """
+    given = config.schedule
+    # kappa times as many epochs are the same number of steps, each of them kappa times as large
+    stretch = 1.0 if given.warmup.unit == "steps" else warmup_factor
+    warmup_steps = counter.steps(Duration(given.warmup.value * stretch, given.warmup.unit), "warmup_steps")
+    if warmup_factor != 1:
+        rule = config.optimizer.rule
+        why["warmup_steps"] += f", {warmup_factor:.4g} x as many epochs as at the reference batch by {rule}"
+    if warmup_steps >= total_steps > 1:
+        raise ConfigError(
+            "schedule.warmup",
+            str(given.warmup),
+            f"it is {warmup_steps} steps here and the whole training only {total_steps}",
+            "shorten the warm-up or lengthen stop.after",
+        )
+    if given.length is None:
+        why["schedule_steps"] = "the whole training"
+        return warmup_steps, total_steps
+    if given.name == "constant":
+        raise ConfigError(
+            "schedule.length",
+            str(given.length),
+            "a constant schedule has no decay that could end there",
+            "leave it out, or use --schedule.name cosine or linear",
+        )
+    schedule_steps = counter.steps(given.length, "schedule_steps")
+    if schedule_steps <= warmup_steps:
+        raise ConfigError(
+            "schedule.length",
+            str(given.length),
+            f"it is {schedule_steps} steps here, and the warm-up alone {warmup_steps}",
+            "it counts from the start of training: lengthen it, or leave it out for the whole training",
+        )
+    return warmup_steps, schedule_steps
+
+
+def lengths_of(
+    config: RunConfig, counter: StepCounter, total_steps: int, *, warmup_factor: float, why: dict[str, str]
+) -> Lengths:
+    """All lengths of a training of so many steps. Raises what `schedule_lengths` raises."""
+    warmup, schedule = schedule_lengths(config, counter, total_steps, warmup_factor=warmup_factor, why=why)
+    by_time = "by time alone" if config.checkpoint.every_minutes else "none"
+    saved, kept = config.checkpoint.every, config.checkpoint.keep_every
+    return Lengths(
+        steps_per_epoch=counter.per_epoch,
+        total_steps=total_steps,
+        warmup_steps=warmup,
+        schedule_steps=schedule,
+        evaluate_every_steps=counter.every(
+            config.evaluation.every, "evaluate_every_steps", otherwise="at the end only"
+        ),
+        checkpoint_every_steps=counter.every(saved, "checkpoint_every_steps", otherwise=by_time),
+        keep_checkpoint_every_steps=counter.every(kept, "keep_checkpoint_every_steps", otherwise="none stays for good"),
+    )

@@ -1,0 +1,188 @@
+"""Base class of workloads with a model of transformers: it builds the model, takes its loss, and writes the folder that
+`from_pretrained` reads.
+
+A subclass says which class of transformers it wants (`auto_class`) and brings its data (`datasets`); where labels are
+-100 no loss is taken, as everywhere in transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaleray.common.model_blocks import find_blocks
+from scaleray.errors import WorkloadError, first_line
+from scaleray.hugging_face import pretrained_models
+from scaleray.hugging_face.exported_folder import check_same, distinct_names, write_model
+from scaleray.hugging_face.libraries import peft
+from scaleray.hugging_face.token_rows import IGNORED
+from scaleray.hugging_face.tokenizers import has_tokenizer, load_tokenizer
+from scaleray.workload import Workload
+
+
+def wrapped(model: nn.Module, settings: Mapping[str, Any]) -> Any:
+    """The model with adapters of peft, everything else frozen. settings: of `peft.LoraConfig`. Raises WorkloadError for
+    what peft does not take."""
+    library = peft()
+    try:
+        return library.get_peft_model(model, library.LoraConfig(**settings))
+    except (TypeError, ValueError) as exc:
+        raise WorkloadError("workload.args.peft", dict(settings), f"peft does not take it: {first_line(exc)}") from exc
+
+
+def export(build: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor], folder: Path, *, merge: bool) -> None:
+    """Write the trained model with its adapters added to its weights, or the adapters alone.
+
+    build: makes the wrapped model. Raises CheckpointError for weights of another model.
+    """
+    model: Any = build()
+    check_same(model, weights)
+    model.load_state_dict({name: weights[name] for name in distinct_names(model)}, strict=False)
+    if merge:
+        model.merge_and_unload().save_pretrained(folder)
+    else:
+        model.save_pretrained(folder)
+
+
+LABELS = "labels"
+
+
+class HuggingFaceWorkload(Workload):
+    """A model of transformers, from a config (drawn at random) or from a local folder with weights in safetensors.
+
+    model: a folder, a config as a JSON file, or a mapping with `model_type`. tokenizer: a folder, a tokenizer.json, or
+    `bytes`; None takes the one in the model's folder. attention: `sdpa`, `eager`, or what transformers chooses. peft:
+    arguments of `peft.LoraConfig`, for a model wrapped by peft.
+    """
+
+    auto_class: ClassVar[str] = "AutoModel"
+    """Name of the class of transformers that makes the model."""
+    predicts_next: ClassVar[bool] = False
+    """Whether the logits at a position are about the label at the next one, as in causal language models."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokenizer: str | None = None,
+        attention: str | None = None,
+        peft: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = pretrained_models.absolute(model)
+        self.folder = pretrained_models.model_folder(self.model)
+        self.attention, self.peft = attention, None if peft is None else dict(peft)
+        self._tokenizer_path = tokenizer
+        if tokenizer is not None and Path(tokenizer).expanduser().exists():
+            self._tokenizer_path = str(Path(tokenizer).expanduser().absolute())
+        elif tokenizer is None and isinstance(self.model, str) and has_tokenizer(self.model):
+            self._tokenizer_path = self.model
+        self._config: Any = None
+        self._tokenizer: Any = None
+
+    # what a subclass may say
+
+    def config_changes(self) -> Mapping[str, Any]:
+        """Values of the model's config that follow from the data or the tokenizer, such as the number of labels."""
+        return {}
+
+    def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
+        """Arguments of the model's call: every column but the labels, whole numbers as int64."""
+        return {name: as_input(column) for name, column in batch.items() if name != LABELS}
+
+    def labels(self, batch: Any) -> torch.Tensor:
+        """Tokens that the model should predict, -100 where they do not count; without such a column, the tokens
+        themselves.
+        """
+        found: torch.Tensor = batch[LABELS] if LABELS in batch else batch["input_ids"]
+        return found.long()
+
+    # what a run asks for
+
+    def build_model(self) -> nn.Module:
+        model = pretrained_models.build(self.auto_class, self.config(), self.folder, attention=self.attention)
+        return model if self.peft is None else wrapped(model, self.peft)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return summed_loss(*self.predictions(model, batch))
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        logits, labels = self.predictions(model, batch)
+        total, count = summed_loss(logits, labels)
+        is_right = (logits.argmax(dim=-1) == labels) & (labels != IGNORED)
+        return {"loss": (total, count), "accuracy": (is_right.sum(), count)}
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return find_blocks(model)
+
+    def weight_names(self, model: nn.Module, config: Mapping[str, Any]) -> None:
+        """Check that a folder's weights are of this kind of model: their names are then the model's own."""
+        own = self.config().model_type
+        if config.get("model_type") != own:
+            raise WorkloadError("model_type of workload.weights", config.get("model_type"), f"the model is a {own}")
+
+    def export(self, weights: Mapping[str, torch.Tensor], folder: Path, *, adapter: bool = False) -> None:
+        """Write what `from_pretrained` reads: the weights, config.json, generation_config.json and the tokenizer.
+
+        weights: final weights or those of a checkpoint, by the names of the model's state dict; read as they are
+        written. adapter: of a model wrapped by peft the adapter alone, as `PeftModel.from_pretrained` reads it.
+        """
+        if self.peft is not None:
+            export(self.build_model, weights, folder, merge=not adapter)
+        elif adapter:
+            raise WorkloadError("the workload", "without the argument peft", "it has no adapter of peft to export")
+        else:
+            write_model(self.config(), self.auto_class, weights, folder, source=self.folder)
+        if self._tokenizer_path is not None:
+            self.tokenizer.save_pretrained(folder)
+
+    # what both need
+
+    def config(self) -> Any:
+        """The model's config, a copy of it that may be changed."""
+        if self._config is None:
+            self._config = pretrained_models.read_config(self.model, self.config_changes()).to_dict()
+        return pretrained_models.read_config(self._config, {})
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer. Raises WorkloadError where there is none."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._tokenizer_path)
+        return self._tokenizer
+
+    def predictions(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (rows, ..., classes) and the labels (rows, ...) that they are about."""
+        logits, labels = model(**self.inputs(batch)).logits, self.labels(batch)
+        return (logits[:, :-1], labels[:, 1:]) if self.predicts_next else (logits, labels)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokenizer": None}  # workers need none
+
+
+def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy in nats summed over the labels that are not -100, in float32 or wider, and their number."""
+    if logits.shape[:-1] != labels.shape:
+        raise WorkloadError(
+            "labels",
+            f"of shape {tuple(labels.shape)}",
+            f"the model's logits have the shape {tuple(logits.shape)}: one label for each place before the last",
+        )
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    total = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return total, (labels != IGNORED).sum()
+
+
+def as_input(column: torch.Tensor) -> torch.Tensor:
+    """A column as models take it: whole numbers as int64."""
+    return column if column.is_floating_point() or column.dtype == torch.bool else column.long()
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether the model's forward pass has an argument of that name."""
+    return name in inspect.signature(model.forward).parameters

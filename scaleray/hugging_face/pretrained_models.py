@@ -1,0 +1,162 @@
+"""A model of transformers from a config or from a local folder: its class, its config, and its weights where there are
+some.
+
+Only safetensors is read, no code comes out of a folder, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from scaleray.checkpoints.model_layout import CONFIG, is_model_folder
+from scaleray.common.parsing import load_json
+from scaleray.errors import WorkloadError, first_line
+from scaleray.hugging_face.libraries import LOCAL, transformers
+
+RUN = "run.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def absolute(model: Any) -> Any:
+    """The argument `model` with its path made absolute, as workers run in other folders. Raises WorkloadError for what
+    is neither a mapping nor on this machine."""
+    if isinstance(model, Mapping):
+        return dict(model)
+    path = Path(str(model)).expanduser().absolute()
+    if not path.exists():
+        raise WorkloadError(
+            "workload.args.model",
+            model,
+            "it is not a folder, a JSON file or a mapping with model_type",
+            "nothing is fetched from a hub: copy the model's folder to a place that every worker sees",
+        )
+    if (path / RUN).is_file() and not (path / CONFIG).is_file():
+        raise WorkloadError(
+            "workload.args.model",
+            model,
+            "it is a run of scaleray, which transformers does not read",
+            f"scaleray export {model} --out FOLDER writes a folder that it reads: give that one",
+        )
+    return str(path)
+
+
+def model_folder(model: Any) -> str | None:
+    """The folder with weights that the argument `model` names; None for a config alone.
+    Raises WorkloadError for weights that are not read."""
+    if isinstance(model, Mapping) or Path(model).is_file():
+        return None
+    if is_model_folder(model):
+        return str(model)
+    pickles = sorted(path.name for pattern in PICKLES for path in Path(model).glob(pattern))
+    if pickles:
+        raise WorkloadError(
+            "workload.args.model",
+            f"a folder with {pickles[0]}",
+            "only safetensors is read: a pickle may run any code",
+            "convert it where you trust it: model.save_pretrained(folder) writes model.safetensors",
+        )
+    return None
+
+
+def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
+    """The config that the argument `model` states, with `changes` over it. Raises WorkloadError."""
+    library = transformers()
+    stated: Any = model
+    if not isinstance(stated, Mapping):
+        path = Path(stated)
+        file = path if path.is_file() else path / CONFIG
+        if not file.is_file():
+            there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
+            raise WorkloadError("workload.args.model", str(path), f"it has no {CONFIG}", f"it holds: {there}")
+        try:
+            stated = load_json(file.read_text())
+        except (OSError, ValueError) as exc:
+            raise WorkloadError(f"{file}", f"not readable ({exc})", "it must be a config in JSON") from exc
+    if not isinstance(stated, Mapping) or not isinstance(stated.get("model_type"), str):
+        raise WorkloadError(
+            "model_type of workload.args.model",
+            stated.get("model_type") if isinstance(stated, Mapping) else type(stated).__name__,
+            "it names the kind of model",
+            'for example {"model_type": "gpt2", "n_layer": 4}',
+        )
+    known = library.CONFIG_MAPPING
+    kind = stated["model_type"]
+    if kind not in known:
+        raise WorkloadError(
+            "model_type of workload.args.model",
+            kind,
+            f"transformers {library.__version__} has no such model",
+            "code out of a folder is not run: write build_model() in a subclass of HuggingFaceWorkload",
+        )
+    values = {key: value for key, value in {**stated, **changes}.items() if key not in ("model_type", "auto_map")}
+    try:
+        return known[kind].from_dict(values)
+    except Exception as exc:
+        raise WorkloadError(
+            "workload.args.model", f"a config of {kind}", f"{kind} does not take it: {first_line(exc)}"
+        ) from exc
+
+
+def build(auto_class: str, config: Any, folder: str | None, *, attention: str | None) -> nn.Module:
+    """A model of float32, in training mode: from the folder's weights, or drawn at random.
+
+    auto_class: name in transformers, such as AutoModelForCausalLM. Parts that the folder lacks, as a new head, are
+    drawn. Raises WorkloadError where the class has no model of this kind, or the weights do not fit.
+    """
+    transformers().logging.disable_progress_bar()
+    factory = getattr(transformers(), auto_class)
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    try:
+        if folder is None:
+            model: nn.Module = factory.from_config(config, trust_remote_code=False, **options)
+        else:
+            model = _read(factory, folder, config=config, **options)
+    except (ValueError, RuntimeError, OSError, ImportError, KeyError) as exc:
+        if isinstance(exc, torch.OutOfMemoryError):
+            raise
+        source = f"the folder {folder}" if folder else f"a config of {config.model_type}"
+        raise WorkloadError(
+            "workload.args.model", source, f"{auto_class} cannot make a model of it: {first_line(exc)}"
+        ) from exc
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False  # a cache would be filled again when a block's pass is repeated
+    return model.train()
+
+
+def _read(factory: Any, folder: str, **options: Any) -> nn.Module:
+    """The model with a folder's weights. What is drawn is said in a line, in place of transformers' table, which every
+    process would print each time."""
+    logging = transformers().logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        model, about = factory.from_pretrained(
+            folder, use_safetensors=True, output_loading_info=True, **LOCAL, **options
+        )
+    finally:
+        logging.set_verbosity(before)
+    if drawn := sorted(about.get("missing_keys", ())):
+        warnings.warn(f"drawn anew, as {folder} lacks them: {', '.join(drawn[:4])}", stacklevel=2)
+    found: nn.Module = model
+    return found
+
+
+def image_statistics(folder: str | None) -> dict[str, Any]:
+    """Mean and deviation of the channels that a model's folder states; nothing where it states none."""
+    path = Path(folder or "") / "preprocessor_config.json"
+    if folder is None or not path.is_file():
+        return {}
+    try:
+        stated = load_json(path.read_text())
+    except (OSError, ValueError) as exc:
+        raise WorkloadError(f"{path}", f"not readable ({exc})", "it must be JSON") from exc
+    names = {"mean": "image_mean", "std": "image_std"}
+    return {name: stated[theirs] for name, theirs in names.items() if stated.get(theirs)}

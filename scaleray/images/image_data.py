@@ -1,0 +1,115 @@
+"""Folders of images as the data of a workload: sources by split, the transform that decodes, and pixels for the model.
+
+Files are decoded where rows are read, in Ray tasks. Which piece of an image is cut out and whether it is mirrored
+follows from the row's seed; in evaluations it is always the middle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from scaleray.data import TRAIN
+from scaleray.errors import ConfigError, DataError
+from scaleray.images.decoding import MODES, Shape, central_box, decode, random_box
+from scaleray.images.image_folder import FILE, ImageFiles, ImageFolder, class_names, file_names, images_at
+
+PIXELS = "pixel_values"
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+"""Mean and deviation of ImageNet's channels, from 0 to 1, with which most weights were trained."""
+
+
+class ImageData:
+    """Folders by split, each with a folder for each class.
+
+    data: {train: folder, val: folder, ...}. size: height and width that the model gets. crop: least and largest share
+    of an image that training cuts out at random; None takes the whole image, stretched. flip: whether training mirrors
+    images at random. middle: share of the shorter edge that evaluation cuts out of the middle, where training crops.
+    channels: 3, or 1 for grey. mean, std: of the channels, for the model's input. classes: their order; None sorts the
+    training folder's names. order: order of the names, where none is stated.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, str],
+        *,
+        size: int = 224,
+        crop: Sequence[float] | None = (0.25, 1.0),
+        flip: bool = True,
+        middle: float = 0.875,
+        channels: int = 3,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        classes: Sequence[Any] | None = None,
+        order: Callable[[list[str]], list[str]] = list,
+    ) -> None:
+        if not isinstance(data, Mapping) or TRAIN not in data:
+            raise DataError("workload.args.data", data, "it must give a folder by split, train among them")
+        if crop is not None and not (len(crop) == 2 and 0 < crop[0] <= crop[1] <= 1):
+            raise ConfigError("workload.args.crop", list(crop), "it must be two shares from 0 to 1, such as [0.25, 1]")
+        if channels not in MODES:
+            raise ConfigError("workload.args.channels", channels, "it must be 1 (grey) or 3")
+        if size < 1 or not 0 < middle <= 1:
+            raise ConfigError("workload.args.size", size, "size must be at least 1, and middle from 0 to 1")
+        # absolute at once, since workers and tasks run in other directories
+        self.folders = {name: str(Path(folder).expanduser().absolute()) for name, folder in data.items()}
+        self.shape, self.flip, self.middle = Shape(size, channels), flip, middle
+        self.crop = None if crop is None else (float(crop[0]), float(crop[1]))
+        self.mean = tuple(mean or (MEAN if channels == 3 else (0.5,)))
+        self.std = tuple(std or (STD if channels == 3 else (0.5,)))
+        if len(self.mean) != channels or len(self.std) != channels or min(self.std) <= 0:
+            raise ConfigError(
+                "workload.args.mean", [*self.mean, *self.std], f"mean and std need {channels} values each"
+            )
+        self._order = order
+        self._classes = None if classes is None else [str(name) for name in classes]
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes in the order of their numbers."""
+        if self._classes is None:
+            self._classes = self._order(class_names(self.folders[TRAIN]))
+        return self._classes
+
+    def datasets(self) -> dict[str, ImageFolder]:
+        """Sources by split: names of files, and labels."""
+        return {name: ImageFolder(folder, self.classes) for name, folder in self.folders.items()}
+
+    def at(self, path: str) -> ImageFiles | None:
+        """The images in a folder that is none of the splits; None where there are none."""
+        return images_at(path, self.classes)
+
+    def transform(self, rows: Mapping[str, Any], rng: Any, split: str) -> dict[str, Any]:
+        """The rows with their images as `pixel_values`, uint8 (rows, channels, size, size), in place of files.
+
+        Files of other splits than those of the data, as of a prediction, are paths from the current folder.
+        """
+        folder = Path(self.folders.get(split, ""))
+        files = file_names(rows[FILE])
+        numbers = rng.random(5) if split == TRAIN and (self.crop or self.flip) else np.zeros((len(files), 5))
+        images = np.empty((len(files), self.shape.channels, self.shape.size, self.shape.size), np.uint8)
+        for image, file, drawn in zip(images, files, numbers, strict=True):
+            image[:] = decode(folder / file, self.shape, self._box(split, drawn))
+            if split == TRAIN and self.flip and drawn[4] < 0.5:
+                image[:] = image[:, :, ::-1].copy()
+        return {**{name: column for name, column in rows.items() if name != FILE}, PIXELS: images}
+
+    def pixels(self, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Images as the model gets them: (values / 255 - mean) / std."""
+        mean, std = (
+            (torch.tensor(values, dtype=torch.float64) * 255).view(1, -1, 1, 1).to(images.device, dtype)
+            for values in (self.mean, self.std)
+        )
+        return (images.to(dtype) - mean) / std
+
+    def _box(self, split: str, numbers: np.ndarray) -> Any:
+        if self.crop is None:
+            return lambda width, height: (0, 0, width, height)
+        if split == TRAIN:
+            return partial(random_box, areas=self.crop, numbers=numbers)
+        return partial(central_box, share=self.middle)

@@ -1,0 +1,44 @@
+"""Whether workers use GPUs where the config leaves it to the cluster, and which GPUs then have nothing to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scaleray.config import RunConfig
+from scaleray.launch.cluster.connection import Node
+from scaleray.records.run_record import Say
+
+TRAIN_ON_THEM = "--scale.gpus-per-worker 1 trains on them"
+
+
+def with_gpus_decided(config: RunConfig, nodes: Sequence[Node] | None, *, say: Say) -> RunConfig:
+    """The config with a number for `scale.gpus_per_worker: auto`: 1 where the cluster has GPUs, else 0. The driver
+    decides it once, and the number is what is recorded.
+
+    nodes: of the cluster; None is this process alone, without Ray. say: hears of GPUs that stay idle.
+    """
+    import torch
+
+    if nodes is None:
+        num_gpus: float = torch.cuda.device_count()
+    else:
+        num_gpus = sum(node.resources.get("GPU", 0.0) for node in nodes)
+    has_cuda = torch.backends.cuda.is_built()
+    gpus = config.scale.gpus_per_worker
+    if gpus == "auto":
+        gpus = 1.0 if num_gpus and has_cuda else 0.0
+    if note := idle_gpus(num_gpus, gpus, has_cuda=has_cuda):
+        say(f"  {note}")
+    return config.model_copy(update={"scale": config.scale.model_copy(update={"gpus_per_worker": gpus})})
+
+
+def idle_gpus(num_gpus: float, gpus_per_worker: float, *, has_cuda: bool) -> str:
+    """A sentence on GPUs that a run on CPUs leaves idle, with the setting that uses them; empty if there are none, or
+    they are used.
+    """
+    if not num_gpus or gpus_per_worker:
+        return ""
+    which = "1 GPU is" if num_gpus == 1 else f"{num_gpus:g} GPUs are"
+    if not has_cuda:
+        return f"{which} idle: this torch is built without CUDA; install one with it, and {TRAIN_ON_THEM}"
+    return f"{which} idle: the workers train on CPUs; {TRAIN_ON_THEM}"

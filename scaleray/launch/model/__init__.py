@@ -1,1 +1,0 @@
-"""Uses of a trained run's model: load, evaluate, predict."""

@@ -1,0 +1,45 @@
+"""Output of a finished training for people: its report, and in MLflow the page of its experiment."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from scaleray.launch.run.run_page import run_page
+from scaleray.live.steps_file import step_rows
+from scaleray.recording import saved_views
+from scaleray.recording.store import open_client
+from scaleray.records.accepted_names import acceptable_name
+from scaleray.records.run_record import RunRecord
+from scaleray.reports.page.page import render
+
+CLOSING = "This page needs no network; `scaleray report` writes it again, with figures as PNG and numbers as CSV."
+NAME = "report.html"
+
+
+def keep_for_readers(record: RunRecord, *, tracking_uri: str) -> str | None:
+    """Write the report, add it to the run's files in MLflow, and save the view of the experiment's trainings; returns
+    where the report is, None for a bucket, where MLflow alone has it. tracking_uri: with its password, if any."""
+    client = open_client(tracking_uri)
+    html = _page(record, client)
+    folder = Path(record.run_dir)
+    is_local = "://" not in record.run_dir and folder.is_dir()
+    with tempfile.TemporaryDirectory() as temporary:
+        path = (folder if is_local else Path(temporary)) / NAME
+        path.write_text(html)
+        client.log_artifact(record.run_id, str(path))
+    saved_views.save_trainings(client, record.experiment_id, record.metrics)
+    return str(path) if is_local else None
+
+
+def _page(record: RunRecord, client: Any) -> str:
+    steps = Path(record.run_dir) / "steps.csv"
+    evaluations = {
+        name: sorted(
+            (point.step, point.value) for point in client.get_metric_history(record.run_id, acceptable_name(name))
+        )
+        for name in sorted(record.metrics)
+    }
+    rows = step_rows(steps.read_text(errors="replace") if steps.is_file() else None)
+    return render(run_page(record, rows=rows, evaluations=evaluations, closing=CLOSING))

@@ -1,0 +1,43 @@
+"""The data of a command: its size, and whether it is that of before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from scaleray.config import RunConfig
+from scaleray.config.recipe.values import DataSize
+from scaleray.data.source import TRAIN, Source
+from scaleray.data.split import Split
+from scaleray.errors import DataError
+
+
+def is_in_steps(config: RunConfig) -> bool:
+    """Whether no length of a training is in epochs."""
+    lengths = (
+        config.stop.after,
+        config.schedule.warmup,
+        config.schedule.length,
+        config.evaluation.every,
+        config.checkpoint.every,
+        config.checkpoint.keep_every,
+    )
+    return all(length is None or length.unit != "epochs" or not length.value for length in lengths)
+
+
+def size_of(sources: Mapping[str, Source]) -> DataSize:
+    """Rows and tokens of the training split, which the recipe needs to know."""
+    return Split.of(TRAIN, sources[TRAIN]).size
+
+
+def check_same_data(was: str | None, now: str | None, *, what: str, advice: str) -> None:
+    """Raise DataError where both hashes (SHA-256 of the training data) are known and differ.
+
+    what: the interrupted thing that read the other data. advice: what to do next.
+    """
+    if was and now and was != now:
+        raise DataError(
+            "the training data",
+            f"SHA-256 {now[:16]}...",
+            f"the interrupted {what} read other data, {was[:16]}...",
+            advice,
+        )

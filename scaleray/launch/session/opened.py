@@ -1,0 +1,124 @@
+"""First steps of every command: paths that hold from any folder, a name, and a Ray that it may use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.base import absolute_path
+from scaleray.config.optimizer import missing_rate
+from scaleray.errors import ClusterError, ConfigError
+from scaleray.launch.cluster import connection as cluster
+from scaleray.launch.session.run_folder import RunFolder
+from scaleray.records.run_record import Say
+from scaleray.workload import brings_optimizer
+
+LAUNCHERS = (
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+)
+"""Programs that start a command several times, and the variables in which each copy finds its number and theirs."""
+
+
+def check_started_once(say: Say) -> None:
+    """Refuse a copy of this command, of which a launcher has started several. The first copy continues, with a warning.
+
+    Raises ClusterError.
+    """
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # a job of a Ray that a launcher has started on each node
+        return
+    for launcher, rank, size in LAUNCHERS:
+        number, copies = os.environ.get(rank, ""), os.environ.get(size, "")
+        if not (number.isdecimal() and copies.isdecimal() and int(copies) > 1):
+            continue
+        if int(number) > 0:
+            raise ClusterError(
+                "this process",
+                f"copy {int(number) + 1} of {copies}, started by {launcher}",
+                "one command starts all workers, and the first copy is that command",
+                "start scaleray once, with --scale.workers for the number of workers",
+            )
+        say(
+            f"warning: {launcher} started {copies} copies of this command ({size}={copies}); this one trains, with as "
+            "many workers as scale.workers says, and the others are refused"
+        )
+        return
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The config with paths that mean the same in every process, whatever folder that was started in."""
+    checkpoint, workload = config.checkpoint, config.workload
+    paths = {"storage_path": absolute_path(checkpoint.storage_path)}
+    if checkpoint.copy_path is not None:
+        paths["copy_path"] = absolute_path(checkpoint.copy_path)
+    weights = _path_of_weights(workload.weights, paths["storage_path"]) if workload.weights is not None else None
+    policy = absolute_path(config.tracking.policy) if config.tracking.policy is not None else None
+    return config.model_copy(
+        update={
+            "checkpoint": checkpoint.model_copy(update=paths),
+            "workload": workload.model_copy(update={"weights": weights}),
+            "tracking": config.tracking.model_copy(update={"policy": policy}),
+        }
+    )
+
+
+def _path_of_weights(weights: str, storage_path: str) -> str:
+    """The path of `workload.weights`: as it is, or of the run of this name in the storage path, as other commands take
+    a run."""
+    path, in_storage = absolute_path(weights), f"{storage_path.rstrip('/')}/{weights}"
+    is_name = "/" not in weights and not Path(path).exists()
+    return in_storage if is_name and Path(in_storage).is_dir() else path
+
+
+def check_local(config: RunConfig) -> None:
+    """Raise ConfigError for GPUs under `--local`, where workers are gloo processes."""
+    if config.scale.gpus:
+        raise ConfigError(
+            "scale.gpus_per_worker",
+            config.scale.gpus,
+            "--local uses gloo processes on the CPU",
+            "add --scale.gpus-per-worker 0, or leave --local out",
+        )
+
+
+def forbid_ray() -> None:
+    """Keep a Ray Dataset in a local run from starting a cluster in passing."""
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+
+
+def check_learning_rate(config: RunConfig, workload: Any) -> None:
+    """Raise ConfigError if there is no learning rate."""
+    if config.optimizer.learning_rate is None and not brings_optimizer(workload):
+        raise missing_rate("the workload brings no optimizer of its own")
+
+
+@contextlib.contextmanager
+def connected_unless(config: RunConfig, *, local: bool) -> Iterator[None]:
+    """Context in which Ray is connected, or forbidden where the command runs locally."""
+    if local:
+        forbid_ray()
+        yield
+        return
+    with cluster.connected(config):
+        yield
+
+
+@contextlib.contextmanager
+def own_folder(config: RunConfig, kind: str, started_at: float) -> Iterator[RunFolder]:
+    """A folder, completed with the context and taken away where it stayed empty. kind: first part of its name, where
+    the user gave none. started_at: in Unix seconds."""
+    started = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started_at))}-{int(started_at * 1000) % 1000:03d}"
+    folder = RunFolder.reserve(config, f"{kind}-{config.workload.stem}-{started}")
+    try:
+        yield folder
+    finally:
+        folder.complete()
+        folder.remove_if_empty()
+        folder.unlock()

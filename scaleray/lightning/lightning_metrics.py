@@ -1,0 +1,123 @@
+"""The torchmetrics objects of a module: they add up what steps give them, and their sums are brought together here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from scaleray.common.metric_states import check_rules, is_metric_class, merged, on_device, share
+from scaleray.lightning.trainer_object import refused
+
+ADD_UP = ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min")
+"""Names of torchmetrics' rules by which the states of two workers become one from which a worker can continue."""
+
+
+def metric_objects(module: nn.Module) -> list[Any]:
+    """The torchmetrics objects among a module's parts. The library is not imported for it."""
+    return [part for part in module.modules() if any(is_metric_class(parent) for parent in type(part).__mro__)]
+
+
+def connect(module: nn.Module, run: Any) -> None:
+    """Reset a module's objects, and combine their states over the workers of this training: torchmetrics itself knows
+    of the process group alone, in which others may train as well. Raises WorkloadError for one whose states cannot be
+    combined.
+    """
+    for name, metric in _named_objects(module):
+        if run.world_size > 1:
+            check_rules(metric, f"the metric self.{name}")
+        metric.reset()
+        share(metric, run.gather, partial(_has_several, run))
+
+
+def _has_several(run: Any) -> bool:
+    return bool(run.world_size > 1)
+
+
+def states_of(module: nn.Module) -> dict[str, Any]:
+    """States of the objects that have seen rows, by the names of the module's parts; a list as a mapping. Those that
+    hold something else than tensors are left out."""
+    found = {}
+    for name, metric in _named_objects(module):
+        state = {key: getattr(metric, key) for key in metric._reductions}
+        if metric.update_called and all(_is_of_tensors(value) for value in state.values()):
+            listed = {k: {f"{n}": entry for n, entry in enumerate(v)} for k, v in state.items() if isinstance(v, list)}
+            tensors = {key: value for key, value in state.items() if key not in listed}
+            found[name] = {"tensors": tensors, "lists": listed, "updates": metric.update_count}
+    return found
+
+
+def restore_states(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Let objects continue from the result of `states_of`, on one worker or, added up, on several. Returns the names of
+    those whose states cannot be added up, which are reset.
+    """
+    anew = []
+    for name, metric in _named_objects(module):
+        kept = [state[name] for state in states if name in state]
+        parts = [
+            {**one["tensors"], **{key: [*entries.values()] for key, entries in one["lists"].items()}} for one in kept
+        ]
+        if len(parts) > 1 and not _add_up(metric):
+            anew.append(name)
+        elif parts:
+            value = parts[0] if len(parts) == 1 else merged(parts, metric._reductions)
+            for key, part in value.items():
+                is_list = isinstance(metric._defaults[key], list) and not isinstance(part, list)
+                setattr(metric, key, on_device([part] if is_list else part, metric.device))
+            metric._update_count, metric._computed = sum(one["updates"] for one in kept), None
+    return anew
+
+
+def _named_objects(module: nn.Module) -> list[tuple[str, Any]]:
+    objects = {id(metric) for metric in metric_objects(module)}
+    return [(name, part) for name, part in module.named_modules() if id(part) in objects]
+
+
+def _is_of_tensors(value: Any) -> bool:
+    return all(isinstance(entry, torch.Tensor) for entry in (value if isinstance(value, list) else [value]))
+
+
+def _add_up(metric: Any) -> bool:
+    """Whether two states of a metric are one state: a mean of means would not be, nor what its class alone knows."""
+    return all(
+        getattr(rule, "__name__", "") in ADD_UP or (rule is None and isinstance(metric._defaults[key], list))
+        for key, rule in metric._reductions.items()
+    )
+
+
+def computed(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Values of objects over all workers by name; the objects are reset. Collective."""
+    values = {name: metrics[name].compute() for name in sorted(metrics)}
+    for metric in metrics.values():
+        metric.reset()
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            shown = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise refused(f"the value of the metric {name!r}, {shown},", "a logged value is one number")
+    return {name: float(value) for name, value in values.items()}
+
+
+@contextlib.contextmanager
+def left_alone(module: nn.Module) -> Iterator[None]:
+    """Context after which the objects' states are what they were."""
+    kept = [(metric, _copied(metric.__dict__, [*metric.metric_state, *COUNTERS])) for metric in metric_objects(module)]
+    try:
+        yield
+    finally:
+        for metric, state in kept:
+            metric.__dict__.update(state)
+
+
+COUNTERS = ("_update_count", "_computed", "_forward_cache")
+
+
+def _copied(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    found = {name: values[name] for name in names if name in values}
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else list(value) if isinstance(value, list) else value
+        for name, value in found.items()
+    }

@@ -1,0 +1,1 @@
+"""A run while it trains: its state, metrics page, alerts, dashboards, and how a person watches it."""

@@ -1,0 +1,150 @@
+"""Brings alerts to a webhook and to a command, each in a thread of its own, whatever becomes of them.
+
+A receiver that is slow, away or broken is tried a bounded number of times. The training and its record never wait for
+it, and its address, which may hold a secret, is in no message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+
+from scaleray.common.http_client import HttpError, fetch
+from scaleray.config.alerts import without_secret
+
+MOST_WAITING = 100
+"""Alerts that wait for a receiver; of more the newest are left out."""
+FIRST_PAUSE_S = 1.0
+SHOWN_ANSWER = 200
+TRIED_AGAIN = (408, 425, 429)
+"""Answers of a server's below 500 that may be others a moment later."""
+
+
+class NotTaken(Exception):
+    """A receiver did not take an alert. may_later: whether another attempt may help."""
+
+    def __init__(self, why: str, *, may_later: bool = True) -> None:
+        super().__init__(why)
+        self.may_later = may_later
+
+
+class Delivery:
+    """Delivers bodies to one receiver, in their order. send: makes one attempt, and raises NotTaken.
+
+    say: hears of the first alert that was not taken, and of the first after one that was. pause: waits, or returns
+    true when the run is over.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        send: Callable[[bytes], None],
+        *,
+        attempts: int,
+        say: Callable[[str], None],
+        pause: Callable[[float], bool] | None = None,
+    ) -> None:
+        self.name, self.send, self.attempts, self.say = name, send, attempts, say
+        self._waiting: queue.Queue[tuple[str, bytes] | None] = queue.Queue(maxsize=MOST_WAITING)
+        self._is_over = threading.Event()
+        self._pause = pause or self._is_over.wait
+        self._has_failed = False
+        self._thread = threading.Thread(target=self._deliver, name=f"scaleray-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, alert: str, body: bytes) -> None:
+        """Take an alert, by its name. Returns at once."""
+        try:
+            self._waiting.put_nowait((alert, body))
+        except queue.Full:
+            self._fail(alert, f"{MOST_WAITING} others wait already")
+
+    def close(self, wait_s: float) -> None:
+        """Deliver the waiting alerts, for so long; receivers that do not answer by then are not waited for."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(timeout=wait_s)
+        self._is_over.set()
+
+    def _deliver(self) -> None:
+        while (item := self._waiting.get()) is not None and not self._is_over.is_set():
+            alert, body = item
+            problem = self._try(body)
+            if problem:
+                self._fail(alert, problem)
+            else:
+                self._has_failed = False
+
+    def _try(self, body: bytes) -> str:
+        """Error of the last attempt; empty if it succeeded."""
+        problem = ""
+        for attempt in range(self.attempts):
+            if attempt and self._pause(FIRST_PAUSE_S * 2 ** (attempt - 1)):
+                return f"{problem}; the run is over"
+            try:
+                self.send(body)
+                return ""
+            except NotTaken as exc:
+                problem = f"{exc}, {attempt + 1} of {self.attempts} attempts"
+                if not exc.may_later:
+                    break
+            except Exception as exc:  # a slip of ours must not end the deliveries
+                problem = type(exc).__name__
+        return problem
+
+    def _fail(self, alert: str, problem: str) -> None:
+        if not self._has_failed:
+            self.say(f"{self.name} did not take the alert {alert}: {problem}; alerts.jsonl in the run's folder has it")
+        self._has_failed = True
+
+
+def to_webhook(address: str, *, timeout_s: float) -> Callable[[bytes], None]:
+    """One attempt to post a body to an address."""
+
+    def send(body: bytes) -> None:
+        kind = {"Content-Type": "application/json"}
+        try:
+            fetch(address, timeout_s=timeout_s, headers=kind, body=body, most=SHOWN_ANSWER)
+        except HttpError as exc:
+            if exc.status is not None:
+                may_later = exc.status >= 500 or exc.status in TRIED_AGAIN
+                raise NotTaken(f"it answered HTTP {exc.status}", may_later=may_later) from None
+            if exc.was_connected and isinstance(exc.cause, TimeoutError):
+                raise NotTaken(f"no answer within {timeout_s:g} s") from None
+            # once connected, the kind alone: other texts may have the address
+            why = type(exc.cause).__name__ if exc.was_connected else _why(exc.cause)
+            raise NotTaken(f"not to be reached ({why})") from None
+
+    return send
+
+
+def _why(reason: object) -> str:
+    """The system's words of an error, which have no address; else its kind."""
+    if isinstance(reason, TimeoutError):
+        return "no answer in time"
+    return reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
+
+
+def to_command(command: Sequence[str], *, timeout_s: float) -> Callable[[bytes], None]:
+    """One attempt to run a command with a body on its standard input."""
+
+    def send(body: bytes) -> None:
+        try:
+            done = subprocess.run(list(command), input=body, capture_output=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise NotTaken(f"it did not end within {timeout_s:g} s") from None
+        except OSError as exc:
+            raise NotTaken(f"it cannot be run ({exc.strerror})", may_later=False) from None
+        if done.returncode:
+            last = (done.stderr.decode(errors="replace").strip().splitlines() or [""])[-1][:SHOWN_ANSWER]
+            raise NotTaken(f"it ended with {done.returncode}" + (f": {last}" if last else ""))
+
+    return send
+
+
+def webhook_named(address: str) -> str:
+    """The webhook as messages name it."""
+    return f"alerts.webhook ({without_secret(address)})"

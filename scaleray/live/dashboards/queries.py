@@ -1,0 +1,115 @@
+"""Expressions of PromQL, built from the tables of metrics: no other file of the dashboards names a metric.
+
+Every selection is narrowed by the choices above the panels: job and instance (the target that was scraped), and for
+metrics of a run its name, its id and, where there is a series for every rank, rank and node.
+"""
+
+from __future__ import annotations
+
+from scaleray.common.live_metrics import STEPS_PLANNED
+from scaleray.common.metric import RANK_LABELS, RUN_LABELS, Metric, prometheus_name
+from scaleray.live.dashboards.panels import Query
+from scaleray.live.foreign import ALERTS, ForeignMetric
+
+RUN_NAME, RUN_ID = RUN_LABELS
+RANK, NODE = RANK_LABELS
+SHORT_ID = "id"
+"""Label that `each_run` makes: the first letters of a run's id, which tell runs of one name apart in a legend."""
+OF_RUNS = ", ".join(RUN_LABELS)
+WINDOW = "$__rate_interval"
+"""Grafana's own: long enough for four scrapes, whatever the panel's width and time range."""
+VARIABLE_OF = {RUN_NAME: "run"}
+"""Variables that are not named as their label is."""
+
+
+def where(label: str, value: str, *, is_pattern: bool = False) -> str:
+    """A matcher of a label."""
+    return f'{label}{"=~" if is_pattern else "="}"{value}"'
+
+
+def each_run(expr: str, what: str = "") -> Query:
+    """A query that has series for every run, and their legend: what it is, and which run. The series keep both labels
+    of a run."""
+    of = f"{{{{{RUN_NAME}}}}} {{{{{SHORT_ID}}}}}"
+    return Query(
+        f'label_replace({expr}, "{SHORT_ID}", "$1", "{RUN_ID}", "(.{{4}}).*")', f"{what} of {of}" if what else of
+    )
+
+
+def as_scraped(label: str) -> str:
+    """A label's name in Prometheus, which keeps the names of its own for the target and renames those of a run."""
+    return f"exported_{label}" if label in ("job", "instance") else label
+
+
+def of_target(*labels: str) -> tuple[str, ...]:
+    """Matchers of the target that was scraped, and of further labels that have a variable."""
+    labels = ("job", "instance", *labels)
+    return tuple(where(label, f"${VARIABLE_OF.get(label, label)}", is_pattern=True) for label in labels)
+
+
+def select(metric: Metric, *matchers: str) -> str:
+    """The series of a metric of ours that the variables leave."""
+    labels = (*RUN_LABELS, *(RANK_LABELS if metric.is_by_rank else ()))
+    return f"{prometheus_name(metric)}{{{','.join((*of_target(*labels), *matchers))}}}"
+
+
+def foreign(metric: ForeignMetric, *matchers: str) -> str:
+    """The series of a metric of others that the variables leave: of the nodes where it tells the node's address."""
+    node = (where(metric.node_label, "$node", is_pattern=True),) if metric.node_label else ()
+    return f"{metric.name}{{{','.join((*of_target(), *node, *matchers))}}}"
+
+
+def once(metric: Metric, *labels: str) -> str:
+    """One series a run, and for each value of further labels.
+
+    The largest: for a minute after a restart both the old worker's series and the new one's are there.
+    """
+    return over(metric, "max", *labels)
+
+
+def so_far(counter: Metric) -> str:
+    """How often something has happened in a run: 0 until the first time, of which Ray publishes no counter."""
+    return f"{once(counter)} or 0 * {once(STEPS_PLANNED)}"
+
+
+def over(metric: Metric, how: str, *labels: str) -> str:
+    """An aggregation over ranks, nodes and attempts of a run, but not over further labels."""
+    return f"{how} by ({', '.join((*RUN_LABELS, *labels))}) ({select(metric)})"
+
+
+def firing() -> str:
+    """Alerts that are firing, of the targets that the variables leave."""
+    return f"{ALERTS.name}{{{','.join((*of_target(), where('alertstate', 'firing')))}}}"
+
+
+def by_rank(metric: Metric, *matchers: str) -> str:
+    """One series a rank and run."""
+    return f"max by ({', '.join((*RUN_LABELS, *RANK_LABELS))}) ({select(metric, *matchers)})"
+
+
+def since(metric: Metric, how: str = "max", *labels: str) -> str:
+    """Seconds since the time that a metric tells, by the clock of Prometheus, for each value of further labels."""
+    return f"time() - {over(metric, how, *labels)}"
+
+
+def per_second(metric: Metric) -> str:
+    """How fast a counter of a run grows."""
+    return f"max by ({OF_RUNS}) (rate({select(metric)}[{WINDOW}]))"
+
+
+def foreign_per_second(metric: ForeignMetric, *labels: str) -> str:
+    """How fast a counter of others grows."""
+    return f"sum by ({', '.join(labels)}) (rate({foreign(metric)}[{WINDOW}]))"
+
+
+def in_order_of_ranks(expr: str) -> Query:
+    """A line of a heat map for each rank of each run, with ranks of four digits in the label `row`, so that 10 comes
+    after 9."""
+    padded = f'label_replace({expr}, "row", "000$1", "{RANK}", "(.+)")'
+    return each_run(f'label_replace({padded}, "row", "$1", "row", ".*(.{{4}})")', "{{row}}")
+
+
+def values_of(metric: Metric | ForeignMetric, label: str, *matchers: str) -> str:
+    """The query of a variable: all values of a label."""
+    name = metric.name if isinstance(metric, ForeignMetric) else prometheus_name(metric)
+    return f"label_values({name}{{{','.join(matchers)}}}, {label})"

@@ -1,0 +1,94 @@
+"""The choices above the panels, the same on every dashboard that has them, so that links carry them along."""
+
+from __future__ import annotations
+
+from scaleray.common import live_metrics, metric_names
+from scaleray.live import foreign
+from scaleray.live.dashboards.panels import Link, Note, Variable
+from scaleray.live.dashboards.queries import NODE, RANK, RUN_ID, RUN_NAME, as_scraped, firing, once, values_of
+
+DATASOURCE = Variable(name="datasource", label="Data source", query="prometheus", kind="datasource")
+JOB = Variable(
+    name="job",
+    label="Job",
+    query=values_of(foreign.UP, "job"),
+    description="The job of Prometheus that scrapes; Ray's own file for service discovery calls it ray.",
+    all_value=".+",
+)
+INSTANCE = Variable(
+    name="instance",
+    label="Instance",
+    query=values_of(foreign.UP, "instance", 'job=~"$job"'),
+    description="The address that was scraped: one a node with Ray, one a run without it.",
+    all_value=".+",
+)
+RUN = Variable(name="run", label="Run", query=values_of(live_metrics.RUN_INFO, RUN_NAME, 'job=~"$job"'))
+ID = Variable(
+    name=RUN_ID,
+    label="Run id",
+    query=values_of(live_metrics.RUN_INFO, RUN_ID, 'job=~"$job"', f'{RUN_NAME}=~"$run"'),
+    description="Tells runs of one name apart.",
+)
+OF_RANK = Variable(
+    name=RANK, label="Rank", query=values_of(metric_names.STEP_TIME_S, RANK, 'job=~"$job"', f'{RUN_NAME}=~"$run"')
+)
+OF_NODE = Variable(
+    name=NODE,
+    label="Node",
+    query=values_of(metric_names.STEP_TIME_S, NODE, 'job=~"$job"', f'{RUN_NAME}=~"$run"'),
+    description="Address of a node as Ray knows it.",
+)
+NODE_OF_RAY = Variable(
+    name=NODE,
+    label="Node",
+    query=values_of(foreign.NODE_CPU, foreign.NODE_CPU.node_label, 'job=~"$job"'),
+    description="Address of a node as Ray knows it; it does not choose GPUs, which DCGM knows by host name.",
+)
+PRICE = Variable(
+    name="price",
+    label="Price of a worker-hour",
+    query="1",
+    kind="textbox",
+    description="What one worker costs an hour, in whatever currency.",
+)
+
+TARGETS = (DATASOURCE, JOB, INSTANCE)
+RUNS = (*TARGETS, RUN, ID)
+RANKS = (*RUNS, OF_NODE, OF_RANK)
+
+ABOUT_RUNS = (
+    (RUN_NAME, "run"),
+    (RUN_ID, "id"),
+    *((as_scraped(label), label) for label in live_metrics.RUN_INFO.labels),
+)
+"""Columns of a table of runs: labels of what says of each what it is, and their headers."""
+LINK_LABELS = ("mlflow_page", "report_page", "experiment_page")
+"""Labels that `runs` makes: the addresses of a run's page in MLflow, of the HTML report among its artifacts, and of its
+experiment, which has the studies and sweeps too."""
+PAGES = tuple(
+    Link(title, f"${{__data.fields.{label}}}")
+    for title, label in zip(("MLflow", "HTML report", "Experiment, with studies and sweeps"), LINK_LABELS, strict=True)
+)
+"""Ways from a line of a table of runs to the run's pages."""
+
+
+def runs(info: str) -> str:
+    """Facts of each run, with the addresses of its pages as labels.
+
+    The report lies in a folder that no browser reaches; MLflow has it too, and its page of an artifact is the run's
+    page with the artifact's path, before the question mark (seen with MLflow 3.17).
+    """
+    link, expr = live_metrics.RUN_INFO.labels[0], info
+    addresses = (("$1", "(.+)"), ("$1/artifactPath/report.html$2", "([^?]+)(.*)"), ("$1", "(.+/experiments/[^/]+)/.*"))
+    for label, (address, pattern) in zip(LINK_LABELS, addresses, strict=True):
+        expr = f'label_replace({expr}, "{label}", "{address}", "{link}", "{pattern}")'
+    return expr
+
+
+RESTARTED = Note(
+    title="training went on after a loss",
+    expr=f"changes({once(live_metrics.RESTARTS)}[$__interval:]) > 0",
+    text=f"{{{{{RUN_NAME}}}}}",
+    colour="orange",
+)
+FIRING = Note(title="alert", expr=firing(), text="{{alertname}} {{ray_train_run_name}} {{rank}}", colour="red")

@@ -1,0 +1,133 @@
+"""Dashboards into a Grafana by its HTTP API, with one clear message for each way in which it refuses.
+
+Source: grafana.com/docs, HTTP API, Dashboard and Folder. Tried against a stand-in server alone: no Grafana was at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+from scaleray.common.http_client import HttpError, fetch
+from scaleray.errors import RunFailedError, UsageError
+from scaleray.live.dashboards.dashboard_files import DASHBOARDS
+from scaleray.live.dashboards.grafana import as_grafana
+
+TIMEOUT_S = 30.0
+SHOWN = 300
+"""Characters of a server's answer that a message has."""
+
+
+def install_dashboards(grafana: str, *, token_env: str = "GRAFANA_TOKEN", folder: str = "scaleray") -> dict[str, str]:
+    """Import the dashboards by the HTTP API of a Grafana, over those that are there; gives the page of each by name.
+
+    grafana: its address. token_env: the environment variable with the token of a service account. folder: within
+    Grafana, made where there is none. Raises UsageError or RunFailedError, without the token in any message.
+    """
+    server = Grafana(grafana, token_env)
+    uid = server.folder(folder)
+    return {name: server.install(as_grafana(dashboard), folder=uid) for name, dashboard in DASHBOARDS.items()}
+
+
+class Grafana:
+    """A Grafana at an address, with the token of an environment variable. The token goes into the header of requests
+    alone: no message, record or command line ever has it.
+    """
+
+    def __init__(self, address: str, token_env: str) -> None:
+        hint = "such as http://127.0.0.1:3000"
+        try:
+            parts = urllib.parse.urlsplit(address)
+        except ValueError as exc:
+            raise UsageError("--grafana", address.rpartition("@")[2], f"it is not an address: {exc}", hint) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError("--grafana", _without_secrets(parts), "it must be an http or https address", hint)
+        if parts.username or parts.password or parts.query:
+            raise UsageError(
+                "--grafana",
+                _without_secrets(parts),
+                "an address holds neither user nor password nor key",
+                f"put a token into the environment variable {token_env}",
+            )
+        token = os.environ.get(token_env, "").strip()
+        if not token or not (token.isascii() and token.isprintable()):  # what is no header would be quoted in an error
+            raise UsageError(
+                f"the environment variable {token_env}",
+                "not a token" if token else None,
+                "it must hold the token of a service account",
+                "Grafana makes one under Administration, Service accounts; --token-env names another variable",
+            )
+        self._address, self._token_env = address.rstrip("/"), token_env
+
+    def folder(self, title: str) -> str:
+        """The uid of the folder with this title, made if there is none."""
+        found = self._ask("GET", "/api/folders?limit=1000")
+        uid = next((one["uid"] for one in found if one.get("title") == title), None)
+        return str(uid or self._ask("POST", "/api/folders", {"title": title})["uid"])
+
+    def install(self, dashboard: Mapping[str, Any], *, folder: str) -> str:
+        """Import a dashboard, over the one of the same uid, and give the address of its page."""
+        body = {"dashboard": {**dashboard, "id": None}, "folderUid": folder, "overwrite": True}
+        body["message"] = "scaleray dashboards install"
+        return self._address + str(self._ask("POST", "/api/dashboards/db", body).get("url", f"/d/{dashboard['uid']}"))
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        headers = {
+            "Authorization": f"Bearer {os.environ[self._token_env].strip()}",
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+        }
+        content = None if body is None else json.dumps(body).encode()
+        try:
+            return json.loads(
+                fetch(self._address + path, timeout_s=TIMEOUT_S, headers=headers, body=content, method=method)
+            )
+        except HttpError as exc:
+            if exc.status is not None:
+                raise self._refused(exc.status, exc.cause, path) from None  # what it came from has the headers
+            raise UsageError(
+                "--grafana", self._address, f"it does not answer: {exc}", "is it running, and is this its port?"
+            ) from None
+        except ValueError:
+            raise UsageError(
+                "--grafana", self._address, f"the server at {path} is not a Grafana: its answer is not JSON"
+            ) from None
+
+    def _refused(self, status: int, answer: Any, path: str) -> Exception:
+        said = _message_of(answer).replace(os.environ[self._token_env].strip(), "***")
+        where = f"Grafana at {self._address}"
+        if status in (401, 403):
+            want = "a valid token" if status == 401 else "a token that may edit dashboards and folders"
+            hint = f"the role Editor is enough; Grafana says: {said}"
+            return UsageError(f"the token in {self._token_env}", f"refused ({status})", f"{where} wants {want}", hint)
+        if 300 <= status < 400:
+            to = urllib.parse.urlsplit(answer.headers.get("Location", ""))
+            hint = f"it points to {_without_secrets(to)}: give the address that it ends at"
+            return UsageError("--grafana", self._address, f"it sends elsewhere ({status})", hint)
+        if status == 404:
+            return UsageError("--grafana", self._address, f"nothing is at {path} there", "is a path missing, /grafana?")
+        if status in (400, 412):
+            hint = (
+                "a dashboard that was provisioned from files is changed there; else Grafana may be too old: 9 and newer"
+            )
+            return RunFailedError(f"{where} does not take the dashboard ({status}): {said}.\n  {hint}")
+        return RunFailedError(f"{where} failed ({status}): {said}.\n  Its own log says more; try again later")
+
+
+def _message_of(answer: Any) -> str:
+    """Message of the server, as one short line."""
+    try:
+        text = answer.read(65536).decode(errors="replace")
+        said = json.loads(text)
+        text = said.get("message", text) if isinstance(said, dict) else text
+    except (ValueError, OSError):
+        pass
+    return " ".join(str(text).split())[:SHOWN] or answer.reason
+
+
+def _without_secrets(parts: urllib.parse.SplitResult) -> str:
+    host = parts.netloc.rpartition("@")[2]
+    return urllib.parse.urlunsplit((parts.scheme, host, parts.path, "", ""))

@@ -1,0 +1,73 @@
+"""The folder of dashboards and rules: written, or compared with what would be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scaleray.common.parsing import load_yaml
+from scaleray.config.alerts import check_grafana
+from scaleray.config.base import without_password
+from scaleray.errors import StorageError, UsageError, first_line
+from scaleray.live.dashboards import dashboard_files as dashboards
+from scaleray.live.rules import rule_files as rules
+
+
+def write_dashboards(
+    folder: str | Path = "dashboards",
+    *,
+    alerts: str | Path | None = None,
+    grafana: str | None = None,
+    check: bool = False,
+) -> list[Path]:
+    """Write the dashboards, the rules of alerts, and a configuration of Prometheus to begin with; gives the files.
+
+    alerts: a file of rules in place of those with the usual limits, such as a pipeline's `alerts.yaml`. grafana:
+    address that the links of alerts to their panels begin with. check: write nothing, and give the files that are
+    missing or are not what would be written, as one edited by hand. Other files in the folder stay. Raises
+    StorageError; UsageError for a file that holds no rules, or for no address.
+    """
+    if grafana is not None:
+        _check(grafana, alerts)
+    own = rules.files(grafana=grafana or "") if alerts is None else {rules.PATH: _rules(Path(alerts))}
+    texts = {Path(folder) / name: text for name, text in {**dashboards.files(), **own}.items()}
+    if check:
+        return [path for path, text in texts.items() if _read(path) != text]
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            path.write_text(text)
+    except OSError as exc:
+        raise StorageError("--folder", str(folder), f"it cannot be written: {exc.strerror}", "choose another") from exc
+    return list(texts)
+
+
+def _check(grafana: str, alerts: str | Path | None) -> None:
+    """Raise UsageError for an address that no link can begin with, or together with rules that have theirs."""
+    if alerts is not None:
+        raise UsageError("--grafana", grafana, "the links in the file of --alerts stay as they are", "give one of both")
+    try:
+        check_grafana(grafana)
+    except ValueError as exc:
+        raise UsageError("--grafana", without_password(grafana), str(exc)) from exc
+
+
+def _rules(file: Path) -> str:
+    """The text of a file of rules. Raises UsageError for another one."""
+    text = _read(file)
+    if text is None:
+        raise UsageError("--alerts", str(file), "it cannot be read", "the pipeline of a promoted model has alerts.yaml")
+    try:
+        found = load_yaml(text)
+    except ValueError as exc:
+        raise UsageError("--alerts", str(file), f"it is not YAML: {first_line(exc)}") from exc
+    if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
+        raise UsageError("--alerts", str(file), "rules of Prometheus are in `groups`")
+    return text
+
+
+def _read(path: Path) -> str | None:
+    """The text of a file; None where it cannot be read."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,141 @@
+"""Rules on whether a run makes progress at all: hangs, lost workers, restarts, its end."""
+
+from __future__ import annotations
+
+from scaleray.common import live_metrics as live
+from scaleray.common import metric_names as names
+from scaleray.common.metric import Metric, prometheus_name
+from scaleray.config.alerts import AlertLimits
+from scaleray.live.rules.promql import RUN, ended, grown, of_run, remembered
+from scaleray.live.rules.rule import Found, Rule
+from scaleray.live.rules.series_history import Seen
+
+HOUR_S = 3600.0
+BEGAN_AGAIN_S = 60.0
+"""Seconds for which a loss of workers is reported that were started again before they were missed."""
+LAST_STEP, STEP_TIME = prometheus_name(live.LAST_STEP_TIMESTAMP_S), prometheus_name(names.STEP_TIME_S)
+LONG_PHASE, WORLD_SIZE = prometheus_name(live.LONG_PHASE_TIMESTAMP_S), prometheus_name(names.WORKERS)
+
+
+def _no_progress_query(limits: AlertLimits) -> str:
+    steps, others = prometheus_name(live.LAST_STEP_TIMESTAMP_S), prometheus_name(live.LONG_PHASE_TIMESTAMP_S)
+    age = f"time() - max by ({RUN}) ({steps} or ({others} and on ({RUN}) {steps}))"
+    usual = f"{age} <= {limits.no_progress_steps:g} * {of_run(names.STEP_TIME_S)}"
+    return f"{age} > {limits.no_progress_s:g} unless {usual} unless ({ended()})"
+
+
+def _no_progress(seen: Seen, limits: AlertLimits) -> Found | None:
+    last = seen.last(LAST_STEP)
+    if last is None or _has_ended(seen):
+        return None
+    age_s = seen.now - max(last, seen.last(LONG_PHASE) or last)
+    limit_s = max(limits.no_progress_s, limits.no_progress_steps * (seen.last(STEP_TIME) or 0.0))
+    return Found(age_s) if age_s > limit_s else None
+
+
+def _worker_lost_query(limits: AlertLimits) -> str:
+    last = prometheus_name(live.LAST_STEP_TIMESTAMP_S)
+    telling = f"count by ({RUN}) (count by ({RUN}, rank) ({last}))"
+    all_gone = f"{remembered(names.WORKERS)} and {remembered(live.LAST_STEP_TIMESTAMP_S)} unless {telling}"
+    missing = f"{of_run(names.WORKERS)} - {telling} > 0"
+    began_again = f"{grown(live.RESTARTS, BEGAN_AGAIN_S, known_by=live.STEPS)} > 0"
+    return f"(({missing}) or ({all_gone}) or ({began_again})) unless ({ended()})"
+
+
+def _worker_lost(seen: Seen, limits: AlertLimits) -> Found | None:
+    known, telling = len(seen.series.get(LAST_STEP, {})), len(seen.newest(LAST_STEP))
+    if not known or _has_ended(seen):
+        return None
+    missing = (seen.last(WORLD_SIZE) or known) - telling
+    if missing <= 0 and seen.knows_since(prometheus_name(live.STEPS), BEGAN_AGAIN_S):
+        missing = grown_in(seen, live.RESTARTS, BEGAN_AGAIN_S)
+    return Found(missing) if missing > 0 else None
+
+
+def _restarts(seen: Seen, limits: AlertLimits) -> Found | None:
+    count = grown_in(seen, live.RESTARTS, HOUR_S)
+    return Found(count) if count >= limits.restarts_an_hour else None
+
+
+def grown_in(seen: Seen, metric: Metric, last_s: float) -> float:
+    """Growth of a counter in the last seconds; before its first point it was 0."""
+    points = list(seen.series.get(prometheus_name(metric), {}).get("", ()))
+    before = [value for at, value in points if at <= seen.now - last_s]
+    return points[-1][1] - (before[-1] if before else 0.0) if points else 0.0
+
+
+def _has_ended(seen: Seen) -> bool:
+    steps, planned = seen.last(prometheus_name(live.STEPS)), seen.last(prometheus_name(live.STEPS_PLANNED))
+    is_over = any(seen.last(prometheus_name(metric)) for metric in (live.RUN_FINISHED, live.RUN_FAILED))
+    return is_over or (steps is not None and planned is not None and steps >= planned)
+
+
+def _said(metric: Metric) -> tuple[str, str]:
+    return prometheus_name(metric), f"max by ({RUN}) (max_over_time({prometheus_name(metric)}[300s])) == 1"
+
+
+FINISHED, _FINISHED_QUERY = _said(live.RUN_FINISHED)
+FAILED, _FAILED_QUERY = _said(live.RUN_FAILED)
+
+RULES = (
+    Rule(
+        "no_progress",
+        "critical",
+        "no step has ended for {value}",
+        "seconds",
+        "All workers stand still at full price.",
+        "Read hangs/ in the run's folder: it has the line on which each rank stands, and names the rank that the "
+        "others wait for. Raise alerts.long_phase_s where an evaluation or a checkpoint takes longer than that.",
+        ("run", "Time since the last step"),
+        _no_progress_query,
+        _no_progress,
+    ),
+    Rule(
+        "worker_lost",
+        "critical",
+        "{value} of the run's workers are lost, or were a minute ago",
+        "count",
+        "The others wait until their collectives fail; then the run starts again from its newest checkpoint, or ends.",
+        "Look at the events of the run and at the node's own logs: memory, preemption, a lost machine. Where it comes "
+        "back, checkpoint.every_minutes decides what it costs.",
+        ("ranks", "Workers that tell of themselves"),
+        _worker_lost_query,
+        _worker_lost,
+        for_s=10,
+    ),
+    Rule(
+        "restarts",
+        "critical",
+        "workers were started again {value} times within an hour",
+        "count",
+        "Each start costs its launch and the steps since the last checkpoint; a fault that comes back ends the run.",
+        "Read the reason of each in the run's events. The same rank or node each time: leave the node out "
+        "(scale.label_selector).",
+        ("run", "Restarts"),
+        lambda limits: f"{grown(live.RESTARTS, HOUR_S)} >= {limits.restarts_an_hour}",
+        _restarts,
+    ),
+    Rule(
+        "run_failed",
+        "critical",
+        "the run has failed",
+        "count",
+        "Its workers are free, and nobody trains.",
+        "Read the verdict in MLflow or record.json; scaleray train --resume RUN_FOLDER goes on from the newest "
+        "checkpoint.",
+        ("run", "State"),
+        lambda limits: _FAILED_QUERY,
+        lambda seen, limits: Found(1.0) if seen.last(FAILED) else None,
+    ),
+    Rule(
+        "run_finished",
+        "info",
+        "the run has ended without an error",
+        "count",
+        "Nothing.",
+        "Read its record: scaleray report RUN.",
+        ("run", "State"),
+        lambda limits: _FINISHED_QUERY,
+        lambda seen, limits: Found(1.0) if seen.last(FINISHED) else None,
+    ),
+)

@@ -1,0 +1,128 @@
+"""Whether the GPUs work, and work at full speed, by NVIDIA's DCGM exporter.
+
+The exporter gives the counters of throttling and of memory errors only where its list of fields has them: they are
+commented out in the list that it comes with. A GPU counts as a run's where a run trains on its node: by the label
+`node` that Prometheus is configured to give the exporter, else by the exporter's own address. Of a run without Ray the
+node is the host at which it is scraped.
+"""
+
+from __future__ import annotations
+
+from scaleray.common import live_metrics as live
+from scaleray.common.metric import prometheus_name
+from scaleray.config.alerts import AlertLimits
+from scaleray.live import foreign
+from scaleray.live.rules.rule import OF_GPU, Found, Rule
+from scaleray.live.rules.series_history import Seen
+
+ACTIVE = foreign.GPU_ENGINE_ACTIVE.name
+THROTTLED = tuple(metric.name for metric in foreign.GPU_THROTTLED[:2])
+"""Nanoseconds of being slowed down, as NVML counts them; lists of fields by which they are microseconds are wrong:
+https://github.com/NVIDIA/dcgm-exporter/pull/589. Not measured here."""
+ECC = (foreign.GPU_ECC_DOUBLE_BIT.name, foreign.GPU_REMAPPED_ROWS.name)
+REMAP_FAILED = foreign.GPU_REMAP_FAILURE.name
+XID = foreign.GPU_XID.name
+APPLICATION_XIDS = (13, 31, 43, 45)
+"""Numbers that a slip in the application's own code gives: the run fails and says it itself. NVIDIA's Xid catalogue."""
+LOOK_BACK_S = 300.0
+IN_DCGM = "gpu, UUID, instance"
+NO_NODE = "local"
+"""Node of a run without Ray."""
+
+
+def _idle_query(limits: AlertLimits) -> str:
+    def busy(by: str, node: str) -> str:
+        mean = f"avg_over_time({ACTIVE}{{node{node}}}[{LOOK_BACK_S:g}s])"
+        return f"avg by ({by}) ({mean}) < {limits.gpu_busy_share:g}"
+
+    def trains(node: str) -> str:
+        return f"{prometheus_name(live.LAST_STEP_TIMESTAMP_S)}{{node{node}}} offset {LOOK_BACK_S:g}s"
+
+    labelled, by_address = busy(f"{IN_DCGM}, node", '!=""'), busy(IN_DCGM, '=""')
+    on_ray, without_ray = trains(f'!="{NO_NODE}"'), trains(f'="{NO_NODE}"')
+    of_runs = f"count by (node) ({on_ray} or {_at_its_host(without_ray)})"
+    return f"({labelled} or {_at_its_host(by_address)}) and on (node) {of_runs}"
+
+
+def _at_its_host(series: str) -> str:
+    """Series whose `node` is the host at which they are scraped."""
+    return f'label_replace({series}, "node", "$1", "instance", "([^:]+)(:.*)?")'
+
+
+def _idle(seen: Seen, limits: AlertLimits) -> Found | None:
+    if not seen.knows_since(ACTIVE, LOOK_BACK_S):
+        return None
+    for gpu in seen.newest(ACTIVE):
+        busy = seen.past(ACTIVE, last_s=LOOK_BACK_S, of=gpu)
+        if len(busy) and busy.mean() < limits.gpu_busy_share:
+            return Found(float(busy.mean()), gpu)
+    return None
+
+
+def _throttled_query(limits: AlertLimits) -> str:
+    rates = (
+        f"max by ({IN_DCGM}) (rate({counter}[{LOOK_BACK_S:g}s])) / {foreign.NANOSECONDS:g}" for counter in THROTTLED
+    )
+    return " or ".join(f"{rate} > {limits.gpu_throttled_share:g}" for rate in rates)
+
+
+def _ecc_query(limits: AlertLimits) -> str:
+    grown = (f"max by ({IN_DCGM}) (increase({counter}[{LOOK_BACK_S:g}s])) > 0" for counter in ECC)
+    return " or ".join([*grown, f"max by ({IN_DCGM}) ({REMAP_FAILED}) > 0"])
+
+
+def _xid_query(limits: AlertLimits) -> str:
+    return f"max by ({IN_DCGM}) ({XID}) != 0 " + " ".join(f"!= {number}" for number in APPLICATION_XIDS)
+
+
+RULES = (
+    Rule(
+        "gpu_idle",
+        "warning",
+        "{of} did something in {value} of the last five minutes only",
+        "share",
+        "An idle GPU costs as much as a busy one.",
+        "scaleray profile RUN: input, host or communication. Small kernels: compilation.what blocks, or a larger "
+        "batch.micro_size.",
+        ("cluster", "GPU activity"),
+        _idle_query,
+        _idle,
+        of=OF_GPU,
+    ),
+    Rule(
+        "gpu_throttled",
+        "warning",
+        "{of} was slowed down by power or heat in {value} of the last five minutes",
+        "share",
+        "The slowest GPU sets the speed of all.",
+        "Look at its temperature and power limit, and at the node's cooling; leave the node out meanwhile "
+        "(scale.label_selector).",
+        ("cluster", "GPU throttling"),
+        _throttled_query,
+        for_s=30,
+        of=OF_GPU,
+    ),
+    Rule(
+        "gpu_ecc",
+        "critical",
+        "{of} has memory errors that cannot be corrected",
+        "count",
+        "Such an error ends the process that meets it; more of them follow.",
+        "Drain the node, reset the GPU, and have it replaced where rows cannot be remapped.",
+        ("cluster", "GPU errors"),
+        _ecc_query,
+        of=OF_GPU,
+    ),
+    Rule(
+        "gpu_xid",
+        "critical",
+        "{of} has reported Xid {value}",
+        "count",
+        "After most of them the GPU, or its links, cannot be used until it is reset: the run hangs or fails.",
+        "Look the number up in NVIDIA's Xid catalogue and at the node's kernel log; drain the node. 79 and 74 are a "
+        "GPU or link that is gone.",
+        ("cluster", "GPU errors"),
+        _xid_query,
+        of=OF_GPU,
+    ),
+)

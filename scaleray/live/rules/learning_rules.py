@@ -1,0 +1,163 @@
+"""Whether a training learns: losses that jump, values that are not finite, gradients that explode.
+
+A loss is compared with the median of its last 200 values and their median absolute deviation, since multiples of a
+mean say nothing of losses near zero or below it. Prometheus, which sees a loss at each scrape instead of each step,
+takes half the distance of the quartiles for the deviation, which is the same where values lie evenly around the median.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from scaleray.common import metric_names as names
+from scaleray.common.metric import Metric, prometheus_name
+from scaleray.config.alerts import AlertLimits
+from scaleray.live.rules.course import grown_in
+from scaleray.live.rules.promql import RUN, grown, of_run, over
+from scaleray.live.rules.rule import Found, Rule
+from scaleray.live.rules.series_history import Seen, Values
+
+LOOK_BACK, IN_A_ROW, LEAST_POINTS = 200, 3, 20
+LOOK_BACK_S = 1000.0
+"""The same of scrapes that are five seconds apart."""
+RELATIVE_FLOOR, FLOOR = 0.01, 0.001
+"""Amount added to the deviation, as a share of the median and as it is: of losses that hardly move every one would be a
+spike.
+"""
+NONFINITE_WITHIN_S, SCALE_WITHIN_S = 300.0, 1800.0
+LOSS_SCALE = prometheus_name(names.LOSS_SCALE)
+
+
+def _spike_query(limits: AlertLimits) -> str:
+    loss = prometheus_name(names.LOSS)
+    low, median, high = (
+        over("quantile_over_time", names.LOSS, LOOK_BACK_S, first=first) for first in ("0.25", "0.5", "0.75")
+    )
+    spread = f"(({high} - {low}) / 2 + {RELATIVE_FLOOR:g} * abs({median}) + {FLOOR:g})"
+    above = f"({loss} - {median}) / {spread} and {_has_enough(names.LOSS)}"
+    return f"max by ({RUN}) ({above}) > {limits.loss_spike_mads:g}"
+
+
+def mads_above(values: Values, usual: Values) -> Values:
+    """Median absolute deviations by which values lie above the median of the usual ones."""
+    median = np.median(usual)
+    spread = np.median(np.abs(usual - median)) + RELATIVE_FLOOR * abs(median) + FLOOR
+    return np.asarray((values - median) / spread)
+
+
+def _explosion_query(limits: AlertLimits) -> str:
+    median = over("quantile_over_time", names.GRAD_NORM, LOOK_BACK_S, first="0.5")
+    ratio = f"{prometheus_name(names.GRAD_NORM)} / ({median} > 0) and {_has_enough(names.GRAD_NORM)}"
+    return f"max by ({RUN}) ({ratio}) > {limits.gradient_factor:g}"
+
+
+def over_median(values: Values, usual: Values) -> Values:
+    """Values over the median of the usual ones."""
+    median = np.median(usual)
+    return values / median if median > 0 else np.zeros(len(values))
+
+
+def _has_enough(metric: Metric) -> str:
+    return f"{over('count_over_time', metric, LOOK_BACK_S)} >= {LEAST_POINTS}"
+
+
+def _in_a_row(seen: Seen, metric: Metric, measure: Callable[[Values, Values], Values], limit: float) -> Found | None:
+    """The largest of the first at least three values in a row beyond the limit, among those since the last look and the
+    two before them. Each `LOOK_BACK` of them are measured by those before: many steps may lie between two looks."""
+    times, values = seen.points(prometheus_name(metric))
+    is_finite = np.isfinite(values)
+    times, values = times[is_finite], values[is_finite]
+    for first in range(int((times <= seen.before).sum()), len(values), LOOK_BACK):
+        usual = values[max(0, first - LOOK_BACK) : first]
+        if len(usual) >= LEAST_POINTS:
+            measured = measure(values[first - (IN_A_ROW - 1) : first + LOOK_BACK], usual)
+            if (row := _first_row(measured, limit)) is not None:
+                return Found(float(row.max()))
+    return None
+
+
+def _first_row(measured: Values, limit: float) -> Values | None:
+    """The first values beyond the limit of which there are at least three in a row."""
+    began = 0
+    for at, value in enumerate([*measured, -np.inf]):
+        if value > limit:
+            continue
+        if at - began >= IN_A_ROW:
+            return measured[began:at]
+        began = at + 1
+    return None
+
+
+def _nonfinite(seen: Seen, limits: AlertLimits) -> Found | None:
+    count = grown_in(seen, names.NONFINITE_STEPS, NONFINITE_WITHIN_S)
+    return Found(count) if count > 0 else None
+
+
+def _scale_query(limits: AlertLimits) -> str:
+    highest = f"max by ({RUN}) ({over('max_over_time', names.LOSS_SCALE, SCALE_WITHIN_S)})"
+    scale = of_run(names.LOSS_SCALE)
+    return f"{scale} < 1 or {scale} <= {highest} / {limits.loss_scale_drop:g}"
+
+
+def _loss_scale_collapse(seen: Seen, limits: AlertLimits) -> Found | None:
+    scale = seen.last(LOSS_SCALE)
+    if scale is None:
+        return None
+    highest = seen.past(LOSS_SCALE, last_s=SCALE_WITHIN_S).max()
+    return Found(scale) if scale < 1 or scale <= highest / limits.loss_scale_drop else None
+
+
+RULES = (
+    Rule(
+        "loss_spike",
+        "warning",
+        "the loss is {value} median deviations above the median of its last 200 values, three times in a row",
+        "number",
+        "Steps that are unlearnt again, and a run that may not come back.",
+        "Look at the gradient norm before it and at the rows of these steps (the step plan names them). Usual cures: "
+        "optimizer.clip_norm, a longer schedule.warmup, a lower learning rate, going back to the checkpoint before.",
+        ("run", "Loss"),
+        _spike_query,
+        lambda seen, limits: _in_a_row(seen, names.LOSS, mads_above, limits.loss_spike_mads),
+        for_s=10,
+        steps_in_a_row=True,
+    ),
+    Rule(
+        "nonfinite",
+        "critical",
+        "a loss or gradient was not finite in {value} of the steps of the last five minutes",
+        "count",
+        "Skipped steps teach nothing; where they are not skipped, the weights are lost.",
+        "Look at the first such step: its rows, a division or logarithm in the loss, the precision. fp16 without a "
+        "loss scale, or bf16 sums over many values, are common causes.",
+        ("run", "Steps that were not finite"),
+        lambda limits: f"{grown(names.NONFINITE_STEPS, NONFINITE_WITHIN_S)} > 0",
+        _nonfinite,
+    ),
+    Rule(
+        "loss_scale_collapse",
+        "warning",
+        "the loss scale has fallen to {value}",
+        "number",
+        "Gradients overflow again and again: steps are skipped, and small gradients vanish in fp16.",
+        "Use precision.dtype bf16 where the GPU has it; else look for the layer whose activations grow.",
+        ("run", "Loss scale"),
+        _scale_query,
+        _loss_scale_collapse,
+    ),
+    Rule(
+        "gradient_explosion",
+        "warning",
+        "the gradient's norm is {value} times the median of its last 200 values, three times in a row",
+        "number",
+        "With clipping the steps have the wrong direction, without it the wrong length too: a loss spike follows.",
+        "optimizer.clip_norm 1.0, a lower learning rate or a longer schedule.warmup; look at the rows of these steps.",
+        ("run", "Gradient norm"),
+        _explosion_query,
+        lambda seen, limits: _in_a_row(seen, names.GRAD_NORM, over_median, limits.gradient_factor),
+        for_s=10,
+        steps_in_a_row=True,
+    ),
+)

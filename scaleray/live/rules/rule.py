@@ -1,0 +1,86 @@
+"""Definition of a rule: its condition, the cost of ignoring the alert, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from scaleray.config.alerts import AlertLimits, Severity
+from scaleray.live.rules.series_history import Seen
+from scaleray.records.text import units
+
+Unit = Literal["seconds", "share", "bytes", "number", "count"]
+IN_PROMETHEUS: dict[Unit, str] = {
+    "seconds": "{{ $value | humanizeDuration }}",
+    "share": "{{ $value | humanizePercentage }}",
+    "bytes": "{{ $value | humanize1024 }}B",
+    "number": '{{ $value | printf "%.3g" }}',
+    "count": '{{ $value | printf "%.0f" }}',
+}
+IN_WORDS: dict[Unit, Callable[[float], str]] = {
+    "seconds": units.seconds,
+    "share": lambda value: f"{value:.3g} %" if (value := 100 * value) < 1e3 else f"{value:.0f} %",
+    "bytes": units.memory,
+    "number": lambda value: f"{value:.3g}",
+    "count": lambda value: f"{value:.0f}",
+}
+OF_RANK = "rank {{ $labels.rank }} on {{ $labels.node }}"
+OF_LINK = "rank {{ $labels.source }} to rank {{ $labels.to }}"
+OF_GPU = "GPU {{ $labels.gpu }} of {{ $labels.instance }}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """Finding of a predicate. of: the rank or device that it is about, where it is about one."""
+
+    value: float
+    of: str = ""
+
+
+Query = Callable[[AlertLimits], str]
+Predicate = Callable[[Seen, AlertLimits], Found | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One alert. query: PromQL that has a value while it is to be raised; predicate: the same of one run alone, None
+    where that takes more than the run knows of itself."""
+
+    name: str
+    severity: Severity
+    summary: str
+    """Observation; {value} is replaced by the value, {of} by the rank or device."""
+    unit: Unit
+    costs: str
+    """Cost of ignoring it."""
+    advice: str
+    """Remedy."""
+    panel: tuple[str, str]
+    """Dashboard and title of the panel that shows it."""
+    query: Query
+    predicate: Predicate | None = None
+    for_s: float = 0.0
+    """Seconds that it must last."""
+    steps_in_a_row: bool = False
+    """Whether the run itself, which sees each step, counts steps instead of these seconds."""
+    of: str = ""
+    """Words for the rank or device, by the labels of its series."""
+
+    @property
+    def alertname(self) -> str:
+        """Name in Prometheus, such as ScalerayNoProgress."""
+        return "Scaleray" + "".join(word.capitalize() for word in self.name.split("_"))
+
+    @property
+    def lasts_s(self) -> float:
+        """Seconds that the run itself sees it last before it raises the alert."""
+        return 0.0 if self.steps_in_a_row else self.for_s
+
+    def in_words(self, found: Found) -> str:
+        """The summary with what was found."""
+        return self.summary.format(value=IN_WORDS[self.unit](found.value), of=found.of)
+
+    def in_prometheus(self) -> str:
+        """The summary as a template of Prometheus."""
+        return self.summary.format(value=IN_PROMETHEUS[self.unit], of=self.of)

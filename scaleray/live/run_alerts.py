@@ -1,0 +1,214 @@
+"""Judges a run while it trains, in a thread next to its recorder, and delivers its alerts.
+
+It sees every step's loss and gradient norm, and the series that the run publishes, at each check. Studies and sweeps
+give theirs (`measured_metrics.py`); single trainings of them are not judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from scaleray.common import live_metrics as live
+from scaleray.common import metric_names as names
+from scaleray.common.metric import prometheus_name
+from scaleray.common.watchers import Guard, Watcher
+from scaleray.config.alerts import HIDDEN, SEVERITIES
+from scaleray.live.alert_delivery import Delivery, to_command, to_webhook, webhook_named
+from scaleray.live.rules import gpu_rules
+from scaleray.live.rules.rule import Found, Rule
+from scaleray.live.rules.rule_evaluator import Judge
+from scaleray.live.rules.series_history import Seen
+from scaleray.live.rules.webhook_body import webhook_body
+from scaleray.live.state.series import Series
+from scaleray.records.alert_record import ALERTS_FILE, Alert
+from scaleray.records.mlflow_operations import LogArtifact, Operation, SetTags
+from scaleray.records.run_description import RunDescription
+from scaleray.records.run_record import EventRecord, StepRecord, SystemRecord
+from scaleray.records.start import steady_time
+
+LOOK_EVERY_S = 2.0
+END_WAIT_S = 10.0
+"""Seconds for which the end of a run waits, for the look that is on its way and for its last alerts to be taken."""
+SHARE_OF_A_CORE = 0.05
+"""Most that looking may cost: of a thousand ranks a look takes the better part of a second, and comes less often."""
+LOOKED_AT = {
+    id(metric): prometheus_name(metric)
+    for metric in (
+        live.LAST_STEP_TIMESTAMP_S, live.LONG_PHASE_TIMESTAMP_S, live.STEPS, live.STEPS_PLANNED, live.RUN_FINISHED,
+        live.RUN_FAILED, live.RESTARTS, live.LATENESS_S, live.LINK_RATIO, live.EFFICIENCY_OVER_PREDICTION,
+        live.EXPOSED_COMMUNICATION_SHARE, live.MEMORY_BYTES, live.MEMORY_LIMIT_BYTES, live.CHECKPOINT_AGE_S,
+        live.CHECKPOINT_INTERVAL_S, live.RECORDER_SPOOLED_POINTS, live.DISK_FREE, names.STEP_TIME_S, names.WORKERS,
+        names.SAMPLES_PER_S, names.INPUT_WAIT_SHARE, names.NONFINITE_STEPS, names.LOSS_SCALE,
+        names.CHECKPOINT_DURATION_S, live.SLOWEST_LINK,
+    )
+}  # fmt: skip
+"""Metrics that rules look at, which are a few of all series, by their identity: each is one object of the table. Loss
+and gradient norm are heard of with every step."""
+LOSS, GRAD_NORM = prometheus_name(names.LOSS), prometheus_name(names.GRAD_NORM)
+SLOW_LINK = "slow_link"
+ENDS = ("run_failed", "run_finished")
+"""Rules of which everybody but a webhook knows already."""
+ALERT_TAG, NOTE = "scaleray.alert.", "mlflow.note.content"
+
+
+class RunAlerts:
+    """The alerts of one run. series: what is published of it now. news: gives steps and utilisation since the last
+    call, with the time of their arrival. tell: takes events and tags. act: does what an alert asks for."""
+
+    def __init__(
+        self,
+        description: RunDescription,
+        *,
+        series: Callable[[], Sequence[Series]],
+        tell: Callable[[EventRecord | Operation], None],
+        act: Callable[[Alert], None],
+        news: Callable[[], Iterable[tuple[StepRecord | SystemRecord, float]]] = tuple,
+        measure_links: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.description, self.settings = description, description.alerts
+        self._series, self._news, self._tell, self._act = series, news, tell, act
+        self.measure_links = measure_links
+        """Asks the workers which link is slow."""
+        self.show: Callable[[EventRecord], None] = lambda event: None
+        """Takes alerts if the recorder is not polled: in the process that trains."""
+        self.raised: list[Alert] = []
+        """Those that began, but for the run's own end."""
+        self._file = Path(description.work_dir) / ALERTS_FILE
+        self._seen = Seen()
+        self._guard = Guard(self._warn)
+        self._judge = Judge(self.settings, without=self.settings.without, guarded=self._guarded)
+        self._deliveries: list[Delivery] = []
+        self._link = ""
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, link: str) -> None:
+        """Begin to look. link: the run's page in MLflow."""
+        if not self.settings.watch:
+            return
+        self._link, settings, address = link, self.settings, self.description.webhook
+        if address is not None and address.endswith(HIDDEN):
+            self._warn("alerts.webhook was stored without its secret: give it again, or use alerts.webhook_env")
+        elif address is not None:
+            send = to_webhook(address, timeout_s=settings.timeout_s)
+            self._deliver_to(webhook_named(address), send)
+        if settings.command:
+            self._deliver_to("alerts.command", to_command(settings.command, timeout_s=settings.timeout_s))
+        for metric, _, value in self._series():
+            if metric in (names.NONFINITE_STEPS, live.RESTARTS):  # what a run that goes on has counted before
+                self._seen.add(prometheus_name(metric), value, at=-math.inf)
+        self._thread = threading.Thread(target=self._look_on, name="scaleray-alerts", daemon=True)
+        self._thread.start()
+
+    def end(self, *, went_on: bool = True) -> None:
+        """Check a last time, for a run that has ended, and deliver the remaining alerts. went_on: False for a run that
+        was to be resumed and was not, whose end has been reported before.
+        """
+        self._is_over.set()
+        if self._thread is None:
+            return
+        until = time.monotonic() + END_WAIT_S
+        self._thread.join(timeout=END_WAIT_S)
+        if went_on and not self._thread.is_alive():
+            self._guard(Watcher.ALERTS, lambda: self.look(steady_time()), None)
+        if self.raised:
+            self._tell(LogArtifact(str(self._file)))
+        for delivery in self._deliveries:
+            delivery.close(max(0.0, until - time.monotonic()))
+
+    def look(self, now: float) -> None:
+        """Judge the run as it is. now: wall clock."""
+        seen = self._seen
+        for message, at in self._news():
+            for name, of, value in _values(message):
+                seen.add(name, value, at=at, of=of)
+        for metric, labels, value in self._series():
+            published = LOOKED_AT.get(id(metric))
+            if published is None or labels.get("kind", "used") != "used":
+                continue
+            seen.add(published, value, at=now, of=_of(labels))
+        seen.look(now)
+        for alert in self._judge.look(seen):
+            self._raise(alert)
+        if self.settings.measures_links and any(alert.name == SLOW_LINK for alert in self._judge.firing):
+            self.measure_links()
+
+    def _look_on(self) -> None:
+        took_s = 0.0
+        while not self._is_over.wait(max(LOOK_EVERY_S, took_s / SHARE_OF_A_CORE)):
+            began = time.monotonic()
+            self._guard(Watcher.ALERTS, lambda: self.look(steady_time()), None)
+            took_s = time.monotonic() - began
+
+    def _guarded(self, rule: Rule, look: Callable[[], Found | None]) -> Found | None:
+        found: Found | None = self._guard(Watcher.ALERTS, look, None, part=rule.name)
+        return found
+
+    def _raise(self, alert: Alert) -> None:
+        actions, is_end = self.settings.action, alert.name in ENDS
+        action = actions.get(alert.name, actions.get(alert.severity, "none"))
+        if alert.is_firing and not is_end and action != "none":
+            alert = dataclasses.replace(alert, action=action)
+            self._act(alert)
+        self._keep(alert)
+        if SEVERITIES.index(alert.severity) <= SEVERITIES.index(self.settings.least):
+            about = {"run_name": self.description.run_name, "run_id": self.description.run_id, "link": self._link}
+            about["grafana"] = self.settings.grafana or ""
+            body = json.dumps(webhook_body(alert, **about)).encode()
+            for delivery in self._deliveries:
+                delivery.put(alert.name, body)
+        if is_end:
+            return
+        if alert.is_firing:
+            self.raised.append(alert)
+        self._say(EventRecord(str(alert), kind="warning" if alert.is_firing else "info"))
+        self._tell(SetTags({f"{ALERT_TAG}{alert.name}": f"{alert.state}: {alert.summary}"[:500], NOTE: self._note()}))
+
+    def _note(self) -> str:
+        """The run's description in MLflow while it lives."""
+        firing = self._judge.firing
+        if not firing:
+            return "no alert"
+        rows = [f"| {alert.name} | {alert.severity} | {alert.summary} |" for alert in firing]
+        return "\n".join(["| alert | severity | |", "|---|---|---|", *rows])
+
+    def _keep(self, alert: Alert) -> None:
+        try:
+            with self._file.open("a") as file:
+                file.write(alert.to_line())
+        except OSError as exc:  # such as a full disk, of which an alert tells
+            self._warn(f"{ALERTS_FILE} cannot be written ({exc.strerror})")
+
+    def _deliver_to(self, name: str, send: Callable[[bytes], None]) -> None:
+        self._deliveries.append(Delivery(name, send, attempts=self.settings.attempts, say=self._warn))
+
+    def _warn(self, text: str) -> None:
+        self._say(EventRecord(text, kind="warning"))
+
+    def _say(self, event: EventRecord) -> None:
+        self._tell(event)
+        self.show(event)
+
+
+def _values(message: StepRecord | SystemRecord) -> list[tuple[str, str, float | None]]:
+    """Name, rank or GPU, and value of the figures that rules need of every step, and of a node's GPUs."""
+    if isinstance(message, StepRecord):
+        return [(LOSS, "", message.loss), (GRAD_NORM, "", message.grad_norm)]
+    return [
+        (gpu_rules.ACTIVE, f"GPU {name.split('_')[1]} of {message.node}", value / 100)
+        for name, value in message.metrics.items()
+        if name.startswith("gpu_") and name.endswith("_utilization_percentage")
+    ]
+
+
+def _of(labels: Mapping[str, str]) -> str:
+    """The rank or link that a series is of, in words; empty for one of the whole run."""
+    if "rank" in labels:
+        return f"rank {labels['rank']} on {labels['node']}"
+    return f"rank {labels['source']} to rank {labels['to']}" if "source" in labels else ""

@@ -1,0 +1,52 @@
+"""One value of a metric with its labels, as Prometheus takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from scaleray.common.metric import Metric
+from scaleray.records.text.printable import printable
+
+SHOWN_LABEL = 300
+"""Longest value of a label: names of metrics and jobs are the user's."""
+
+
+class Series(NamedTuple):
+    """A value now. labels: by name, all that the metric has."""
+
+    metric: Metric
+    labels: Mapping[str, str]
+    value: float
+
+
+def series_of(metric: Metric, common: Mapping[str, str], value: float | None, /, **labels: object) -> list[Series]:
+    """The one series of a value, or none where it is not known. common: the labels of every series."""
+    if value is None:
+        return []
+    own = {name: label_value(text) for name, text in labels.items()}
+    return [Series(metric, {**common, **own}, float(value))]
+
+
+def label_value(value: object) -> str:
+    """A label's value: any text, of which line breaks and what terminals obey are left out."""
+    text = printable(value)
+    return text if len(text) <= SHOWN_LABEL else text[: SHOWN_LABEL - 1] + "…"
+
+
+def by_metric(series: Iterable[Series]) -> dict[Metric, list[Series]]:
+    """The series of each metric."""
+    found: dict[Metric, list[Series]] = {}
+    for one in series:
+        found.setdefault(one.metric, []).append(one)
+    return found
+
+
+def run_labels(run_name: str, run_id: str) -> dict[str, str]:
+    """Labels of every series of a run. run_id: tells runs of one name apart."""
+    return {"ray_train_run_name": run_name, "run_id": run_id}
+
+
+def common_labels(run_name: str, run_id: str, rank: int, node: str) -> dict[str, str]:
+    """Labels of every series of a rank."""
+    return {**run_labels(run_name, run_id), "rank": str(rank), "node": node}

@@ -1,0 +1,290 @@
+"""The page of a run that is watched: one screen of a terminal of any width from 40 columns on."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from scaleray.common.printed import quantity
+from scaleray.live.terminal.watch_ranks import ranks_table
+from scaleray.records.alert_record import Alert
+from scaleray.records.live_state import LOST, RUNNING, STARTING, LiveState
+from scaleray.records.phases import PART_IN_WORDS, Phase
+from scaleray.records.text import units
+from scaleray.records.text.printable import printable
+from scaleray.reports.terminal.progress_line import duration
+
+BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+LOG_FROM = 20.0
+"""Ratio of the largest to the smallest value from which on heights are logarithmic."""
+
+
+def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
+    """The curve in at most `width` characters, each the mean of the values in its part; `x` if none of them is a
+    number.
+    """
+    if not values or width < 1:
+        return ""
+    columns = _columns(values, min(width, len(values)))
+    known = [value for value in columns if value is not None]
+    if not known:
+        return "x" * len(columns)
+    if min(known) > 0 and max(known) / min(known) >= LOG_FROM:
+        columns = [None if value is None else math.log(value) for value in columns]
+        known = [value for value in columns if value is not None]
+    marks, low, high = ASCII if ascii_only else BLOCKS, min(known), max(known)
+    scale = (len(marks) - 1) / (high - low) if high > low else 0.0
+    return "".join("x" if value is None else marks[round((value - low) * scale)] for value in columns)
+
+
+def _columns(values: Sequence[float | None], count: int) -> list[float | None]:
+    """The mean of the numbers in each of `count` equal parts; None for a part that has none."""
+    found: list[float | None] = []
+    for number in range(count):
+        begin, end = number * len(values) // count, (number + 1) * len(values) // count
+        part = [value for value in values[begin:end] if value is not None and math.isfinite(value)]
+        found.append(sum(part) / len(part) if part else None)
+    return found
+
+
+STYLES = {STARTING: "cyan", RUNNING: "green", LOST: "red", "FINISHED": "green", "FAILED": "red", "KILLED": "yellow"}
+SEVERITIES = {"critical": "bold red", "warning": "yellow"}
+COLOURS = {
+    Phase.INPUT: "yellow",
+    Phase.COPY: "bright_yellow",
+    Phase.FORWARD: "blue",
+    Phase.BACKWARD: "bright_blue",
+    Phase.COMMUNICATION: "red",
+    Phase.STRAGGLER: "magenta",
+    Phase.OPTIMIZER: "green",
+    Phase.HOST: "cyan",
+    Phase.EVALUATION: "bright_green",
+    Phase.CHECKPOINT: "bright_magenta",
+}
+NARROW = 60
+"""Columns below which a page has one column of words, and leaves out what can be done without."""
+LEAST_SHARE = 0.005
+"""Share of a step below which a part of it is not named."""
+MOST_EVENTS = 3
+SILENT_S = 5.0
+"""Seconds without a sign of life from which on a page says so."""
+
+
+def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableType:
+    """The page of a run. width: columns. where: what was asked for it."""
+    rows = Table.grid(padding=(0, 1))
+    rows.add_column(style="dim", no_wrap=True)
+    rows.add_column(ratio=1, overflow="fold")
+    inner = max(10, width - 12)
+    for name, value in _rows(state, inner, is_narrow=width < NARROW):
+        rows.add_row(name, Text(printable(value), overflow="fold") if isinstance(value, str) else value)  # no markup
+    parts: list[RenderableType] = [_title(state), rows]
+    parts += [_alert(alert) for alert in state.firing]
+    if state.ranks and (len(state.ranks) > 1 or not state.has_ended):
+        parts += ["", ranks_table(state, width=width)]
+    if lines := [*state.events[-MOST_EVENTS:], *state.notes]:
+        parts += ["", *(Text(printable(line.splitlines()[0]), style="dim") for line in lines if line)]
+    if where:
+        parts.append(Text(f"asked: {where}", style="dim", overflow="ellipsis", no_wrap=True))
+    return Group(*parts)
+
+
+def _title(state: LiveState) -> Text:
+    title = Text(printable(state.name), style="bold")
+    title.append(f"  {state.status}", style=STYLES.get(state.status, ""))
+    many = quantity(state.workers, "worker") if state.workers else ""
+    for word in (state.kind if state.kind != "train" else "", many, state.strategy):
+        title.append(f"  {word}" if word else "", style="dim")
+    return title
+
+
+def _rows(state: LiveState, width: int, *, is_narrow: bool) -> Iterator[tuple[str, RenderableType]]:
+    """The rows of a page: a name, and what is known."""
+    if state.verdict and state.has_ended:
+        yield "end", state.verdict.splitlines()[0]
+    if state.status == LOST:
+        yield "", Text(f"nothing heard for {_ago(state)}: it was killed, or its machine is gone", style="red")
+    elif not state.has_ended and _age_s(state) > SILENT_S:
+        yield "", Text(f"nothing heard for {_ago(state)}", style="yellow")
+    yield "progress", _progress(state, width, is_narrow=is_narrow)
+    if state.curve:
+        yield "loss", _loss(state, width)
+    if state.metrics:
+        yield "evaluated", ", ".join(f"{name} {units.figure(value)}" for name, value in sorted(state.metrics.items()))
+    if state.samples_per_s:
+        yield "speed", _speed(state)
+    if sum(state.phases.values()) > 0:
+        yield "step", PhaseBar(state.phases)
+        yield "", Legend(state.phases)
+    if health := _health(state):
+        yield "health", ", ".join(health)
+    if not is_narrow and state.mlflow_link:
+        yield "MLflow", Text(state.mlflow_link, style="dim", overflow="fold")
+    if not is_narrow and state.run_dir:
+        yield "folder", Text(state.run_dir, style="dim", overflow="fold")
+
+
+def _progress(state: LiveState, width: int, *, is_narrow: bool) -> RenderableType:
+    done, total = (state.done or 0.0, state.total) if state.unit else (state.step, state.total_steps)
+    words = f"{done:,.0f} of {total:,.0f} {state.unit or 'steps'}" if total else f"step {done:,.0f}"
+    parts = [words]
+    if state.epoch is not None:
+        parts.append(f"epoch {state.epoch:.4g}")
+    if state.started_at is not None and state.seen_at is not None:
+        parts.append(duration(max(0.0, state.seen_at - state.started_at)))
+    if state.left_s is not None:
+        parts.append(f"about {duration(state.left_s)} left")
+    text = Text(", ".join(parts))
+    if not total:
+        return text
+    return Group(Bar(done, total, min(width, 30 if is_narrow else 60)), text)
+
+
+def _loss(state: LiveState, width: int) -> RenderableType:
+    values = [loss for _, loss in state.curve]
+    known = [loss for loss in values if loss is not None]
+    words = [units.figure(state.loss) if state.loss is not None else "not finite"]
+    if known:
+        words += [f"from {units.figure(known[0])}", f"lowest {units.figure(min([*known, state.loss or known[0]]))}"]
+    if state.learning_rate is not None:
+        words.append(f"lr {state.learning_rate:.3g}")
+    if state.grad_norm is not None:
+        words.append(f"grad {state.grad_norm:.3g}")
+    return Group(Spark(values, min(width, 80)), Text(", ".join(words)))
+
+
+def _speed(state: LiveState) -> str:
+    rate = state.samples_per_s or 0.0
+    words = [f"{units.count(rate)} samples/s"]
+    if state.tokens_per_s:
+        words.append(f"{units.count(state.tokens_per_s)} tokens/s")
+    if state.expected_samples_per_s:
+        expected = state.expected_samples_per_s
+        words.append(f"{rate / expected:.0%} of the {units.count(expected)} predicted")
+    elif state.best_samples_per_s and not state.has_ended and rate < 0.9 * state.best_samples_per_s:
+        words.append(f"{rate / state.best_samples_per_s:.0%} of its best")
+    if state.step_time_s:
+        words.append(f"{units.seconds(state.step_time_s)} a step")
+    if state.input_wait_share is not None:
+        words.append(f"input {state.input_wait_share:.1%}")
+    return ", ".join(words)
+
+
+def _health(state: LiveState) -> list[str]:
+    words = []
+    if state.goodput is not None:
+        words.append(f"goodput {state.goodput:.0%}")
+    if state.checkpoint_step is not None:
+        ago = "" if state.has_ended or not state.checkpoint_at else f", {duration(_since(state.checkpoint_at))} ago"
+        words.append(f"checkpoint of step {state.checkpoint_step:,}{ago}")
+    if state.loss_scale is not None:
+        words.append(f"loss scale {state.loss_scale:.4g}")
+    if state.nonfinite_steps:
+        words.append(f"not finite in {state.nonfinite_steps:,} of the steps")
+    if state.attempts > 1:
+        words.append(quantity(state.attempts - 1, "restart"))
+    if state.repeated_steps:
+        words.append(f"{state.repeated_steps:,} steps repeated")
+    if state.waiting_points:
+        words.append(f"MLflow is away: {state.waiting_points:,} points wait")
+    return words
+
+
+def _alert(alert: Alert) -> Text:
+    style = SEVERITIES.get(alert.severity, "cyan")
+    return Text.assemble((f"{alert.severity.upper()} {alert.name}", style), f": {printable(alert.summary)}")
+
+
+def _age_s(state: LiveState) -> float:
+    return 0.0 if state.seen_at is None else _since(state.seen_at)
+
+
+def _ago(state: LiveState) -> str:
+    return duration(_age_s(state))
+
+
+def _since(at: float) -> float:
+    return max(0.0, time.time() - at)
+
+
+def _colour(phase: str) -> str:
+    return COLOURS.get(Phase(phase), "white") if phase in set(Phase) else "white"
+
+
+class Bar:
+    """How much is done, in a line of its own."""
+
+    def __init__(self, done: float, total: float, width: int) -> None:
+        self.bar, self.width = ProgressBar(total=total, completed=done, width=width), width
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self.bar.__rich_console__(console, options)
+        yield Segment.line()
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(4, min(self.width, options.max_width))
+
+
+class PhaseBar:
+    """A step as a bar that is divided into its parts."""
+
+    def __init__(self, phases: dict[str, float]) -> None:
+        self.phases = phases
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, whole = min(60, options.max_width), sum(self.phases.values())
+        ordered = [str(part) for part in PART_IN_WORDS if str(part) in self.phases]
+        mark, at, drawn = "=" if options.ascii_only else "█", 0.0, 0
+        for name in ordered:
+            at += self.phases[name]
+            end = round(at / whole * width)
+            yield Segment(mark * (end - drawn), Style.parse(_colour(name)))
+            drawn = end
+        yield Segment.line()
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(4, options.max_width)
+
+
+class Legend:
+    """The parts of a step with their shares, the largest first."""
+
+    def __init__(self, phases: dict[str, float]) -> None:
+        self.phases = phases
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        whole, line = sum(self.phases.values()), Text()
+        for name, seconds in sorted(self.phases.items(), key=lambda pair: -pair[1]):
+            if seconds / whole < LEAST_SHARE:
+                continue
+            words = PART_IN_WORDS.get(Phase(name), name) if name in set(Phase) else name
+            mark = "#" if options.ascii_only else "■"
+            part = Text.assemble((mark, _colour(name)), f" {words} {seconds / whole:.0%}")
+            if line and len(line) + 2 + len(part) > options.max_width:  # a part is not torn from its colour
+                yield line
+                line = Text()
+            line.append_text(Text("  ") + part if line else part)
+        yield line
+
+
+class Spark:
+    """A curve in one line, in characters that the console has."""
+
+    def __init__(self, values: list[float | None], width: int) -> None:
+        self.values, self.width = values, width
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = min(self.width, options.max_width)
+        yield Text(sparkline(self.values, width, ascii_only=options.ascii_only), style="cyan", no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(4, min(self.width, options.max_width))

@@ -1,0 +1,1 @@
+"""A trained run's model in use: load, evaluate, predict and export it."""

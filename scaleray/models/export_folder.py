@@ -1,0 +1,99 @@
+"""`export` to a folder: the trained model as its own library reads it, or its adapters as peft does."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.model_layout import TRAINED
+from scaleray.checkpoints.peft_adapter import write_adapter
+from scaleray.common.filesystems import set_aside
+from scaleray.common.progress import stage
+from scaleray.errors import CheckpointError, StorageError, WorkloadError
+from scaleray.models.stored_weights import Weights, read_adapters, read_run_weights
+from scaleray.models.trained_run import TrainedRun, workload_of
+from scaleray.training.setup import fine_tuning
+from scaleray.workload import call_user_code, own_method
+
+
+def write_folder(
+    trained: TrainedRun,
+    target: Path,
+    *,
+    step: int | str | None = None,
+    weights: str | None = None,
+    workload: Any = None,
+    adapter: bool = False,
+) -> tuple[Weights, Path | None]:
+    """Write the model of a run as the workload's `export(weights, folder)` does, for models of transformers a folder
+    that `from_pretrained` reads. Returns the weights that are in it, and the new name of a folder that was there.
+
+    adapter: write the low-rank adapters alone, as `PeftModel.from_pretrained` reads them. The folder appears when it
+    is complete; a former one is renamed to `FOLDER.before-1` or the next free number. Raises CheckpointError,
+    WorkloadError and StorageError.
+    """
+    made, settings = workload_of(trained, workload), trained.config.fine_tuning
+    if adapter and settings.lora_rank:
+        chosen = _with_adapters(trained, step, weights)
+        base = getattr(made, "folder", None)
+        write: Callable[[Path], None] = lambda place: write_adapter(
+            chosen.tensors, place, alpha=settings.lora_alpha, base=base
+        )
+    else:
+        with stage("reading the weights"):
+            chosen = read_run_weights(trained, step, weights)
+        has_adapters = bool(settings.lora_rank) and fine_tuning.has_adapters(chosen.tensors)
+        tensors = fine_tuning.merged(chosen.tensors, settings) if has_adapters else chosen.tensors
+        method = _export_of(made)
+        more = {"adapter": True} if adapter else {}
+        write = lambda place: method(tensors, place, **more)
+    return chosen, _write(write, target)
+
+
+def _export_of(workload: Any) -> Callable[..., None]:
+    found: Callable[..., None] | None = own_method(workload, "export")
+    if found is None:
+        raise WorkloadError(
+            "the workload",
+            "without export()",
+            "a folder needs files next to the weights, which the workload writes",
+            "export to a .safetensors or .pt file, or add export(self, weights, folder) to the workload",
+        )
+    return found
+
+
+def _with_adapters(trained: TrainedRun, step: int | str | None, which: str | None) -> Weights:
+    """Weights that have adapters apart: the final ones add them to their layers, unless fine_tuning.merge is off."""
+    weights = read_run_weights(trained, step, which)
+    if fine_tuning.has_adapters(weights.tensors):
+        return weights
+    newest = Catalog.of_run(trained.folder.root, trained.config.checkpoint.copy_path).newest()
+    if newest is None and which != TRAINED and (adapters := read_adapters(trained)) is not None:
+        return dataclasses.replace(weights, tensors=adapters)
+    if newest is None:
+        raise CheckpointError(
+            f"the adapters of {trained.name}",
+            "added to the final weights",
+            "no checkpoint has them apart",
+            "train with --no-fine-tuning.merge, or with checkpoints",
+        )
+    return read_run_weights(trained, newest.step, which)
+
+
+def _write(write: Callable[[Path], None], target: Path) -> Path | None:
+    """Write the folder and set a former one aside, whose files may be others than an export's: returns its new name."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
+            made = Path(place) / "new"
+            with stage("writing the folder"):
+                call_user_code(lambda: write(made), what="export()", doing="writing the folder")
+            former = set_aside(target)
+            made.rename(target)
+            return former
+    except OSError as exc:
+        raise StorageError("the folder to export to", str(target), f"it cannot be written: {exc}") from exc

@@ -1,0 +1,114 @@
+"""The formats that a model is exported to: each writes a file, and opens it again as a function of the same call."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from scaleray.errors import UsageError, WorkloadError, first_line
+from scaleray.models.model_call import ModelCall
+from scaleray.workload import user_traceback
+
+Opened = Callable[[ModelCall], list[torch.Tensor]]
+"""Result of an opened file for a call of the model."""
+ONNX = ("onnx", "onnxscript", "onnxruntime")
+LARGEST_ONNX_BYTES = 2**31
+"""Largest file that ONNX can be, as its format counts bytes in 32 bits."""
+
+
+def write_safetensors(module: nn.Module, call: ModelCall, file: Path, about: dict[str, str]) -> None:
+    """Weights alone; of weights that are tied, one name."""
+    from safetensors.torch import save_model
+
+    del call
+    save_model(module, str(file), metadata=about)
+
+
+def open_safetensors(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
+    """The weights in a newly built model."""
+    from safetensors.torch import load_model
+
+    module = fresh()
+    load_model(module, str(file))
+    module.eval()
+    return lambda call: call(module)
+
+
+def write_program(module: nn.Module, call: ModelCall, file: Path, about: dict[str, str]) -> None:
+    """Weights and computation, without the model's code."""
+    torch.export.save(_program(module, call), str(file), extra_files={"scaleray.txt": str(about)})
+
+
+def open_program(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
+    """The program as it runs without the model's code."""
+    del fresh
+    module = torch.export.load(str(file)).module()
+    return lambda call: call(module)
+
+
+def write_onnx(module: nn.Module, call: ModelCall, file: Path, about: dict[str, str]) -> None:
+    """Weights and computation in one file, as onnxruntime and others run it."""
+    check_onnx()
+    size = sum(tensor.nbytes for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor))
+    if size >= LARGEST_ONNX_BYTES:
+        raise UsageError("--format", "onnx", f"the weights have {size / 2**30:.1f} GiB, and a file of it at most 2",
+                         "--format torch.export")  # fmt: skip
+    more: dict[str, Any] = {"kwargs": call.kwargs, "dynamic_shapes": call.shapes(module), "external_data": False}
+    export = lambda: torch.onnx.export(module, call.args, dynamo=True, verbose=False, **more)
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # which names every library that it could translate too
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the exporter's own translations
+        made = _followed(export, module, "torch.onnx")
+    made.model.metadata_props.update(about)
+    made.save(str(file), external_data=False)
+
+
+def open_onnx(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
+    """The file as onnxruntime runs it on the CPU."""
+    import onnxruntime
+
+    del fresh
+    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def ask(call: ModelCall) -> list[torch.Tensor]:
+        given = {name: tensor.numpy() for name, tensor in zip(names, call.tensors, strict=True)}
+        return [torch.from_numpy(value) for value in session.run(None, given)]
+
+    return ask
+
+
+def check_onnx() -> None:
+    """Raise UsageError where a library that ONNX takes is not installed."""
+    if missing := [name for name in ONNX if importlib.util.find_spec(name) is None]:
+        raise UsageError("--format", "onnx", f"it needs {', '.join(missing)}", "pip install 'scaleray[onnx]'")
+
+
+def _program(module: nn.Module, call: ModelCall) -> Any:
+    """The module as `torch.export` follows it, for any number of rows where it can be."""
+    shapes = call.shapes(module)
+    return _followed(
+        lambda: torch.export.export(module, call.args, call.kwargs, dynamic_shapes=shapes), module, "torch.export"
+    )
+
+
+def _followed(export: Callable[[], Any], module: nn.Module, by: str) -> Any:
+    try:
+        with torch.no_grad():
+            return export()
+    except Exception as exc:
+        raise WorkloadError(
+            "the model",
+            type(module).__name__,
+            f"{by} cannot follow its forward: {first_line(exc)}",
+            f"--format safetensors needs no such thing\n  {user_traceback(exc)}",
+        ) from exc

@@ -1,0 +1,113 @@
+"""The files of a promoted version on this machine, as they were when it was promoted."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+from scaleray.common.own_folder import cache_folder
+from scaleray.common.parsing import load_json, load_yaml
+from scaleray.errors import TrackingError, first_line
+from scaleray.models.registry import STATEMENT_TAG, ModelRegistry, ModelVersion, Named
+from scaleray.records.statement import STATEMENT, digests, file_digest, subjects
+
+NAMED_BY_MLFLOW = "registered_model_meta"
+"""File in which MLflow notes the name and number of a version that it has downloaded; in the version's own folder where
+that is local."""
+MODEL = Path("data/packed")
+"""Folder of the packed model among the files of a version."""
+KEPT = 3
+"""Fetched versions that stay, however long ago they were used."""
+UNUSED_S = 86400.0
+"""Seconds since its last use after which another version may be removed: a process may read it."""
+
+
+def fetch_model(name: str, *, uri: str | None = None) -> Path:
+    """The packed model that `models:/NAME@ALIAS` or `models:/NAME/3` names, in the folder of this user's cache.
+
+    Every file is compared with the statement of its promotion. Raises TrackingError for a version that is not there,
+    was not promoted by scaleray, or has been changed since.
+    """
+    named = Named.parse(name)
+    registry = ModelRegistry(uri)
+    version = registry.find(named)
+    if not version.tags.get(STATEMENT_TAG):
+        allowed = "it was not made by scaleray promote, and says not what it was made from"
+        raise TrackingError("the model", str(named), allowed, "MLflow itself loads it: mlflow.pyfunc.load_model")
+    models = cache_folder("models")
+    if (place := _whole(models, version)) is not None:
+        return place / MODEL
+    with tempfile.TemporaryDirectory(dir=models) as folder:
+        found = registry.download(version, Path(folder))
+        if wrong := changes(found, version):
+            allowed = "its files must be those of its promotion"
+            check = f"scaleray promote --verify {named}"
+            raise TrackingError(f"the model {named}", f"changed: {'; '.join(wrong[:3])}", allowed, check)
+        # another process may have fetched it meanwhile, and reads it: nothing is replaced
+        place = _whole(models, version) or found.rename(models / f"{_digest(version)}-{Path(folder).name}")
+    _remove_unused(models)
+    return place / MODEL
+
+
+def check_served(packed: Path, *, uri: str | None) -> None:
+    """Refuse a packed model in a folder of MLflow's that is not as it was promoted, before anything of it is loaded.
+
+    Its files must be those of the statement. Where MLflow noted the version's name in the folder, as it does for
+    `models:/NAME@ALIAS`, the statement must be that of the version in the registry. uri: the registry's. Logs that it
+    could not be asked. Raises TrackingError.
+    """
+    folder, version = packed.parents[len(MODEL.parts) - 1], None
+    try:
+        named = load_yaml((folder / NAMED_BY_MLFLOW).read_text())
+        version = ModelRegistry(uri).find(Named(str(named["model_name"]), number=int(named["model_version"])))
+    except (OSError, ValueError, KeyError, TypeError, TrackingError) as exc:
+        text = "the model in %s is not compared with MLflow's registry: %s"
+        logging.getLogger(__name__).warning(text, folder, first_line(exc))
+    if wrong := changes(folder, version):
+        allowed = "its files must be those of its promotion"
+        raise TrackingError(f"the model in {folder}", f"changed: {'; '.join(wrong[:3])}", allowed, "download it again")
+
+
+def _digest(version: ModelVersion) -> str:
+    """The statement's hash as the version's tag has it; empty if the tag holds something else, such as a path."""
+    tag = version.tags.get(STATEMENT_TAG, "")
+    return tag[:32] if re.fullmatch("[0-9a-f]{64}", tag) else ""
+
+
+def _whole(models: Path, version: ModelVersion) -> Path | None:
+    """A folder with the files of a version, marked as used now; None if there is none."""
+    for place in sorted(models.glob(f"{_digest(version)}-*")) if _digest(version) else ():
+        if not changes(place, version):
+            os.utime(place)
+            return place
+    return None
+
+
+def _remove_unused(models: Path) -> None:
+    """Remove models, and downloads that were cut off, that were not used for a day, but for the newest ones."""
+    with contextlib.suppress(FileNotFoundError):  # another process removes them
+        used = sorted((place.stat().st_mtime, place) for place in models.iterdir())
+        for at, place in used[:-KEPT]:
+            if time.time() - at > UNUSED_S:
+                shutil.rmtree(place, ignore_errors=True)
+
+
+def changes(folder: Path, version: ModelVersion | None) -> list[str]:
+    """Differences from the statement, or of the statement from the version's tag, as text; none if all is whole.
+    version: None compares with the statement alone.
+    """
+    if not (folder / STATEMENT).is_file():
+        return [f"{STATEMENT} is missing"]
+    if version is not None and file_digest(folder / STATEMENT) != version.tags.get(STATEMENT_TAG):
+        return [f"{STATEMENT} is not the one that the version was made with"]
+    expected, found = subjects(load_json((folder / STATEMENT).read_bytes())), digests(folder)
+    found.pop(NAMED_BY_MLFLOW, None)
+    wrong = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+    wrong += [f"{name} was changed" for name in sorted(expected) if name in found and found[name] != expected[name]]
+    return wrong + [f"{name} was added" for name in sorted(found.keys() - expected.keys())]

@@ -1,0 +1,186 @@
+"""`load`: the model of a run with its weights, ready to be used, and what it takes to make one on another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from scaleray.common.options import takes
+from scaleray.common.seeding import same_random_numbers
+from scaleray.config import RunConfig
+from scaleray.data import preprocessing
+from scaleray.data.loading import reads_text
+from scaleray.data.preprocessing import Preprocess
+from scaleray.data.ragged import Ragged
+from scaleray.data.row_random import RowRandom
+from scaleray.data.sample_order import mixed
+from scaleray.data.source import Columns, as_column, rows_in
+from scaleray.data.transformed import Transform
+from scaleray.models.answers import Answers
+from scaleray.models.model_options import ModelChoice
+from scaleray.models.packed_code import own_name
+from scaleray.models.stored_weights import Weights, fill, read_run_weights
+from scaleray.models.trained_run import TrainedRun, find_trained, workload_of
+from scaleray.training.setup import fine_tuning, precision
+from scaleray.training.setup.model_setup import check_model
+from scaleray.training.step.micro_batches import user_batch
+from scaleray.workload import built_model, call_user_code
+
+PREDICT = "predict"
+"""Split given to a transform for rows that are not measured."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The model of a run, in evaluation mode, with the weights that were asked for."""
+
+    module: nn.Module
+    """Result of the workload's `build_model`, with the weights in it."""
+    workload: Any
+    config: RunConfig
+    """Config of the run."""
+    step: int | None
+    """Optimizer steps after which the weights were so; None if it is not known."""
+    words: str
+    """Which weights these are and whose, for people."""
+    device: torch.device
+    precision: precision.Precision
+    preprocessor: Any = None
+    """The run's fitted preprocessor, or None where it had none."""
+    gives_tuples: bool = False
+    """Whether the workload's rows are tuples rather than columns with names."""
+
+    def predict(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Answers of the model for some rows: arrays by name with an element for each row.
+
+        rows: arrays by column, as the workload's `datasets()` has them; labels are not needed. It is the workload's
+        `predict(model, batch)`, or without one what the model returns to the loss. Raises WorkloadError.
+        """
+        columns = {
+            name: as_column(name, values, allows_text=reads_text(self.workload)) for name, values in rows.items()
+        }
+        return self.answers()(self.changed(columns))
+
+    def changed(self, rows: Columns) -> Columns:
+        """Rows as `datasets()` gives them after the preprocessor, and the workload's `transform` as of a split called
+        `predict`."""
+        transform = Transform.of(self.workload, PREDICT)
+        steps: list[Any] = [] if transform is None else [transform]
+        if self.preprocessor is not None:
+            steps.insert(0, Preprocess(self.preprocessor, allows_text=transform is not None))
+        for step in steps:
+            rows = step(rows, RowRandom(mixed(np.arange(rows_in(rows), dtype=np.uint64))))
+        return rows
+
+    def answers(self) -> Answers:
+        """Function from rows to what the model says of them, for many batches."""
+        return Answers(self.workload, self.module, self._batch, self.precision.autocast)
+
+    def _batch(self, columns: Columns) -> Any:
+        dtype = self.precision.input_dtype
+        rows = {name: _writable(values) for name, values in columns.items()}
+        return user_batch(self.workload, rows, self.device, dtype, gives_tuples=self.gives_tuples)
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Parts from which a process makes the model of a run: they can be sent to others, which need no access to the
+    run's files.
+    """
+
+    name: str
+    config: RunConfig
+    workload: Any
+    weights: Weights
+    preprocessor: Any = None
+
+    def build(self, device: torch.device | str = "cpu") -> TrainedModel:
+        """Build the model, put the weights into it, and set it to evaluation. Raises CheckpointError or
+        WorkloadError."""
+        device = torch.device(device)
+        with same_random_numbers(device):  # what a model draws is replaced by the weights
+            module = built_model(self.workload, doing="building the model to be loaded")
+        check_model(module)
+        if self.keeps_adapters:
+            fine_tuning.adapt(module, self.config.fine_tuning)
+        module.to(device)
+        arithmetic = precision.prepare(module, device, self.config.precision)
+        fill(module, self.weights, where=f"{self.weights.words} of {self.name}")
+        module.eval()
+        words = f"{self.weights.words} of {self.name}"
+        return TrainedModel(
+            module=module,
+            workload=self.workload,
+            config=self.config,
+            step=self.weights.step,
+            words=words,
+            device=device,
+            precision=arithmetic,
+            preprocessor=self.preprocessor,
+        )
+
+    @property
+    def keeps_adapters(self) -> bool:
+        """Whether the weights have adapters next to their layers."""
+        return bool(self.config.fine_tuning.lora_rank) and fine_tuning.has_adapters(self.weights.tensors)
+
+
+@takes(ModelChoice)
+def load(run: str | Path, *, options: ModelChoice, device: torch.device | str = "cpu") -> TrainedModel:
+    """Load the model of a run with its final weights, in evaluation mode: `load(run).module`.
+
+    run: its folder or s3:// URI, its name in the storage path, or its id or name in MLflow. device: where the model is
+    put. `workload` may be a class or object as well. A run without final weights has those of its newest checkpoint. A
+    workload with a `state_dict` gets its state back from a checkpoint, for final weights from that of the last step.
+    Nothing is unpickled.
+
+    Raises TrackingError for a run that is not there, CheckpointError for weights that are missing or do not fit, and
+    WorkloadError for a workload that is not found again.
+    """
+    return find_parts(run, **options.parts).build(device)
+
+
+def _writable(column: Any) -> Any:
+    """A column in memory that torch may share: Arrow's must not be written."""
+    return column.copy() if isinstance(column, Ragged) else np.require(column, requirements=["C", "W"])
+
+
+def find_parts(
+    run: str | Path,
+    *,
+    step: int | str | None = None,
+    which: str | None = None,
+    workload: Any = None,
+    uri: str | None = None,
+) -> ModelParts:
+    """Workload, config and weights of a run, as `load` finds them."""
+    found = find_trained(run, uri=uri)
+    made = workload_of(found, workload)
+    weights = weights_of(found, step, which)
+    if weights.workload_state is not None and callable(getattr(made, "load_state_dict", None)):
+        state = weights.workload_state
+        call_user_code(lambda: made.load_state_dict(state), what="load_state_dict()", doing="restoring its state")
+    return ModelParts(found.name, found.config, made, weights, preprocessor_of_run(found, made))
+
+
+def weights_of(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:
+    """The weights of a run as its final ones are: with adapters merged unless `fine_tuning.merge` is off."""
+    weights, settings = read_run_weights(run, step, which), run.config.fine_tuning
+    if settings.lora_rank and settings.merge and fine_tuning.has_adapters(weights.tensors):
+        return replace(weights, tensors=fine_tuning.merged(weights.tensors, settings))
+    return weights
+
+
+def preprocessor_of_run(run: TrainedRun, workload: Any) -> Any:
+    """The fitted preprocessor in a run's folder, whose class the workload's file may define; None without one."""
+    try:
+        return preprocessing.load(run.folder.root, partial(own_name, workload=workload))
+    except OSError:
+        return None  # a run of which MLflow alone is left

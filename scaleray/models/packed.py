@@ -1,0 +1,199 @@
+"""A trained model packed into one folder, which `load` opens if nothing else of its run is left.
+
+It holds the weights, the config, the code of the workload and its neighbours, the fitted preprocessor, the workload's
+state and the columns. Nothing in it is a pickle. Loading it runs the code in it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from scaleray.common.parsing import load_json
+from scaleray.common.user_code import import_root, is_installed, modules_beside
+from scaleray.config.base import without_password
+from scaleray.data import preprocessing
+from scaleray.data.loading import reads_text
+from scaleray.data.ragged import Ragged
+from scaleray.data.source import Columns
+from scaleray.errors import DataError, ScaleRayError, WorkloadError
+from scaleray.models.load import ModelParts, preprocessor_of_run
+from scaleray.models.row_answers import RowAnswers
+from scaleray.models.row_files import Shape, shape_of
+from scaleray.models.stored_weights import write_state
+from scaleray.models.trained_run import CODE, NOTE, PACKED, TrainedRun, find_trained, workload_of
+from scaleray.records.json_record import jsonable
+from scaleray.strategies.contract.weight_shares import Placed, WeightShare
+from scaleray.training.state.weights import complete, save_weights
+from scaleray.workload import name_of
+
+COLUMNS = "columns.json"
+EXAMPLE_ROWS = 4
+"""Rows of training with which a packed model is tried."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the rows. shape: of a row; None where rows are of unequal length. dtype: numpy's name. needed:
+    whether the model predicts nothing without it."""
+
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    needed: bool
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Contents of a packed model. columns: those that training had. rows: examples of the needed ones; answers: the
+    model's for them, by name.
+    """
+
+    columns: tuple[Column, ...]
+    rows: Columns
+    answers: dict[str, Any]
+
+
+def pack(run: TrainedRun, parts: ModelParts, folder: Path, *, workload: Any = None) -> Packed:
+    """Write the model of a run to a folder that is new.
+
+    workload: what `parts` were found with. Raises WorkloadError for a workload whose code is in no file,
+    and DataError where its training data cannot be read, of whose columns the model would know nothing."""
+    file, name = _home(run, workload)
+    folder.mkdir(parents=True)
+    tensors = {name: value for name, value in parts.weights.tensors.items() if isinstance(value, torch.Tensor)}
+    layout = {name: Placed(0, value.numel() * value.element_size()) for name, value in tensors.items()}
+    save_weights(WeightShare(tensors, layout), str(folder), rank=0)
+    complete(str(folder))
+    if parts.weights.workload_state is not None:
+        write_state(parts.weights.workload_state, folder)
+    if parts.preprocessor is not None:
+        preprocessing.save(parts.preprocessor, str(folder))
+    about = {
+        PACKED: True,
+        "name": run.name,
+        "run_id": run.about.get("run_id"),
+        "tracking_uri": without_password(str(run.about.get("tracking_uri") or "")),
+        "steps": parts.weights.step,
+        "weights": parts.weights.words,
+        "config": _config(parts, _copy_code(file, name, folder / CODE)),
+    }
+    (folder / NOTE).write_text(json.dumps(jsonable(about), indent=1))
+    packed = find_trained(folder)  # code that cannot be imported on its own is refused now
+    preprocessor_of_run(packed, workload_of(packed))
+    return _tried(parts, folder)
+
+
+def _config(parts: ModelParts, name: str) -> dict[str, Any]:
+    """The run's config for these weights: the workload is the packed one, and an average is what the weights are."""
+    values: dict[str, Any] = parts.config.model_dump(mode="json")
+    values["workload"]["name"] = name
+    values["averaging"]["decay"] = None
+    return values
+
+
+def _copy_code(file: Path | None, name: str, folder: Path) -> str:
+    """Copy the files that only exist where the user is, and give the workload's name among them."""
+    if file is None:
+        return name
+    root = import_root(file)
+    for source in {file.resolve(), *(Path(str(module.__file__)).resolve() for module in modules_beside(file))}:
+        inside = source.relative_to(root)
+        (folder / inside).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, folder / inside)
+        for package in inside.parents:
+            if (marker := root / package / "__init__.py").is_file():
+                shutil.copyfile(marker, folder / package / "__init__.py")
+    inside = file.resolve().relative_to(root)
+    target = ".".join(inside.with_suffix("").parts) if len(inside.parts) > 1 else str(inside)
+    return f"{target}:{name.partition(':')[2]}"
+
+
+def _home(run: TrainedRun, given: Any) -> tuple[Path | None, str]:
+    """The user's file that the workload is made by, None for one of an installed package, and the workload's name.
+
+    given: as for `load`. Raises WorkloadError for an object whose class is in no file.
+    """
+    name = run.config.workload.name if given is None else given if isinstance(given, str) else name_of(given)
+    target, _, attribute = name.partition(":")
+    if target.endswith(".py"):
+        base = Path(run.about.get("base_dir") or ".")
+        file = next((place for place in (Path(target), base / target) if place.is_file()), None)
+    else:
+        found = getattr(sys.modules.get(target), "__file__", None)
+        file = Path(found) if found else None
+    if file is None or "<locals>" in attribute:
+        raise WorkloadError(
+            "the workload's code",
+            name,
+            "it is in no file that could be kept with the model",
+            "put the class into a file, and name it: --workload path/to/file.py:Name",
+        )
+    return (None if is_installed(str(file)) else file), name
+
+
+def _tried(parts: ModelParts, folder: Path) -> Packed:
+    """The columns, and which of them the model needs: found by leaving each out."""
+    shape, tuples = shape_of(parts.workload, wide=parts.config.precision.dtype == "fp64", fitted=parts.preprocessor)
+    if not shape.columns:
+        raise DataError(
+            "the training data",
+            "not readable here",
+            "the columns of a packed model are read from them",
+            "pack it on a machine that has the data",
+        )
+    answer = RowAnswers(parts, shape, tuples)
+    rows = {name: values[:EXAMPLE_ROWS] for name, values in shape.examples.items()}
+    every = answer(rows)
+    needed = {name for name in rows if not _answers_without(answer, rows, name, every)}
+    columns = tuple(
+        Column(name, None if own is None else tuple(own), str(dtype), name in needed)
+        for name, (own, dtype) in shape.columns.items()
+    )
+    others = {name: _two_of(values) for name, values in shape.examples.items() if name not in needed}
+    about = [{**vars(column), "examples": others.get(column.name)} for column in columns]
+    (folder / COLUMNS).write_text(json.dumps(jsonable({"wide": shape.wide, "tuples": tuples, "columns": about})))
+    return Packed(columns, {name: rows[name] for name in rows if name in needed}, every)
+
+
+def _answers_without(answer: RowAnswers, rows: Columns, name: str, every: Mapping[str, Any]) -> bool:
+    """Whether the model says the same of the rows without a column."""
+    left = {other: values for other, values in rows.items() if other != name}
+    if not left:
+        return False
+    try:
+        found = answer(left)
+    except ScaleRayError:
+        return False
+    return found.keys() == every.keys() and all(np.array_equal(found[key], every[key]) for key in every)
+
+
+def _two_of(values: Any) -> list[Any]:
+    """The first example of a column, and one that differs from it if there is one: values in place of a label."""
+    first = values[0]
+    other = next((values[at] for at in range(len(values)) if not np.array_equal(values[at], first)), first)
+    return [np.asarray(one).tolist() for one in (first, other)]
+
+
+def read_shape(folder: Path, workload: Any) -> tuple[Shape, bool]:
+    """Columns that `pack` wrote: their shapes, and whether the workload's rows are tuples."""
+    about = load_json((folder / COLUMNS).read_bytes())
+    columns: dict[str, tuple[tuple[int, ...] | None, np.dtype]] = {}
+    examples: Columns = {}
+    for one in about["columns"]:
+        name, dtype = one["name"], np.dtype(one["dtype"])
+        columns[name] = (None if one["shape"] is None else tuple(one["shape"]), dtype)
+        if (rows := one["examples"]) is not None:
+            is_ragged = one["shape"] is None
+            examples[name] = (
+                Ragged.of([np.asarray(row, dtype) for row in rows]) if is_ragged else np.asarray(rows, dtype)
+            )
+    return Shape(columns, bool(about["wide"]), examples, reads_text(workload)), bool(about["tuples"])

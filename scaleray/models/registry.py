@@ -1,0 +1,250 @@
+"""Versions of a model in MLflow's registry, and its aliases.
+
+MLflow lets every user with access move an alias. So each version that was given an alias here carries a tag with the
+time, and the version with the newest such tag is the one that the alias ought to name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaleray.errors import TrackingError, UsageError, first_line
+from scaleray.recording.find_record import PARENT_TAG
+from scaleray.recording.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
+
+PROMOTION_TAG, STATEMENT_TAG = "scaleray.promotion", "scaleray.statement_sha256"
+GIVEN = "scaleray.given."
+"""Beginning of a version's tag of an alias: nanoseconds since 1970 and the user that gave it."""
+WITHDRAWN = "scaleray.withdrawn."
+"""Beginning of a version's tag of an alias that was taken back from it: nanoseconds since 1970 and the user."""
+MODEL_URI = "models:/"
+ATTEMPTS = 4
+MOST_RUNS = 200
+"""Most runs of an experiment that are looked at, the newest first."""
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """A version of a registered model. aliases: those that name it now."""
+
+    model: str
+    number: int
+    source: str
+    run_id: str
+    tags: Mapping[str, str]
+    aliases: tuple[str, ...] = ()
+    created_at_ms: float = 0.0
+    """Milliseconds since 1970."""
+
+    @property
+    def promotion(self) -> str | None:
+        """Id of the promotion that made it; None for a version that something else made."""
+        return self.tags.get(PROMOTION_TAG)
+
+    def given_at(self, alias: str) -> int | None:
+        """Nanoseconds since 1970 at which it was last given the alias; None where it never was, by scaleray."""
+        return self._at(f"{GIVEN}{alias}")
+
+    def is_withdrawn(self, alias: str) -> bool:
+        """Whether the alias was taken back from it, and not given to it again since."""
+        return (self._at(f"{WITHDRAWN}{alias}") or 0) > (self.given_at(alias) or 0)
+
+    def _at(self, tag: str) -> int | None:
+        first = self.tags.get(tag, "").split(" ")[0]
+        return int(first) if first.isdigit() else None
+
+
+@dataclass(frozen=True)
+class Named:
+    """Version that `models:/NAME@ALIAS`, `models:/NAME/3`, or the same without `models:/`, names."""
+
+    model: str
+    alias: str | None = None
+    number: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Named:
+        """Raises UsageError for a text of another form."""
+        inside = text.removeprefix(MODEL_URI)
+        model, at, alias = inside.rpartition("@")
+        if at and model and alias:
+            return cls(model, alias=check_alias(alias))
+        model, slash, number = inside.rpartition("/")
+        if slash and model and number.isdigit():
+            return cls(model, number=int(number))
+        raise UsageError(
+            "the model", text, "it must be NAME@ALIAS or NAME/VERSION", "such as digits@champion or digits/3"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.model}@{self.alias}" if self.alias else f"{self.model}/{self.number}"
+
+
+def check_alias(alias: str) -> str:
+    """The alias. Raises UsageError for one that MLflow refuses."""
+    if (
+        not re.fullmatch(r"[A-Za-z0-9_\-]{1,255}", alias)
+        or alias.lower() == "latest"
+        or re.fullmatch(r"[vV]\d+", alias)
+    ):
+        allowed = "it must be of letters, digits, - and _, and neither latest nor v1, v2 ..."
+        raise UsageError("the alias", alias, allowed, "such as champion")
+    return alias
+
+
+class ModelRegistry:
+    """The registry behind a tracking URI. Whatever MLflow raises becomes a TrackingError."""
+
+    def __init__(self, uri: str | None) -> None:
+        self.uri = resolve_uri(uri)
+        if self.uri.startswith("sqlite:///") and not sqlite_path(self.uri).exists():
+            allowed = "there is no such database"
+            raise TrackingError("--uri", without_password(self.uri), allowed, "name the one that the run is in")
+        check_reachable(self.uri)
+        self.client = open_client(self.uri)
+
+    def versions(self, model: str) -> list[ModelVersion]:
+        """All versions of a model, the newest first; none where there is no such model."""
+        with self._asking(f"the versions of {model}"):
+            if "'" in model:
+                return []
+            found = self.client.search_model_versions(f"name='{model}'", max_results=10_000)
+            aliases = self._aliases(model) if found else {}
+        return sorted((_version(one, aliases) for one in found), key=lambda one: -one.number)
+
+    def find(self, named: Named) -> ModelVersion:
+        """The version that is named. Raises TrackingError where there is none."""
+        found = self.versions(named.model)
+        for one in found:
+            if one.number == named.number or (named.alias is not None and named.alias in one.aliases):
+                return one
+        known = ", ".join([*dict.fromkeys(f"@{alias}" for one in found for alias in one.aliases)]) or "no alias"
+        there = f"{named.model} has {len(found)} versions and {known}" if found else "there is no model of this name"
+        raise TrackingError(
+            "the model", str(named), f"{there} in {without_password(self.uri)}", "scaleray promote makes versions"
+        )
+
+    def make(self, model: str, *, source: str, run_id: str, tags: Mapping[str, str], description: str) -> ModelVersion:
+        """A version with these tags, of which PROMOTION_TAG is one: the one that is there already, or a new one."""
+        if (known := self.of_promotion(model, tags[PROMOTION_TAG])) is not None:
+            return known
+        from mlflow.exceptions import MlflowException
+
+        with self._asking(f"a version of {model}"):
+            with contextlib.suppress(MlflowException):  # it exists; anything else will be said by the next call
+                self.client.create_registered_model(model, tags={"scaleray.model": "true"})
+            made = self.client.create_model_version(
+                model, source, run_id=run_id, tags=dict(tags), description=description, await_creation_for=30
+            )
+        return _version(made, {})
+
+    def of_promotion(self, model: str, promotion: str) -> ModelVersion | None:
+        """The version that a promotion has made, the first one if an answer was lost; None where there is none."""
+        made = [one for one in self.versions(model) if one.promotion == promotion]
+        return made[-1] if made else None
+
+    def give(self, version: ModelVersion, alias: str, *, by: str) -> ModelVersion:
+        """Let the alias name a version, and give the one that it names then: two calls at once agree on one."""
+        with self._asking(f"the alias {alias} of {version.model}"):
+            number = str(version.number)
+            self.client.set_model_version_tag(version.model, number, f"{GIVEN}{alias}", f"{time.time_ns()} {by}")
+            chosen = version
+            is_set = 0
+            while chosen.number != is_set:
+                # whoever comes second moves it to the newest as well, whichever of the two that is
+                self._set(version.model, alias, chosen.number)
+                is_set, chosen = chosen.number, self.expected(version.model, alias) or version
+        return chosen
+
+    def withdraw(self, version: ModelVersion, alias: str, *, by: str) -> None:
+        """Note that the alias was taken back from a version, which nothing goes back to by itself any more."""
+        with self._asking(f"the alias {alias} of {version.model}"):
+            tag = f"{WITHDRAWN}{alias}"
+            self.client.set_model_version_tag(version.model, str(version.number), tag, f"{time.time_ns()} {by}")
+
+    def expected(self, model: str, alias: str) -> ModelVersion | None:
+        """The version that the alias ought to name; None where it was never given by scaleray."""
+        given = [(at, one.number, one) for one in self.versions(model) if (at := one.given_at(alias)) is not None]
+        return max(given, key=lambda found: found[:2])[2] if given else None
+
+    def download(self, version: ModelVersion, folder: Path) -> Path:
+        """The files of a version, copied below `folder`."""
+        import mlflow.artifacts
+
+        with self._asking(f"the files of {version.model}/{version.number}"):
+            return Path(
+                mlflow.artifacts.download_artifacts(
+                    artifact_uri=version.source, dst_path=str(folder), tracking_uri=self.uri
+                )
+            )
+
+    def run(self, run_id: str) -> Any:
+        """A run of MLflow, deleted or not; None where there is none."""
+        from mlflow.exceptions import MlflowException
+
+        with self._asking(f"the run {run_id}"):
+            try:
+                return self.client.get_run(run_id)
+            except MlflowException as exc:
+                if exc.error_code == "RESOURCE_DOES_NOT_EXIST":
+                    return None
+                raise
+
+    def runs_beside(self, run_id: str, *, since_ms: float) -> dict[str, str]:
+        """Ids and status of the runs in the experiment of a run that began since then and have finished or failed, the
+        newest first; points of studies and trials of sweeps are left out."""
+        with self._asking(f"the runs beside {run_id}"):
+            experiment = self.client.get_run(run_id).info.experiment_id
+            found = self.client.search_runs(
+                [experiment],
+                f"attributes.status != 'RUNNING' and attributes.start_time >= {int(since_ms)}",
+                order_by=["attributes.start_time DESC"],
+                max_results=MOST_RUNS,
+            )
+            ended = [one.info for one in found if PARENT_TAG not in one.data.tags]
+            return {info.run_id: info.status for info in ended if info.status in ("FINISHED", "FAILED")}
+
+    def upload(self, run_id: str, folder: Path, place: str) -> str:
+        """Copy a folder to a run's artifacts, and give the URI by which a version names it."""
+        with self._asking(f"the artifacts of {run_id}"):
+            self.client.log_artifacts(run_id, str(folder), place)
+            return f"{self.client.get_run(run_id).info.artifact_uri.rstrip('/')}/{place}"
+
+    def _set(self, model: str, alias: str, number: int) -> None:
+        for attempt in range(ATTEMPTS):
+            try:
+                return self.client.set_registered_model_alias(model, alias, str(number))
+            except Exception:  # two that give a new alias at the same moment: the database refuses the second
+                if attempt == ATTEMPTS - 1:
+                    raise
+                time.sleep(0.1 * 2**attempt)
+
+    def _aliases(self, model: str) -> dict[str, int]:
+        return {alias: int(number) for alias, number in self.client.get_registered_model(model).aliases.items()}
+
+    @contextlib.contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (TrackingError, ModuleNotFoundError):
+            raise
+        except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+            raise TrackingError(
+                "MLflow at",
+                without_password(self.uri),
+                f"{what} cannot be read or written: {first_line(exc)}",
+                "when it is back, give the same command again: it continues where it was",
+            ) from exc
+
+
+def _version(found: Any, aliases: Mapping[str, int]) -> ModelVersion:
+    number = int(found.version)
+    own = tuple(sorted(alias for alias, one in aliases.items() if one == number))
+    created = float(found.creation_timestamp or 0)
+    return ModelVersion(found.name, number, str(found.source), str(found.run_id), dict(found.tags), own, created)

@@ -1,0 +1,108 @@
+"""A packed model as a model of MLflow, which `mlflow models serve` serves and `mlflow.pyfunc.load_model` loads.
+
+MLflow finds `_load_pyfunc` by the name of this module, so that nothing of the model is pickled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scaleray.models.fetched import check_served
+from scaleray.models.load import find_parts
+from scaleray.models.packed import Packed, read_shape
+from scaleray.models.row_answers import RowAnswers
+
+if TYPE_CHECKING:
+    from mlflow.models import ModelSignature
+
+NEEDS = ("scaleray", "torch", "numpy", "pyarrow")
+"""Packages that a server needs in addition to the workload's imports."""
+
+
+class ServedModel:
+    """Model that MLflow calls for each request."""
+
+    def __init__(self, folder: Path) -> None:
+        parts = find_parts(folder)
+        self._answer = RowAnswers(parts, *read_shape(folder, parts.workload))
+
+    def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Answers by name. model_input: a mapping of arrays by column, or a pandas table."""
+        names = getattr(model_input, "columns", model_input)
+        return self._answer({str(name): np.asarray(model_input[name]) for name in names})
+
+
+def _load_pyfunc(data_path: str) -> ServedModel:
+    """MLflow's entry point. data_path: the packed model's folder. Raises TrackingError for one that was changed."""
+    import mlflow
+
+    check_served(Path(data_path), uri=mlflow.get_registry_uri())
+    return ServedModel(Path(data_path))
+
+
+def save_for_mlflow(packed: Packed, folder: Path, out: Path, *, libraries: Mapping[str, str]) -> None:
+    """Write a model of MLflow to a folder that is new. folder: the packed model's; libraries: versions by name that the
+    training ran with, of which the server gets those that are needed."""
+    import mlflow.pyfunc
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*input example was not provided")  # rows of training stay at home
+        mlflow.pyfunc.save_model(
+            str(out),
+            loader_module=__name__,
+            data_path=str(folder),
+            signature=signature_of(packed),
+            pip_requirements=_requirements(libraries),
+        )
+
+
+def signature_of(packed: Packed) -> ModelSignature:
+    """The columns that the model needs, and what it answers, in MLflow's words: tensors where every row has the same
+    shape, otherwise columns of a table."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, Schema, TensorSpec
+
+    needed = [column for column in packed.columns if column.needed]
+    if all(column.shape is not None and np.dtype(column.dtype).kind in "biuf" for column in needed):
+        specs: list[Any] = [
+            TensorSpec(np.dtype(column.dtype), (-1, *(column.shape or ())), column.name) for column in needed
+        ]
+    else:
+        specs = [ColSpec(_column_type(packed.rows[column.name]), column.name) for column in needed]
+    answers: list[Any] = [
+        TensorSpec(values.dtype, (-1, *values.shape[1:]), name)
+        for name, values in packed.answers.items()
+        if isinstance(values, np.ndarray) and values.dtype.kind in "biuf"
+    ]
+    # MLflow has no word for texts among tensors: without a schema of the answers anything may be answered
+    outputs = Schema(answers) if len(answers) == len(packed.answers) else None
+    return ModelSignature(inputs=Schema(specs), outputs=outputs)
+
+
+def _column_type(values: Any) -> Any:
+    """MLflow's type of a value in a row of this column."""
+    from mlflow.types import DataType
+    from mlflow.types.schema import Array
+
+    kinds = {"b": DataType.boolean, "i": DataType.long, "u": DataType.long, "f": DataType.double}
+    found: Any = kinds.get(values.dtype.kind, DataType.string)
+    for _ in range(np.asarray(values[0]).ndim):
+        found = Array(found)
+    return found
+
+
+def _requirements(libraries: Mapping[str, str]) -> list[str]:
+    """Exact versions, without the parts of local builds, such as `+cpu`, which no index has."""
+    from mlflow import __version__ as mlflow_version
+
+    versions = {**libraries, "mlflow": mlflow_version}
+    for name in NEEDS:
+        versions.setdefault(name, metadata.version(name))
+    wanted = [name for name in ("mlflow", *NEEDS) if name in versions]
+    return [f"{name}=={versions[name].partition('+')[0]}" for name in wanted]

@@ -1,0 +1,199 @@
+"""Stored checkpoints of a run, and operations on them: the commands of `scaleray checkpoint`. Each function returns the
+content of its command's `--json`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scaleray.errors import CheckpointError, UsageError
+from scaleray.models.checkpoint_path import chosen, empty, opened, written
+
+if TYPE_CHECKING:
+    from scaleray.checkpoints.catalog import Catalog
+    from scaleray.checkpoints.damage import Damage
+    from scaleray.checkpoints.manifest import Manifest
+    from scaleray.checkpoints.retention import Retention
+
+LEFTOVER_S = 3600.0
+"""Seconds for which files that no manifest names stay: a run that is under way may be writing them."""
+
+
+def list_checkpoints(run: str | Path, *, copy_path: str | None = None) -> list[dict[str, Any]]:
+    """Stored checkpoints of a run: a mapping for each, with the reason for one that is not usable.
+
+    run: its folder, local or s3://, its name in the storage path, or one checkpoint's folder. copy_path: where second
+    copies are; None is the run's own setting. Raises CheckpointError where there is none.
+    """
+    with opened(str(run), copy_path) as (catalog, only):
+        folder = catalog.stores[0].root
+        rows = [{**_row(catalog, step), "folder": folder} for step in catalog.steps() if only in (None, step)]
+        if not rows:
+            raise empty(str(run))
+        return rows
+
+
+def verify_checkpoints(
+    run: str | Path, *, step: int | None = None, copy_path: str | None = None, heal: bool = False
+) -> dict[str, Any]:
+    """Read every file of a run's checkpoints again and compare it with its SHA-256; `["good"]` says whether all is.
+
+    run, copy_path: as for `list_checkpoints`. step: only this checkpoint. heal: replace a lost or damaged file by its
+    second copy.
+    """
+    from scaleray.checkpoints.catalog import require
+    from scaleray.checkpoints.damage import Damage
+    from scaleray.checkpoints.manifest import FILE_NAME, Damaged, Incomplete, folder_name
+
+    checked: list[dict[str, Any]] = []
+    unfinished: list[str] = []
+    with opened(str(run), copy_path) as (catalog, only):
+        step = only if step is None else step
+        manifests: list[Manifest] = []
+        if step is not None:
+            manifests = [require(catalog, step, where=str(run))]
+        else:
+            for number in catalog.steps():
+                try:
+                    manifests.append(catalog.read(number))
+                except Damaged as exc:
+                    damage = Damage(catalog.stores[0].path(f"{folder_name(number)}/{FILE_NAME}"), str(exc))
+                    checked.append({"step": number, "files": 0, "good": False, "damages": [_told(damage)]})
+                except Incomplete as exc:
+                    unfinished.append(str(exc))
+            if not manifests and not checked:
+                require(catalog, None, where=str(run))
+        for manifest in manifests:
+            damages = catalog.check(manifest, heal=heal)
+            left = [damage for damage in damages if damage.healed_from is None]
+            checked.append(
+                {
+                    "step": manifest.step,
+                    "files": len(manifest.files),
+                    "good": not left,
+                    "damages": [_told(d) for d in damages],
+                }
+            )
+    return {"good": all(one["good"] for one in checked), "checkpoints": checked, "unfinished": unfinished}
+
+
+def prune_checkpoints(
+    run: str | Path,
+    *,
+    keep_last: int = 2,
+    keep_best: int = 1,
+    best: str | None = None,
+    keep_every: int | None = None,
+    dry_run: bool = False,
+    copy_path: str | None = None,
+) -> dict[str, Any]:
+    """Remove checkpoints that are not worth their place; files that a kept checkpoint builds on stay.
+
+    run, copy_path: as for `list_checkpoints`. keep_last: newest that stay. keep_best: best that stay as well, by
+    `best`, a metric and its direction such as `val/loss min`. keep_every: one every so many steps stays. dry_run: say
+    what would go.
+    """
+    retention = _retention(keep_last, keep_best, best, keep_every)
+    with opened(str(run), copy_path) as (catalog, only):
+        if only is not None:
+            raise CheckpointError("the folder to prune", str(run), "it is a single checkpoint", "name the run folder")
+        complete = list(catalog.complete())
+        if not complete:
+            raise empty(str(run))
+        _require_measured(retention.best, complete)
+        done = catalog.prune(retention, spared_s=LEFTOVER_S, is_dry_run=dry_run)
+    kept = [m.step for m in complete if m.step not in done.steps]
+    return {"removed": done.steps, "kept": kept, "bytes": done.num_bytes, "dry_run": dry_run}
+
+
+def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: str | None = None) -> dict[str, Any]:
+    """Write an incremental checkpoint again as a full one, which depends on no other.
+
+    run, copy_path: as for `list_checkpoints`. step: None is the newest. `["checkpoint"]` is None where it held every
+    byte itself already.
+    """
+    with chosen(str(run), step, copy_path) as (catalog, manifest):
+        full = catalog.rebuild(manifest) if manifest.chain or _borrows(manifest) else manifest
+    is_new = full is not manifest
+    place = f"{catalog.stores[0].root}/{full.name}" if is_new else None
+    return {"step": full.step, "bytes_written": full.bytes_written if is_new else 0, "checkpoint": place}
+
+
+def import_weights(file: str | Path, folder: str | Path) -> dict[str, Any]:
+    """Make a checkpoint of a plain file of weights, from which `workload.weights` starts a training.
+
+    file: a .pt file of torch.save with tensors only, or a .safetensors file. folder: a new one, local or s3://.
+    """
+    from scaleray.checkpoints.consolidated import import_weights as read
+    from scaleray.config.base import absolute_path
+
+    target = absolute_path(str(folder))
+    with written(str(folder)):
+        manifest = read(absolute_path(str(file)), target)
+    return {"path": target, "tensors": len(manifest.tensors), "bytes": manifest.total_bytes}
+
+
+def _row(catalog: Catalog, step: int) -> dict[str, Any]:
+    from scaleray.checkpoints.manifest import Incomplete
+
+    try:
+        found = catalog.read(step)
+    except Incomplete as exc:
+        return {"step": step, "complete": False, "reason": str(exc)}
+    except CheckpointError as exc:
+        return {"step": step, "complete": False, "reason": f"{exc.what} is {exc.found}, but {exc.allowed}"}
+    return {
+        "step": step,
+        "complete": True,
+        "created_at": found.created_at,
+        "world_size": found.world_size,
+        "strategy": found.strategy,
+        "bytes_written": found.bytes_written,
+        "total_bytes": found.total_bytes,
+        "chain": found.chain,
+        "metrics": found.metrics,
+        "evaluated_at": found.evaluated_at,
+    }
+
+
+def _told(damage: Damage) -> dict[str, Any]:
+    import dataclasses
+
+    return dataclasses.asdict(damage)
+
+
+def _borrows(manifest: Manifest) -> bool:
+    return any(not name.startswith(f"{manifest.name}/") for name in manifest.files)
+
+
+def _retention(keep_last: int, keep_best: int, best: str | None, keep_every: int | None) -> Retention:
+    """Checkpoints that prune keeps. Raises UsageError for a request that makes no sense."""
+    from scaleray.checkpoints.retention import Retention
+
+    metric, direction = _best(best)
+    for option, value, least in (
+        ("--keep-last", keep_last, 1),
+        ("--keep-best", keep_best, 0),
+        ("--keep-every", keep_every, 1),
+    ):
+        if value is not None and value < least:
+            raise UsageError(option, value, f"it must be at least {least}")
+    return Retention(keep_last, keep_best, metric, direction == "max", keep_every)
+
+
+def _require_measured(metric: str | None, complete: list[Manifest]) -> None:
+    """Refuse a metric that no checkpoint has of its own step: a slip would remove what it was meant to keep."""
+    measured = {name for manifest in complete for name in manifest.own_metrics}
+    if metric is not None and metric not in measured:
+        known = f"there are: {', '.join(sorted(measured)) or 'none'}"
+        raise UsageError("--best", metric, "no checkpoint was evaluated at its own step with that metric", known)
+
+
+def _best(text: str | None) -> tuple[str | None, str]:
+    if text is None:
+        return None, "min"
+    metric, _, direction = text.rpartition(" ")
+    if not metric or direction not in ("min", "max"):
+        raise UsageError("--best", text, "it must be a metric and min or max", 'for example "val/loss min"')
+    return metric, direction

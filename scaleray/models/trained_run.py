@@ -1,0 +1,136 @@
+"""The run whose model is wanted, by what a user knows of it, and its workload, found again from the run's config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from scaleray.checkpoints.storage import Store
+from scaleray.common.parsing import inert_json, load_json
+from scaleray.config import RunConfig
+from scaleray.config.base import without_password
+from scaleray.errors import TrackingError, UsageError, WorkloadError, first_line
+from scaleray.models.fetched import fetch_model
+from scaleray.models.packed_code import installed_module, packed_module
+from scaleray.models.registry import MODEL_URI
+from scaleray.recording.find_record import find_run, places_of, record_of
+from scaleray.recording.store import named_or_in_use, resolve_uri
+from scaleray.records.run_record import RunRecord
+from scaleray.workload import build_workload, load_workload
+
+NOTE, RECORD = "run.json", "record.json"
+PACKED, CODE = "packed", "code"
+"""Key of the run.json of a packed model, which is a folder of one model without its run, and the folder of its code."""
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A training of which there are files. folder: where they are. where: as shown to people. about: its run.json, or
+    what its record says of the same. record: None for a run that has not ended, or was killed."""
+
+    folder: Store
+    where: str
+    about: dict[str, Any]
+    config: RunConfig
+    record: RunRecord | None
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return str(self.about.get("name") or self.folder.name)
+
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps after which the training ended well; None where it did not."""
+        if self.about.get(PACKED):
+            return self.about.get("steps")
+        return self.record.steps if self.record is not None and self.record.status == "FINISHED" else None
+
+
+def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
+    """The training that `run` names: its folder or bucket, its name in the default storage path, its id or name in
+    MLflow, or a model in MLflow's registry, `models:/NAME@ALIAS`.
+
+    uri: where MLflow is; None is scaleray's own. Raises TrackingError.
+    """
+    run = str(run)
+    if run.startswith(MODEL_URI):
+        uri = resolve_uri(uri)  # the user named a model in it
+        run = str(fetch_model(run, uri=uri))
+    for place in places_of(run):
+        if (about := _note(place)) is not None:
+            return _checked(place, {**about, "tracking_uri": named_or_in_use(about.get("tracking_uri"), uri)})
+    found = find_run(run, uri=uri)
+    record = found.record
+    if not isinstance(record, RunRecord):
+        raise TrackingError(
+            "RUN", run, "it is a study or a sweep, which has no model of its own", "give one of its trainings"
+        )
+    # what MLflow knows lies where the run wrote it, or among its artifacts
+    folder = Store(record.run_dir)
+    about = _note(folder) or {
+        "name": record.name,
+        "run_id": record.run_id,
+        "experiment_id": record.experiment_id,
+        "tracking_uri": resolve_uri(uri),
+        "config": record.config,
+    }
+    return _checked(folder, about, record)
+
+
+def workload_of(run: TrainedRun, given: Any = None) -> Any:
+    """The workload of a run: an object or class that is given, or a name `file.py:Name`; None is that of the run's
+    config. Raises WorkloadError where it is not found again."""
+    settings, name, imported = run.config.workload, run.config.workload.name, None
+    if run.about.get(PACKED) and given is None:
+        code = Path(run.folder.root) / CODE
+        imported = partial(packed_module, code) if code.is_dir() else installed_module
+    base_dir = Path(run.about["base_dir"]) if run.about.get("base_dir") else None
+    if isinstance(given, type):
+        return build_workload(given, settings.args, name=given.__name__)
+    if given is not None and not isinstance(given, str):
+        return given
+    try:
+        return load_workload(given or name, settings.args, base_dir=base_dir, imported=imported)
+    except WorkloadError as exc:
+        if given is not None:
+            raise
+        raise WorkloadError(
+            f"the workload of {run.name}",
+            settings.name,
+            f"it cannot be found again: {exc}",
+            "give it: --workload path/to/file.py:Name, or from Python the class: workload=Name",
+        ) from exc
+
+
+def _note(place: Store) -> dict[str, Any] | None:
+    """The run.json of a folder; None where there is none that can be read."""
+    try:
+        about = load_json(inert_json(place.read(NOTE)))
+    except (OSError, ValueError):
+        return None
+    return about if isinstance(about, dict) and isinstance(about.get("config"), dict) else None
+
+
+def _checked(folder: Store, about: dict[str, Any], record: RunRecord | None = None) -> TrainedRun:
+    where = without_password(folder.root)
+    try:
+        config = RunConfig.model_validate(about["config"])
+    except ValueError as exc:
+        raise UsageError(
+            f"the config of the run in {where}",
+            "not one of this version",
+            first_line(exc),
+            "load it with the version that trained it: it is in environment.yaml in its folder",
+        ) from exc
+    return TrainedRun(folder, where, about, config, record or _record(folder))
+
+
+def _record(folder: Store) -> RunRecord | None:
+    try:
+        found = record_of(folder.read(RECORD), where=f"{without_password(folder.root)}/{RECORD}")
+    except (OSError, TrackingError):
+        return None
+    return found if isinstance(found, RunRecord) else None

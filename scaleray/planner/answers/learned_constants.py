@@ -1,0 +1,154 @@
+"""Corrections from a team's own measured steps: how much longer than predicted its GPUs compute, and its collectives
+take; and whether that predicts steps that were left out.
+
+The two factors are the most likely ones: errors of a step's logarithm are `NOISE`, and before anything is measured the
+factors themselves are one within `DOUBT`. They are judged on points that are left out: each study by all others, or
+each point where there is one study alone. Where they do not help there, they are not used.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scipy.optimize import least_squares
+
+from scaleray.common.printed import quantity
+from scaleray.config.hardware.hardware_kinds import Cluster
+from scaleray.config.hardware.lookup import Catalogue
+from scaleray.errors import UsageError
+from scaleray.planner.answers.calibration import MOST_COMM
+from scaleray.planner.answers.team_points import TeamPoint, TeamPoints
+from scaleray.planner.cost.block_pass import Measured
+from scaleray.planner.cost.layout import Layout
+from scaleray.planner.cost.step_time import step_time
+from scaleray.planner.models.block_counts import ModelProfile
+
+NOISE = 0.15
+"""Standard deviation of the logarithm of measured over predicted steps near a measured one, as `uncertainty` has it."""
+DOUBT = (1.0, 0.5)
+"""Standard deviations of the logarithms of both factors before anything is measured: of compute wide, for rates of
+processors are known to an order of magnitude only; of communication as catalogues differ among themselves."""
+MOST_COMPUTE = 20.0
+"""Largest factor, up or down, by which compute is scaled; beyond, something else than its rate is wrong."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Errors of step times as shares: median and largest."""
+
+    median: float
+    largest: float
+
+    @classmethod
+    def of(cls, logarithms: Sequence[float]) -> Errors:
+        """Of logarithms of measured over predicted."""
+        shares = [math.expm1(abs(one)) for one in logarithms]
+        return cls(statistics.median(shares), max(shares))
+
+    def __str__(self) -> str:
+        return f"{100 * self.median:.3g} % (largest {100 * self.largest:.3g} %)"
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Learned corrections. points: those that were used. before and after: errors on points that were left out; after
+    is None if there are too few. is_used: whether the factors are used: they help there.
+    """
+
+    measured: Measured
+    points: tuple[TeamPoint, ...]
+    before: Errors
+    after: Errors | None
+    left_out: str
+    is_of_model: bool
+    nearest: TeamPoint
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the factors predict points that did not teach them better than data sheets do."""
+        return self.after is not None and self.after.median < self.before.median
+
+    def lines(self) -> list[str]:
+        """The learned corrections, and how much better they predict, as text."""
+        studies = len({point.study for point in self.points})
+        whose = "this model" if self.is_of_model else "other models"
+        number = f"{studies} studies" if studies != 1 else "1 study"
+        taught = f"{quantity(len(self.points), 'point')} in {number} of {whose}"
+        factors = f"compute x {self.measured.compute_scale:.3g}, communication x {self.measured.comm_scale:.3g}"
+        if self.after is None:
+            return [f"learned nothing from {taught}: at least two are needed, to judge one by the other"]
+        errors = f"median error of a step {self.before} by data sheets, {self.after} learned; {self.left_out}"
+        if self.is_used:
+            return [f"learned from {taught}: {factors}", errors]
+        return [f"learned from {taught}, and not used, as it predicts no better", errors]
+
+
+def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str | None, catalogue: Catalogue) -> Lesson:
+    """Corrections from the points on GPUs of the cluster's kind, those of the same model alone if there are any. key:
+    of the model that is planned, None if that is not the team's own. Raises UsageError without such points.
+    """
+    on_gpu = [point for point in known.points if point.gpu == cluster.gpu.name]
+    if not on_gpu:
+        others = ", ".join(sorted({point.gpu for point in known.points})) or "nothing"
+        hint = f"left out: {'; '.join(known.skipped[:3])}" if known.skipped else "plan for what was measured"
+        raise UsageError("--learn", f"points on {others}", f"the plan is for {cluster.gpu.name}", hint)
+    own = [point for point in on_gpu if point.model == key]
+    points = own or on_gpu
+    asked = [_Asked(point, model if point.model == key else known.profile(point.model), catalogue) for point in points]
+    before = [one.error(Measured()) for one in asked]
+    studies = sorted({point.study for point in points})
+    groups = [[one for one in asked if one.point.study == name] for name in studies]
+    if len(groups) == 1:
+        groups = [[one] for one in asked]
+    after = None
+    if len(groups) > 1:
+        after = Errors.of([
+            one.error(fit)
+            for group in groups
+            for fit in [_fit([other for other in asked if other not in group])]
+            for one in group
+        ])  # fmt: skip
+    left_out = "each study by the others" if len(studies) > 1 else "each point by the others of one study"
+    nearest = min(points, key=lambda point: abs(math.log(point.workers / cluster.num_gpus)))
+    return Lesson(_fit(asked), tuple(points), Errors.of(before), after, left_out, bool(own), nearest)
+
+
+class _Asked:
+    """A point as the planner is asked about it."""
+
+    def __init__(self, point: TeamPoint, model: ModelProfile, catalogue: Catalogue) -> None:
+        self.point, self.model = point, model
+        self.layout: Layout = point.layout
+        self.cluster = point.cluster(catalogue)
+
+    def error(self, measured: Measured) -> float:
+        """Logarithm of the measured over the predicted step."""
+        found = step_time(self.model, self.layout, self.cluster, measured=measured, fused_attention=self._is_fused)
+        return math.log(self.point.step_time_s / found.total_s)
+
+    @property
+    def _is_fused(self) -> bool:
+        return "bf16" in self.cluster.gpu.peak_tflops and self.layout.precision not in ("fp32", "tf32")
+
+
+def _fit(asked: Sequence[_Asked]) -> Measured:
+    """The most likely factors, each study with as many votes as any other."""
+    studies = [one.point.study for one in asked]
+    weights = [math.sqrt(len(asked) / len(set(studies)) / studies.count(study)) / NOISE for study in studies]
+
+    def residuals(logarithms: Sequence[float]) -> list[float]:
+        measured = _factors(logarithms)
+        misses = [weight * one.error(measured) for weight, one in zip(weights, asked, strict=True)]
+        return [*misses, *(value / doubt for value, doubt in zip(logarithms, DOUBT, strict=True))]
+
+    ends = [math.log(MOST_COMPUTE), math.log(MOST_COMM)]
+    found = least_squares(residuals, [0.0, 0.0], bounds=([-end for end in ends], ends), diff_step=1e-3)
+    return _factors(found.x)
+
+
+def _factors(logarithms: Sequence[float]) -> Measured:
+    compute, comm = (math.exp(float(value)) for value in logarithms)
+    return replace(Measured(), compute_scale=compute, comm_scale=comm)

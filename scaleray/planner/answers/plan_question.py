@@ -1,0 +1,54 @@
+"""Question to the planner: a model to train on a cluster, with which strategies, and the order of the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scaleray.config.hardware.hardware_kinds import Cluster
+from scaleray.errors import ConfigError
+from scaleray.planner.cost.block_pass import Measured
+from scaleray.planner.cost.uncertainty import Anchor
+from scaleray.planner.models.block_counts import ModelProfile
+
+STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp", "tp", "pp", "ep")
+RANKINGS = ("throughput", "cost", "time", "time-to-target", "memory")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A model to train on a cluster. `global_batch`: samples of an optimizer step, over all GPUs."""
+
+    model: ModelProfile
+    cluster: Cluster
+    global_batch: int
+    precision: str = "bf16"
+    strategies: tuple[str, ...] = STRATEGIES
+    optimizer_bytes: int = 8
+    fused_attention: bool = True
+    compiled: bool = False
+    measured: Measured | None = None
+    anchor: Anchor | None = None
+    """The point that `measured` was calibrated on."""
+    learned: tuple[str, ...] = ()
+    """Corrections from a team's own points, as text."""
+    input_samples_per_s: float | None = None
+    """Samples per second that the input pipeline of one node delivers; None: enough."""
+    rank_by: str = "throughput"
+    """`throughput` (and with it cost and time), or `memory`. `time-to-target` compares batch sizes as well
+    (`to_target`)."""
+
+    def __post_init__(self) -> None:
+        if self.rank_by not in RANKINGS:
+            raise ConfigError("--rank", self.rank_by, f"it must be one of {', '.join(RANKINGS)}")
+        if self.global_batch < 1:
+            raise ConfigError("--global-batch", self.global_batch, "it must be at least 1 sample")
+        unknown = [name for name in self.strategies if name not in STRATEGIES]
+        if unknown:
+            raise ConfigError("--strategies", ",".join(unknown), f"the planner knows {', '.join(STRATEGIES)}")
+        if not self.model.has_flops and self.measured is None:
+            raise ConfigError(
+                "model",
+                self.model.name,
+                "only its size is known, not what it computes",
+                "give a measured step: --step-time, --micro-batch",
+            )

@@ -1,0 +1,153 @@
+"""The hardware at hand as a cluster: this machine, with its GPUs by the driver or its processors without any; or the
+nodes of a Ray cluster.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import psutil
+
+from scaleray.common import nvml
+from scaleray.config.hardware.hardware_kinds import Cluster, Gpu, Network
+from scaleray.config.hardware.lookup import Catalogue
+from scaleray.errors import ClusterError
+from scaleray.records.text.units import GIB
+
+if TYPE_CHECKING:
+    from scaleray.launch.cluster.connection import Node
+
+
+def this_machine(catalogue: Catalogue) -> Cluster:
+    """GPUs of one kind with their link, as the driver sees them. Raises ClusterError where they differ."""
+    try:
+        driver = nvml.opened()
+    except Exception as exc:  # no driver, or none that answers: the processors are what there is
+        return _processors(catalogue, f"no NVIDIA driver answered ({type(exc).__name__})")
+    count = driver.nvmlDeviceGetCount()
+    handles = [driver.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+    if not handles:
+        return _processors(catalogue, "the driver has no GPU")
+    names = [nvml.name_of(driver, handle) for handle in handles]
+    if len(set(names)) > 1:
+        raise ClusterError(
+            "GPUs here", ", ".join(sorted(set(names))), "they must be of one kind", "plan each kind with --cluster"
+        )
+    gpu = catalogue.find_gpu(names[0])
+    joined = nvml.num_nvlinks(driver, handles[0])
+    # a card that could have NVLink and has none talks over PCIe
+    link = gpu.link if joined or not gpu.link.startswith("nvlink") else "pcie4"
+    notes = (f"{count} x {names[0]}, {joined} NVLinks each", "one node: other nodes of the cluster are not looked at")
+    return Cluster(gpu=gpu, gpus_per_node=count, num_nodes=1, link=catalogue.find_link(link), network=None, notes=notes)
+
+
+def _processors(catalogue: Catalogue, reason: str) -> Cluster:
+    cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+    known = catalogue.find_gpu("cpu")
+    share = psutil.virtual_memory().total / GIB / cores
+    core = Gpu(**{**known.__dict__, "memory_gib": share})
+    notes = (f"{reason}: {cores} processor cores, whose rate is an order of magnitude only; measure with --step-time",)
+    return Cluster(
+        gpu=core, gpus_per_node=cores, num_nodes=1, link=catalogue.find_link(core.link), network=None, notes=notes
+    )
+
+
+def ray_cluster(address: str, catalogue: Catalogue, *, network: str | None = None) -> Cluster:
+    """The GPU nodes of the Ray cluster at `address`; Ray is imported here only.
+
+    Raises ClusterError as `cluster_of_nodes`.
+    """
+    from scaleray.launch.cluster.connection import joined
+
+    with joined(address) as nodes:
+        return cluster_of_nodes(nodes, catalogue, network=network)
+
+
+def cluster_of_nodes(nodes: Sequence[Node], catalogue: Catalogue, *, network: str | None = None) -> Cluster:
+    """Nodes with GPUs of one kind and number, or without any the processors of all. Ray knows neither links nor
+    networks: they are those of the usual machine, unless `network` says otherwise.
+
+    Raises ClusterError for nodes that differ, and for several without a network; UsageError for a GPU that the
+    catalogue does not have.
+    """
+    with_gpus = [node for node in nodes if node.resources.get("GPU", 0) >= 1]
+    kinds = Counter((_accelerator(node), int(node.resources["GPU"])) for node in with_gpus)
+    if not kinds:
+        return _processors_of(nodes, catalogue, network)
+    if len(kinds) > 1:
+        named = [f"{name}:{count}x{number}" for (name, count), number in kinds.items()]
+        raise ClusterError(
+            "the nodes' GPUs", ", ".join(named), "they must be of one kind and number", "plan each kind with --cluster"
+        )
+    (name, per_node), num_nodes = next(iter(kinds.items()))
+    if not name:
+        raise ClusterError(
+            "the nodes' GPUs",
+            f"{per_node} on each of {num_nodes} nodes",
+            "Ray does not say of which kind they are",
+            "name them with --cluster",
+        )
+    gpu = catalogue.find_gpu(name)
+    notes = [f"link {gpu.link}, as machines with {gpu.name} usually have: Ray does not know it"]
+    notes += [f"{len(nodes) - num_nodes} nodes without GPUs are left out"] if len(nodes) > num_nodes else []
+    joined_by = _network(network, gpu.network, num_nodes, catalogue)
+    if joined_by is not None and network is None:
+        notes.append(f"network {gpu.network}, as machines with {gpu.name} usually have: Ray does not know it")
+    return Cluster(
+        gpu=gpu,
+        gpus_per_node=per_node,
+        num_nodes=num_nodes,
+        link=catalogue.find_link(gpu.link),
+        network=joined_by,
+        board_gpus=max(per_node, gpu.gpus_per_node),
+        notes=tuple(notes),
+    )
+
+
+def _accelerator(node: Node) -> str:
+    """The GPU's name as the catalogue has it: Ray writes A100-80G for 80 GB."""
+    name = next((key.partition(":")[2] for key in node.resources if key.startswith("accelerator_type:")), "")
+    return re.sub(r"-(\d+)G$", r"-\1GB", name or node.labels.get("ray.io/accelerator-type", ""))
+
+
+def _network(said: str | None, usual: str, num_nodes: int, catalogue: Catalogue) -> Network | None:
+    if num_nodes == 1:
+        return None
+    if not (said or usual):
+        raise ClusterError(
+            "the network",
+            None,
+            f"{num_nodes} nodes are joined by one, and Ray does not know it",
+            "add --network 100G, or 8x400G",
+        )
+    return catalogue.find_network(said or usual)
+
+
+def _processors_of(nodes: Sequence[Node], catalogue: Catalogue, network: str | None) -> Cluster:
+    counts = Counter(int(node.resources.get("CPU", 0)) for node in nodes)
+    counts.pop(0, None)
+    if len(counts) != 1:
+        raise ClusterError(
+            "the nodes' processors",
+            ", ".join(f"{count} on {number} nodes" for count, number in counts.items()) or "none",
+            "there are no GPUs, and the nodes must be equal",
+            "plan each kind with --cluster",
+        )
+    (cores, num_nodes), known = next(iter(counts.items())), catalogue.find_gpu("cpu")
+    share = min(node.resources.get("memory", 0.0) for node in nodes if node.resources.get("CPU", 0) >= 1) / GIB / cores
+    core = Gpu(**{**known.__dict__, "memory_gib": share or known.memory_gib})
+    notes = (
+        f"no node has a GPU: {cores} processor cores each, whose rate is an order of magnitude only; "
+        "measure with --step-time",
+    )
+    return Cluster(
+        gpu=core,
+        gpus_per_node=cores,
+        num_nodes=num_nodes,
+        link=catalogue.find_link(core.link),
+        network=_network(network, "", num_nodes, catalogue),
+        notes=notes,
+    )

@@ -1,0 +1,1 @@
+"""A profile and a trace as figures and pages."""

@@ -1,0 +1,110 @@
+"""Text of a verdict: one sentence, the evidence of each finding, and the questions that could not be answered."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from scaleray.common.printed import quantity
+from scaleray.profiling.verdict.findings import Finding, Limit, Verdict
+from scaleray.profiling.verdict.signals import Facts, Signals
+from scaleray.profiling.verdict.stragglers import ALIKE, Stragglers
+from scaleray.records.phases import PART_IN_WORDS, Phase
+from scaleray.records.text.units import seconds
+
+IS_THE_LIMIT = {
+    Limit.INPUT: "the input is the limit",
+    Limit.COPY: "copying rows to the device is the limit",
+    Limit.COMMUNICATION: "exposed communication is the limit",
+    Limit.HOST: "the host is the limit",
+    Limit.CHECKPOINT: "saving checkpoints is the limit",
+    Limit.EVALUATION: "evaluations are the limit",
+    Limit.MEMORY: "memory pressure is the limit",
+}
+REMOVING = {
+    Limit.INPUT: "rows that are always ready",
+    Limit.COPY: "no copying",
+    Limit.COMMUNICATION: "overlapping it",
+    Limit.HOST: "a host that is never waited for",
+    Limit.CHECKPOINT: "no waiting for checkpoints",
+    Limit.EVALUATION: "no evaluations",
+    Limit.MEMORY: "memory that suffices",
+    Limit.STRAGGLER: "ranks as fast as the others",
+}
+
+
+def sentence_of(verdict: Verdict, facts: Facts) -> str:
+    """The verdict as one sentence, and what to try next as another."""
+    one, workers = verdict.primary, quantity(facts.workers, "worker")
+    if one.limit is Limit.COMPUTE:
+        return (
+            f"computes: {one.share:.0%} of the time is the model's own work on {workers}, and nothing else limits it."
+        )
+    first = f"{_subject(one, facts)}: {one.share:.0%} of a step on {workers}"
+    if one.limit is Limit.COMMUNICATION and one.evidence:
+        first += f", {one.evidence}"
+    gain = f"; {REMOVING[one.limit]} would give at most {one.gain:.2f}x." if one.gain is not None else "."
+    return first + gain + (f" Next: {one.advice.text}." if one.advice.text else "")
+
+
+def _subject(one: Finding, facts: Facts) -> str:
+    many = len(one.ranks) > 1
+    shown = ", ".join(map(str, one.ranks[:8])) + (" and others" if len(one.ranks) > 8 else "")
+    if one.limit is not Limit.STRAGGLER:
+        whose = f" on rank{'s' if many else ''} {shown}" if one.ranks else ""
+        return IS_THE_LIMIT[one.limit] + whose + (f" ({one.cause})" if one.cause else "")
+    where = f" in {PART_IN_WORDS[Phase(one.phase)]}" if one.phase else ""
+    layers = f" at {one.layers}" if one.layers else ""
+    return f"rank{'s' if many else ''} {shown} {'hold' if many else 'holds'} the others up{where}{layers}"
+
+
+def straggler_place(finding: Finding, stragglers: Stragglers, signals: Signals) -> Finding:
+    """The finding with the ranks, the phase and, in a backward pass, the bucket and the layers."""
+    finding = dataclasses.replace(finding, ranks=stragglers.ranks, phase=stragglers.phase)
+    at = signals.late_at.get(stragglers.ranks[0])
+    if stragglers.phase is Phase.BACKWARD and at is not None:
+        return dataclasses.replace(finding, bucket=at.bucket, layers=at.layers)
+    return finding
+
+
+def waiting_ranks(signals: Signals) -> tuple[int, ...]:
+    """Ranks that wait for their rows, the longest first, where others hardly do; none where all wait alike."""
+    waits = signals.parts[Phase.INPUT].mean(axis=1)
+    order = [int(rank) for rank in np.argsort(-waits, kind="stable") if waits[rank] >= ALIKE * waits.max()]
+    return tuple(order) if len(order) < len(waits) else ()
+
+
+def evidence_of(limit: Limit, signals: Signals, stragglers: Stragglers | None, cause: str) -> str:
+    """Evidence of a finding in a few words; "" where its share says it all."""
+    if limit is Limit.COMMUNICATION:
+        speed = f" at {signals.bus_bandwidth / 1e9:.3g} GB/s" if signals.bus_bandwidth else ""
+        return f"{signals.last_operation} comes last{speed}" if signals.last_operation else speed.strip()
+    if limit is Limit.STRAGGLER and stragglers is not None:
+        words = PART_IN_WORDS[stragglers.phase]
+        return f"rank {stragglers.ranks[0]} is {seconds(stragglers.excess_s)} a step behind the others, most in {words}"
+    if limit is Limit.HOST and cause and signals.pauses is not None:
+        worst = signals.pauses.sum(axis=1).max() / signals.num_columns
+        return f"pauses of the garbage collector take {seconds(float(worst))} a step"
+    if limit is Limit.MEMORY and signals.retries is not None:
+        share = (signals.retries > 0).any(axis=0).mean()
+        pieces = f", {signals.stranded_share:.0%} of the memory is free in pieces" if signals.stranded_share else ""
+        return f"the allocator gave its cache back in {share:.0%} of the steps{pieces}"
+    if limit is Limit.INPUT:
+        waits = signals.parts[Phase.INPUT].mean(axis=1)
+        ranks = waiting_ranks(signals)
+        who = f"rank {ranks[0]}" if ranks else "a rank"
+        others = "; whether the others' rows are as late cannot be seen, as these wait for it" if ranks else ""
+        return f"{who} waits {seconds(float(waits.max()))} a step for its rows{others}"
+    return ""
+
+
+def not_told(signals: Signals, facts: Facts) -> Iterator[str]:
+    """Questions for which the signals do not suffice."""
+    if facts.workers > 1 and signals.waits is None:
+        yield "communication and stragglers, as waiting for collectives was not measured"
+    elif facts.workers > 1 and signals.num_ranks < facts.workers:
+        yield f"stragglers among the {facts.workers - signals.num_ranks} ranks that measured nothing"
+    if facts.device != "cpu" and signals.retries is None:
+        yield "memory pressure, as the allocator was not watched"

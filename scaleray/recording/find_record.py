@@ -1,0 +1,196 @@
+"""A recorded run by what a user knows of it: its folder or bucket, its name, or its id or name in MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaleray.checkpoints.storage import Store
+from scaleray.config.checkpoint import default_storage_path
+from scaleray.errors import TrackingError, first_line
+from scaleray.recording.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
+from scaleray.records.accepted_names import acceptable_name
+from scaleray.records.alert_record import ALERTS_FILE
+from scaleray.records.read import FILE, AnyRecord, parse_record
+from scaleray.records.run_record import RunRecord
+
+STEPS = "steps.csv"
+
+PARENT_TAG = "mlflow.parentRunId"
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A record and where it was found. steps: the text of steps.csv of a training, None without one.
+
+    folder: local; None for what lies in a bucket or in MLflow alone. evaluations: (step, value) by metric. alerts: the
+    text of alerts.jsonl of a training, None without one.
+    """
+
+    record: AnyRecord
+    where: str
+    folder: Path | None = None
+    steps: str | None = None
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    alerts: str | None = None
+
+
+def find_run(run: str, *, uri: str | None = None) -> FoundRun:
+    """The run that `run` names: a folder or bucket with a record.json, that file, the name of a folder in the default
+    storage path, or an id or name in MLflow.
+
+    uri: where MLflow is; None is scaleray's own. Raises TrackingError when there is none, or it has no record.
+    """
+    for place in places_of(run):
+        with contextlib.suppress(OSError, ValueError):
+            text = place.read(FILE)
+            return _with_evaluations(_read(place, text), uri)
+    return _with_evaluations(_in_mlflow(run, resolve_uri(uri)), uri)
+
+
+def record_of(text: str | bytes, *, where: str) -> AnyRecord:
+    """The record in the text of a record.json. Raises TrackingError for anything else."""
+    try:
+        return parse_record(text)
+    except (ValueError, TypeError) as exc:  # pydantic's errors are ValueErrors
+        raise TrackingError(
+            "the record", where, f"it is not one of a run, study or sweep of this version: {first_line(exc)}"
+        ) from exc
+
+
+def places_of(run: str) -> list[Store]:
+    """Folders that `run` may mean: itself, the folder of that record.json, or one of this name in the storage path."""
+    if "://" in run:
+        return [Store(run.removesuffix(f"/{FILE}"))]
+    path = Path(run).expanduser().absolute()
+    found = [Store(str(path.parent if path.name == FILE else path))]
+    if "/" not in run and run not in (".", ".."):
+        found.append(Store(f"{default_storage_path()}/{run}"))
+    return found
+
+
+def _read(place: Store, text: bytes) -> FoundRun:
+    where = without_password(place.root)
+    record = record_of(text, where=f"{where}/{FILE}")
+    steps = None
+    if isinstance(record, RunRecord):
+        with contextlib.suppress(OSError):
+            steps = place.read(STEPS).decode(errors="replace")  # whoever reads it leaves damaged lines out
+    folder = Path(place.root) if place.is_local else None
+    return FoundRun(record, where, folder, steps, alerts=read_alerts(place))
+
+
+def read_alerts(place: Store) -> str | None:
+    """The text of a run's alerts.jsonl; None where there is none."""
+    with contextlib.suppress(OSError):
+        return place.read(ALERTS_FILE).decode(errors="replace")
+    return None
+
+
+def _in_mlflow(run: str, uri: str) -> FoundRun:
+    with reading_mlflow(run, uri):
+        client, found = runs_in_mlflow(run, uri)
+        chosen = found[0].info.run_id
+        with tempfile.TemporaryDirectory() as folder:
+            names = {file.path for file in client.list_artifacts(chosen)}
+            if FILE not in names:
+                status = found[0].info.status
+                raise TrackingError(
+                    "the run in MLflow",
+                    chosen,
+                    f"it has no {FILE}; its status is {status}",
+                    "only what has ended has one",
+                )
+            text = Path(client.download_artifacts(chosen, FILE, folder)).read_bytes()
+            steps, alerts = (
+                Path(client.download_artifacts(chosen, name, folder)).read_text(errors="replace")
+                if name in names
+                else None
+                for name in (STEPS, ALERTS_FILE)
+            )
+    where = f"MLflow run {chosen}" + (f", the newest of {len(found)} with this name" if len(found) > 1 else "")
+    return FoundRun(record_of(text, where=where), where, None, steps, alerts=alerts)
+
+
+@contextlib.contextmanager
+def reading_mlflow(run: str, uri: str) -> Iterator[None]:
+    """A context in which whatever MLflow raises is a TrackingError that names the run."""
+    try:
+        yield
+    except (TrackingError, ModuleNotFoundError):  # without MLflow the command says what to install
+        raise
+    except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+        shown = without_password(uri)
+        raise TrackingError("MLflow at", shown, f"the run {run} cannot be read: {first_line(exc)}") from exc
+
+
+def runs_in_mlflow(run: str, uri: str) -> tuple[Any, list[Any]]:
+    """MLflow's client, and the runs of this id or name, the newest first: at least one. Raises TrackingError."""
+    unknown = TrackingError(
+        "RUN",
+        run,
+        f"there is no folder with a {FILE} and no run of this id or name in MLflow at {without_password(uri)}",
+        "give a run's folder, or the database that it is in with --uri",
+    )
+    if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
+        raise unknown  # looking must not make a database
+    check_reachable(uri)
+    client = open_client(uri)
+    known = _candidates(client, run)
+    found = [one for one in known if PARENT_TAG not in one.data.tags]
+    if not found:
+        raise _part_of_another(client, run, known[0]) if known else unknown
+    return client, found
+
+
+def _candidates(client: Any, run: str) -> Sequence[Any]:
+    """Runs of this id or name, the newest first."""
+    if re.fullmatch(r"[0-9a-f]{32}", run):
+        with contextlib.suppress(Exception):
+            return [client.get_run(run)]
+    if "'" in run or len(run) > 250:  # no name that scaleray gives
+        return []
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    query = f"attributes.run_name = '{run}'"
+    found: Sequence[Any] = client.search_runs(
+        experiments, query, order_by=["attributes.start_time DESC"], max_results=100
+    )
+    return found
+
+
+def _part_of_another(client: Any, run: str, child: Any) -> TrackingError:
+    """Error for a point of a study or a trial of a sweep, which its parent's record holds."""
+    parent = child.data.tags[PARENT_TAG]
+    with contextlib.suppress(Exception):
+        parent = client.get_run(parent).info.run_name
+    kind = child.data.tags.get("scaleray.kind", "part")
+    return TrackingError("RUN", run, f"it is a {kind} of {parent}, whose record holds it", f"give {parent}")
+
+
+def _with_evaluations(found: FoundRun, uri: str | None) -> FoundRun:
+    """The run with the evaluations' history. What its record does not have, as an older one and metrics of user code,
+    is read from MLflow at `uri`, never at an address that the record names; without MLflow it is left out."""
+    record = found.record
+    if not isinstance(record, RunRecord):
+        return found
+    for name, points in record.evaluations.items():
+        found.evaluations[name] = [(int(step or 0), math.nan if value is None else value) for step, value in points]
+    lacking = sorted(record.metrics.keys() - record.evaluations.keys())
+    if not lacking or not record.run_id:
+        return found
+    with contextlib.suppress(Exception):
+        uri = resolve_uri(uri)
+        if uri.startswith("sqlite:///") and not sqlite_path(uri).exists():
+            return found
+        check_reachable(uri, timeout_s=2.0)
+        client = open_client(uri)
+        for name in lacking:
+            history = client.get_metric_history(record.run_id, acceptable_name(name))
+            found.evaluations[name] = sorted((metric.step, metric.value) for metric in history)
+    return found

@@ -1,0 +1,88 @@
+"""Metrics that a study or a sweep publishes while it runs, and the alerts that it raises.
+
+Its trainings publish nothing: their measurements are published when a turn or a trial has ended. Those rules are judged
+that apply to it: its end, its disk, MLflow, and, of the workers of a study, lateness and memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from scaleray.config.base import without_password
+from scaleray.live.publisher import Publisher
+from scaleray.live.run_alerts import RunAlerts
+from scaleray.live.state.measured_series import Measured, measured_series
+from scaleray.live.state.rank_series import ComparedRanks
+from scaleray.live.state.series import Series
+from scaleray.recording.published_metrics import free_share
+from scaleray.recording.study_runs import ParentRun
+from scaleray.records.alert_record import Alert
+from scaleray.records.mlflow_operations import LogArtifact, Operation, SetTags
+from scaleray.records.published import RankSample
+from scaleray.records.run_description import RunDescription
+from scaleray.records.run_record import EventRecord, Say
+
+
+class MeasuredMetrics(Publisher):
+    """Publishes what `measured` gives, and judges it. description: of the study or sweep as if it were a run; its page
+    in MLflow is `parent`."""
+
+    def __init__(
+        self, measured: Callable[[], Measured], *, description: RunDescription, parent: ParentRun, say: Say
+    ) -> None:
+        super().__init__(description.published.port)
+        self.description, self._measured, self._parent, self._say = description, measured, parent, say
+        self._ranks, self._lock = ComparedRanks(), threading.Lock()
+        self.say = lambda text: say(f"  {text}")
+        self._alerts = RunAlerts(description, series=self.series, tell=self._tell, act=self._act)
+
+    def begin(self) -> None:
+        """Begin to serve, to publish and to judge. Raises ConfigError for a port in use."""
+        self.open()
+        self._alerts.begin(self._parent.run_page)
+
+    def hear(self, sample: RankSample) -> None:
+        """Take how a worker did in the turn that has ended."""
+        with self._lock:
+            self._ranks.hear(sample)
+
+    def leave(self, status: str) -> None:
+        """End as this, in MLflow's words, for as long as anybody looks, and serve no more."""
+        if not self._status:
+            self.end(status)
+            self._alerts.end()
+            self.close()
+
+    def series(self) -> list[Series]:
+        """All series, as they are now."""
+        d, parent = self.description, self._parent
+        links = {"mlflow_run": without_password(parent.run_page), "report": without_password(d.run_path or d.work_dir)}
+        known = dataclasses.replace(
+            self._measured(),
+            links=links,
+            job=d.published.job,
+            strategy=d.strategy,
+            disk_free=free_share(d.work_dir),
+            waiting=parent.num_waiting,
+            status=self._status,
+        )
+        with self._lock:
+            return measured_series(known, self._ranks, run_name=d.run_name, run_id=d.run_id)
+
+    def own_series(self) -> list[Series]:
+        """All of them: no other process publishes any."""
+        return self.series()
+
+    def _tell(self, told: EventRecord | Operation) -> None:
+        if isinstance(told, EventRecord):
+            self._say(f"  {told.text}")
+        elif isinstance(told, SetTags | LogArtifact):
+            self._parent.log(told)
+
+    def _act(self, alert: Alert) -> None:
+        if alert.action == "stop":  # as Ctrl-C does: what is measured is kept
+            os.kill(os.getpid(), signal.SIGINT)

@@ -1,0 +1,94 @@
+"""A run's metrics while it lives, from its state."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+
+from scaleray.config.base import without_password
+from scaleray.config.hardware.catalogue import find_gpu
+from scaleray.errors import UsageError
+from scaleray.live.publisher import Publisher
+from scaleray.live.state.run_series import Beside, RunSeries
+from scaleray.live.state.run_state import RunState
+from scaleray.live.state.series import Series
+from scaleray.live.steps_file import StepsFile
+from scaleray.recording.spool import Spool
+from scaleray.records.run_description import RunDescription
+from scaleray.records.run_record import Heartbeat
+from scaleray.records.start import steady_time
+
+
+class PublishedMetrics(Publisher):
+    """Everything that is published of a run. state, steps, spool: the recorder's own. beats: gives the last sign of
+    life of every rank. silent: gives the ranks that are lost, whose newest samples are out of date.
+    """
+
+    def __init__(
+        self,
+        description: RunDescription,
+        state: RunState,
+        steps: StepsFile,
+        spool: Spool,
+        *,
+        beats: Callable[[], Sequence[Heartbeat]],
+        silent: Callable[[], Collection[int]],
+    ) -> None:
+        d = self.description = description
+        super().__init__(d.published.port)
+        self._steps, self._spool, self._beats, self._silent = steps, spool, beats, silent
+        self._series = RunSeries(
+            d.published,
+            state,
+            run_name=d.run_name,
+            run_id=d.run_id,
+            strategy=d.strategy,
+            total_steps=d.total_steps,
+            peak_of=partial(_peak_of, precision=d.published.precision),
+            long_phase_s=d.alerts.long_phase_s,
+        )
+        self._links = {"report": without_password(d.run_path or d.work_dir)}
+
+    def begin(self, mlflow_link: str) -> None:
+        """Begin to serve and to publish. Raises ConfigError for a port in use."""
+        self._links["mlflow_run"] = without_password(mlflow_link)
+        self.open()
+
+    def series(self) -> list[Series]:
+        """All series of the run and of its ranks, as they are now."""
+        silent = {str(rank) for rank in self._silent()}
+        found = [*self.own_series(), *self._series.of_ranks()]
+        return [one for one in found if one.labels.get("rank") not in silent]
+
+    def own_series(self) -> list[Series]:
+        """Series that exist once a run: under Ray each rank publishes its own."""
+        return self._series.of_run(self._beside())
+
+    def _beside(self) -> Beside:
+        return Beside(
+            now=steady_time(),
+            nonfinite_steps=self._steps.num_nonfinite,
+            spooled_points=len(self._spool.points()),
+            disk_free=free_share(self.description.work_dir),
+            links=dict(self._links),
+            beats=self._beats(),
+            status=self._status,
+        )
+
+
+def free_share(folder: str) -> float | None:
+    """Free share of the disk that has a folder; None if that is not known."""
+    try:
+        usage = shutil.disk_usage(folder)
+        return usage.free / usage.total
+    except (OSError, ZeroDivisionError):
+        return None
+
+
+def _peak_of(device: str, *, precision: str) -> float | None:
+    """Dense peak of a GPU in FLOP/s, where the catalogue knows it."""
+    try:
+        return None if precision == "fp64" else find_gpu(device).peak_flops(precision)
+    except UsageError:
+        return None

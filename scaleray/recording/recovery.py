@@ -1,0 +1,181 @@
+"""A resumed run: the points in its files and in MLflow, those that each can restore to the other, and those that are
+lost.
+
+steps.csv has every step, MLflow every point that it was given. Either may lack some: a process is killed between two
+writes, a server is away, a file is damaged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.checkpoints.storage import Store
+from scaleray.common import metric_names as names
+from scaleray.common.parsing import load_yaml
+from scaleray.errors import TrackingError, first_line
+from scaleray.live.steps_file import StepsFile, in_words, record_of
+from scaleray.recording.spool import Spool
+from scaleray.recording.store import without_password
+from scaleray.records.chart_points import Point, Points
+from scaleray.records.mlflow_operations import EVENT_TAG, LogMetrics, Operation
+from scaleray.records.run_description import RunDescription
+
+NEEDED = ("num_samples", "learning_rate", "step_time_s", "epoch", "world_size", "recorded_at")
+"""Columns that a row must have to make points; rows that came from MLflow, and those of older versions, lack some."""
+EXACT = {
+    names.LOSS.name: "loss", names.LEARNING_RATE.name: "learning_rate", names.GRAD_NORM.name: "grad_norm",
+    names.EPOCH.name: "epoch", names.WORKERS.name: "world_size",
+}  # fmt: skip
+"""Metrics whose points are figures of one step, with their column. Rates are means over several."""
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    """Points of a run in MLflow. last_steps: newest step of each metric. steps: those whose loss is there."""
+
+    last_steps: dict[str, int]
+    steps: set[int]
+    all_tags: dict[str, str]
+
+    def tags(self, prefix: str) -> list[str]:
+        """Values of the tags whose names begin with `prefix`, in the order of their names."""
+        return [text for name, text in sorted(self.all_tags.items()) if name.startswith(prefix)]
+
+    def events(self) -> list[str]:
+        """Texts of the run's events, in order."""
+        return [text.partition(" | ")[2] for text in self.tags(EVENT_TAG)]
+
+
+class Recovery:
+    """Works on the recorder's own files and points, in its thread. say: takes sentences on what was damaged or lost."""
+
+    def __init__(
+        self, description: RunDescription, steps: StepsFile, points: Points, spool: Spool, *, say: Callable[[str], None]
+    ) -> None:
+        self.description, self.steps, self.points, self.spool, self._say = description, steps, points, spool, say
+
+    def ask_mlflow(self) -> KnownRun:
+        """Points of this run in MLflow. Raises TrackingError if it does not return them: points would be doubled."""
+        store = self.spool.store
+        assert store is not None, "the run is open"
+        try:
+            steps = {step for *_, step in store.history(names.LOSS.name)}
+            return KnownRun(store.last_steps(), steps, store.tags("scaleray."))
+        except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+            raise TrackingError(
+                "MLflow at",
+                without_password(store.uri),
+                f"it does not say what run {store.run_id} has: {first_line(exc)}",
+                "resume when it answers",
+            ) from exc
+
+    def send_what_mlflow_lacks(self, known: KnownRun) -> list[Operation]:
+        """Take over what the interrupted process could not send; gives what else its files have and MLflow has not."""
+        d = self.description
+        self.points.known = dict(known.last_steps)
+        if self.steps.damage:
+            self._say(f"{self.steps.path.name} was damaged: {self.steps.damage}{self._kept_as()}")
+        self._mend_small_files()
+        self.spool.take_over(d.run_path if d.run_path != d.work_dir else None, self.points.known)
+        kept = {step for name, *_, step in self.spool.points() if name == names.LOSS.name}
+        lacking = points_of(
+            self.steps.rows(), known.steps | kept, every_steps=d.every_steps, tokens_per_sample=d.tokens_per_sample
+        )
+        if not lacking:
+            return []
+        for name, *_, step in lacking:
+            self.points.known[name] = max(step, self.points.known.get(name, -1))
+        steps = sorted({step for *_, step in lacking})
+        self._say(
+            f"MLflow lacked {len(steps)} of the steps {steps[0]} to {steps[-1]}, "
+            f"which {self.steps.path.name} has: sent again"
+        )
+        return [LogMetrics(lacking)]
+
+    def go_on_after(self, step: int, *, flush: Callable[[], None]) -> None:
+        """Mend steps.csv up to this step, after which training begins, for the first time or again: the steps before
+        are all that is known of them. flush: writes what has arrived, before the file is read."""
+        if self.steps.lacks(max(step, self.steps.last_step)):
+            flush()
+            self.mend_steps(step)
+
+    def mend_steps(self, after: int) -> None:
+        """Restore missing rows of steps.csv up to the step after which training continues, as far
+        as MLflow has them.
+        """
+        lacks = self.steps.lacks(after)
+        wanted = {step for first, last in lacks for step in range(first, last + 1)}
+        points, problem = self.spool.points(), ""
+        try:
+            if wanted and self.spool.store is not None:
+                points += [point for name in EXACT for point in self.spool.store.history(name)]
+        except Exception as exc:  # whatever MLflow raises, training goes on
+            problem = f"MLflow could not be asked for them ({type(exc).__name__})"
+        found = rows_of(points, wanted)
+        if found and self.steps.kept_as is None:
+            self.steps.keep_damaged()
+        self.steps.mend(after, found)
+        if lacks:
+            told = problem or f"MLflow had {len(found) or 'none'} of them"
+            told += ", which are back without what it does not keep of a step" if found else ""
+            left = self.steps.lacks(after)
+            told += f"; steps {in_words(left)} are lost" if left else ""
+            self._say(f"{self.steps.path.name} lacked steps {in_words(lacks)}: {told}{self._kept_as()}")
+
+    def _mend_small_files(self) -> None:
+        """Write config.yaml and derived.yaml again if they cannot be read."""
+        d = self.description
+        place, here = Store(d.run_path or d.work_dir), Store(d.work_dir)
+        for name, text in d.files.items():
+            content = b""
+            with contextlib.suppress(OSError):
+                content = place.read(name)
+            if _is_yaml_mapping(content):
+                continue
+            if content:
+                here.write(f"{name}.damaged", [content])
+                self._say(f"{name} was damaged, and is written anew; the old one is kept as {name}.damaged")
+            here.write_text(name, text)
+
+    def _kept_as(self) -> str:
+        return f"; it is kept as {self.steps.kept_as.name}" if self.steps.kept_as is not None else ""
+
+
+def rows_of(points: Iterable[Point], steps: Collection[int]) -> dict[int, dict[str, Any]]:
+    """Rows of steps.csv by step, from points of MLflow. What MLflow does not keep of a step stays empty."""
+    rows: dict[int, dict[str, Any]] = {}
+    for name, value, timestamp, step in points:
+        if step in steps and name in EXACT:
+            row = rows.setdefault(step, {"step": step, "is_finite": True, "recorded_at": timestamp / 1000})
+            row[EXACT[name]] = int(value) if name == names.WORKERS.name else value
+            if name == names.LOSS.name:
+                row["is_finite"] = math.isfinite(value)
+    return {step: row for step, row in rows.items() if "loss" in row}
+
+
+def points_of(
+    rows: Iterable[Mapping[str, str]], logged: Collection[int], *, every_steps: int, tokens_per_sample: int | None
+) -> list[Point]:
+    """The points that rows of steps.csv make, without those of steps in `logged`, whose loss MLflow has."""
+    found: list[Point] = []
+    points = Points(every_steps=every_steps, tokens_per_sample=tokens_per_sample)
+    num_nonfinite = 0
+    for row in rows:
+        if all(row[column] for column in NEEDED) and float(row["step_time_s"]) > 0:
+            record = record_of(row)
+            num_nonfinite += not record.is_finite
+            points.add_step(record, num_nonfinite=num_nonfinite)
+            new = points.take()
+            found += new if record.step not in logged else []
+    return found
+
+
+def _is_yaml_mapping(content: bytes) -> bool:
+    try:
+        return isinstance(load_yaml(content.decode()), dict)
+    except ValueError:
+        return False

@@ -1,0 +1,79 @@
+"""run.json, which has what is needed to continue a run from its folder alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from scaleray.checkpoints.storage import Store
+from scaleray.recording.store import RunStore, without_password
+from scaleray.records.mlflow_operations import LogArtifact, LogDataset, LogParams, Operation, SetTags
+from scaleray.records.run_description import RunDescription
+
+CHANGE_TAG = "scaleray.changed."
+
+
+class Described:
+    """Writes a run's description. put: takes operations. changes: what differed before, a line for each time."""
+
+    def __init__(self, description: RunDescription, put: Callable[[Operation], None]) -> None:
+        self.description, self._put = description, put
+        self.changes: list[str] = []
+
+    def write(self) -> None:
+        """Write what is known of the run before it has a step. Written twice, it is the same."""
+        d = self.description
+        self._put(LogParams(dict(d.params)))
+        for dataset in d.datasets:
+            self._put(LogDataset(**dataset))
+        for name, text in d.files.items():
+            path = Path(d.work_dir) / name
+            path.write_text(text)
+            self._put(LogArtifact(str(path)))
+
+    def note_changes(self) -> None:
+        """Note the changes of a resumed run, and its whole config, next to those before."""
+        text = "; ".join(self.description.changes)[:4000]
+        if not text or text in self.changes[-1:]:  # noted by a recorder before this one
+            return
+        number = 1 + len(self.changes)
+        self._put(SetTags({f"{CHANGE_TAG}{number:03d}": text}))
+        config = Path(self.description.work_dir) / f"config-{number}.yaml"
+        with contextlib.suppress(OSError):  # on a full disk the tag is enough
+            config.write_text(self.description.files.get("config.yaml", ""))
+            self._put(LogArtifact(str(config)))
+
+
+class RunNote:
+    """Writes a run's run.json. key: what the run is known by before MLflow has given it an id; None for one of before
+    there were keys. is_complete: whether the file has MLflow's id too."""
+
+    def __init__(self, description: RunDescription) -> None:
+        self.description = description
+        before = description.continues
+        self.key: str | None = description.key if before is None else before.get("key")
+        self.is_complete = False
+
+    def write(self, store: RunStore | None) -> None:
+        """Write it to the local folder and the run's own. store: the run in MLflow, once it exists. Raises OSError."""
+        d = self.description
+        about = {
+            "name": d.run_name,
+            "key": self.key,
+            "run_id": store.run_id if store else None,
+            "experiment_id": store.experiment_id if store else None,
+            "tracking_uri": without_password(d.tracking_uri),
+            "config": dict(d.config),
+            "base_dir": d.base_dir,
+            "started_at": d.started_at,
+        }
+        for root in {d.work_dir, d.run_path or d.work_dir}:
+            Store(root).write_text("run.json", json.dumps(about, indent=1))
+        self.is_complete = store is not None
+
+    def try_to_write(self, store: RunStore | None) -> None:
+        """Write it, unless its place is away for the moment: without a bucket there is no checkpoint either."""
+        with contextlib.suppress(OSError):
+            self.write(store)

@@ -1,0 +1,28 @@
+"""Sending to MLflow what it missed while it was away, of whatever kind the file is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scaleray.common.installed import names_what_is_missing
+from scaleray.errors import TrackingError
+
+
+@names_what_is_missing
+def replay(file: str | Path, *, uri: str | None = None) -> int | None:
+    """Send to MLflow what a run, study or sweep could not write while the server was away.
+
+    file: a run folder's unsent.jsonl, or the record.json of a study or sweep. uri: tracking URI, if the server has
+    moved. Returns the number of operations that were sent, None for a record. Raises TrackingError where MLflow still
+    lacks something.
+    """
+    file = Path(file)
+    if file.name == "record.json":
+        from scaleray.recording.study_runs import send_record
+
+        if lacks := send_record(file, uri=uri):
+            raise TrackingError("MLflow", "not complete", f"{lacks}", "run this again when it is back")
+        return None
+    from scaleray.recording.replay import replay as send_operations
+
+    return send_operations(file, uri=uri)

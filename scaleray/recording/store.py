@@ -1,0 +1,452 @@
+"""Access to MLflow: find the tracking store, open it safely, write to one run, and link to it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import secrets
+import time
+import urllib.parse
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from scaleray.common.filesystems import lock, shared_filesystem, unlock
+from scaleray.common.private_parts import EMPTY_ANSWERS
+from scaleray.common.progress import stage
+from scaleray.config.base import without_password
+from scaleray.errors import TrackingError, first_line
+from scaleray.records.accepted_names import acceptable_name, acceptable_text
+from scaleray.records.mlflow_operations import LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+
+T = TypeVar("T")
+UI_ADDRESS = "http://127.0.0.1:5000"
+UNLIKE_MLFLOW = "something else answers there: correct --tracking.uri"
+PAUSE_S = 1.0
+"""Seconds before a server that gave no answer is asked again."""
+KEY_TAG = "scaleray.key"
+"""Tag of a run: what it is known by before MLflow has given it an id."""
+LONGEST_PARAM = 6000  # MLflow cuts longer values without a word; the whole config is an artifact
+
+
+def uri_of_environment() -> str | None:
+    """Tracking URI of the environment: SCALERAY_TRACKING__URI, as a config reads it, or MLFLOW_TRACKING_URI."""
+    return os.environ.get("SCALERAY_TRACKING__URI") or os.environ.get("MLFLOW_TRACKING_URI")
+
+
+def resolve_uri(uri: str | None) -> str:
+    """The tracking URI to use, always absolute: the given one (an option, or a config's `tracking.uri`), that of the
+    environment, or an SQLite file in ~/scaleray. A saved one, without its password, is that of the environment if they
+    differ by the password alone. Raises TrackingError."""
+    if uri is not None and (":***@" in uri or "=***" in uri):
+        uri = _with_its_password(uri)
+    uri = uri or uri_of_environment() or _file_at_home()
+    if uri.startswith("sqlite:///"):
+        return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).expanduser().absolute()}"
+    scheme = urllib.parse.urlparse(uri).scheme
+    if scheme not in ("http", "https", "databricks") and not scheme.startswith(("postgresql", "mysql", "mssql")):
+        raise TrackingError(
+            "tracking.uri",
+            without_password(uri),
+            "it must be sqlite:///FILE, http(s)://SERVER or a database URL",
+            "MLflow 3 does not keep runs in plain folders any more; use sqlite:///mlflow.db",
+        )
+    return uri
+
+
+def _file_at_home() -> str:
+    """URI of the SQLite file in ~/scaleray. Raises TrackingError for a home that several machines share."""
+    file = Path.home() / "scaleray" / "mlflow.db"
+    if kind := shared_filesystem(file):
+        raise TrackingError(
+            "tracking.uri",
+            None,
+            f"{Path.home()} is on {kind}, where SQLite loses data (https://sqlite.org/faq.html#q5)",
+            "--tracking.uri http://SERVER:5000, or sqlite:////FILE on a disk of this machine",
+        )
+    return f"sqlite:///{file}"
+
+
+def named_or_in_use(recorded: object, uri: str | None) -> str | None:
+    """Address of MLflow for a file that names one: the one that the user gave, or the one in use if it is the same;
+    None for another. A file from elsewhere must not decide which server gets credentials, or which database tables."""
+    in_use = resolve_uri(uri)
+    return in_use if uri is not None or without_password(in_use) == recorded else None
+
+
+def _with_its_password(saved: str) -> str:
+    given = uri_of_environment()
+    if given is None or without_password(given) != saved:
+        hint = "set MLFLOW_TRACKING_URI to the address with its password"
+        raise TrackingError("tracking.uri", saved, "it is a saved one, whose password is not kept", hint)
+    return given
+
+
+def check_reachable(uri: str, *, timeout_s: float = 5.0) -> None:
+    """Fail early and clearly when the store cannot be used. Imports no mlflow for a file. Raises TrackingError."""
+    if uri.startswith("sqlite:///"):
+        path = sqlite_path(uri)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab"):
+                pass
+        except OSError as exc:
+            raise TrackingError(
+                "the MLflow database",
+                str(path),
+                f"it cannot be written: {exc.strerror}",
+                "choose another with --tracking.uri",
+            ) from exc
+    elif uri.startswith("http"):
+        with stage(f"looking for MLflow at {without_password(uri)}"), _timeout(timeout_s):
+            _ask(uri)
+
+
+def _tried_again(make: Callable[[], T]) -> T:
+    """The result of `make`, which is called once more after an error: an answer may be lost on its way."""
+    try:
+        return make()
+    except TrackingError:
+        raise
+    except Exception:  # mlflow, its HTTP client and its database drivers share no base class
+        time.sleep(PAUSE_S)
+    return make()
+
+
+def _ask(uri: str) -> None:
+    """Ask a server for its experiments through MLflow's own client, which knows certificates, passwords and proxies.
+
+    Raises TrackingError.
+    """
+    try:
+        _tried_again(lambda: open_client(uri).search_experiments(max_results=1))
+    except Exception as exc:  # as above: no common base class
+        is_refused = any(f" {code}" in str(exc) for code in (401, 403))
+        found = "it refuses the credentials" if is_refused else "it does not answer"
+        start = "start it, correct --tracking.uri, or leave the key out to use a local SQLite file"
+        login = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        raise TrackingError(
+            "the MLflow server", without_password(uri), f"{found}: {_reason(exc, uri)}", login if is_refused else start
+        ) from None  # MLflow's text may hold the password of the address
+
+
+def _reason(exc: BaseException, uri: str) -> str:
+    """The first line of the innermost cause, without what the address says of a user."""
+    while (cause := exc.__cause__ or exc.__context__) is not None:
+        exc = cause
+    user, at, _ = urllib.parse.urlsplit(uri).netloc.rpartition("@")
+    return first_line(exc).replace(user + at, "")[:300] if at else first_line(exc)[:300]
+
+
+@contextlib.contextmanager
+def _timeout(timeout_s: float) -> Iterator[None]:
+    """Context in which MLflow's client waits for an answer so long, unless the user has said how long."""
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, f"{math.ceil(timeout_s)}")
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+
+
+def sqlite_path(uri: str) -> Path:
+    """The file of an sqlite:/// URI."""
+    return Path(uri.removeprefix("sqlite:///"))
+
+
+def delete_run(uri: str, run_id: str) -> None:
+    """Delete a run, as MLflow's own page does: it can be restored there."""
+    open_client(uri).delete_run(run_id)
+
+
+def run_link(uri: str, experiment_id: str, run_id: str) -> str:
+    """Where a browser shows the run. For a database, the address of `scaleray tracking ui`."""
+    return f"{_ui(uri)}/#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
+
+
+def experiment_link(uri: str, experiment_id: str) -> str:
+    """Where a browser shows the experiment's runs; without the parameter MLflow opens an empty GenAI page."""
+    return f"{_ui(uri)}/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+
+
+def _ui(uri: str) -> str:
+    return without_password(uri).rstrip("/") if uri.startswith("http") else UI_ADDRESS
+
+
+class RunStore:
+    """One MLflow run, opened or made. Every write is one `Operation`; errors of the server come through unchanged."""
+
+    def __init__(self, uri: str, run_id: str, experiment_id: str) -> None:
+        self.uri, self.run_id, self.experiment_id = uri, run_id, experiment_id
+        self.status_before: str | None = None
+        """Status that a reopened run had before."""
+        self.is_new = False
+        """Whether the run is new, so that nothing can have been written to it."""
+        self.client = open_client(uri)
+
+    @classmethod
+    def create(
+        cls,
+        uri: str,
+        *,
+        experiment: str,
+        run_name: str,
+        tags: Mapping[str, str],
+        started_at: float | None = None,
+        key: str | None = None,
+    ) -> Self:
+        """A new run, RUNNING, since `started_at` (wall clock in s; None is now). Makes the database and the experiment
+        when they do not exist. Raises TrackingError.
+
+        key: names this run for ever: with the same key there is one run, even if a process was killed in between or an
+        answer of the server was lost. None is a new one.
+        """
+        key = key or secrets.token_hex(8)
+
+        def made() -> tuple[Any, bool, str]:
+            with _first_use_lock(uri):
+                client = open_client(uri)
+                found = client.get_experiment_by_name(experiment)
+                if found is not None and found.lifecycle_stage == "deleted":
+                    raise TrackingError(
+                        "tracking.experiment",
+                        experiment,
+                        "this experiment is deleted in MLflow",
+                        "restore it, or choose another name",
+                    )
+                # an absolute artifact folder: MLflow's own default is relative to each process's directory
+                location = str(sqlite_path(uri).parent / "mlartifacts") if uri.startswith("sqlite") else None
+                experiment_id = (
+                    found.experiment_id if found else client.create_experiment(experiment, artifact_location=location)
+                )
+            start_time = int(started_at * 1000) if started_at else None
+
+            def make() -> Any:
+                named = {**tags, KEY_TAG: key}
+                return client.create_run(experiment_id, run_name=run_name, tags=named, start_time=start_time)
+
+            return *_made_once(client, experiment_id, key, make), experiment_id
+
+        try:
+            run, is_new, experiment_id = _tried_again(made)
+        except TrackingError:
+            raise
+        except Exception as exc:  # mlflow, its HTTP client and its database drivers share no base class
+            first = first_line(exc)
+            hint = (
+                "run: mlflow db upgrade URI (after a backup)"
+                if "out-of-date" in str(exc)
+                else "check --tracking.uri and the server's log"
+            )
+            raise TrackingError(
+                "MLflow at", without_password(uri), f"the run could not be made: {first}", hint
+            ) from exc
+        if not run.info.run_id:  # it answers 200 to everything
+            raise TrackingError(
+                "MLflow at", without_password(uri), "it made a run without an id", "correct --tracking.uri"
+            )
+        store = cls(uri, run.info.run_id, experiment_id)
+        store.is_new = is_new
+        return store
+
+    @classmethod
+    def reopen(cls, uri: str, run_id: str, experiment_id: str) -> Self:
+        """A run that was interrupted, RUNNING again. Raises TrackingError when it cannot be continued."""
+        try:
+            store = cls(uri, run_id, experiment_id)
+            info = store.client.get_run(run_id).info
+            store.status_before = info.status
+            if info.lifecycle_stage == "deleted":
+                raise TrackingError("the MLflow run", run_id, "it is deleted", "restore it, or start a new run")
+            store.client.update_run(run_id, status="RUNNING")
+        except TrackingError:
+            raise
+        except Exception as exc:  # as above: no common base class
+            first = first_line(exc)
+            raise TrackingError(
+                "MLflow at",
+                without_password(uri),
+                f"the run {run_id} cannot be continued: {first}",
+                "check --tracking.uri, which must be that of the interrupted run",
+            ) from exc
+        return store
+
+    def send(self, operation: Operation) -> None:
+        """Write one operation. Safe to repeat: metric points not above the last stored step are left out on replay."""
+        from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+
+        if isinstance(operation, LogMetrics):
+            points = [Metric(acceptable_name(n), value, int(at), int(step)) for n, value, at, step in operation.points]
+            for start in range(0, len(points), 1000):  # the server's limit for one call
+                self.client.log_batch(self.run_id, metrics=points[start : start + 1000])
+        elif isinstance(operation, LogParams):
+            params = [
+                Param(acceptable_name(key), acceptable_text(str(value))[:LONGEST_PARAM])
+                for key, value in operation.values.items()
+            ]
+            for start in range(0, len(params), 100):
+                self.client.log_batch(self.run_id, params=params[start : start + 100])
+        elif isinstance(operation, SetTags):
+            tags = [RunTag(acceptable_name(k), acceptable_text(str(v))) for k, v in operation.values.items()]
+            self.client.log_batch(self.run_id, tags=tags)
+        elif isinstance(operation, LogArtifact):
+            self._upload(operation)
+        elif isinstance(operation, LogDataset):
+            dataset = Dataset(
+                name=operation.name,
+                digest=operation.digest,
+                source_type="scaleray",
+                source=json.dumps(operation.source),
+                profile=json.dumps(operation.profile),
+            )
+            tag = InputTag("mlflow.data.context", operation.context)
+            self.client.log_inputs(self.run_id, datasets=[DatasetInput(dataset, [tag])])
+        else:
+            self.client.set_terminated(self.run_id, operation.status, operation.end_time)
+
+    def _upload(self, operation: LogArtifact) -> None:
+        """Send a file, and look that a server which takes it on behalf of its storage has it: an empty answer is no
+        error there. Raises TrackingError."""
+        self.client.log_artifact(self.run_id, operation.path, operation.folder)
+        if self.uri.startswith("http") and self.client.get_run(self.run_id).info.artifact_uri.startswith("mlflow-"):
+            names = {Path(file.path).name for file in self.client.list_artifacts(self.run_id, operation.folder)}
+            if (name := Path(operation.path).name) not in names:
+                raise TrackingError("the file", name, "MLflow took it and does not have it", "look at the server's log")
+
+    def remove_twins(self, key: str) -> None:
+        """Delete other runs with this key: a request that MLflow's client gave up and repeated may have made one
+        late."""
+        for run in _with_key(self.client, self.experiment_id, key):
+            if run.info.run_id != self.run_id:
+                self.client.delete_run(run.info.run_id)
+
+    def is_described(self) -> bool:
+        """Whether the run's params are there, which are the first thing that is written."""
+        return bool(self.client.get_run(self.run_id).data.params)
+
+    def history(self, metric: str) -> list[tuple[str, float, int, int]]:
+        """All points of a metric: (metric, value, wall clock in ms, step)."""
+        return [(metric, m.value, m.timestamp, m.step) for m in self.client.get_metric_history(self.run_id, metric)]
+
+    def tags(self, prefix: str) -> dict[str, str]:
+        """The run's tags whose names begin with `prefix`."""
+        return {k: v for k, v in self.client.get_run(self.run_id).data.tags.items() if k.startswith(prefix)}
+
+    def last_steps(self) -> dict[str, int]:
+        """The last stored step of every metric."""
+        run = self.client.get_run(self.run_id)
+        return {
+            key: max((m.step for m in self.client.get_metric_history(self.run_id, key)), default=-1)
+            for key in run.data.metrics
+        }
+
+
+def _made_once(client: Any, experiment_id: str, key: str, make: Callable[[], Any]) -> tuple[Any, bool]:
+    """The one run with this key, and whether it is new rather than that of an earlier try. Of several, as a lost answer
+    leaves them, the fullest stays."""
+    found = _with_key(client, experiment_id, key)
+    is_new = not found
+    if is_new:
+        try:
+            made = [make()]
+        except Exception:  # the run may be there although its answer was lost
+            made = []
+            found = _with_key(client, experiment_id, key)
+            if not found:
+                raise
+        found = found or _with_key(client, experiment_id, key) or made
+    if len(found) == 1:
+        return found[0], is_new
+    first, *twins = sorted(found, key=lambda run: (-len(run.data.metrics) - len(run.data.params), run.info.run_id))
+    for twin in twins:
+        client.delete_run(twin.info.run_id)
+    return first, is_new
+
+
+def _with_key(client: Any, experiment_id: str, key: str) -> list[Any]:
+    return list(client.search_runs([experiment_id], f"tags.`{KEY_TAG}` = '{key}'"))
+
+
+def mark_left_running(
+    uri: str, key: str, *, status: str, reason: str, experiment: str, experiment_id: str | None = None
+) -> bool:
+    """Mark the run with this key as ended if MLflow has it as RUNNING. Returns whether it did. Raises MLflow's errors.
+
+    experiment: its name, where experiment_id is not known.
+    """
+    client = open_client(uri)
+    if experiment_id is None:
+        found = client.get_experiment_by_name(experiment)
+        experiment_id = found.experiment_id if found is not None else None
+    runs = _with_key(client, experiment_id, key) if experiment_id is not None else []
+    left = [run.info.run_id for run in runs if run.info.status == "RUNNING"]
+    for run_id in left:
+        client.set_tag(run_id, "scaleray.verdict", acceptable_text(reason))
+        client.set_terminated(run_id, status)
+    return bool(left)
+
+
+def open_client(uri: str) -> Any:
+    """MLflow's client, for a database that exists or a server."""
+    # a server that is away must cost seconds, not the minutes of MLflow's default retries
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    import logging
+
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    from mlflow import MlflowClient
+
+    if uri.startswith("http"):
+        _refuse_empty_answers()
+    return MlflowClient(tracking_uri=uri)
+
+
+def _refuse_empty_answers() -> None:
+    """Make an answer of MLflow's API without a body an error, as of a proxy whose server is away. MLflow's client takes
+    it for `{}`, which says that all is written.
+
+    Source: `mlflow.utils.rest_utils.verify_rest_response` of MLflow 3.17, which it does for another service's sake.
+    """
+    if not EMPTY_ANSWERS.is_used():
+        return
+    from mlflow.utils import rest_utils
+
+    verify = rest_utils.verify_rest_response
+    if getattr(verify, "refuses_empty_answers", False):
+        return
+
+    @functools.wraps(verify)
+    def checked(response: Any, endpoint: str, *args: Any, **kwargs: Any) -> Any:
+        if response.status_code == 200 and not response.content.strip() and "/mlflow/" in endpoint:
+            raise json.JSONDecodeError("MLflow answered with nothing", "", 0)
+        return verify(response, endpoint, *args, **kwargs)
+
+    checked.refuses_empty_answers = True  # type: ignore[attr-defined]
+    rest_utils.verify_rest_response = checked
+
+
+@contextlib.contextmanager
+def _first_use_lock(uri: str) -> Iterator[None]:
+    """Lock for the first use of an SQLite file: two processes that migrate one new file at once break it for good, so
+    one goes first."""
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    path = sqlite_path(uri)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(path.name + ".lock"), "w") as file:
+        lock(file, waits=True)
+        try:
+            yield
+        finally:
+            unlock(file)

@@ -1,0 +1,64 @@
+"""MLflow's pages for a database that no server serves."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+
+from scaleray.common.guarded import ending_like_ctrl_c, guarded
+from scaleray.common.installed import names_what_is_missing
+from scaleray.errors import TrackingError
+from scaleray.recording import store
+
+
+@names_what_is_missing
+def tracking_ui(*, uri: str | None = None, port: int = 5000) -> int:
+    """Serve MLflow's pages for runs in a database file, on 127.0.0.1 only, until it is interrupted by Ctrl-C, SIGTERM
+    or a closed terminal; returns the exit code.
+
+    uri: tracking URI; None is the one that trainings use. port: 0 takes one that is free. Raises
+    TrackingError when the port is taken or the URI is a server already.
+    """
+    uri = store.resolve_uri(uri)
+    shown = store.without_password(uri)
+    if uri.startswith("http"):
+        raise TrackingError("tracking.uri", shown, "it is a server already", f"open {shown} in a browser")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as exc:
+            raise TrackingError("the port", port, "another program listens there", "choose one with --port") from exc
+        port = int(probe.getsockname()[1])  # where 0 asked for any
+    store.check_reachable(uri)
+    if importlib.util.find_spec("mlflow") is None:
+        raise ModuleNotFoundError("No module named 'mlflow'", name="mlflow")
+    print(f"MLflow for {shown}: http://127.0.0.1:{port}/#/experiments?workflowType=machine_learning", flush=True)
+    # MLflow's background jobs would start eight more processes that nothing here uses
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    environment["MLFLOW_BACKEND_STORE_URI"] = uri  # not an option: other users see those in the list of processes
+    command = [
+        sys.executable,
+        "-m",
+        "mlflow",
+        "server",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--workers",
+        "1",
+        "--uvicorn-opts",
+        "--no-access-log --log-level warning",  # else a line for every request of a page
+    ]
+    with ending_like_ctrl_c():
+        process = subprocess.Popen(guarded(command), env=environment)  # it starts a server, which starts workers
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            return 0

@@ -1,0 +1,46 @@
+"""unsent.jsonl: where the run is on its first line, then one operation a line that MLflow has not taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.common.parsing import load_json
+from scaleray.records.mlflow_operations import Operation, from_json
+
+
+@dataclass(frozen=True)
+class Unsent:
+    """Content of an unsent file. head: None when it cannot be read. num_damaged: lines, the head among them, that hold
+    nothing that can be sent. is_cut: the last line has no end, as after a kill; it is not among the damaged ones.
+    """
+
+    head: dict[str, str] | None
+    operations: list[Operation]
+    num_damaged: int
+    is_cut: bool
+
+
+def parse(content: bytes) -> Unsent:
+    """Read whatever can be read of a file."""
+    *lines, rest = content.split(b"\n")
+    values = [_value(line) for line in lines if line.strip()]
+    cut = from_json(_value(rest))
+    operations = [operation for value in values if (operation := from_json(value)) is not None]
+    head = next((dict(value) for value in values[:1] if _is_head(value)), None)
+    num_damaged = len(values) - len(operations) - (head is not None)
+    operations += [cut] if cut is not None else []  # only its end of line is missing
+    return Unsent(head, operations, num_damaged, is_cut=bool(rest) and cut is None)
+
+
+def _is_head(value: Any) -> bool:
+    keys = ("tracking_uri", "run_id", "experiment_id")
+    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in keys)
+
+
+def _value(line: bytes) -> Any:
+    try:
+        return load_json(line)
+    except ValueError:
+        return None

@@ -1,0 +1,101 @@
+"""The thread that writes a run: it takes its queue in order, and no producer waits for it."""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from scaleray.recording.outbox import Outbox
+
+FLUSH_S = 1.0
+STALLED_S = 1800.0
+"""Seconds for one write to MLflow, which may be the upload of a large model; every other request has a time limit of
+its own."""
+
+Item = TypeVar("Item")
+
+
+@dataclass
+class Marker:
+    """Passes the queue: everything before it is written then.
+
+    then: called at that time, unless writing failed. problem: what went wrong with either.
+    """
+
+    then: Callable[[], str | None] | None = None
+    problem: str | None = None
+    is_passed: threading.Event = field(default_factory=threading.Event)
+
+
+class Writer(Generic[Item]):
+    """Gives items to `take` one after another, and calls `flush` every FLUSH_S at the latest. Neither may raise.
+
+    flush: writes what `take` has gathered; gives what went wrong. outbox: what both send through.
+    """
+
+    def __init__(
+        self, outbox: Outbox[Any], take: Callable[[Item], None], flush: Callable[[], str | None], *, name: str
+    ) -> None:
+        self._outbox, self._take, self._flush = outbox, take, flush
+        self._queue: queue.Queue[Item | Marker | None] = queue.Queue()
+        self._is_abandoned = False
+        self._written_at = time.monotonic()
+        self._thread = threading.Thread(target=self._write_all, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin with what has been put so far."""
+        self._thread.start()
+
+    def put(self, item: Item) -> None:
+        """Take it after all before it. Returns at once."""
+        self._queue.put(item)
+
+    def wait_until_written(self, marker: Marker | None = None, *, timeout_s: float | None = None) -> bool:
+        """Whether everything that has arrived is written, or kept. timeout_s: None waits for as long as anything is."""
+        marker = marker or Marker()
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._queue.put(marker)
+        while not marker.is_passed.wait(timeout=max(0.0, min(FLUSH_S, deadline - time.monotonic()))):
+            written_at = max(self._written_at, self._outbox.sent_at)
+            is_stalled = timeout_s is None and time.monotonic() - written_at > STALLED_S
+            if is_stalled or time.monotonic() >= deadline or not self._thread.is_alive():
+                return False
+        return True
+
+    def close(self) -> None:
+        """End the thread after what has been put so far; waits a moment for it."""
+        self._queue.put(None)
+        self._thread.join(timeout=FLUSH_S)
+
+    def abandon(self) -> None:
+        """End the thread after what it is at; what still waits is left out."""
+        self._is_abandoned = True
+        self._queue.put(None)
+
+    def _write_all(self) -> None:
+        flushed_at = time.monotonic()
+        while True:
+            try:
+                item = self._queue.get(timeout=FLUSH_S)
+            except queue.Empty:
+                self._flush()
+                continue
+            if self._is_abandoned:
+                return
+            if item is None:
+                self._flush()
+                return
+            if isinstance(item, Marker):
+                item.problem = self._flush() or (item.then() if item.then is not None else None)
+                item.is_passed.set()
+            else:
+                self._take(item)
+                if time.monotonic() - flushed_at > FLUSH_S:
+                    self._flush()
+                    flushed_at = time.monotonic()
+            self._written_at = time.monotonic()

@@ -1,0 +1,151 @@
+"""A run while it lives, as a look shows it: `live.json` in its folder, and what its recorder answers in a cluster.
+
+Times are seconds, `..._at` wall clocks in seconds since 1970. What is not known is None, empty or left out, never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from scaleray.common.printed import figures
+from scaleray.records.alert_record import Alert
+from scaleray.records.json_record import JsonRecord
+
+FILE = "live.json"
+STARTING, RUNNING, LOST = "STARTING", "RUNNING", "LOST"
+"""Statuses of a run that has not ended; those of MLflow (FINISHED, FAILED, KILLED) are of one that has. LOST: nothing
+was heard of it for LOST_S, and it has not said how it ended."""
+LOST_S = 30.0
+
+
+@dataclass(frozen=True)
+class RecentSteps:
+    """Measurements of a worker's last steps, about a second of them."""
+
+    step: int
+    """Last of these steps."""
+    num_steps: int
+    step_s: float
+    """Mean of a step, as are the phases."""
+    phases: dict[str, float]
+    """Mean seconds by the values of `Phase`; those that took no time are left out."""
+    memory: dict[str, int] = field(default_factory=dict)
+    """Bytes: `resident_bytes` of its process, `peak_bytes` as `MemoryPeak` counts them, and on a GPU the numbers of
+    `MemoryNumbers`."""
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """Activity of one worker."""
+
+    rank: int
+    node: str
+    step: int
+    phase: str
+    since_s: float
+    """Seconds that it has been in this phase."""
+    silent_s: float
+    """Seconds since its last sign of life."""
+    step_time_s: float | None = None
+    late_s: float | None = None
+    """Lateness at collectives, a step: how much less than the rank that waits most it waits in them. None with one
+    rank, and if no rank waits for another.
+    """
+    memory: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LiveState(JsonRecord):
+    """State of a run at one moment."""
+
+    name: str
+    kind: str = "train"
+    """Kind of record that it will be: `train`, `study` or `sweep`."""
+    status: str = STARTING
+    """`STARTING`, `RUNNING`, `LOST`, or how it ended: `FINISHED`, `FAILED` or `KILLED`."""
+    verdict: str = ""
+    """Why it ended, in words."""
+    run_id: str = ""
+    """Id in MLflow."""
+    mlflow_link: str = ""
+    run_dir: str = ""
+    strategy: str = ""
+    workers: int = 0
+    started_at: float | None = None
+    seen_at: float | None = None
+    """When the run last said something of itself."""
+    step: int = 0
+    total_steps: int | None = None
+    epoch: float | None = None
+    left_s: float | None = None
+    """Seconds that are left at the speed since its start."""
+    loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    curve: list[tuple[float, float | None]] = field(default_factory=list)
+    """Step and loss over the whole run, each the mean of some steps; no number where it was not finite."""
+    step_time_s: float | None = None
+    """Mean of the last half minute, as are the next three."""
+    samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    input_wait_share: float | None = None
+    best_samples_per_s: float | None = None
+    """Most samples per second over half a minute so far."""
+    expected_samples_per_s: float | None = None
+    """Prediction of a study or the planner for this training."""
+    metrics: dict[str, float | None] = field(default_factory=dict)
+    """Last evaluation, by `split/metric`."""
+    nonfinite_steps: int = 0
+    attempts: int = 1
+    """How often it was started, or lost workers and went on."""
+    repeated_steps: int = 0
+    goodput: float | None = None
+    """Share of its time so far that was steps that count."""
+    checkpoint_step: int | None = None
+    checkpoint_at: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of a step in the last second or so, by the values of `Phase`: the mean of all ranks."""
+    ranks: list[RankNow] = field(default_factory=list)
+    alerts: list[Alert] = field(default_factory=list)
+    """Newest state of each alert."""
+    events: list[str] = field(default_factory=list)
+    """Last warnings and other events, the newest at the end."""
+    waiting_points: int = 0
+    """Points that MLflow has not taken yet."""
+    done: float | None = None
+    """Part of `total` that a study or a sweep has done, in `unit`."""
+    total: float | None = None
+    unit: str = ""
+    notes: list[str] = field(default_factory=list)
+    """Notes on this state itself, such as files that could not be read."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.status not in (STARTING, RUNNING, LOST)
+
+    @property
+    def firing(self) -> list[Alert]:
+        """The alerts that are not over."""
+        return [alert for alert in self.alerts if alert.is_firing]
+
+    def lines(self) -> list[str]:
+        """The run in a few lines."""
+        of = f" of {self.total_steps}" if self.total_steps else ""
+        return [
+            f"{self.kind} {self.name}: {self.status}",
+            f"step {self.step}{of}" + (f", about {self.left_s:.0f} s left" if self.left_s is not None else ""),
+            figures({"loss": self.loss, "samples/s": self.samples_per_s}),
+            *(f"{alert.severity}: {alert.summary}" for alert in self.firing),
+            *([self.verdict.splitlines()[0]] if self.verdict else []),
+        ]
+
+
+def late_s(waits: Sequence[float]) -> list[float]:
+    """Lateness of each rank at the collectives of a step, from the seconds that each waits in them: the rank that waits
+    longest came first.
+    """
+    longest = max(waits, default=0.0)
+    return [longest - wait for wait in waits]

@@ -1,0 +1,337 @@
+"""Frozen results that cross process borders: from a worker to the recorder, and from a run to its reader.
+
+`recorded_at` is the `steady_time` of the process where something happened, seconds since 1970, read when its record is
+made: charts over time must not show when a record arrived, which may be much later and many at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from scaleray.common import metric_names as names
+from scaleray.common.parsing import inert_json, load_json
+from scaleray.common.printed import figures, quantity
+from scaleray.records.alert_record import counted
+from scaleray.records.json_record import JsonRecord, check_types, of_known_version
+from scaleray.records.live_state import RecentSteps
+from scaleray.records.profile_record import RankMeasurements, RunProfile
+from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
+from scaleray.records.rows import Row
+from scaleray.records.start import steady_time
+
+EMULATED = "emulated"
+"""Mark of figures whose compute was a timed sleep (`scaleray.emulation`)."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step, as rank 0 saw it. Loss is the global mean; times are seconds on rank 0.
+
+    Under strategies whose replicas train apart, loss and count are those of rank 0's own samples between two meetings,
+    and the gradient's norm is always its own.
+    """
+
+    step: int
+    """Number of this step, from 1."""
+    loss: float
+    count: float
+    """Number of samples or tokens that the loss was summed over, in all workers."""
+    num_samples: int
+    learning_rate: float
+    grad_norm: float | None
+    step_time_s: float
+    input_wait_s: float
+    epoch: float
+    is_finite: bool = True
+    loss_scale: float | None = None
+    world_size: int = 1
+    sent_bytes: float = 0.0
+    """Bytes that rank 0 gave to collectives in this step for gradients, parameters and activations."""
+    more: dict[str, float] = field(default_factory=dict)
+    """Figures of the strategy or a transform, by metric name."""
+    losses: dict[str, float] = field(default_factory=dict)
+    """Each of a workload's several losses, of which `loss` is the sum."""
+    recorded_at: float = field(default_factory=steady_time, compare=False)
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """Metrics of every evaluated split after `step` steps, named `split/metric`, over all workers."""
+
+    step: int
+    metrics: dict[str, float]
+    duration_s: float
+    recorded_at: float = field(default_factory=steady_time, compare=False)
+
+
+@dataclass(frozen=True)
+class SystemRecord:
+    """Utilisation of one node, sampled by its first worker. Keys are those of MLflow's own system metrics."""
+
+    node: str
+    step: int
+    metrics: dict[str, float]
+    recorded_at: float = field(default_factory=steady_time, compare=False)
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """One complete checkpoint. bytes_written: bytes that were new since the last one, out of its total_bytes."""
+
+    step: int
+    path: str
+    bytes_written: int
+    total_bytes: int
+    duration_s: float
+    """Seconds from the beginning of the checkpoint to its manifest, during the training."""
+    stall_s: float
+    """Seconds that training waited for the checkpoint on rank 0."""
+    recorded_at: float = field(default_factory=steady_time, compare=False)
+
+
+@dataclass(frozen=True)
+class DerivedRecord:
+    """Derived values as training uses them, where only the workers know them: a workload's own optimizer may have
+    others."""
+
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EventRecord:
+    """Something a user should know, said once: a warning, a restart, a promise that is weaker than usual."""
+
+    text: str
+    kind: str = "info"
+    """Kind of event: `info`, `warning`, `hint`, or `resumed`, which says after which step a run went on."""
+    step: int | None = None
+    recorded_at: float = field(default_factory=steady_time, compare=False)
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """A sign of life of one worker. phase: what its step is doing since `since_s` seconds; tail: its last log lines."""
+
+    rank: int
+    node: str
+    process: int
+    step: int
+    phase: str
+    since_s: float
+    tail: tuple[str, ...] = ()
+    world_size: int = 1
+    silent_s: float = 0.0
+    """Seconds since the sign of life came, at the time of reading."""
+    recent: RecentSteps | None = None
+    """Durations of its last steps; None before the second one."""
+
+
+@dataclass(frozen=True)
+class WorkerSummary:
+    """Measurements of one worker over the whole run. Rank 0's speaks for the run."""
+
+    rank: int
+    node: str
+    steps: int
+    verdict: str
+    """End of the run: `done`, `target reached` or `stopped: ...`."""
+    samples_per_s: float | None
+    """Global samples per second in steady state: the first steps and evaluations left out."""
+    tokens_per_s: float | None
+    step_time_s: float | None
+    """Median step time in steady state, in seconds."""
+    input_wait_share: float | None
+    time_to_first_step_s: float
+    training_time_s: float
+    peak_memory_bytes: int
+    nonfinite_steps: int
+    sample_order: str
+    """Promise of the input about the order of the samples."""
+    strategy: str
+    device: str
+    model: dict[str, Any] = field(default_factory=dict)
+    """Number of parameters, the hash of their initial values, and whether the model's compute is emulated."""
+    hardware: dict[str, Any] = field(default_factory=dict)
+    """Processor and accelerators of this worker's node."""
+    compilation: dict[str, Any] = field(default_factory=dict)
+    """Result of torch.compile: graphs, graph breaks and failures with file and line. Empty where it was not asked
+    for."""
+    memory: dict[str, Any] = field(default_factory=dict)
+    """Parts of this worker's memory in bytes, and what a search for a micro-batch found."""
+    noise: dict[str, Any] = field(default_factory=dict)
+    """The gradient noise scale with its interval and how it was measured. Empty where it was not measured."""
+    start: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the start, as `records/start.py` names them."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value and step. Empty without one."""
+    profile: RankMeasurements | None = None
+    """Where the time of this worker's steps went; None where that was not measured."""
+
+
+@dataclass(frozen=True)
+class LoggedMetrics:
+    """Values by name that user code has logged after `step` steps."""
+
+    step: int
+    metrics: dict[str, float]
+    recorded_at: float = field(default_factory=steady_time, compare=False)
+
+
+@dataclass(frozen=True)
+class LoggedFile:
+    """A file that user code has logged after `step` steps. path: under the run's `logged/`.
+
+    shape: of an image that is still to be encoded, whose bytes `data` are; None: `data` is the file's content.
+    """
+
+    step: int
+    path: str
+    data: bytes = field(repr=False)
+    shape: tuple[int, ...] | None = None
+
+
+WorkerMessage = (
+    StepRecord
+    | EvaluationRecord
+    | SystemRecord
+    | CheckpointRecord
+    | DerivedRecord
+    | EventRecord
+    | LoggedMetrics
+    | LoggedFile
+    | WorkerSummary
+    | RankSample
+    | LinksMeasured
+    | CountedFlops
+)
+Emit = Callable[[WorkerMessage], None]
+"""Function that takes a message of a worker."""
+Show = Callable[[Sequence[WorkerMessage | Heartbeat]], None]
+"""Function that is called with a run's messages as they arrive, and with what its first worker is doing."""
+Say = Callable[[str], None]
+"""Function that is called with lines of text for the user."""
+
+
+@dataclass(frozen=True)
+class RunRecord(JsonRecord):
+    """A finished run, readable without the code that made it."""
+
+    name: str
+    status: str
+    """Status in MLflow's words: `FINISHED`, `FAILED` or `KILLED`."""
+    verdict: str
+    workers: int
+    strategy: str
+    steps: int
+    final_loss: float | None
+    metrics: dict[str, float]
+    """Last value of every evaluation metric, `split/metric`."""
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    step_time_s: float | None
+    input_wait_share: float | None
+    time_to_first_step_s: float | None
+    training_time_s: float | None
+    total_time_s: float
+    peak_memory_bytes: list[int]
+    nonfinite_steps: int
+    sample_order: str
+    config: dict[str, Any]
+    config_hash: str
+    derived: dict[str, Any]
+    data: dict[str, Any]
+    environment: dict[str, Any]
+    environment_hash: str
+    tracking_uri: str
+    experiment_id: str
+    run_id: str
+    mlflow_link: str
+    run_dir: str
+    """Folder with config.yaml, record.json, steps.csv and the final weights."""
+    events: list[str] = field(default_factory=list)
+    resumed_after: list[int] = field(default_factory=list)
+    """Steps whose checkpoints the run went on from, after interruptions and lost workers."""
+    compilation: dict[str, Any] = field(default_factory=dict)
+    """Result of torch.compile on rank 0, see WorkerSummary."""
+    memory: list[dict[str, Any]] = field(default_factory=list)
+    """Parts of each worker's memory in bytes, by rank."""
+    noise: dict[str, Any] = field(default_factory=dict)
+    """The gradient noise scale as rank 0 measured it, see WorkerSummary."""
+    marks: list[str] = field(default_factory=list)
+    """Marks that set the run's figures apart, such as `emulated`."""
+    start: dict[str, float] = field(default_factory=dict)
+    """Seconds of each part of the start on the first worker, see `records/start.py`. Empty in older records."""
+    best: dict[str, Any] = field(default_factory=dict)
+    """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value, step, and the path of its checkpoint, where
+    that is kept. Empty in older records."""
+    profile: RunProfile | None = None
+    """Where the time went, on every rank. None in older records, and where no step was measured."""
+    alerts: list[dict[str, Any]] = field(default_factory=list)
+    """Alerts that began, see `records/alerts.py`. Empty in older records."""
+    evaluations: dict[str, list[list[float | None]]] = field(default_factory=dict)
+    """Step and value of every evaluation, by metric; null for a value that was not finite. Empty in older records."""
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """SHA-256 and size of each file of the final weights, by its name in the run's folder. Empty in older records."""
+    unsent_file: str | None = None
+    """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
+
+    def rows(self) -> list[Row]:
+        """Measurements of the whole run; last values of its evaluations come last."""
+        return [
+            Row(names.RECORD_STEPS, self.steps),
+            Row(names.RECORD_FINAL_LOSS, self.final_loss),
+            Row(names.POINT_SAMPLES_PER_S, self.samples_per_s),
+            Row(names.POINT_TOKENS_PER_S, self.tokens_per_s),
+            Row(names.POINT_STEP_TIME_S, self.step_time_s),
+            Row(names.INPUT_WAIT_SHARE, self.input_wait_share),
+            Row(names.TIME_TO_FIRST_STEP_S, self.time_to_first_step_s),
+            Row(names.RECORD_TRAINING_TIME_S, self.training_time_s),
+            Row(names.RECORD_TOTAL_TIME_S, self.total_time_s),
+            Row(names.PEAK_MEMORY_BYTES, max(self.peak_memory_bytes, default=None)),
+            Row(names.NONFINITE_STEPS, self.nonfinite_steps or None),
+            *(Row(names.evaluation(name), value) for name, value in sorted(self.metrics.items())),
+        ]
+
+    def lines(self) -> list[str]:
+        """Summary of the run: its kind, its result, and its folder."""
+        steady = figures({"samples/s": self.samples_per_s, "tokens/s": self.tokens_per_s})
+        lines = [
+            f"run {self.name}: {self.verdict}",
+            f"{quantity(self.workers, 'worker')}, {self.strategy}, {self.steps} steps in {self.total_time_s:.1f} s",
+            figures({"final loss": self.final_loss}),
+            figures(dict(sorted(self.metrics.items()))),
+            f"{steady}, {1e3 * self.step_time_s:.4g} ms a step" if steady and self.step_time_s else steady,
+            f"events: {len(self.events)}, the last: {self.events[-1].splitlines()[0]}" if self.events else "",
+            f"alerts: {self.alerts_in_words()}" if self.alerts else "",
+            f"status: {self.status}",
+            f"MLflow: {self.mlflow_link}" if self.mlflow_link else "",
+            f"folder: {self.run_dir}",
+        ]
+        return [line for line in lines if line]
+
+    @property
+    def summary(self) -> str:
+        """The verdict, the length, the speed and the last evaluation."""
+        told = [figures({"samples/s": self.samples_per_s}), figures(dict(sorted(self.metrics.items())))]
+        return "; ".join([f"{self.verdict}: {quantity(self.steps, 'step')}", *filter(None, told)])
+
+    def alerts_in_words(self) -> str:
+        """How often each alert began, in one line; empty without any."""
+        return counted(str(alert.get("name")) for alert in self.alerts)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The record in the text of a record.json, in which null may represent a number that was not finite. Raises
+        NewerRecord, and ValueError or TypeError for anything else than a record. Unknown keys are left out.
+        """
+        known = {one.name for one in dataclasses.fields(cls)}
+        values = load_json(of_known_version(inert_json(text)))
+        if not isinstance(values, dict):
+            raise TypeError(f"it holds no record but a {type(values).__name__}")
+        profile = RunProfile.of(values.pop("profile", None))
+        values = {key: value for key, value in values.items() if key in known}
+        check_types(cls, values)
+        return cls(**values, profile=profile)

@@ -1,0 +1,318 @@
+"""Frozen results of scaling studies: what they measured and concluded, for fits, MLflow and reports. JSON both ways.
+
+Intervals are those in which the true value lies with 95 % confidence, from a bootstrap over repeated turns unless said
+otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, final
+
+from scaleray.common import metric_names as names
+from scaleray.common.metric import Metric
+from scaleray.common.printed import quantity, shortened
+from scaleray.records.json_record import JsonRecord
+from scaleray.records.rows import Row
+
+Mode = Literal["strong", "weak"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its interval, low <= value <= high."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+
+    def row(self, metric: Metric) -> Row:
+        """The value and its interval as a row of a record."""
+        return Row(metric, self.value, (self.low, self.high))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """Conditions that must be the same for points on one curve, as hashes to compare and as facts to show the
+    difference.
+    """
+
+    config_hash: str
+    """Hash of the keys that decide the training, without the number of workers and what follows from it."""
+    code_hash: str
+    """Hash of scaleray's version, the git commit, and the workload's own source."""
+    environment_hash: str
+    topology_hash: str
+    environment: dict[str, Any] = field(default_factory=dict)
+    topology: dict[str, Any] = field(default_factory=dict)
+    """Nodes with their cores, accelerators and where the workers were placed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToTarget:
+    """Steps, samples and time that a training to the config's target took. Numbers count up to the evaluation that
+    reached it, or to the end."""
+
+    is_reached: bool
+    steps: int
+    samples: int
+    time_s: float
+    """Seconds of training; evaluations are left out."""
+    metric: str
+    value: float
+    curve: list[tuple[int, float, float]] = field(default_factory=list)
+    """(samples, seconds, value of the metric) of each evaluation."""
+    recorded_at: list[float] = field(default_factory=list)
+    """Wall clock of each evaluation in `curve`, in seconds since 1970. Empty in older records."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoiseCourse:
+    """The gradient noise scale over a training or its beginning, in samples: the batch size at which noise equals
+    signal."""
+
+    scale: float | None
+    """Average of the noise scale at the end; None: larger than could be resolved."""
+    interval: tuple[float, float | None] | None = None
+    """95 % interval, by Fieller's method; None as its upper end is infinite. None for fewer than 3 measurements."""
+    way: str
+    """Gradients that it was measured from: `workers`, `first micro-batch`, or `consecutive steps`, which makes it too
+    small."""
+    num_measurements: int
+    covers: str
+    """Part of the training that was measured: `its first steps`, or `the training to the target`."""
+    curve: list[tuple[int, float | None]] = field(default_factory=list)
+    """(samples trained on before, average so far) of each measurement, or of every second, fourth ... of many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One turn of a number of workers, as it was measured: raw, the warm-up included."""
+
+    step_times_s: list[float]
+    """Seconds of every optimizer step on the first worker, from step to step."""
+    input_waits_s: list[float]
+    """Seconds of each of these steps in which the first worker waited for its input."""
+    input_share: float
+    """Share of the steady time spent waiting for input, on the worker where it is largest."""
+    alone_s: float | None = None
+    """Median seconds of a step with the same micro-batches and update without any communication, on the same workers at
+    the same time, input left out: mean over the workers. None where one worker alone cannot do its part of a step."""
+    slowest_alone_s: float | None = None
+    """Median seconds of such a step on the slowest worker of each step."""
+    comm_s: float | None = None
+    """Seconds that a step spends on collectives, sent without any other work. None if that is not known."""
+    sent_bytes: float = 0.0
+    """Bytes that the first worker sends in a step."""
+    peak_memory_bytes: int = 0
+    """Peak memory of the worker that needed most."""
+    hardware: list[dict[str, Any]] = field(default_factory=list)
+    """Hardware of the workers, each kind of worker once."""
+    is_emulated: bool = False
+    measured_at: float
+    """Time of the measurement, in seconds since 1970."""
+    study: str = ""
+    """Name of the study that measured the turn."""
+    round: int | None = None
+    """Round of that study: turns of one round were taken one after the other, by the same workers. None for a turn
+    launched alone."""
+    placement: dict[str, int] = field(default_factory=dict)
+    """Number of workers on each node. Empty for turns of older versions."""
+
+    @property
+    def round_name(self) -> str:
+        """Name of the round: equal for turns of one round and for no others; "" if no other turn
+        belongs to the round.
+        """
+        return "" if self.round is None else f"{self.study}/{self.round}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Measurements at one number of workers. Times are seconds of one optimizer step."""
+
+    mode: Mode
+    workers: int
+    strategy: str
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    turns: list[list[float]]
+    """Step times in steady state in s, a list for each turn."""
+    rounds: list[str] = field(default_factory=list)
+    """Name of the round of each turn, see `Turn.round_name`; turns of two points in one round can be compared pair by
+    pair."""
+    num_warmup_steps: int
+    """Number of steps left out in each turn."""
+    step_time_s: Estimate
+    """Median step time over the steps of all turns."""
+    samples_per_s: Estimate
+    tokens_per_s: Estimate | None = None
+    compute_s: float
+    """Time spent computing. With `exposed_comm_s`, `input_wait_s` and `other_s` it adds up to the step time."""
+    exposed_comm_s: float | None
+    """Time that the step waits for communication, with what goes with it (copies, reductions). None if it cannot be
+    separated from computing: under tensor and pipeline parallelism, whose `compute_s` holds both.
+    """
+    input_wait_s: float
+    other_s: float = 0.0
+    """Time spent waiting for the slowest worker of a step."""
+    comm_s: float | None = None
+    """Time of all communication, hidden or not; None if it is not known."""
+    sent_bytes: float = 0.0
+    mfu: float | None = None
+    """Model FLOPs per second over the peak of the devices; None where the peak is not known."""
+    peak_memory_bytes: int = 0
+    cost_per_million_samples: float | None = None
+    noise_scale: float | None = None
+    noise: NoiseCourse | None = None
+    """How `noise_scale` was measured, and its course."""
+    to_target: ToTarget | None = None
+    marks: list[str] = field(default_factory=list)
+    """Conditions that every figure of the point must show: `oversubscribed`, `emulated`, `relaunched`."""
+    reused_from: str | None = None
+    """Name of the study that measured the point, where this one did not."""
+    measured_at: float
+    """Time of the measurement, in seconds since 1970."""
+    run_id: str = ""
+    """Id of the point's run in MLflow."""
+
+    def rows(self) -> list[Row]:
+        """Measurements of the point."""
+        return _rows(self, [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """A point compared with the curve's base. Strong efficiency: n0 t(n0) / (n t(n)); weak: t(n0) / t(n)."""
+
+    point: Point
+    speedup: Estimate
+    """Throughput over that of the base, times the base's workers: n on an ideal curve."""
+    efficiency: Estimate
+
+    def rows(self) -> list[Row]:
+        """Measurements of the point, and its figures relative to the base."""
+        return _rows(self.point, self.relative_rows())
+
+    def relative_rows(self) -> list[Row]:
+        """Figures of the point relative to the base."""
+        return [self.speedup.row(names.POINT_SPEEDUP), self.efficiency.row(names.POINT_EFFICIENCY)]
+
+
+def _rows(point: Point, relative: Sequence[Row]) -> list[Row]:
+    to = point.to_target
+    reached = to if to and to.is_reached else None
+    return [
+        point.step_time_s.row(names.POINT_STEP_TIME_S),
+        point.samples_per_s.row(names.POINT_SAMPLES_PER_S),
+        # its interval is that of samples/s, times the tokens of a sample
+        Row(names.POINT_TOKENS_PER_S, point.tokens_per_s.value if point.tokens_per_s else None),
+        *relative,
+        Row(names.POINT_COMPUTE_S, point.compute_s),
+        Row(names.POINT_EXPOSED_COMM_S, point.exposed_comm_s),
+        Row(names.POINT_INPUT_WAIT_S, point.input_wait_s),
+        Row(names.POINT_OTHER_S, point.other_s),
+        Row(names.RECORD_COMM_S, point.comm_s),
+        Row(names.RECORD_SENT_BYTES, point.sent_bytes),
+        Row(names.POINT_MFU, point.mfu),
+        Row(names.PEAK_MEMORY_BYTES, point.peak_memory_bytes),
+        Row(names.POINT_COST, point.cost_per_million_samples),
+        Row(names.POINT_NOISE_SCALE, point.noise_scale),
+        Row(names.RECORD_TARGET_REACHED, to.is_reached if to else None),
+        Row(names.POINT_SAMPLES_TO_TARGET, reached.samples if reached else None),
+        Row(names.POINT_TIME_TO_TARGET_S, reached.time_s if reached else None),
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A law fitted to a curve. `held_out_error`: mean relative error of the speed-up of points that were left out of
+    the fit."""
+
+    law: str
+    """Name of the law: `amdahl`, `gustafson`, `usl` or `planner`."""
+    parameters: dict[str, Estimate]
+    held_out_error: float | None
+    band: list[tuple[float, Estimate]] = field(default_factory=list)
+    """(workers, speed-up) along the curve, one doubling further than the points."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextDoubling:
+    """Prediction for twice the workers of the largest point."""
+
+    workers: int
+    gain: Estimate
+    """Throughput at `workers` over that of the largest point; 2 is ideal."""
+    efficiency: Estimate
+    cost_factor: float
+    """Price of a second over that of the largest point."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The points of one mode by number of workers, and what follows from them."""
+
+    mode: Mode
+    base_workers: int
+    points: list[CurvePoint]
+    fits: list[Fit] = field(default_factory=list)
+    best_law: str | None = None
+    next_doubling: NextDoubling | None = None
+    limit: str = ""
+    """Limit of the largest point: `communication`, `input`, `contention`, `compute`, `computing or communication`
+    (which some strategies cannot separate) or `nothing yet`.
+    """
+    verdict: str = ""
+    """One or two sentences: the next doubling, or why nothing is said about it, and what to change."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class StudyRecord(JsonRecord):
+    """A finished scaling study."""
+
+    name: str
+    command: str
+    """Command that repeats the study."""
+    config: dict[str, Any]
+    conditions: Conditions
+    curves: list[Curve]
+    price_per_worker_hour: float | None = None
+    currency: str = ""
+    marks: list[str] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    """Every curve's verdict, and what else a reader should know."""
+    model_profile: dict[str, Any] | None = None
+    """Counted costs of the model, as `records/workload_profile.py` has them, from which the planner learns. None where
+    they were not counted."""
+    noise: list[tuple[int, float]] = field(default_factory=list)
+    """(samples, noise scale) over the training of the point with most measurements, where it was measured."""
+    started_at: float
+    duration_s: float
+    tracking_uri: str = ""
+    experiment_id: str = ""
+    run_id: str = ""
+    mlflow_link: str = ""
+    folder: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The verdict of the first curve."""
+        return self.curves[0].verdict if self.curves else ""
+
+    def lines(self) -> list[str]:
+        """Each point of the curves, the conclusions, and where the study is."""
+        points = [
+            f"{curve.mode}, {quantity(one.point.workers, 'worker')}: "
+            f"{one.point.samples_per_s.value:.4g} samples/s, speed-up {one.speedup.value:.3g}"
+            for curve in self.curves
+            for one in curve.points
+        ]
+        where = [f"MLflow: {self.mlflow_link}" if self.mlflow_link else "", f"folder: {self.folder}"]
+        return [f"study {self.name}", *shortened(points), *shortened(self.words, 2), *filter(None, where)]

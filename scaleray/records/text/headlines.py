@@ -1,0 +1,94 @@
+"""A study's or a sweep's result in one short line, above the verdicts: on the page, on the terminal and in MLflow."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from scaleray.common.printed import quantity
+from scaleray.records.settings import Setting, best, settings
+from scaleray.records.study_record import Curve, CurvePoint, Estimate, StudyRecord
+from scaleray.records.sweep_record import SweepRecord
+from scaleray.records.text.units import count, figure
+
+MUCH_FASTER = 1.1
+"""Factor of throughput that twice the workers must surely bring: in a doubling that brings less, they wait for each
+other most of the time."""
+KNOWN_WITHIN = 3.0
+"""Factor between an interval's ends beyond which the headline shows the interval."""
+
+
+def study_headline(record: StudyRecord) -> str:
+    """Recommended number of workers, by the first curve, and its speed-up. The gain of the next doubling is in the
+    verdict below it.
+    """
+    curve = next((curve for curve in record.curves if curve.points), None)
+    if curve is None:
+        return "No curve was measured"
+    last = curve.points[-1]
+    workers = last.point.workers
+    if len(curve.points) == 1:
+        rate = f"{count(last.point.samples_per_s.value)} samples/s on {quantity(workers, 'worker')}"
+        return f"{rate}; a curve needs a second number of workers"
+    chosen = worth_using(curve)
+    number = quantity(chosen.point.workers, "worker")
+    others = f"{workers} workers are {_times(last)} as fast as {curve.base_workers}"
+    if not _is_known(last.speedup):
+        return f"How many workers to use is open: {others}, known only to {_span(last.speedup)}"
+    share = f"{last.efficiency.value:.0%} of ideal ({curve.mode} scaling)"
+    if chosen is not last:
+        return f"Stay on {number}: {others}, {share}"
+    return f"Use {number}: {_times(last)} as fast as {curve.base_workers}, {share}"
+
+
+def worth_using(curve: Curve) -> CurvePoint:
+    """The fewest workers that are worth it: beyond them, twice as many are not surely MUCH_FASTER.
+
+    Sure is what the ends of the intervals say: the slower end of the larger size against the value of the smaller.
+    """
+    chosen = curve.points[0]
+    for at in curve.points[1:]:
+        doublings = math.log2(at.point.workers / chosen.point.workers)
+        if at.speedup.low > chosen.speedup.value * MUCH_FASTER**doublings:
+            chosen = at
+    return chosen
+
+
+def sweep_headline(record: SweepRecord) -> str:
+    """Which batch size is the fastest and which the cheapest to the target; without a target, the best value."""
+    found = settings(record)
+    reached = [setting for setting in found if setting.samples_to_target is not None]
+    if reached:
+        return f"{_fastest_and_cheapest(reached, record.direction)} to {record.target}"
+    chosen = best([setting for setting in found if setting.value is not None], record.direction)
+    if chosen is None:
+        statuses = Counter(trial.status for trial in record.trials).most_common(2)
+        return "No trial gave a result" + "".join(f", {n} {status}" for status, n in statuses)
+    where = f"{figure(chosen.value)} at batch {chosen.batch_size}, learning rate {chosen.learning_rate:.3g}"
+    return (
+        f"No setting reached {record.target}; the closest: {where}"
+        if record.target
+        else f"Best {record.metric}: {where}"
+    )
+
+
+def _fastest_and_cheapest(reached: list[Setting], direction: str) -> str:
+    timed = [setting for setting in reached if setting.time_to_target_s is not None]
+    cheapest = best(reached, direction)
+    fastest = min(timed, key=lambda setting: setting.time_to_target_s or 0.0, default=cheapest)
+    assert cheapest is not None and fastest is not None
+    if fastest.batch_size == cheapest.batch_size:
+        return f"Batch {fastest.batch_size} is fastest and cheapest"
+    return f"Batch {fastest.batch_size} is fastest, batch {cheapest.batch_size} cheapest"
+
+
+def _times(at: CurvePoint) -> str:
+    return f"{at.speedup.value:.3g}×"
+
+
+def _is_known(estimate: Estimate) -> bool:
+    return estimate.low > 0 and estimate.high <= KNOWN_WITHIN * estimate.low
+
+
+def _span(estimate: Estimate) -> str:
+    return f"{estimate.low:.2g}–{estimate.high:.2g}×"

@@ -1,0 +1,65 @@
+"""Whether the evidence equals MLflow's copy: trainings with their alerts, the study with its points, the certificate. A
+change of a file in a folder, or of a number in MLflow, is found; the same change of both is not. MLflow is the one that
+the reader chose.
+"""
+
+from __future__ import annotations
+
+from scaleray.recording.find_record import FoundRun
+from scaleray.recording.same_in_mlflow import certificate_differences, differences_from_mlflow, study_differences
+from scaleray.recording.store import resolve_uri, without_password
+from scaleray.records.gate_answer import Check
+from scaleray.records.study_record import StudyRecord
+from scaleray.release.evidence.evidence import Evidence, alerts_of, training
+from scaleray.release.gates.equality import CertificateFacts
+
+NAME_IT = "name the MLflow that it was recorded in: --uri URI"
+
+
+def runs_as_recorded(evidence: Evidence, uri: str | None) -> Check:
+    """Whether the records of all trainings are MLflow's, with their alerts."""
+    what = "records as MLflow has them"
+    unknown = []
+    runs = [*evidence.candidates, *evidence.baselines, *evidence.endured]
+    for found in runs:
+        differs = _of_run(found, uri)
+        if differs:
+            name = training(found).name
+            words = f"{name} is not what MLflow was told: {', '.join(differs[:4])}"
+            return Check(what=what, answer="fail", words=words, numbers={"differences": float(len(differs))})
+        if differs is None:
+            unknown.append(training(found).name)
+    if unknown:
+        return Check(what=what, answer="inconclusive", words=_away(", ".join(unknown[:4]), uri), remedy=NAME_IT)
+    return Check(what=what, answer="pass", words=f"{len(runs)} runs")
+
+
+def study_as_recorded(study: StudyRecord, uri: str | None) -> Check:
+    """Whether the study and its points equal MLflow's copy, with their seals, and none is marked as invalid."""
+    what = "the study and its points as MLflow has them"
+    return _check(what, study.name, study_differences(study, uri=uri), uri)
+
+
+def certificate_as_recorded(certificate: CertificateFacts, uri: str | None) -> Check:
+    """Whether the certificate is the one that `scaleray verify` recorded."""
+    differs = certificate_differences(certificate.run_id, certificate.sha256, uri=uri)
+    return _check("the certificate as MLflow has it", certificate.name, differs, uri)
+
+
+def _of_run(found: FoundRun, uri: str | None) -> list[str] | None:
+    record, alerts = training(found), alerts_of(found)
+    names = None if alerts is None else [alert.name for alert in alerts]
+    return differences_from_mlflow(record, alerts=names, uri=uri)
+
+
+def _check(what: str, name: str, differs: list[str] | None, uri: str | None) -> Check:
+    if differs is None:
+        return Check(what=what, answer="inconclusive", words=_away(name, uri), remedy=NAME_IT)
+    if differs:
+        words = f"{name}: {'; '.join(differs[:4])}"
+        return Check(what=what, answer="fail", words=words, numbers={"differences": float(len(differs))})
+    return Check(what=what, answer="pass", words=name)
+
+
+def _away(names: str, uri: str | None) -> str:
+    return f"MLflow at {without_password(resolve_uri(uri))} has no copy of {names}, or is away"

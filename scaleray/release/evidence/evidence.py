@@ -1,0 +1,262 @@
+"""Evidence for the gates: a run and its repeats, a baseline's runs, certificates and a study, by folder or name."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from scaleray.checkpoints.storage import Store
+from scaleray.common.parsing import inert_json, load_json
+from scaleray.config.base import Target, without_password
+from scaleray.config.decides import Decides, decides
+from scaleray.errors import TrackingError, UsageError
+from scaleray.launch.session.conditions import digest, training_of
+from scaleray.recording.find_record import FoundRun, find_run
+from scaleray.records.alert_record import Alert, parse_alerts
+from scaleray.records.conditions import repeat_key
+from scaleray.records.json_record import jsonable, leaves
+from scaleray.records.read import FILE, AnyRecord, parse_record
+from scaleray.records.run_record import RunRecord
+from scaleray.records.study_record import StudyRecord
+from scaleray.release.gates.convergence import Learning
+from scaleray.release.gates.equality import CertificateFacts
+from scaleray.release.gates.operations import faults_survived
+
+CERTIFICATE = "certificate.json"
+NO_CERTIFICATE = f"it holds no {CERTIFICATE} of `scaleray verify`"
+READERS = 8
+"""Number of neighbouring folders that are read at once, as a bucket answers each request late."""
+MOST_NEIGHBOURS = 500
+"""Most folders next to a run's own that are searched for its repeats, certificates and studies, the newest first."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence for the gates. The first candidate is the one that is judged; others repeat it."""
+
+    candidates: list[FoundRun]
+    baselines: list[FoundRun]
+    certificates: list[CertificateFacts]
+    study: StudyRecord | None = None
+    notes: list[str] = field(default_factory=list)
+    """Notes on evidence that was found without being named."""
+    endured: list[FoundRun] = field(default_factory=list)
+    """Runs of the same training that were interrupted, went on and have finished."""
+
+    @property
+    def run(self) -> RunRecord:
+        """The record of the run that is judged."""
+        return training(self.candidates[0])
+
+
+def training(found: FoundRun) -> RunRecord:
+    """The record of a training. Raises UsageError for one of a study or a sweep."""
+    if not isinstance(found.record, RunRecord):
+        kind = "a study" if isinstance(found.record, StudyRecord) else "a sweep"
+        hint = "a study is judged alone: scaleray gate STUDY; beside trainings it is given with --study"
+        raise UsageError(found.where, kind, "a gate judges trainings, or one study", hint)
+    return found.record
+
+
+def collect(
+    runs: Sequence[str | FoundRun],
+    *,
+    against: Sequence[str] = (),
+    study: str | None = None,
+    certificates: Sequence[str] = (),
+    uri: str | None = None,
+) -> Evidence:
+    """The evidence of these runs. Evidence that is not named is searched in the folders next to the runs' own.
+
+    Raises UsageError for evidence of the wrong kind, TrackingError for evidence that is not there.
+    """
+    candidates = [one if isinstance(one, FoundRun) else find_run(one, uri=uri) for one in runs]
+    baselines = [find_run(name, uri=uri) for name in against]
+    for one in (*candidates, *baselines):
+        training(one)
+    refuse_twice(candidates, baselines)
+    notes: list[str] = []
+    beside = _neighbours(candidates[0])
+    for side, what in ((candidates, "candidate"), (baselines, "baseline")):
+        near = beside if side is candidates else _neighbours(side[0]) if len(side) == 1 else []
+        known = {one.where for one in (*candidates, *baselines)}
+        repeats = _repeats(training(side[0]), near, uri) if len(side) == 1 else []
+        if more := [one for one in repeats if one.where not in known]:
+            side += more
+            failed = sum(training(one).status != "FINISHED" for one in more)
+            found = f"{what}: {len(more)} other runs of the same but the seed were found beside it"
+            notes.append(found + (f", of which {failed} failed" if failed else ""))
+    endured = _endured(candidates, beside)
+    if endured:
+        notes.append(f"faults: {len(endured)} runs beside it went on after an interruption")
+    found_study = _study(study, beside, training(candidates[0]), uri)
+    facts = [_named_certificate(name) for name in certificates] or _certificates(beside)
+    return Evidence(candidates, baselines, facts, found_study, notes, endured)
+
+
+def refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun] = ()) -> None:
+    """Raise UsageError for a run that is given twice, by its place or its id: it repeats nothing."""
+    sides = [(one, side) for side in ("the candidate", "the baseline") for one in
+             (candidates if side == "the candidate" else baselines)]  # fmt: skip
+    known: dict[str, str] = {}
+    for one, side in sides:
+        for name in filter(None, {one.where, training(one).run_id}):
+            if name in known:
+                both = side != known[name]
+                allowed = "it is either the candidate or the baseline" if both else f"it is given twice, as {side}"
+                raise UsageError("a run", one.where, allowed)
+        known |= dict.fromkeys(filter(None, (one.where, training(one).run_id)), side)
+
+
+def certificates_for(found: FoundRun, named: Sequence[str]) -> list[CertificateFacts]:
+    """The certificates that are named, or those in the folders next to that of a run or study."""
+    return [_named_certificate(name) for name in named] or _certificates(_neighbours(found))
+
+
+def learning(found: FoundRun, target: Target | None, metric: str | None) -> Learning:
+    """How a run learned. metric: whose last value counts; None: the target's. One that did not finish has not reached
+    the target."""
+    record = training(found)
+    has_finished = record.status == "FINISHED"
+    is_known = target is None or bool(found.evaluations.get(target.metric)) or not has_finished
+    batch = float(record.derived.get("global_batch_size") or 0)
+    points = found.evaluations.get(target.metric, []) if target else []
+    reached = next((step for step, value in points if target and target.is_reached({target.metric: value})), None)
+    steps = [step for step, _ in points]
+    every = max((b - a for a, b in zip([0, *steps], steps, strict=False)), default=0)
+    name = metric or (target.metric if target else None)
+    value = record.metrics.get(name) if name else None
+    samples = reached * batch if reached is not None and has_finished else None
+    return Learning(samples, value, every * batch, has_finished, is_known)
+
+
+def target_of(run: RunRecord) -> Target | None:
+    """The target of a run's own config."""
+    with contextlib.suppress(ValueError):
+        return Target.parse((run.config.get("stop") or {}).get("at"))
+    return None
+
+
+def alerts_of(found: FoundRun) -> list[Alert] | None:
+    """Alerts that a run recorded; None if it recorded none, not even that there were none."""
+    return None if found.alerts is None else parse_alerts(found.alerts)
+
+
+@dataclass(frozen=True)
+class _Neighbour:
+    """A folder next to a run's own, and its contents."""
+
+    place: Store
+    record: AnyRecord | None
+    certificate: CertificateFacts | None
+
+
+def _neighbours(found: FoundRun) -> list[_Neighbour]:
+    """The folders next to a run's own, newest first; none for a run in MLflow alone."""
+    if "://" not in found.where and found.folder is None:
+        return []
+    own = Store(str(found.folder) if found.folder is not None else found.where)
+    with contextlib.suppress(OSError):
+        names = [name for name in own.parent.names() if name != own.name]
+        if own.is_local:
+            age = {name: -Path(own.parent.root, name).stat().st_mtime for name in names}
+            names = sorted(names, key=age.__getitem__)
+        else:  # a bucket's folders have no time, and the names that scaleray gives end with one
+            names = names[::-1]
+        with ThreadPoolExecutor(READERS) as pool:
+            return list(pool.map(_neighbour, map(own.parent.child, names[:MOST_NEIGHBOURS])))
+    return []
+
+
+def _neighbour(place: Store) -> _Neighbour:
+    record, certificate = None, None
+    with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
+        record = parse_record(place.read(FILE))
+    with contextlib.suppress(OSError, TrackingError):  # a certificate of `verify --resume` is of another kind
+        certificate = _certificate(place.root, place.read(CERTIFICATE))
+    return _Neighbour(place, record, certificate)
+
+
+def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> list[FoundRun]:
+    """Runs next to a run that are the same but for the seed, one of each seed: the newest that has finished, else one
+    that failed.
+    """
+    mine, repeats = repeat_key(own), dict[Any, Store]()
+    for status in ("FINISHED", "FAILED"):
+        for place, record in _runs(beside, status):
+            seed = record.config.get("seed")
+            if repeat_key(record) == mine and seed != own.config.get("seed"):
+                repeats.setdefault(seed, place)
+    return [find_run(place.root, uri=uri) for place in repeats.values()]
+
+
+def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> list[FoundRun]:
+    """Finished runs next to the candidates that trained the same on as many workers, and survived a fault."""
+    mine, known = _trained(training(candidates[0])), {one.where for one in candidates}
+    return [
+        find_run(place.root)
+        for place, record in _runs(beside, "FINISHED")
+        if faults_survived(record) and _trained(record) == mine and place.path("").rstrip("/") not in known
+    ]
+
+
+def _trained(run: RunRecord) -> list[Any]:
+    """Training of a run, its code, and its number of workers; neither its seed nor its checkpoints."""
+    config = {key: value for key, value in leaves(jsonable(run.config)) if decides(key) is Decides.RESULT}
+    config.pop("seed", None)
+    git = (run.environment.get("environment") or {}).get("git") or {}
+    return [run.strategy, run.workers, git.get("commit"), config]
+
+
+def _runs(beside: Sequence[_Neighbour], status: str) -> Iterator[tuple[Store, RunRecord]]:
+    """The runs of this status among the neighbours."""
+    for one in beside:
+        if isinstance(one.record, RunRecord) and one.record.status == status:
+            yield one.place, one.record
+
+
+def _certificate(where: str, text: bytes) -> CertificateFacts:
+    """The certificate in the text of a certificate.json. Raises TrackingError for anything else."""
+    where = without_password(where)
+    try:
+        return CertificateFacts.of(load_json(inert_json(text)), name=where, sha256=hashlib.sha256(text).hexdigest())
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise TrackingError("--certificates", where, f"{NO_CERTIFICATE}: {type(exc).__name__} {exc}") from exc
+
+
+def _named_certificate(name: str) -> CertificateFacts:
+    """The certificate in a folder, a bucket or a file. Raises TrackingError."""
+    place = Store(name.removesuffix(f"/{CERTIFICATE}")) if "://" in name else None
+    if place is None:
+        path = Path(name).expanduser().absolute()
+        place = Store(str(path if path.is_dir() else path.parent))
+        file = CERTIFICATE if path.is_dir() else path.name
+    else:
+        file = CERTIFICATE
+    try:
+        return _certificate(place.root, place.read(file))
+    except OSError as exc:
+        raise TrackingError("--certificates", without_password(name), f"{NO_CERTIFICATE}: {exc}") from exc
+
+
+def _certificates(beside: Sequence[_Neighbour]) -> list[CertificateFacts]:
+    return [one.certificate for one in beside if one.certificate is not None]
+
+
+def _study(name: str | None, beside: Sequence[_Neighbour], run: RunRecord, uri: str | None) -> StudyRecord | None:
+    if name is not None:
+        record = find_run(name, uri=uri).record
+        if not isinstance(record, StudyRecord):
+            raise UsageError("--study", name, "it must be a scaling study", "scaleray study -c FILE makes one")
+        return record
+    own = digest(training_of(run.config))
+    for record in (one.record for one in beside if isinstance(one.record, StudyRecord)):
+        sizes = {one.point.workers for curve in record.curves for one in curve.points}
+        if run.workers in sizes and record.conditions.config_hash == own:
+            return record
+    return None

@@ -1,0 +1,85 @@
+"""The evidence of a decision in a folder of its own, so that the gates can be asked again when runs, certificates and
+studies are gone from where they were."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from scaleray.checkpoints.storage import Store
+from scaleray.common.parsing import load_json
+from scaleray.errors import TrackingError
+from scaleray.recording.find_record import FoundRun, read_alerts, record_of
+from scaleray.records.alert_record import ALERTS_FILE
+from scaleray.records.json_record import jsonable
+from scaleray.records.read import FILE
+from scaleray.records.study_record import StudyRecord
+from scaleray.release.evidence.evidence import Evidence, training
+from scaleray.release.evidence.policy_file import policy_of
+from scaleray.release.gates.equality import CertificateFacts
+from scaleray.release.gates.policy import Policy
+
+EVIDENCE = "evidence"
+"""Folder of the evidence among the files of a promoted version."""
+INDEX, EVALUATIONS, STUDY = "evidence.json", "evaluations.json", "study.json"
+SIDES = ("candidates", "baselines", "endured")
+
+
+def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> None:
+    """Write evidence and policy to a folder that is new."""
+    folder.mkdir(parents=True)
+    sides: dict[str, list[FoundRun]] = {side: getattr(evidence, side) for side in SIDES}
+    for side, runs in sides.items():
+        for number, found in enumerate(runs):
+            _keep_run(found, folder / side / str(number))
+    about = {
+        **{side: [one.where for one in runs] for side, runs in sides.items()},
+        "certificates": [dataclasses.asdict(one) for one in evidence.certificates],
+        "notes": evidence.notes,
+        "policy": policy.model_dump(mode="json"),
+    }
+    (folder / INDEX).write_text(json.dumps(jsonable(about), indent=1))
+    if evidence.study is not None:
+        (folder / STUDY).write_text(evidence.study.to_json())
+
+
+def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
+    """Evidence that `keep_evidence` wrote. Raises TrackingError for a folder that is not whole."""
+    try:
+        about = load_json((folder / INDEX).read_bytes())
+        sides = [
+            [_read_run(folder / side / str(number), where) for number, where in enumerate(about.get(side, []))]
+            for side in SIDES
+        ]
+        certificates = [_certificate(values) for values in about["certificates"]]
+        study = record_of((folder / STUDY).read_bytes(), where=STUDY) if (folder / STUDY).is_file() else None
+        policy = policy_of(about["policy"], where="kept with the evidence")
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise TrackingError("the evidence", str(folder), f"it is not whole: {type(exc).__name__} {exc}") from exc
+    assert study is None or isinstance(study, StudyRecord)
+    return Evidence(sides[0], sides[1], certificates, study, list(about["notes"]), sides[2]), policy
+
+
+def _keep_run(found: FoundRun, folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / FILE).write_text(training(found).to_json())
+    (folder / EVALUATIONS).write_text(json.dumps(jsonable(found.evaluations)))
+    if found.alerts is not None:
+        (folder / ALERTS_FILE).write_text(found.alerts)
+
+
+def _read_run(folder: Path, where: str) -> FoundRun:
+    evaluations = {
+        str(name): [(int(step), math.nan if value is None else float(value)) for step, value in points]
+        for name, points in load_json((folder / EVALUATIONS).read_bytes()).items()
+    }
+    record = record_of((folder / FILE).read_bytes(), where=f"{where}, as it was kept")
+    return FoundRun(record, where, folder, None, evaluations, read_alerts(Store(str(folder))))
+
+
+def _certificate(values: dict[str, Any]) -> CertificateFacts:
+    lists = {name: tuple(values.get(name, ())) for name in ("strategies", "world_sizes", "workers")}
+    return CertificateFacts(**{**values, **lists})

@@ -1,0 +1,143 @@
+"""The gates of today's runs against a registered version, whose evidence and policy were kept at its promotion."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scaleray.common.progress import stage
+from scaleray.config.decides import Decides, decides
+from scaleray.errors import ConfigError, TrackingError, UsageError
+from scaleray.models.fetched import MODEL, fetch_model
+from scaleray.models.registry import MODEL_URI, ModelRegistry, Named
+from scaleray.recording.find_record import FoundRun, find_run, places_of
+from scaleray.records.gate_answer import GateResult, together
+from scaleray.records.gates import GateRecord
+from scaleray.records.json_record import leaves
+from scaleray.records.run_record import RunRecord
+from scaleray.release.evidence.evidence import Evidence, learning, refuse_twice, target_of, training
+from scaleray.release.evidence.kept_evidence import EVIDENCE, read_evidence
+from scaleray.release.evidence.policy_file import read_policy
+from scaleray.release.gates import convergence, drift
+
+OF_PROMOTED = (drift.SPEED, convergence.GATE, drift.DATA)
+DAYS = 8.0
+"""Days back in which runs count as today's by default: a week and some hours."""
+MAY_DIFFER = ("seed", "workload.name", "workload.args.")
+"""Keys of the config in which today's runs may differ from the promoted one: code lies elsewhere, data are newer."""
+
+
+def registered(against: Sequence[str]) -> Named | None:
+    """The registered version among the names of a baseline; None if all of them are runs.
+
+    A version is NAME@ALIAS, unless a folder has this name, or begins with `models:/`. Raises UsageError for a version
+    next to another baseline.
+    """
+    for name in against:
+        is_alias = "@" in name and not set("/:") & set(name) and not _is_folder(name)
+        if is_alias or name.startswith(MODEL_URI):
+            if len(against) > 1:
+                allowed = "a registered version is the whole baseline"
+                raise UsageError("--against", " ".join(against), allowed, f"give {name} alone")
+            return Named.parse(name)
+    return None
+
+
+def _is_folder(name: str) -> bool:
+    return any(Path(place.root).exists() for place in places_of(name))
+
+
+def judge_promoted(
+    runs: Sequence[str],
+    version: Named,
+    *,
+    days: float | None = None,
+    policy: str | Path | Mapping[str, Any] | None = None,
+    gates: Sequence[str] | None = None,
+    uri: str | None = None,
+) -> GateRecord:
+    """Compare the speed, the convergence and the data of runs with those of a promoted model.
+
+    runs: without any, those in MLflow of the promoted run's experiment that train the same, began after its promotion
+    and in the last `days`, and have finished or failed. policy: None is that of the promotion.
+    Raises UsageError, ConfigError and TrackingError.
+    """
+    for name in gates or ():
+        if name not in OF_PROMOTED:
+            allowed = f"of a registered version the gates are {', '.join(OF_PROMOTED)}"
+            raise ConfigError("--gates", name, allowed)
+    if days is not None and days <= 0:
+        raise UsageError("--days", days, "it must be above 0")
+    kept, held = read_evidence(fetch_model(str(version), uri=uri).parents[len(MODEL.parts) - 1] / EVIDENCE)
+    if policy is not None:
+        held = read_policy(policy)
+    registry = ModelRegistry(uri)
+    with stage("looking for today's runs"):
+        notes: list[str] = []
+        found = [find_run(name, uri=registry.uri) for name in runs]
+        refuse_twice(found)
+        found = found or _since(registry, version, kept, DAYS if days is None else days, notes)
+    if not found:
+        notes.append("no run that trains the same has ended since")
+    today, promoted = ([training(one) for one in side] for side in (found, kept.candidates))
+    target = held.convergence.target or target_of(kept.run)
+    metric = held.convergence.metric_name
+    learned = [[learning(one, target, metric) for one in side] for side in (found, kept.candidates)]
+    finished = [run for run in today if run.status == "FINISHED"]
+    asked: dict[str, Callable[[], GateResult]] = {
+        drift.SPEED: lambda: drift.speed_gate(finished, promoted, policy=held.drift),
+        convergence.GATE: lambda: convergence.convergence_gate(
+            learned[0], learned[1], target=target, policy=held.convergence
+        ),
+        drift.DATA: lambda: drift.data_gate(today, promoted, policy=held.drift),
+    }
+    results = [asked[name]() for name in OF_PROMOTED if gates is None or name in gates]
+    words = ["scaleray", "gate", *(str(one.folder or training(one).run_id or one.where) for one in found)]
+    words += ["--against", f"{MODEL_URI}{version}"]
+    words += ["--policy", str(policy)] if isinstance(policy, (str, Path)) else []
+    return GateRecord(
+        answer=together(one.answer for one in results),
+        gates=[dataclasses.replace(one, command=shlex.join([*words, "--gates", one.gate])) for one in results],
+        run=f"runs since the promotion of {version}",
+        candidates=[one.where for one in found],
+        baselines=[one.where for one in kept.candidates],
+        policy=held.model_dump(mode="json"),
+        notes=notes,
+        date=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    )
+
+
+def _since(registry: ModelRegistry, named: Named, kept: Evidence, days: float, notes: list[str]) -> list[FoundRun]:
+    """Runs of the same training that began after the promotion and in the last days and have finished or failed, the
+    newest first. Those that failed before they had a record are named in `notes`."""
+    version = registry.find(named)
+    since_ms = max(version.created_at_ms, 1000 * (time.time() - 86400 * days))
+    known = {training(one).run_id for one in (*kept.candidates, *kept.baselines)}
+    own = _training_of(kept.run)
+    found = []
+    for run_id, status in registry.runs_beside(version.run_id, since_ms=since_ms).items():
+        try:
+            one = None if run_id in known else find_run(run_id, uri=registry.uri)
+        except TrackingError:
+            if status == "FINISHED":
+                raise
+            notes.append(f"run {run_id} failed and has no record: whether it trained the same is not known")
+            continue
+        if one is not None and isinstance(one.record, RunRecord) and _training_of(one.record) == own:
+            found.append(one)
+    return found
+
+
+def _training_of(run: RunRecord) -> dict[str, Any]:
+    """Training of a run, and its number of workers."""
+    values = {
+        key: value
+        for key, value in leaves(run.config)
+        if decides(key) is Decides.RESULT and not key.startswith(MAY_DIFFER)
+    }
+    attribute = str((run.config.get("workload") or {}).get("name")).rpartition(":")[2]
+    return {**values, "workload": attribute, "workers": run.workers}

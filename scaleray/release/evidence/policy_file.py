@@ -1,0 +1,65 @@
+"""A policy from its YAML file, or one error that names the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from scaleray.common.parsing import load_yaml_with_lines, near_words
+from scaleray.errors import ConfigError, first_line
+from scaleray.release.gates.policy import Policy
+
+
+def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
+    """The policy in a file, or of sections in a mapping; None: the defaults. Raises ConfigError for a key or value that
+    a policy cannot have."""
+    if path is None:
+        return Policy()
+    if isinstance(path, Mapping):
+        return policy_of(dict(path), where="given")
+    place = Path(path)
+    try:
+        values, lines = load_yaml_with_lines(place.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("policy file", str(path), "it does not exist", "--policy names a YAML file") from None
+    except (OSError, ValueError) as exc:
+        problem = first_line(exc)
+        raise ConfigError("policy file", str(path), f"it cannot be read: {problem}") from exc
+    return policy_of(values, where=str(path), lines=lines)
+
+
+def policy_of(values: Any, *, where: str, lines: Mapping[str, int] | None = None) -> Policy:
+    """The policy in plain values, sections with keys. where: name of their source in messages. lines: those of keys."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"policy {where}", "no mapping", f"it holds sections: {', '.join(Policy.model_fields)}")
+    try:
+        return Policy.model_validate(values)
+    except ValidationError as exc:
+        problem = exc.errors(include_url=False)[0]
+        words = [str(part) for part in problem["loc"]]
+        key = ".".join(words)
+        line = (lines or {}).get(".".join(words[:2]))
+        where = where if line is None else f"{where}:{line}"
+        if problem["type"] == "extra_forbidden":
+            known = _known_keys()
+            near = near_words(key, known)
+            hint = f"did you mean {near[0]}?" if near else f"keys are {', '.join(known)}"
+            raise ConfigError(f"policy {where} {key}", "an unknown key", "only known keys are allowed", hint) from exc
+        message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+        allowed = f"that is not allowed: {message[0].lower()}{message[1:]}"
+        raise ConfigError(f"policy {where} {key}", problem.get("input"), allowed) from exc
+
+
+def _known_keys() -> list[str]:
+    return [
+        *Policy.model_fields,
+        *(
+            f"{section}.{key}"
+            for section, info in Policy.model_fields.items()
+            if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel)
+            for key in info.annotation.model_fields
+        ),
+    ]

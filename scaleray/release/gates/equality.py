@@ -1,0 +1,162 @@
+"""The gate `equality`: a certificate of `scaleray verify` says that the candidate's kind of training equals that of one
+process, and the certificate is of this config, this number of workers and this environment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from scaleray.common.printed import quantity
+from scaleray.config.decides import Decides, decides
+from scaleray.records.gate_answer import Answer, Check, GateResult, gate_of
+from scaleray.records.json_record import jsonable, leaves
+from scaleray.records.run_record import RunRecord
+from scaleray.release.gates.environment import facts_of_environment, facts_of_run, unlike, uses_gpus, workers_of
+from scaleray.release.gates.policy import EqualityPolicy
+
+GATE = "equality"
+DAY_S = 86400.0
+NOT_OF_THE_STEP = ("seed", "stop.", "schedule.", "evaluation.")
+"""Keys that say how long a training is or with which random numbers it begins: the equality of a step does not depend
+on them."""
+
+
+@dataclass(frozen=True)
+class CertificateFacts:
+    """Fields of a certificate that the gate reads. date: seconds since 1970."""
+
+    name: str
+    passed: bool
+    verdict: str
+    bound: float
+    date: float
+    strategies: tuple[str, ...]
+    world_sizes: tuple[int, ...]
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    run_id: str = ""
+    """Where it is in MLflow, which keeps a copy and its hash."""
+    tracking_uri: str = ""
+    sha256: str = ""
+    """SHA-256 of the certificate.json that this was read from."""
+    workers: tuple[Mapping[str, Any], ...] = ()
+    """Hardware of the workers that were compared; empty in certificates that know only the machine that asked."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], *, name: str, sha256: str = "") -> CertificateFacts:
+        """The facts in a certificate.json. Raises KeyError, TypeError or ValueError for anything else."""
+        return cls(
+            name,
+            bool(values["passed"]),
+            str(values["verdict"]),
+            float(values["bound"]),
+            datetime.strptime(values["date"], "%Y-%m-%dT%H:%M:%S%z").timestamp(),
+            tuple(values["strategies"]),
+            tuple(map(int, values["world_sizes"])),
+            dict(values["config"]),
+            dict(values["environment"]),
+            str(values.get("run_id") or ""),
+            str(values.get("tracking_uri") or ""),
+            sha256,
+            tuple(worker for one in values.get("outcomes") or () for worker in one.get("workers") or ()),
+        )
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Subject that a certificate must have: a kind of training, as a run or a study had it. facts: of code and
+    environment; folder: the one with its config.yaml.
+    """
+
+    strategy: str
+    workers: int
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    folder: str
+    is_on_cpus: bool
+
+    @classmethod
+    def of_run(cls, run: RunRecord) -> Verified:
+        """The training of a run."""
+        workers = workers_of(run)
+        is_on_cpus = bool(workers) and not uses_gpus(workers)
+        return cls(run.strategy, run.workers, run.config, facts_of_run(run), run.run_dir, is_on_cpus)
+
+
+def equality_gate(
+    run: Verified,
+    certificates: Sequence[CertificateFacts],
+    *,
+    policy: EqualityPolicy,
+    may_differ: Sequence[str] = (),
+    now: float | None = None,
+) -> GateResult:
+    """The gate's check, by the certificate that fits best. now: seconds since 1970, by default this moment."""
+    what = f"{run.strategy} on {quantity(run.workers, 'worker')} equals one process"
+    remedy = f"scaleray verify -c {run.folder}/config.yaml --strategies {run.strategy} --world-sizes {run.workers}"
+    if run.workers == 1:
+        return gate_of(GATE, [Check(what=what, answer="pass", words="one worker is one process")])
+    if not certificates:
+        words = "there is no certificate"
+        return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
+    moment = time.time() if now is None else now
+    chosen = belonging(run, certificates, policy=policy, may_differ=may_differ, now=moment)
+    if chosen is None:
+        reasons = {one.name: _why_not(one, run, policy, may_differ, moment) for one in certificates}
+        name, why = min(reasons.items(), key=lambda item: len(item[1]))
+        words = f"none of {len(certificates)} certificates belongs to it; {name}: {'; '.join(why[:3])}"
+        return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
+    answer: Answer = "pass" if chosen.passed else "fail"
+    words = f"{chosen.name}: {chosen.verdict}"
+    age = (moment - chosen.date) / DAY_S
+    numbers = {"bound": chosen.bound, "age in days": age}
+    return gate_of(
+        GATE, [Check(what=what, answer=answer, words=words, numbers=numbers, remedy="" if chosen.passed else remedy)]
+    )
+
+
+def belonging(
+    run: Verified,
+    certificates: Sequence[CertificateFacts],
+    *,
+    policy: EqualityPolicy,
+    may_differ: Sequence[str],
+    now: float,
+) -> CertificateFacts | None:
+    """The newest certificate that counts for this training; None for one worker, of which none is asked."""
+    if run.workers == 1:
+        return None
+    newest_first = sorted(certificates, key=lambda one: -one.date)
+    return next((one for one in newest_first if not _why_not(one, run, policy, may_differ, now)), None)
+
+
+def _why_not(
+    one: CertificateFacts, run: Verified, policy: EqualityPolicy, may_differ: Sequence[str], now: float
+) -> list[str]:
+    """Reasons for which a certificate does not count; none where it does."""
+    reasons = []
+    if run.strategy not in one.strategies:
+        reasons.append(f"it is of {', '.join(one.strategies)}")
+    if run.workers not in one.world_sizes:
+        reasons.append(f"it is of {', '.join(map(str, one.world_sizes))} workers")
+    if one.bound > policy.max_bound:
+        reasons.append(f"its bound {one.bound:g} is above equality.max_bound {policy.max_bound:g}")
+    age = (now - one.date) / DAY_S
+    if policy.max_age_days is not None and age > policy.max_age_days:
+        reasons.append(f"it is {age:.0f} days old, and equality.max_age_days is {policy.max_age_days:g}")
+    reasons += unlike(_trained(one.config), _trained(run.config), may_differ)
+    # where nothing is known of its workers, GPUs of the machine that asked for it are no part of a run on CPUs
+    workers = one.workers or ([{"device": "cpu"}] if run.is_on_cpus else [])
+    theirs = facts_of_environment(one.environment, workers)
+    return reasons + unlike(theirs, run.facts, may_differ)
+
+
+def _trained(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        f"config.{key}": value
+        for key, value in leaves(jsonable(config))
+        if decides(key) is Decides.RESULT and not key.startswith(NOT_OF_THE_STEP)
+    }

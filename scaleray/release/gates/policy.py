@@ -1,0 +1,135 @@
+"""Requirements of a team on a model before it goes into production: one section for each gate.
+
+A key that is left out keeps its default; None switches a check off. A requirement whose fact is not known makes a gate
+inconclusive, never passed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from scaleray.config.base import Settings, Target
+from scaleray.release.gates.noisy_means import ALPHA, Better
+
+
+class FingerprintPolicy(Settings):
+    """Common facts of candidate and baseline."""
+
+    may_differ: tuple[str, ...] = ("environment.memory_gib", "environment.cpu.cores", "environment.cpu.threads")
+    """Beginnings of keys that may differ, of `code.`, `environment.` and `data.`."""
+    allow_uncommitted: bool = False
+    """Whether runs of changes that no commit holds may pass."""
+
+
+class EqualityPolicy(Settings):
+    """Which certificate of `scaleray verify` counts."""
+
+    max_age_days: Annotated[float | None, Field(gt=0)] = 90.0
+    """Oldest certificate that counts, in days."""
+    max_bound: Annotated[float, Field(gt=0)] = 1e-6
+    """Largest bound that a certificate may have been made with."""
+
+
+class ScalingPolicy(Settings):
+    """How efficient the candidate's number of workers must be, by a study."""
+
+    min_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.7
+    """Smallest efficiency; the lower end of its interval must be above it."""
+    mode: Literal["strong", "weak"] = "strong"
+    """Curve that is looked at."""
+    base_workers: Annotated[int, Field(ge=1)] = 1
+    """Largest number of workers that a study may begin with: its efficiency is relative to that."""
+    min_launches: Annotated[int, Field(ge=2)] = 3
+    """Fewest turns of a number of workers: a single one does not show how much the next would differ."""
+
+
+class ConvergencePolicy(Settings):
+    """How much worse than the baseline the candidate may learn, and how that is shown."""
+
+    target: Target | None = None
+    """Target whose samples are compared, such as `test/accuracy >= 0.97`; None: the config's own `stop.at`."""
+    margin: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Largest share by which the candidate may need more samples to the target."""
+    metric: str | None = None
+    """Metric of the last evaluation that is compared as well, and whether less or more of it is better, such as
+    `test/loss min`; None: the target's."""
+    metric_margin: Annotated[float, Field(gt=0)] = 0.01
+    """Largest amount by which the candidate's metric may be worse, in the metric's own unit."""
+    ask_for: Literal["not worse", "equal"] = "not worse"
+    """Whether the candidate may be better by more than the margin."""
+    not_faster_than_chance: bool = False
+    """Whether a candidate that needs suspiciously few samples fails, by MLPerf's test: for a recipe that must not have
+    changed, as it refuses a better one."""
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
+    """Probability to pass at the margin, of each test."""
+    min_runs: Annotated[int, Field(ge=2)] = 5
+    """Fewest runs of each side."""
+    may_miss: Annotated[int, Field(ge=0)] = 0
+    """Number of candidates that may end without the target."""
+
+    @field_validator("metric")
+    @classmethod
+    def _has_direction(cls, metric: str | None) -> str | None:
+        if metric is not None and not re.fullmatch(r"\S+/\S+ (min|max)", metric):
+            raise ValueError("it is a metric and min or max, for which of its values are better: test/loss min")
+        return metric
+
+    @property
+    def metric_name(self) -> str | None:
+        """Name of the metric in `metric`, or None."""
+        return self.metric.partition(" ")[0] if self.metric is not None else None
+
+    @property
+    def better(self) -> Better | None:
+        """Which values of `metric` are better; None without it."""
+        return None if self.metric is None else "lower" if self.metric.endswith(" min") else "higher"
+
+
+class OperationsPolicy(Settings):
+    """How every candidate must have run."""
+
+    min_goodput: Annotated[float | None, Field(gt=0, le=1)] = None
+    """Smallest share of a run's time that was steps that count; the lower end of the interval over the candidates must
+    be above it."""
+    max_checkpoint_interval_s: Annotated[float | None, Field(gt=0)] = None
+    """Longest time of training that no checkpoint held, in s, as measured: work that a lost worker would have cost."""
+    min_faults_survived: Annotated[int | None, Field(ge=1)] = None
+    """Fewest times that finished runs of this training went on from a checkpoint after a fault."""
+    min_memory_headroom: Annotated[float | None, Field(ge=0, lt=1)] = None
+    """Smallest share of a device's memory that was left at the peak."""
+    max_nonfinite_steps: Annotated[int | None, Field(ge=0)] = 0
+    """Most steps whose loss or gradient was not finite."""
+    no_alerts_of: tuple[str, ...] = ("critical",)
+    """Severities of which no alert may have been raised."""
+
+
+class DriftPolicy(Settings):
+    """How far runs may be from those of a registered version (`scaleray gate --against NAME@ALIAS`); how they learn is
+    judged by `convergence`."""
+
+    margin_slower: Annotated[float, Field(gt=0)] = 0.1
+    """Largest share by which a sample may take longer."""
+    margin_shares: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Largest difference between the shares of rows below any value of a column (the distance of Kolmogorov and
+    Smirnov): 0.15 where normal rows have moved by 0.38 of their standard deviation."""
+    max_new: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    """Largest share of rows with a value that the promoted data did not have, such as a new label, or one that is not
+    finite."""
+    alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
+    """Probability to pass at a margin, of each test."""
+    min_runs: Annotated[int, Field(ge=2)] = 3
+    """Fewest runs of each side whose speed is compared."""
+
+
+class Policy(Settings):
+    """The whole policy, as its YAML file holds it."""
+
+    fingerprint: FingerprintPolicy = FingerprintPolicy()
+    equality: EqualityPolicy = EqualityPolicy()
+    scaling: ScalingPolicy = ScalingPolicy()
+    convergence: ConvergencePolicy = ConvergencePolicy()
+    operations: OperationsPolicy = OperationsPolicy()
+    drift: DriftPolicy = DriftPolicy()

@@ -1,0 +1,146 @@
+"""Trainings that a path judges by more than their result: one that is killed and resumes, and a long one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from scaleray.checkpoints.catalog import Catalog
+from scaleray.checkpoints.manifest import Incomplete
+from scaleray.common.filesystems import set_aside
+from scaleray.config.base import Target
+from scaleray.errors import ScaleRayError
+from scaleray.live.steps_file import step_rows
+from scaleray.records.path_record import PathRecord, PathTask
+from scaleray.records.read import read_record
+from scaleray.records.run_record import RunRecord
+from scaleray.release.evidence.policy_file import read_policy
+from scaleray.release.gates.policy import Policy
+from scaleray.release.path.commands import LOOK_S, Outcome, finite, folder_of, held, is_finished, of_training, ran
+from scaleray.release.path.tasks import CANDIDATE, POLICY, log_of, run_folder
+
+LIMIT_S = 3600.0
+"""Seconds without a checkpoint after which a training is not waited for any longer."""
+
+
+def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
+    """Kill a training once it has a checkpoint, continue it, and compare its end with that of an undisturbed one."""
+    folder = folder_of(words)
+    assert folder is not None
+    if not _was_killed(folder):
+        set_aside(folder)  # it was cut off before it had a checkpoint, or came to its end unhurt
+        killed = _killed(words, folder, log_of(path, task))
+        if not killed:
+            return Outcome(1, "it ended before it could be killed: it is too short for a checkpoint on its way")
+    outcome = Outcome(0) if is_finished(folder) else ran(path, task, words)
+    if outcome.code:
+        return outcome
+    compared = _compared(path, folder)
+    figures = {**of_training(folder, path.target), **outcome.figures, **compared.figures}
+    return replace(compared, figures=figures)
+
+
+def _was_killed(folder: Path) -> bool:
+    """Whether a folder holds a training that was killed when it had a checkpoint, and that can continue or has
+    continued.
+    """
+    if not is_finished(folder):
+        return _has_checkpoint(folder)
+    record = _record(folder)
+    return record is not None and bool(record.resumed_after)
+
+
+def _killed(words: Sequence[str], folder: Path, log: Path) -> bool:
+    """Start a training and kill it with all its processes once it has a checkpoint; whether that came in time."""
+    command = [sys.executable, "-m", "scaleray", *words, "--json"]
+    with held(log) as lock, log.open("a") as kept:
+        process = subprocess.Popen(command, stdout=kept, stderr=kept, start_new_session=True, pass_fds=[lock])
+        try:
+            until = time.monotonic() + LIMIT_S
+            while process.poll() is None and time.monotonic() < until:
+                if _has_checkpoint(folder):
+                    return True
+                time.sleep(LOOK_S)
+            return False
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    catalog = Catalog.of_run(str(folder))
+    with contextlib.suppress(OSError, Incomplete, ScaleRayError):
+        for step in catalog.steps():
+            with contextlib.suppress(Incomplete):
+                catalog.read(step)
+                return True
+    return False
+
+
+def _compared(path: PathRecord, folder: Path) -> Outcome:
+    metric, policy = Target.parse(path.target).metric, _policy(path)
+    record, other = _record(folder), _record(Path(run_folder(path, f"{CANDIDATE}-0")))
+    if record is None or not record.resumed_after:
+        return Outcome(1, "its record does not say that it went on from a checkpoint")
+    value = record.metrics.get(metric)
+    figures = {"steps": record.steps, "went on after step": record.resumed_after[-1], metric: value}
+    words = f"killed, went on after step {record.resumed_after[-1]} of {record.steps}"
+    if other is None or value is None or other.metrics.get(metric) is None:
+        return Outcome(1, f"{words}; nothing that was not killed has {metric}", finite(figures), str(folder))
+    apart = abs(value - other.metrics[metric])
+    figures["differs by"] = apart
+    allowed = policy.convergence.metric_margin
+    words += f"; {metric} {value:.4g}, not killed {other.metrics[metric]:.4g} (may differ by {allowed:g})"
+    return Outcome(int(apart > allowed), words, finite(figures), str(folder))
+
+
+def judged_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Outcome:
+    """A long training that has ended, judged by its alerts, its steps that were not finite, and how its speed
+    drifted."""
+    folder = folder_of(words)
+    record = None if folder is None else _record(folder)
+    if outcome.code or record is None or folder is None:
+        return outcome
+    operations = _policy(path).operations
+    begun = [alert for alert in record.alerts if alert.get("severity") in operations.no_alerts_of]
+    most = operations.max_nonfinite_steps
+    too_many = most is not None and record.nonfinite_steps > most
+    drift = _drift(folder)
+    told = [f"{record.steps} steps in {record.total_time_s:.0f} s", record.alerts_in_words() or "no alert"]
+    if drift is not None:
+        told.append(f"a step of its last quarter takes {drift:.2f} x one of its second")
+    if too_many:
+        told.append(f"{record.nonfinite_steps} steps were not finite")
+    figures = {**outcome.figures, **finite({"drift": drift, "alerts": len(record.alerts)})}
+    return Outcome(int(bool(begun) or too_many), "; ".join(told), figures, str(folder))
+
+
+def _drift(folder: Path) -> float | None:
+    """Median step time of the last quarter over that of the second one, which the start does not slow any longer."""
+    try:
+        times = [row["step_time_s"] for row in step_rows((folder / "steps.csv").read_text())]
+    except OSError:
+        return None
+    quarter = len(times) // 4
+    return median(times[-quarter:]) / median(times[quarter : 2 * quarter]) if quarter else None
+
+
+def _record(folder: Path) -> RunRecord | None:
+    try:
+        record = read_record(folder)
+    except (OSError, ValueError, TypeError):
+        return None
+    return record if isinstance(record, RunRecord) else None
+
+
+def _policy(path: PathRecord) -> Policy:
+    return read_policy(Path(path.folder) / POLICY)

@@ -1,0 +1,172 @@
+"""Going along a path: its tasks one after another, and what came of each is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from scaleray.common.filesystems import set_aside
+from scaleray.common.user_name import user_or_somebody
+from scaleray.errors import UsageError
+from scaleray.records.path_record import OVER, STEPS, PathDecision, PathRecord, PathTask
+from scaleray.records.run_record import Say
+from scaleray.records.start import steady_time
+from scaleray.release.path.commands import Outcome, folder_of, going_on, held, ran
+from scaleray.release.path.endurance import judged_soak, killed_and_gone_on
+from scaleray.release.path.path_state import find_path, locked, write
+from scaleray.release.path.runbook import write_runbook
+from scaleray.release.path.tasks import DECIDE, STUDY, SWEEP, filled, log_of, tasks_of
+
+ANEW = "--force"
+"""Option of a study that takes nothing over from earlier ones."""
+
+
+def next_on_path(name: str | None = None, *, until: str | None = None, say: Say = lambda text: None) -> PathRecord:
+    """Run the next task of a path, or all of them until a step is done.
+
+    until: name of a step; the path stops earlier where a task fails or a person must decide. Returns the path as it is
+    then. An interrupted task continues where it was.
+    """
+    last = STEPS.index(_step(until)) if until is not None else None
+    path = find_path(name)
+    with locked(path) as path:
+        while (task := path.next_task()) is not None:
+            if task.act == "decide" or (last is not None and STEPS.index(task.step) > last):
+                break
+            path = _run(path, task, say=say)
+            done = path.task(task.key)
+            if until is None or done is None or done.status != "done":
+                break
+    return path
+
+
+def steps_ahead(name: str | None = None, *, until: str | None = None) -> list[PathTask]:
+    """The next task of a path, or all that are open until a step is through or a person must decide; nothing is run.
+    The first has its command as it would run now: later ones need what earlier ones give."""
+    last = STEPS.index(_step(until)) if until is not None else None
+    path, found = find_path(name), list[PathTask]()
+    for task in path.tasks:
+        if task.status in OVER:
+            continue
+        if last is not None and STEPS.index(task.step) > last:
+            break
+        found.append(task if found else replace(task, ran=going_on(filled(path, task.command))))
+        if until is None or task.act == "decide":
+            break
+    return found
+
+
+def _step(name: str) -> str:
+    if name not in STEPS:
+        raise UsageError("--until", name, f"steps are {', '.join(STEPS)}")
+    return name
+
+
+def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathRecord:
+    """Leave a task out, with the reason that the status shows. Raises UsageError for one that is not there."""
+    path = find_path(name)
+    if not reason.strip():
+        raise UsageError("--reason", reason or None, "the readers of the path must know why")
+    with locked(path) as path:
+        known = _known(path, task)
+        _refuse_running(path, [known])
+        by, at = user_or_somebody(), time.time()
+        path = _with(path, replace(known, status="skipped", words=reason, by=by, started_at=at))
+        path = write(_decided(path, f"skip {task}", reason))
+    return path
+
+
+def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> PathRecord:
+    """Open a task again, and all that come after it and were not skipped. The runs of trainings are set aside."""
+    path = find_path(name)
+    with locked(path) as path:
+        first = path.tasks.index(_known(path, task))
+        after = [one.key for one in path.tasks[first:] if one.status != "skipped" or one.key == task]
+        _refuse_running(path, [one for one in path.tasks if one.key in after])
+        fresh = {one.key: one for one in tasks_of(path)}
+        path = replace(path, tasks=[_opened(t, fresh[t.key]) if t.key in after else t for t in path.tasks])
+        path = write(_decided(path, f"redo {task}", reason))
+    return path
+
+
+def _opened(task: PathTask, fresh: PathTask) -> PathTask:
+    """A task as it was before it began; its files are set aside, where they can still be read. A study that has begun
+    measures all again, rather than reusing its measurements.
+    """
+    is_promotion = "--pipeline" in task.command and "--verify" not in task.command
+    folder = Path(task.command[task.command.index("--pipeline") + 1]) if is_promotion else folder_of(task.command)
+    if folder is not None:
+        set_aside(folder)
+    is_measured = task.key == STUDY and (task.started_at is not None or ANEW in task.command)
+    return replace(fresh, command=[*fresh.command, ANEW]) if is_measured else fresh
+
+
+def _run(path: PathRecord, task: PathTask, *, say: Say) -> PathRecord:
+    started, by = steady_time(), user_or_somebody()
+    refused = None
+    try:
+        task = replace(task, ran=filled(path, task.command))
+    except UsageError as exc:
+        refused = Outcome(exc.exit_code, str(exc))
+    path = write(_with(path, replace(task, status="running", started_at=started, by=by)))
+    outcome = refused or _outcome(path, task, say=say)
+    found = replace(
+        task,
+        status="done" if outcome.code == 0 else "failed",
+        exit_code=outcome.code,
+        started_at=started,
+        duration_s=steady_time() - started,
+        by=by,
+        folder=outcome.folder,
+        figures=outcome.figures,
+        words=outcome.words,
+    )
+    path = _with(path, found)
+    if task.key == SWEEP and outcome.code == 0:
+        path = _advised(path, outcome.words)
+    return write(path)
+
+
+def _outcome(path: PathRecord, task: PathTask, *, say: Say) -> Outcome:
+    if task.act == "runbook":
+        return write_runbook(path)
+    with held(log_of(path, task)):  # the command of an earlier call, which was killed, has ended
+        say(f"{task.key}: {task.shell}")
+    if task.act == "faults":
+        return killed_and_gone_on(path, task, task.ran)
+    outcome = ran(path, task, task.ran)
+    return judged_soak(path, outcome, task.ran) if task.act == "soak" else outcome
+
+
+def _advised(path: PathRecord, advice: str) -> PathRecord:
+    """The path whose next decision has the sweep's advice before it."""
+    task = path.task(DECIDE)
+    if task is None or not advice or task.status != "open":
+        return path
+    plain = task.words[task.words.index("a person decides") :]
+    return _with(path, replace(task, words=f"result of the sweep: {advice} Now {plain}"))
+
+
+def _refuse_running(path: PathRecord, tasks: Sequence[PathTask]) -> None:
+    """Raise UsageError for a task whose command still runs, as its call was killed."""
+    for task in tasks:
+        if task.status == "running":
+            hint = f"wait for its end, or end it; its log is {log_of(path, task)}"
+            raise UsageError("the task", task.key, "its command still runs", hint)
+
+
+def _known(path: PathRecord, key: str) -> PathTask:
+    if (task := path.task(key)) is None:
+        raise UsageError("the task", key, f"{path.name} has {', '.join(one.key for one in path.tasks)}")
+    return task
+
+
+def _with(path: PathRecord, task: PathTask) -> PathRecord:
+    return replace(path, tasks=[task if one.key == task.key else one for one in path.tasks])
+
+
+def _decided(path: PathRecord, what: str, why: str) -> PathRecord:
+    decision = PathDecision(at=time.time(), by=user_or_somebody(), what=what, why=why)
+    return replace(path, decisions=[*path.decisions, decision])

@@ -1,0 +1,253 @@
+"""The state of a path: one folder, with which a colleague can continue."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from scaleray.common.filesystems import lock, write_whole
+from scaleray.common.fingerprint import git_state
+from scaleray.common.user_name import user_or_somebody
+from scaleray.config import RunConfig, Target, load_config
+from scaleray.config.base import Duration, absolute_path, without_password
+from scaleray.config.checkpoint import default_storage_path
+from scaleray.errors import ConfigError, UsageError, first_line
+from scaleray.launch.session.opened import with_absolute_paths
+from scaleray.recording.store import check_reachable, resolve_uri
+from scaleray.records.json_record import jsonable
+from scaleray.records.path_record import PathRecord
+from scaleray.release.evidence.policy_file import read_policy
+from scaleray.release.gates.policy import Policy
+from scaleray.release.path.tasks import JOB, POLICY, STATE, log_of, tasks_of
+from scaleray.release.promote.pipeline import KINDS
+
+LOCK, SQLITE = ".lock", "sqlite:///"
+SOAK = 3
+"""How much longer than the job the long training is."""
+
+
+def start_path(
+    config: str | Path,
+    target: str,
+    *,
+    workers: int,
+    runs: int = 5,
+    name: str | None = None,
+    model: str | None = None,
+    policy: str | Path | Mapping[str, Any] | None = None,
+    cluster: str | None = None,
+    kind: str = "local",
+    soak: str | None = None,
+    local: bool = False,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+) -> PathRecord:
+    """Begin a path: a folder with the job, the policy and the tasks.
+
+    config: YAML file of the training. target: metric, >= or <=, and a value. workers: of the distributed training.
+    runs: trainings of each side; with fewer than the policy asks for the gates answer `inconclusive`. name: of the
+    path, by default that of the experiment. model: name in MLflow's registry, by default the path's. policy: of the
+    gates, whose target is `target`. cluster: that the planner is to give advice for, as for `plan`. kind: of
+    cluster that the promoted model's pipeline is for, as for `promote`. soak: length of the long training, by
+    default three times the job's. Raises ConfigError, and UsageError for a name that is taken; then nothing is left
+    behind.
+    """
+    wanted = _target(target, workers, runs)
+    if kind not in KINDS:
+        raise UsageError("--kind", kind, f"kinds are {', '.join(KINDS)}")
+    whole = with_absolute_paths(load_config(config, flags=overrides))
+    held = read_policy(policy)
+    held = held.model_copy(update={"convergence": held.convergence.model_copy(update={"target": wanted})})
+    called = name or whole.tracking.experiment
+    folder = Path(whole.checkpoint.storage_path) / f"path-{called}"
+    if "://" in whole.checkpoint.storage_path:
+        raise UsageError("checkpoint.storage_path", whole.checkpoint.storage_path, "a path's folder must be local")
+    job = _job(whole, Path(config))
+    path = PathRecord(
+        name=called,
+        folder=str(folder),
+        target=str(wanted),
+        workers=workers,
+        strategy="ddp" if whole.strategy.name == "auto" else whole.strategy.name,
+        batch_size=whole.batch.global_size,
+        runs=runs,
+        local=local,
+        by=user_or_somebody(),
+        started_at=time.time(),
+        model=model or called,
+        cluster=cluster,
+        kind=kind,
+        soak=_soak(soak, whole),
+        notes=[*_notes(runs, held), *_of_code(held)],
+        tracking_uri=without_password(resolve_uri(whole.tracking.uri)),
+    )
+    _refuse_taken(path)
+    check_reachable(resolve_uri(path.tracking_uri))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / JOB).write_text(yaml.safe_dump(job, sort_keys=False))
+    (folder / POLICY).write_text(yaml.safe_dump(jsonable(held.model_dump(mode="json")), sort_keys=False))
+    return write(replace(path, tasks=tasks_of(path)))
+
+
+def _target(target: str, workers: int, runs: int) -> Target:
+    if workers < 2:
+        raise UsageError("--workers", workers, "a path leads to several workers: at least 2")
+    if runs < 1:
+        raise UsageError("--runs", runs, "it must be at least 1")
+    try:
+        return Target.parse(target)
+    except ValueError as exc:
+        raise ConfigError("--target", target, str(exc), "such as: test/accuracy >= 0.97") from exc
+
+
+def _soak(given: str | None, config: RunConfig) -> str:
+    if given is None:
+        return str(replace(config.stop.after, value=SOAK * config.stop.after.value))
+    try:
+        return str(Duration.parse(given))
+    except ValueError as exc:
+        raise ConfigError("--soak", given, str(exc)) from exc
+
+
+def _notes(runs: int, policy: Policy) -> list[str]:
+    least = policy.convergence.min_runs
+    if runs >= least:
+        return []
+    return [f"{runs} trainings of each side are fewer than the policy's {least}: its gate will say inconclusive"]
+
+
+def _of_code(policy: Policy) -> list[str]:
+    """Facts of the code that the gate fingerprint will miss, reported before anything is trained rather than after all
+    of it.
+    """
+    state = git_state(Path.cwd())
+    if not state:
+        return ["no commit is known of this folder: the gate fingerprint will say inconclusive; begin it in a checkout"]
+    if state["is_dirty"] and not policy.fingerprint.allow_uncommitted:
+        return ["there are changes that no commit holds: the gate fingerprint will fail; commit them first"]
+    return []
+
+
+def _refuse_taken(path: PathRecord) -> None:
+    """Raise UsageError for a path of this name."""
+    if (Path(path.folder) / STATE).exists():
+        taken = f"there is a path of this name in {path.folder}"
+        raise UsageError("--name", path.name, taken, "scaleray path next continues it; or choose another name")
+
+
+def _job(config: RunConfig, file: Path) -> dict[str, Any]:
+    """The config as a file holds it, with the workload's file by its absolute path."""
+    values: dict[str, Any] = jsonable(config.to_dict())
+    target, colon, attribute = config.workload.name.partition(":")
+    if target.endswith(".py"):
+        places = [Path(target), file.resolve().parent / target]
+        found = next((place.resolve() for place in places if place.is_file()), None)
+        if found is None:
+            raise ConfigError("workload.name", config.workload.name, "its file does not exist")
+        values["workload"]["name"] = f"{found}{colon}{attribute}"
+    return values
+
+
+def find_path(name: str | None) -> PathRecord:
+    """The path in a folder, of a name in the default storage path, or the only one there is. Raises UsageError."""
+    root = Path(default_storage_path())
+    if name is not None:
+        for place in (Path(name).expanduser(), root / f"path-{name}", root / name):
+            if os.path.isfile(place / STATE) or (place.is_dir() and not os.access(place, os.R_OK | os.X_OK)):
+                return read(place)
+        raise UsageError(
+            "--name", name, f"there is no path in such a folder, nor in {root}", "scaleray path start begins one"
+        )
+    found = sorted(root.glob(f"path-*/{STATE}"))
+    if len(found) != 1:
+        names = ", ".join(one.parent.name.removeprefix("path-") for one in found) or "none"
+        raise UsageError("--name", None, f"{root} holds {len(found)} paths: {names}", "name one, or its folder")
+    return read(found[0].parent)
+
+
+def read(folder: Path) -> PathRecord:
+    """The path in a folder. Raises UsageError for a damaged one."""
+    try:
+        found = PathRecord.read(folder / STATE)
+    except (OSError, ValueError) as exc:
+        raise UsageError("the path", str(folder), f"its {STATE} cannot be read: {first_line(exc)}") from exc
+    here = absolute_path(str(folder))
+    if found.folder != here:  # it was moved, or is mounted
+        found = PathRecord.from_json(json.dumps(_moved(found.to_dict(), found.folder, here)))
+    return found if _is_locked(folder / LOCK) else _interrupted(found)
+
+
+def _moved(value: Any, before: str, here: str) -> Any:
+    """A value of the record whose paths at or in the folder `before` are those in `here`, an SQLite URI's too."""
+    if isinstance(value, dict):
+        return {key: _moved(one, before, here) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_moved(one, before, here) for one in value]
+    if isinstance(value, str):
+        scheme = SQLITE if value.startswith(SQLITE) else ""
+        place = value.removeprefix(scheme)
+        if place == before or place.startswith(f"{before}/"):
+            return f"{scheme}{here}{place.removeprefix(before)}"
+    return value
+
+
+def _interrupted(path: PathRecord) -> PathRecord:
+    """The path after a call that was cut off. A task whose command has ended since, is no longer running."""
+    cut = [
+        replace(task, status="interrupted") if task.status == "running" and not _is_locked(log_of(path, task)) else task
+        for task in path.tasks
+    ]
+    return replace(path, tasks=cut)
+
+
+def write(path: PathRecord) -> PathRecord:
+    """Write the state, whole or not at all."""
+    write_whole(Path(path.folder) / STATE, path.to_json())  # with the mode of the umask, as all files of the folder
+    return path
+
+
+@contextlib.contextmanager
+def locked(path: PathRecord) -> Iterator[PathRecord]:
+    """A context in which no other process works on a path, which it yields as it is now.
+
+    Raises UsageError if another process does, and for a file of the folder that cannot be read or written.
+    """
+    try:
+        with _lock_file(Path(path.folder)) as file:
+            if not lock(file):
+                raise UsageError("the path", path.name, "another process is working on it", "wait for that to end")
+            yield _interrupted(read(Path(path.folder)))
+    except BrokenPipeError:
+        raise
+    except OSError as exc:
+        allowed = f"{exc.filename or path.folder} cannot be written: {exc.strerror or exc}"
+        hint = f"let who shares the path have its files: chmod -R g+rwX {path.folder}, and umask 002 from then on"
+        raise UsageError("the path's folder", path.folder, allowed, hint) from exc
+
+
+def _lock_file(folder: Path) -> IO[str]:
+    """The file that is locked, which may be another user's: every user with write access to the folder may lock it."""
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    place = folder / LOCK
+    try:
+        return place.open("a")
+    except PermissionError:
+        return place.open()
+
+
+def _is_locked(file: Path) -> bool:
+    """Whether a process holds the lock on a file; a lock that cannot be read is as good as none."""
+    try:
+        with file.open() as log:
+            return not lock(log, is_shared=True)
+    except OSError:
+        return False

@@ -1,0 +1,237 @@
+"""The repeatable pipeline of a promoted model, a folder of its own: what trains it again and where, the limits of its
+alerts, and the check for drift. A scheduler of the user's runs its scripts.
+
+It lies among the files of the version, so that its statement knows every byte of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from scaleray.clusters.files.cloud_machines import MACHINES, Machine
+from scaleray.clusters.files.cluster_files import files as manifest_files
+from scaleray.clusters.files.wanted import Wanted
+from scaleray.common.metric import prometheus_name
+from scaleray.common.metric_names import SAMPLES_PER_S
+from scaleray.common.parsing import load_json
+from scaleray.config import RunConfig
+from scaleray.config.alerts import HIDDEN, AlertLimits
+from scaleray.config.base import without_password
+from scaleray.errors import StorageError, UsageError
+from scaleray.live.rules.promql import RUN
+from scaleray.live.rules.rule_files import PATH as ALERTS
+from scaleray.live.rules.rule_files import files as rule_files
+from scaleray.models.trained_run import CODE
+from scaleray.recording.find_record import FoundRun
+from scaleray.records.json_record import jsonable
+from scaleray.records.run_record import RunRecord
+from scaleray.records.statement import digests
+from scaleray.release.evidence.evidence import training
+from scaleray.release.gates.policy import Policy
+from scaleray.release.promote.measured_limits import SLOWER, MeasuredLimits, measured_limits
+
+FOLDER = "pipeline"
+"""Name among the files of a version."""
+JOB, PINS = "job.yaml", "pipeline.json"
+KINDS = ("local", "kubernetes", "slurm", "ray-up")
+"""Kinds of cluster that a pipeline is for."""
+
+
+def write_pipeline(
+    runs: Sequence[FoundRun],
+    packed: Path,
+    out: Path,
+    *,
+    model: str,
+    cluster: str = "local",
+    policy: Policy | None = None,
+    uri: str,
+) -> None:
+    """Write the pipeline to a folder that is new. runs: the promoted run and its repeats; packed: the packed model's
+    folder, whose code is copied; model: NAME@ALIAS; policy: that it is promoted with, None for the usual one; uri: of
+    the MLflow that it is registered in.
+
+    Raises UsageError for a kind of cluster that is not known.
+    """
+    check_cluster(cluster)
+    run, measured = training(runs[0]), measured_limits(runs)
+    if (packed / CODE).is_dir():
+        shutil.copytree(packed / CODE, out / CODE, ignore=shutil.ignore_patterns("__pycache__"))
+    note = load_json((packed / "run.json").read_bytes())
+    job = _job(run, _workload_name(str(note["config"]["workload"]["name"]), packed / CODE), measured.limits, uri)
+    machine = _machine(run)
+    wanted = Wanted(gpus=f"{machine.gpus}x{machine.gpu}", nodes=math.ceil(run.workers / machine.gpus)) if machine else (
+        Wanted(nodes=run.workers))  # fmt: skip
+    manifests = manifest_files(wanted, [cluster]) if cluster != "local" else {}
+    texts = {
+        **manifests,
+        JOB: _head(run, model) + yaml.safe_dump(jsonable(job), sort_keys=False, width=110),
+        PINS: json.dumps(jsonable(_pins(run, model, cluster, measured)), indent=1) + "\n",
+        ALERTS: _alerts(run, model, measured),
+        "retrain.sh": _retrain(model, cluster),
+        "drift.sh": _drift(model, uri, policy or Policy()),
+    }
+    for name, text in texts.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text)
+        if text.startswith("#!"):
+            (out / name).chmod(0o755)
+
+
+def check_cluster(cluster: str) -> None:
+    """Raise UsageError for a kind of cluster that is not known."""
+    if cluster not in KINDS:
+        raise UsageError("--cluster", cluster, f"kinds are {', '.join(KINDS)}")
+
+
+def copy_pipeline(folder: Path, to: str | Path) -> None:
+    """Copy a pipeline to a folder that is new, or holds just the same, and appears when it is whole.
+
+    Raises UsageError, StorageError.
+    """
+    target = Path(to).expanduser().absolute()
+    if target.exists():
+        if not target.is_dir() or digests(target) != digests(folder):
+            raise UsageError("--pipeline", str(to), "it exists already and is another one", "name a new folder")
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as place:
+            shutil.copytree(folder, Path(place) / "new").rename(target)
+    except OSError as exc:
+        raise StorageError("--pipeline", str(to), f"it cannot be written: {exc.strerror or exc}") from exc
+
+
+def _job(run: RunRecord, workload: str, limits: AlertLimits, uri: str) -> dict[str, Any]:
+    """The run's config, resolved, for another run of the same: with code of its own, a new name, and the measured
+    limits."""
+    values: dict[str, Any] = RunConfig.model_validate(run.config).model_dump(mode="json")
+    values["workload"]["name"] = workload
+    values["tracking"] |= {"run_name": None, "uri": without_password(uri)}
+    values["alerts"] |= limits.model_dump(mode="json", include=set(AlertLimits.model_fields))
+    if HIDDEN in str(values["alerts"].get("webhook")):  # its address was never stored
+        values["alerts"]["webhook"] = None
+    return values
+
+
+def _workload_name(name: str, code: Path) -> str:
+    """The packed workload's name as a path from the job file; that of an installed package stays."""
+    target, _, attribute = name.partition(":")
+    file = target if target.endswith(".py") else f"{target.replace('.', '/')}.py"
+    return f"{CODE}/{file}:{attribute}" if (code / file).is_file() else name
+
+
+def _head(run: RunRecord, model: str) -> str:
+    git = (run.environment.get("environment") or {}).get("git") or {}
+    data = [
+        f"# data {split}: {facts.get('rows')} rows, SHA-256 {facts.get('sha256')}" for split, facts in run.data.items()
+    ]
+    changed = " with changes that no commit holds" if git.get("is_dirty") else ""
+    lines = [
+        f"# Trains {model} again: scaleray train -c {JOB}, or retrain.sh for another seed.",
+        f"# From run {run.name}, {run.run_id}; its workload's files are in {CODE}/, as they were.",
+        f"# commit {git.get('commit')}{changed}",
+        *data,
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _pins(run: RunRecord, model: str, cluster: str, measured: MeasuredLimits) -> dict[str, Any]:
+    """Sources of the pipeline, for programs."""
+    facts = run.environment.get("environment") or {}
+    return {
+        "model": model,
+        "run": run.name,
+        "run_id": run.run_id,
+        "cluster": cluster,
+        "code": facts.get("git") or {},
+        "packages": facts.get("packages") or {},
+        "data": {
+            name: {key: about.get(key) for key in ("rows", "sha256", "hashed")} for name, about in run.data.items()
+        },
+        "alert_limits": list(measured.lines),
+        "samples_per_s": measured.samples_per_s,
+    }
+
+
+def _alerts(run: RunRecord, model: str, measured: MeasuredLimits) -> str:
+    """Prometheus' rules with the measured limits, and one that holds a run against the promoted ones' speed."""
+    groups = yaml.safe_load(rule_files(measured.limits)[ALERTS])
+    if measured.samples_per_s:
+        config = RunConfig.model_validate(run.config)
+        names = f"{config.workload.stem}-w{run.workers:03d}-b{config.batch.global_size}-.*"
+        limit = SLOWER * measured.samples_per_s
+        summary = f'{{{{ $value | printf "%.3g" }}}} samples/s; {model} was promoted with {measured.samples_per_s:.4g}'
+        rule = {
+            "alert": "ScaleraySlowerThanPromoted",
+            "expr": f'max by ({RUN}) ({prometheus_name(SAMPLES_PER_S)}{{ray_train_run_name=~"{names}"}}) < {limit:.4g}',
+            "for": "300s",
+            "labels": {"severity": "warning", "source": "scaleray", "rule": "slower_than_promoted"},
+            "annotations": {
+                "summary": summary,
+                "costs": "The same training at a higher price.",
+                "what_to_do": f"scaleray gate --against {model} says whether it is beyond noise, scaleray profile RUN "
+                "where time goes.",
+            },
+        }
+        groups["groups"].append({"name": "scaleray-promoted", "rules": [rule]})
+    lines = [
+        f"# Alerts for {model}. Measured in its runs, with what was seen at most; other limits are the usual ones:"
+    ]
+    lines += [f"#   {line}" for line in measured.lines] or ["#   nothing"]
+    return "\n".join(lines) + "\n" + yaml.safe_dump(groups, sort_keys=False, width=110, allow_unicode=True)
+
+
+def _retrain(model: str, cluster: str) -> str:
+    words = f'-c {JOB} --seed "$seed" "$@"'
+    before, start = _find_python(), f'"$python" -m scaleray train {words} --resume auto'
+    if cluster == "slurm":  # whose script finds Python and resumes by itself
+        sbatch = shlex.quote(shutil.which("sbatch") or "sbatch")
+        before, start = "export SLURM_SCRIPTS=slurm\n", f"{sbatch} slurm/train.sbatch {words}"
+    return f"""#!/bin/bash
+# Trains {model} again, with a seed of the day: runs of one seed would say nothing of their noise.
+# Nothing is promoted: scaleray promote RUN --as ALIAS asks the gates.
+set -euo pipefail
+cd "$(dirname "$0")"
+{before}seed=${{SEED:-$(date +%Y%j)}}
+exec {start}
+"""
+
+
+def _drift(model: str, uri: str, policy: Policy) -> str:
+    runs = max(policy.drift.min_runs, policy.convergence.min_runs)
+    words = shlex.join(["gate", "--against", model, "--uri", without_password(uri)])
+    return f"""#!/bin/bash
+# Compares the runs of the last days with {model}. The policy asks for {runs}: by default as many weeks and a day, and
+# DAYS is for another rhythm.
+# Exit code 0: as promoted; 1: one gate fails; 3: too few runs to tell, as until {runs} have been trained since.
+set -euo pipefail
+{_find_python()}exec "$python" -m scaleray {words} --days "${{DAYS:-{7 * runs + 1}}}" "$@"
+"""
+
+
+def _find_python() -> str:
+    """Lines that set `python`, also under cron, in whose PATH no environment is: PYTHON, this interpreter, or `python`
+    on a machine that does not have it."""
+    default = f"python=${{PYTHON:-{shlex.quote(sys.executable)}}}"
+    return f'{default}\ncommand -v "$python" > /dev/null || python=python\n'
+
+
+def _machine(run: RunRecord) -> Machine | None:
+    """The kind of node that the run's GPUs are of: the largest that it filled; None for a run on CPUs, or on GPUs that
+    the table does not know."""
+    names = ((run.environment.get("environment") or {}).get("accelerators") or {}).get("names") or []
+    name = str(names[0]).lower() if names else ""
+    known = [one for one in MACHINES if name and one.gpu.partition("-")[0] in name]
+    filled = [one for one in known if one.gpus <= run.workers]
+    return max(filled, key=lambda one: one.gpus, default=min(known, key=lambda one: one.gpus, default=None))

@@ -1,0 +1,72 @@
+"""An alias back to a version that it named before."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from scaleray.common.own_folder import cache_folder
+from scaleray.common.user_name import user_or_somebody
+from scaleray.errors import TrackingError, UsageError
+from scaleray.models.fetched import changes
+from scaleray.models.registry import ModelRegistry, ModelVersion, Named
+from scaleray.release.evidence.kept_evidence import EVIDENCE
+
+
+def rollback(model: str, *, to: int | None = None, unchecked: str | None = None, uri: str | None = None) -> int:
+    """Let an alias name an earlier version again, if its files are those of its promotion. Returns that version.
+
+    model: `NAME@ALIAS`. to: version; None is the one that had the alias last before the present one, without those from
+    which it was taken back. unchecked: reason for not looking at its files, kept in a tag of the version. Runs and
+    evidence are not asked for: in an incident they may be away. Raises UsageError where there is no such version,
+    TrackingError for changed files and those that cannot be fetched; the alias stays then.
+    """
+    named = Named.parse(model)
+    if named.alias is None:
+        raise UsageError("the model", model, "an alias is taken back, so it must be NAME@ALIAS")
+    registry = ModelRegistry(uri)
+    known = {one.number: one for one in registry.versions(named.model)}
+    now = next((one.number for one in known.values() if named.alias in one.aliases), None)
+    if now is None:
+        raise TrackingError(
+            "the model", str(named), "there is no such alias", f"scaleray promote RUN --as {named.alias}"
+        )
+    before = had_before(known, known[now], named.alias)
+    if to is None and not before:
+        allowed = f"version {now} is the first that was promoted as {named.alias}, or it was taken back from all others"
+        raise UsageError("the version to go back to", None, allowed, "name one with --to")
+    chosen = before[0] if to is None else to
+    if chosen not in known:
+        raise UsageError("--to", chosen, f"{named.model} has the versions {', '.join(map(str, sorted(known)))}")
+    if known[chosen].given_at(named.alias) is None:
+        allowed = f"it was never promoted as {named.alias}, so that no gate let it through"
+        raise UsageError("--to", chosen, allowed, f"scaleray promote RUN --as {named.alias}")
+    if unchecked is None:
+        _check_files(registry, known[chosen])
+    user = user_or_somebody() + (f", unchecked: {unchecked}" if unchecked else "")
+    if chosen != now:  # first: cut off here, the alias names what it named, and the same command goes on
+        registry.withdraw(known[now], named.alias, by=user)
+    return registry.give(known[chosen], named.alias, by=user).number
+
+
+def _check_files(registry: ModelRegistry, version: ModelVersion) -> None:
+    """Raise TrackingError unless the files are those of the promotion; the evidence may have gone."""
+    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place:
+        try:
+            wrong = changes(registry.download(version, Path(place)), version)
+        except TrackingError as exc:
+            wrong = [str(exc)]
+    if wrong := [one for one in wrong if not one.startswith(f"{EVIDENCE}/")]:
+        what, found = f"the model {version.model}/{version.number}", f"not what was promoted: {'; '.join(wrong[:3])}"
+        hint = "name another with --to, or move the alias without this check: --unchecked REASON"
+        raise TrackingError(what, found, "its files must be those of its promotion", hint)
+
+
+def had_before(known: Mapping[int, ModelVersion], now: ModelVersion, alias: str) -> list[int]:
+    """Numbers of the versions that had the alias before it was given to the present one, the last one first."""
+    given = {one.number: at for one in known.values() if (at := one.given_at(alias)) is not None}
+    until = given.get(now.number, math.inf)
+    older = [number for number, at in given.items() if at < until and not known[number].is_withdrawn(alias)]
+    return sorted((number for number in older if number != now.number), key=lambda number: -given[number])

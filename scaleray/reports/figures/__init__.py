@@ -1,1 +1,0 @@
-"""Figures of reports, one file a kind of record."""

@@ -1,0 +1,70 @@
+"""A study's or a sweep's result on the terminal: the verdict, the tables, and where everything is."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from scaleray.records.study_record import StudyRecord
+from scaleray.records.sweep_record import SweepRecord
+from scaleray.records.text.headlines import study_headline, sweep_headline
+from scaleray.records.text.tables import study_tables, sweep_table
+from scaleray.reports.terminal.terminal_tables import as_rich
+
+PIPE_WIDTH = 4000
+"""Columns of the output where there is no terminal, such as in a job's log: nothing is left out or wrapped."""
+
+
+def show_record(console: Console, record: StudyRecord | SweepRecord) -> None:
+    """Print the tables, the headline, the sentences and the last lines of a record."""
+    print_whole(console, record_view(record, width=width_of(console)))
+    for line in last_lines(record):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def width_of(console: Console) -> int:
+    """Columns that there are for a table; a file or a pipe has room for every one."""
+    return console.width if console.is_terminal else PIPE_WIDTH
+
+
+def print_whole(console: Console, view: RenderableType) -> None:
+    """Print a view as wide as the terminal is; into a file or a pipe every sentence is one line, and none
+    ends in spaces."""
+    if console.is_terminal:
+        console.print(view)
+        return
+    plain = Console(file=io.StringIO(), width=PIPE_WIDTH, color_system=None)
+    with plain.capture() as captured:
+        plain.print(view)
+    for line in captured.get().splitlines():
+        console.print(line.rstrip(), highlight=False, markup=False, soft_wrap=True)
+
+
+def record_view(record: StudyRecord | SweepRecord, *, width: int) -> RenderableType:
+    """Marks, tables, the headline and sentences, for a console of `width` columns."""
+    tables = study_tables(record, is_brief=True) if isinstance(record, StudyRecord) else [sweep_table(record)]
+    headline = study_headline(record) if isinstance(record, StudyRecord) else sweep_headline(record)
+    parts: list[RenderableType] = []
+    if record.marks:
+        parts.append(Text(", ".join(record.marks), style="bold yellow"))
+    parts += [as_rich(table, width=width) for table in tables if table.rows]
+    parts.append(Text(headline, style="bold"))
+    parts += [Text(sentence) for sentence in dict.fromkeys(record.words)]
+    return Group(*parts)
+
+
+def last_lines(record: StudyRecord | SweepRecord) -> list[str]:
+    """Lines on where the pages and the record are."""
+    lines = []
+    if record.mlflow_link:
+        start = (
+            ""
+            if record.tracking_uri.startswith("http")
+            else f"scaleray tracking ui --uri {record.tracking_uri}   then open "
+        )
+        lines.append(f"MLflow:  {start}{record.mlflow_link}")
+    if record.folder:
+        lines += [f"report:  {record.folder}/report.html", f"record:  {record.folder}/record.json"]
+    return lines

@@ -1,1 +1,0 @@
-"""Texts that the terminal and the page share."""

@@ -1,1 +1,0 @@
-"""Seeds, and the fingerprint of the environment that a result came from."""

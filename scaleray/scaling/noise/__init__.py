@@ -1,1 +1,0 @@
-"""The gradient noise scale, and what it says about batch sizes."""

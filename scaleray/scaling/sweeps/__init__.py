@@ -1,1 +1,0 @@
-"""Search spaces and results of sweeps."""

@@ -1,0 +1,1 @@
+"""`scaleray study`: how a training scales, measured, fitted and shown; and comparisons of runs."""

@@ -1,0 +1,147 @@
+"""How figures of a team's trainings went over the months: tables, and one HTML page."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from scaleray.common.installed import names_what_is_missing
+from scaleray.common.printed import quantity
+from scaleray.errors import ConfigError, StorageError, UsageError
+from scaleray.records.text.tables import Table
+from scaleray.records.text.units import figure, seconds
+from scaleray.reports.page.drawing import BLUE, GREEN, INK, VERMILION, Drawing, draw
+from scaleray.reports.page.page import Page, Section, render
+from scaleray.studies.curves.history import FIGURES, Course, courses
+
+
+@names_what_is_missing
+def experiment_curves(
+    *,
+    model: str | None = None,
+    gpus: int | None = None,
+    since: str | None = None,
+    figure: str = "efficiency",
+    html: str | Path | None = None,
+    uri: str | None = None,
+    command: str = "scaleray.experiment_curves(...)",
+) -> list[Course]:
+    """Show how a figure of the same training on the same machines changed over time.
+
+    model: a part of the workload's name. gpus: number of workers. since: a date such as 2026-11-01, or how long ago, as
+    in 7d. figure: efficiency, samples_per_s, mfu, speedup or step_time_s. html: a file for the page, which names
+    `command` as its origin. uri: MLflow's tracking URI. A change of level is a `ChangePoint` of `.changes`, found by
+    the E-divisive method.
+
+    Raises UsageError if no experiment has the figure, StorageError if the page cannot be written.
+    """
+    from scaleray.recording.experiments import read_experiments
+
+    if figure not in FIGURES:
+        raise ConfigError("--figure", figure, f"it must be one of {', '.join(FIGURES)}")
+    kinds = ("point", "run") if figure in ("samples_per_s", "step_time_s") else ("point",)
+    found = courses(read_experiments(uri, model=model, gpus=gpus, since=since, kinds=kinds), figure=figure)
+    if not found:
+        hint = "efficiency is measured by scaleray study; docs/experiments.md shows how to search MLflow"
+        raise UsageError(figure, None, "no experiment that is like that has it", hint)
+    if html is not None:
+        page = history_page(found, command=command)
+        try:
+            Path(html).write_text(page)
+        except OSError as exc:
+            problem = f"it cannot be written: {exc.strerror}"
+            raise StorageError("--html", str(html), problem, "choose another file") from exc
+    return found
+
+
+def course_drawing(course: Course, *, name: str) -> Drawing:
+    """The course as a figure. name: the stem of its file's name."""
+    import numpy as np
+
+    moments: list[Any] = [datetime.fromisoformat(str(one.values["started"])) for one in course.points]
+    values = course.values
+    ends = [0, *(one.index for one in course.changes), len(values)]
+
+    def paint(ax: Any) -> None:
+        ax.plot(moments, values, "o", color=BLUE, markersize=4.5, zorder=3)
+        for start, end in itertools.pairwise(ends):
+            level = float(np.median(values[start:end]))
+            ax.plot([moments[start], moments[end - 1]], [level, level], color=INK, linewidth=1.3, zorder=2)
+        for change in course.changes:
+            colour = VERMILION if course.is_worse(change) else GREEN
+            ax.axvline(moments[change.index], color=colour, linewidth=1.2, linestyle=(0, (4, 3)))
+        ax.set_ylabel(course.figure.replace("_", " "))
+        if course.figure in ("efficiency", "mfu"):
+            ax.set_ylim(0, max(1.05, 1.05 * max(values)))
+        ax.tick_params(axis="x", rotation=20)
+
+    caption = "A dot for each measurement, lines for the levels; dashed where one changes beyond noise, red for worse."
+    return draw(name, course.title, caption, paint, is_wide=True)
+
+
+CHANGE_IS = "a change is marked where the energy distance of both sides is beyond chance (E-divisive, 5 %)"
+
+
+def course_table(course: Course, *, rows: int | None = None) -> Table:
+    """The points by date, with the changes of level. rows: of the newest points; those of changes are shown anyway."""
+    changes = {one.index: one for one in course.changes}
+    first = 0 if rows is None else max(0, len(course.points) - rows)
+    cells = []
+    for number, (one, value) in enumerate(zip(course.points, course.values, strict=True)):
+        change = changes.get(number)
+        if change is None and number < first:
+            continue
+        said = ""
+        if change is not None:
+            word = "worse" if course.is_worse(change) else "better"
+            levels = f"{_shown(course.figure, change.before)} to {_shown(course.figure, change.after)}"
+            beside = "; ".join(course.explained(change)) or "nothing else is recorded to have changed"
+            said = f"{word}: {levels} (p {change.p_value:.2g}); {beside}"
+        started = str(one.values["started"]).replace("T", " ")
+        cells.append((started, str(one.values["name"]), _shown(course.figure, value), said))
+    columns = ("started", "name", course.figure.replace("_", " "), "change")
+    notes = [CHANGE_IS] if course.changes else []
+    left_out = len(course.points) - len(cells)
+    notes += [f"{quantity(left_out, 'earlier point')} left out: --rows, --html or --json"] if left_out else []
+    return Table(course.title, columns, tuple(cells), tuple(notes))
+
+
+def course_headline(found: Sequence[Course]) -> str:
+    """How many changes there are, in a line."""
+    changes = [(course, one) for course in found for one in course.changes]
+    worse = sum(course.is_worse(one) for course, one in changes)
+    points = sum(len(course.points) for course in found)
+    counted = f"{quantity(points, 'point')} on {quantity(len(found), 'curve')}"
+    return f"{counted}: {quantity(len(changes), 'change')} beyond noise, {worse} for the worse"
+
+
+def history_page(found: Sequence[Course], *, command: str) -> str:
+    """The page as HTML. Nothing in it is loaded from elsewhere."""
+    sections = [
+        Section(
+            course.title,
+            drawings=[course_drawing(course, name=f"course-{number}")] if len(course.points) > 1 else [],
+            tables=[course_table(course)],
+        )
+        for number, course in enumerate(found)
+    ]
+    page = Page(
+        kind="Registry",
+        name=f"{found[0].figure.replace('_', ' ')} by date",
+        when=f"{found[0].points[0].values['started'][:10]} and later",
+        headline=course_headline(found),
+        sections=sections,
+        command=command,
+        notes=[f"{CHANGE_IS[0].upper()}{CHANGE_IS[1:]}. Invalid and changed measurements are left out."],
+        closing="This page needs no network.",
+    )
+    return render(page)
+
+
+def _shown(name: str, value: float) -> str:
+    if name in ("efficiency", "mfu"):
+        return f"{value:.1%}"
+    return seconds(value) if name.endswith("_s") and name != "samples_per_s" else figure(value)

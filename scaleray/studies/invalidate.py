@@ -1,0 +1,73 @@
+"""Measurements that must not be used: they stay, with the reason, and no study reuses them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from datetime import UTC, datetime
+from typing import Any
+
+from scaleray.common.user_name import user_or_somebody
+from scaleray.errors import ConfigError, TrackingError, first_line
+from scaleray.recording.find_record import PARENT_TAG, reading_mlflow, runs_in_mlflow
+from scaleray.recording.store import open_client, resolve_uri
+from scaleray.records.experiment import INVALID
+from scaleray.studies.turn_store import InvalidTurns, mark_invalid
+
+LONGEST_REASON = 1000
+
+
+def invalidate_experiment(run: str, reason: str, *, uri: str | None = None) -> list[str]:
+    """Mark a run, study, sweep or a single point as invalid in MLflow: `scaleray registry invalidate`.
+
+    run: its id or name in MLflow; of a point or trial its id. It stays in MLflow with the reason, and nothing uses
+    it: not by `registry curve`, not by `plan --learn`, not by a later study of
+    the same conditions, which would take its turns over. Returns lines on what was done. Raises UsageError for a run
+    that is not there, or marked already.
+    """
+    if not reason.strip() or len(reason) > LONGEST_REASON:
+        hint = "say what was wrong: 'the fan was off'"
+        raise ConfigError("--reason", reason, f"it must have 1 to {LONGEST_REASON} characters", hint)
+    store = resolve_uri(uri)
+    with reading_mlflow(run, store):
+        client, found = _find(run, store)
+        if known := found.data.tags.get(INVALID):
+            raise TrackingError("the run", run, f"it is invalid already: {known}")
+        text = f"{reason.strip()} ({user_or_somebody()}, {datetime.now(UTC).strftime('%Y-%m-%d')})"
+        client.set_tag(found.info.run_id, INVALID, text)
+        parent_id = found.data.tags.get(PARENT_TAG)
+        study = client.get_run(parent_id) if parent_id else found
+    lines = [f"{found.info.run_name} is invalid: {text}"]
+    if study.data.tags.get("scaleray.kind") == "scaling-study":
+        lines += _keep_from_studies(study, found if parent_id else None, reason)
+    return lines
+
+
+def _find(run: str, store: str) -> tuple[Any, Any]:
+    """MLflow's client and the run, a child by its id."""
+    if re.fullmatch(r"[0-9a-f]{32}", run):
+        with contextlib.suppress(Exception):
+            client = open_client(store)
+            found = client.get_run(run)
+            if PARENT_TAG in found.data.tags:
+                return client, found
+    client, runs = runs_in_mlflow(run, store)
+    if len(runs) > 1:
+        ids = ", ".join(one.info.run_id for one in runs[:5])
+        raise TrackingError("RUN", run, f"{len(runs)} runs have this name", f"give one's id: {ids}")
+    return client, runs[0]
+
+
+def _keep_from_studies(study: Any, point: Any | None, reason: str) -> list[str]:
+    """Mark its turns in the folder from which studies take them over."""
+    path = study.data.params.get("checkpoint.storage_path")
+    if path is None:
+        return []
+    workers = None if point is None else int(point.data.params["point.workers"])
+    end = study.info.end_time or study.info.start_time
+    turns = InvalidTurns(study.info.run_name, reason, study.info.start_time / 1000, end / 1000, workers)
+    try:
+        mark_invalid(path, turns)
+    except (OSError, ValueError) as exc:
+        return [f"warning: its turns in {path} could not be marked, and may be taken over: {first_line(exc)}"]
+    return [f"no study takes its turns over any more: {path}"]

@@ -1,0 +1,92 @@
+"""The gradient noise scale of a study: which rungs measure it, and its meaning for their batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from scaleray.common.printed import quantity
+from scaleray.config import RunConfig
+from scaleray.config.recipe.noise_source import NoiseSource, noise_source
+from scaleray.records.study_record import NoiseCourse, Point
+from scaleray.studies.ladder import Rung
+from scaleray.training.setup.job import TrainJob
+
+WELL = 2.0
+"""Factor from which on a batch is well below or above the noise scale."""
+
+
+def with_noise(config: RunConfig) -> RunConfig:
+    """The config with its noise measured where that can be done."""
+    if config.noise_scale.measure is not False:
+        return config
+    return config.model_copy(update={"noise_scale": config.noise_scale.model_copy(update={"measure": "auto"})})
+
+
+def source_of(job: TrainJob) -> NoiseSource:
+    """The gradients that a rung's training measures its noise from, if it does."""
+    recipe = job.recipe
+    return noise_source(
+        job.config,
+        recipe.strategy,
+        data_parallel_size=job.data_parallel_size,
+        accumulation_steps=recipe.accumulation_steps,
+    )
+
+
+def why_no_noise(rungs: Iterable[Rung]) -> str:
+    """Why no rung measures its noise, where the config wants it; "" where one does."""
+    sources = [source_of(rung.job) for rung in rungs]
+    return "" if any(s.name for s in sources) else next((s.why for s in reversed(sources) if s.why), "")
+
+
+def in_words(noise: NoiseCourse) -> str:
+    """Noise scale of one rung in words, with its interval."""
+    if not noise.num_measurements:
+        return "not measured, as the training was shorter than noise_scale.every_steps"
+    if noise.scale is None:
+        return "larger than could be resolved"
+    low, high = noise.interval or (None, None)
+    if low is None:
+        return f"{noise.scale:.3g} samples, of too few measurements for an interval"
+    return f"{noise.scale:.3g} samples ({low:.3g} to {'no bound' if high is None else f'{high:.3g}'})"
+
+
+def surest(points: Sequence[Point]) -> Point | None:
+    """The point whose noise rests on most measurements, unbiased ones first; None where there is none."""
+    measured = [point for point in points if point.noise is not None and point.noise.num_measurements]
+
+    def worth(point: Point) -> tuple[bool, int]:
+        noise = point.noise
+        return noise is not None and noise.way != "consecutive steps", noise.num_measurements if noise else 0
+
+    return max(measured, key=worth, default=None)
+
+
+def resolved(point: Point | None) -> list[tuple[int, float]]:
+    """(samples, noise scale) of a point, where it could be resolved."""
+    curve = point.noise.curve if point is not None and point.noise is not None else []
+    return [(samples, value) for samples, value in curve if value is not None]
+
+
+def sentence(point: Point) -> str:
+    """Meaning of this point's noise for batches."""
+    noise = point.noise
+    if noise is None:
+        return ""
+    workers = quantity(point.workers, "worker")
+    first = f"Gradient noise scale over {noise.covers} on {workers}, from {_SOURCES[noise.way]}: {in_words(noise)}"
+    if noise.scale is None:
+        return f"{first}."
+    batch = point.global_batch_size
+    if batch * WELL <= noise.scale:
+        return f"{first}; the batch of {batch} is well below it, so that a larger one costs few samples more."
+    if batch >= WELL * noise.scale:
+        return f"{first}; the batch of {batch} is well above it, so that much of a larger one is wasted."
+    return f"{first}; the batch of {batch} is about as large, and each doubling costs samples."
+
+
+_SOURCES = {
+    "workers": "the workers' gradients",
+    "first micro-batch": "first micro-batches",
+    "consecutive steps": "consecutive steps, which makes it too small where the learning rate is high",
+}

@@ -1,0 +1,131 @@
+"""The point of a curve from the turns of a rung: the steady steps, and what they cost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scaleray.config import RunConfig
+from scaleray.data import TRAIN
+from scaleray.errors import RunFailedError
+from scaleray.live.state.measured_series import PointSoFar
+from scaleray.records.run_record import EMULATED
+from scaleray.records.study_record import Estimate, Mode, Point, Turn
+from scaleray.records.workload_profile import ImpossibleUtilisation, WorkloadProfile, mfu
+from scaleray.studies.curves.efficiency import median_step_time, throughput
+from scaleray.studies.curves.steady_state import steady_state
+from scaleray.studies.curves.time_split import mean_split, split
+from scaleray.studies.hardware import OVERSUBSCRIBED, peak_flops
+from scaleray.studies.ladder import Rung
+from scaleray.studies.turn_store import studies_of
+
+NOT_STEADY = "not steady"
+"""Mark of a point whose turns drift, or have too few steps to tell."""
+
+
+def point_so_far(mode: Mode, rung: Rung) -> PointSoFar:
+    """Result of the turns so far, at least one, for live displays: the median of all their steps. It takes a
+    millisecond, and may be called while the next turn is measured.
+    """
+    step_s = statistics.median(step for turn in list(rung.turns) for step in turn.step_times_s)
+    rate = rung.job.recipe.global_batch_size / step_s
+    return PointSoFar(mode, rung.workers, Estimate(rate, rate, rate), Estimate(step_s, step_s, step_s))
+
+
+def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProfile | str, study: str) -> Point:
+    """The point that the rung's turns so far, at least one, have measured.
+
+    profile: counts of the model's operations, or why they are not known. study: name of this study. A point half of
+    whose turns are not steady is marked. Raises RunFailedError for an MFU over 100 %, which no device has.
+    """
+    turns, recipe, workers = rung.turns, rung.job.recipe, rung.workers
+    steady = steady_times(turns, rung.period)
+    step_time = median_step_time(steady.times)
+    samples_per_s = throughput(steady.times, samples_per_step=recipe.global_batch_size)
+    tokens = rung.job.splits[TRAIN].tokens_per_row
+    shares = mean_split(
+        [split(statistics.median(times), turn, workers) for times, turn in zip(steady.times, turns, strict=True)]
+    )
+    comm_times = [turn.comm_s for turn in turns if turn.comm_s is not None]
+    t = step_time.value
+    return Point(
+        mode=mode,
+        workers=workers,
+        strategy=recipe.strategy,
+        global_batch_size=recipe.global_batch_size,
+        micro_batch_size=recipe.micro_batch_size,
+        accumulation_steps=recipe.accumulation_steps,
+        turns=steady.times,
+        rounds=[turn.round_name for turn in turns],
+        num_warmup_steps=steady.num_warmup_steps,
+        step_time_s=step_time,
+        samples_per_s=samples_per_s,
+        tokens_per_s=throughput(steady.times, samples_per_step=recipe.global_batch_size * tokens) if tokens else None,
+        compute_s=shares.compute * t,
+        exposed_comm_s=None if shares.comm is None else shares.comm * t,
+        input_wait_s=shares.input * t,
+        other_s=shares.other * t,
+        comm_s=statistics.median(comm_times) if comm_times else (0.0 if workers == 1 else None),
+        sent_bytes=statistics.fmean(turn.sent_bytes for turn in turns),
+        mfu=_mfu(samples_per_s.value, rung, config, profile),
+        peak_memory_bytes=max(turn.peak_memory_bytes for turn in turns),
+        cost_per_million_samples=cost_per_million_samples(
+            samples_per_s.value, workers, config.study.price_per_worker_hour
+        ),
+        noise_scale=rung.noise.scale if rung.noise else None,
+        noise=rung.noise,
+        to_target=rung.to_target,
+        marks=[*_marks(rung), *([NOT_STEADY] if 2 * steady.num_unsteady >= len(turns) else [])],
+        reused_from=studies_of(turns, own=study),
+        measured_at=max(turn.measured_at for turn in turns),
+    )
+
+
+@dataclass(frozen=True)
+class SteadyTimes:
+    """Step times of turns without their warm-up. num_unsteady: turns that drift, or have too few steps to tell."""
+
+    times: list[list[float]]
+    num_warmup_steps: int
+    num_unsteady: int
+
+
+def steady_times(turns: Sequence[Turn], period: int) -> SteadyTimes:
+    """The steady part of each turn, in means of `period` steps."""
+    every = [periods(turn.step_times_s, period) for turn in turns]
+    found = [steady_state(times) for times in every]
+    return SteadyTimes(
+        [times[state.first :] for times, state in zip(every, found, strict=True)],
+        num_warmup_steps=max(state.first for state in found) * period,
+        num_unsteady=sum(not state.is_steady for state in found),
+    )
+
+
+def periods(times: Sequence[float], period: int) -> list[float]:
+    """Means of consecutive groups of `period` steps; steps at the start that do not fill a group are left out."""
+    first = len(times) % period
+    return [statistics.fmean(times[start : start + period]) for start in range(first, len(times), period)]
+
+
+def cost_per_million_samples(samples_per_s: float, workers: int, price_per_worker_hour: float | None) -> float | None:
+    """Cost of a million samples, in the unit of the price; None without a price."""
+    return None if price_per_worker_hour is None else price_per_worker_hour * workers / 3600 * 1e6 / samples_per_s
+
+
+def _marks(rung: Rung) -> list[str]:
+    if any(turn.is_emulated for turn in rung.turns):  # sleeping workers need no core
+        return [EMULATED, *(mark for mark in rung.marks if mark != OVERSUBSCRIBED)]
+    return rung.marks
+
+
+def _mfu(samples_per_s: float, rung: Rung, config: RunConfig, profile: WorkloadProfile | str) -> float | None:
+    peak = peak_flops(config, rung.turns)
+    if not peak or isinstance(profile, str) or not profile.flops:
+        return None
+    try:
+        return mfu(profile.flops * samples_per_s, time_s=1.0, peak_flops_per_s=peak, num_devices=rung.workers)
+    except ImpossibleUtilisation as exc:
+        raise RunFailedError(
+            f"{exc}. Correct study.peak_tflops, which is the peak of one worker; the turns are kept"
+        ) from exc

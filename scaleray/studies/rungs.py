@@ -1,0 +1,163 @@
+"""Which rungs a study measures: world sizes x modes, each with its recipe, all derived before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.base import Duration
+from scaleray.config.compression import CompressionSettings
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize, Recipe, nearest_multiples
+from scaleray.config.strategy import SharesSettings
+from scaleray.config.strategy_traits import traits_of
+from scaleray.data import TRAIN, Split
+from scaleray.data.source import Source
+from scaleray.errors import ConfigError, DataError
+from scaleray.launch.session.data_sources import size_of
+from scaleray.records.start import steady_time
+from scaleray.records.study_record import Mode
+from scaleray.studies.hardware import OVERSUBSCRIBED, RELAUNCHED
+from scaleray.studies.ladder import Rung
+from scaleray.studies.noise import source_of
+from scaleray.studies.study_options import MODES, StudyOptions
+from scaleray.training.setup.job import TrainJob
+
+
+def make_rungs(
+    config: RunConfig, options: StudyOptions, workload: Any, sources: Mapping[str, Source], *, cores: int | None = None
+) -> dict[str, Rung]:
+    """Every rung with its recipe, by name, in the order of the curves. cores: number of cores that workers share, where
+    they have no devices; None marks none. Raises UsageError for what cannot be divided or does not fit together."""
+    splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
+    _check(config, options, splits)
+    size = size_of(sources)
+    rungs: dict[str, Rung] = {}
+    for mode in MODES:
+        for workers in options.sizes if mode in options.modes else ():
+            batch = _batch(config, mode, workers, options)
+            is_as_given = batch == config.batch.global_size
+            spread = on_workers(config, workers, batch, as_given=is_as_given or options.to_target)
+            recipe = _derived(spread, size, mode, workers, options)
+            job = TrainJob(spread, recipe, workload, splits, steady_time())
+            name = f"w{workers:03d}-b{recipe.global_batch_size}-m{recipe.micro_batch_size}-{recipe.strategy}"
+            name += "-relaunched" if options.relaunch else ""
+            if name in rungs:
+                rungs[name].modes.append(mode)
+                continue
+            is_crowded = cores is not None and not config.scale.gpus and workers > cores
+            rungs[name] = Rung(
+                name=name,
+                workers=workers,
+                modes=[mode],
+                job=job,
+                num_turns=options.repeats,
+                steps=options.steps,
+                seconds=options.seconds,
+                period=period_of(spread, recipe.strategy),
+                trains_to_target=options.to_target,
+                measures_noise=source_of(job).name is not None,
+                marks=[OVERSUBSCRIBED] * is_crowded + [RELAUNCHED] * options.relaunch,
+            )
+    return rungs
+
+
+def _derived(config: RunConfig, size: DataSize, mode: Mode, workers: int, options: StudyOptions) -> Recipe:
+    try:
+        return derive(config, size)
+    except DataError as exc:
+        if mode == "strong" or workers == options.sizes[0]:
+            raise
+        # what is advised for a training's own batch would be multiplied by the number of workers here
+        raise DataError(
+            "--world-sizes",
+            workers,
+            f"with --mode weak {exc.allowed} there, and {exc.what} is {exc.found}",
+            "leave the size out, or begin with a smaller batch.global_size",
+        ) from exc
+
+
+def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bool) -> RunConfig:
+    """The training on so many workers with this global batch (in the config's unit).
+
+    as_given: with the learning rate that follows from it; a step's time needs none, so that a rule which refuses the
+    batch need not stop a study.
+    """
+    updates: dict[str, Any] = {
+        "scale": config.scale.model_copy(update={"workers": workers, "max_failures": 0}),
+        "batch": config.batch.model_copy(update={"global_size": batch_size}),
+    }
+    if workers == 1:
+        updates["compression"] = CompressionSettings()  # one process sends nothing
+        updates["shares"] = SharesSettings()
+    if not as_given:
+        updates["optimizer"] = config.optimizer.model_copy(update={"rule": "none"})
+        updates["schedule"] = config.schedule.model_copy(update={"warmup": Duration(0, "steps"), "length": None})
+    return config.model_copy(update=updates)
+
+
+def period_of(config: RunConfig, strategy: str) -> int:
+    """Steps after which a strategy's steps repeat: averagings that come now and then belong to every step."""
+    return config.local_sgd.sync_every if traits_of(strategy).averages_now_and_then else 1
+
+
+def _check(config: RunConfig, options: StudyOptions, splits: Mapping[str, Split]) -> None:
+    if splits[TRAIN].is_streamed:
+        raise DataError(
+            "the train data",
+            "a Ray Dataset",
+            "it is dealt out once, for a fixed number of workers, and every turn needs another",
+            "study rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
+        )
+    if config.memory.find_micro_size:
+        raise ConfigError(
+            "memory.find_micro_size",
+            True,
+            "every turn would search again, and sizes with other micro-batches make no curve",
+            "give batch.micro_size what a training on the smallest size has found, and leave it out",
+        )
+    _check_shares(config, options)
+    if options.to_target and config.stop.at is None:
+        raise ConfigError(
+            "stop.at",
+            None,
+            "--to-target needs a target to train to",
+            "for example --stop.at 'val/loss <= 1.0' --evaluation.every '1 epoch'",
+        )
+    most = max(options.sizes)
+    if config.scale.gpus and config.scale.gpus < 1 and most > 1:
+        raise ConfigError("scale.gpus_per_worker", config.scale.gpus, "several workers need a GPU each")
+
+
+def _check_shares(config: RunConfig, options: StudyOptions) -> None:
+    if config.shares.by == "speed":
+        raise ConfigError(
+            "shares.by",
+            "speed",
+            "a turn is over before its shares have settled, and every turn would settle on others",
+            "use equal shares, or give those that a training has settled on: shares.by given with shares.speeds",
+        )
+    speeds = config.shares.speeds
+    if speeds is not None and (other := [n for n in options.sizes if n not in (1, len(speeds))]):
+        raise ConfigError(
+            "shares.speeds",
+            list(speeds),
+            f"there is no speed for each of {other[0]} workers",
+            f"measure 1 and {len(speeds)} workers, or use equal shares",
+        )
+
+
+def _batch(config: RunConfig, mode: Mode, workers: int, options: StudyOptions) -> int:
+    size, base = config.batch.global_size, options.sizes[0]
+    if mode == "strong":
+        return size
+    if size * workers % base:
+        near = " or ".join(str(n) for n in nearest_multiples(size, base))
+        raise ConfigError(
+            "batch.global_size",
+            size,
+            f"weak scaling from {base} workers needs a multiple of {base}",
+            f"nearest: {near}",
+        )
+    return size * workers // base

@@ -1,0 +1,302 @@
+"""A study under way: what is known already is taken over, each result is kept as it comes, and the record is made of
+all."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from scaleray.common.printed import quantity
+from scaleray.config.base import without_password
+from scaleray.data import TRAIN
+from scaleray.data.source import Source
+from scaleray.errors import MARKED_KILLED, UsageError, first_line
+from scaleray.launch.session.campaign import Campaign
+from scaleray.live.state.measured_series import Measured
+from scaleray.recording import store
+from scaleray.recording.measured_metrics import MeasuredMetrics
+from scaleray.recording.study_runs import key_of
+from scaleray.records.published import RankSample
+from scaleray.records.run_record import EMULATED
+from scaleray.records.start import steady_time
+from scaleray.records.study_record import Conditions, Curve, Mode, NoiseCourse, Point, StudyRecord, ToTarget, Turn
+from scaleray.records.workload_profile import WorkloadProfile
+from scaleray.studies import noise as study_noise
+from scaleray.studies.conclusions import planner_laws, points_of_others, words_of
+from scaleray.studies.curves.curves import as_curve
+from scaleray.studies.hardware import OVERSUBSCRIBED
+from scaleray.studies.ladder import Result, Rung
+from scaleray.studies.point import point_of, point_so_far
+from scaleray.studies.study_options import MODES, StudyOptions
+from scaleray.studies.turn_store import KnownTurns
+from scaleray.training.model_profile import profile_workload
+
+"""Function that writes the pages next to the record, and returns its files."""
+
+
+@dataclass(kw_only=True)
+class RunningStudy(Campaign):
+    """A study between its plan and its record.
+
+    rungs: by name. left_out: a sentence on sizes that are not measured. more: records of studies whose points are on
+    the same curves.
+    """
+
+    kind = "study"
+    options: StudyOptions
+    rungs: Mapping[str, Rung]
+    sources: Mapping[str, Source]
+    conditions: Conditions
+    command: str
+    workers_per_node: int
+    left_out: str
+    more: Sequence[StudyRecord]
+    profile: WorkloadProfile | str = "they were not counted before the study ended"
+    """Counts of the model's operations, or why they are not known."""
+    num_taken: int = 0
+    total: int = 0
+    """Turns that are to be taken."""
+    said: set[str] = field(default_factory=set)
+    points: dict[tuple[Mode, str], Point] = field(default_factory=dict)
+    """Those of which everything is known, by curve and rung."""
+    metrics: MeasuredMetrics | None = None
+    """Metrics that it publishes while it measures."""
+    has_left: bool = False
+
+    def open(self) -> None:
+        """Make its run in MLflow, and count what MFU needs. Inside `kept_to_its_end`."""
+        self.known = KnownTurns(self.config.checkpoint.storage_path, self.conditions)
+        self.open_run(
+            self.sources,
+            self.conditions.environment,
+            config_hash=self.conditions.config_hash,
+            nodes=self.conditions.topology["nodes"],
+            workers=max(self.options.sizes),
+            settings={"study": self.config.study.model_dump()},
+        )
+        if self.config.study.peak_tflops or self.config.scale.gpus:
+            self._count_operations()
+            if isinstance(self.profile, str):
+                self.say(f"  without MFU, as the model's operations could not be counted: {self.profile}")
+
+    @contextlib.contextmanager
+    def kept_to_its_end(self) -> Iterator[None]:
+        """Context of the measuring, and of all that has a run in MLflow. What is known when it is left early is kept
+        all the same. An outer context only closes what an inner one did not."""
+        try:
+            yield
+        except KeyboardInterrupt as exc:
+            self._leave("KILLED")
+            if self.has_run:
+                exc.args = (MARKED_KILLED,)
+            raise
+        except BaseException:
+            self._leave("FAILED")
+            raise
+
+    def measured(self) -> Measured:
+        """Points and unfinished points so far."""
+        # the turns of all sizes take turns, so that whole points come with the last ones alone
+        points = [
+            self.points.get((mode, rung.name)) or point_so_far(mode, rung)
+            for mode, rung in self._standing()
+            if rung.turns
+        ]
+        return Measured("study", self.under_way.done, self.under_way.total, points=points)
+
+    def begin(self) -> list[list[Rung]]:
+        """Say what will be measured, take over what is known, and give the rest: in one group of workers, or each rung
+        in its own."""
+        self._announce()
+        if not self.options.force:
+            self._take_over()
+        rungs = [rung for rung in self.rungs.values() if not rung.is_complete]
+        if not rungs:
+            self.say("  everything was measured before; no worker is started")
+            return []
+        self.total = sum(rung.num_missing for rung in rungs)
+        if not self.options.relaunch:
+            return [rungs]
+        random.Random(self.options.seed).shuffle(rungs)
+        return [[rung] for rung in rungs]
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Turns of all rungs."""
+        return [turn for rung in self.rungs.values() for turn in rung.turns]
+
+    @property
+    def hardware(self) -> list[dict[str, Any]]:
+        """Each kind of worker once."""
+        kinds = [kind for turn in self.turns for kind in turn.hardware]
+        return list({json.dumps(kind, sort_keys=True): kind for kind in kinds}.values())
+
+    def _count_operations(self) -> None:
+        """Count the operations of a sample, for MFU and for the planner."""
+        job, rows = next(iter(self.rungs.values())).job, self.sources[TRAIN]
+        try:
+            few = rows.read(np.arange(2))
+            self.profile = profile_workload(
+                job.workload, few, self.config.precision, gives_tuples=job.splits[TRAIN].gives_tuples
+            )
+        except Exception as exc:  # whatever the counter cannot count, the study goes on without MFU
+            text = first_line(exc)
+            self.profile = text if isinstance(exc, UsageError) else f"{type(exc).__name__}: {text}"
+
+    def _announce(self) -> None:
+        q, first = self.options, next(iter(self.rungs.values()))
+        *smaller, last = q.sizes
+        sizes = f"{', '.join(map(str, smaller))} and {last} workers" if smaller else quantity(last, "worker")
+        modes = " and ".join(mode for mode in MODES if mode in q.modes)
+        self.say(f"study {self.folder.name}: {self.config.workload.name} on {sizes}, {modes} scaling")
+        self.say(
+            f"  {quantity(q.repeats, 'turn')} of each of "
+            f"{quantity(len(self.rungs), 'rung')} "
+            f"in random order, each at least {q.steps} steps and {q.seconds:g} s; "
+            f"{first.job.recipe.global_batch_size} samples a step at the base"
+        )
+        if self.left_out:
+            self.say(f"  {self.left_out}")
+        if why := study_noise.why_no_noise(self.rungs.values()):
+            self.say(f"  noise scale: not measured ({why})")
+
+    def _take_over(self) -> None:
+        for name, rung in self.rungs.items():
+            rung.turns = self.known.turns(name)[-self.options.repeats :]
+            if rung.turns:
+                names = ", ".join(dict.fromkeys(turn.study for turn in rung.turns))
+                self.say(f"  {name}: {len(rung.turns)} turns reused from {names} (--force measures anew)")
+            if rung.trains_to_target and (result := self.known.to_target(name)) is not None:
+                rung.to_target = result
+                self.say(f"  {name}: training to the target reused")
+            if rung.measures_noise:
+                rung.noise = self.known.noise(name, self.config.noise_scale, is_to_target=rung.trains_to_target)
+                if rung.noise is not None:
+                    self.say(f"  {name}: noise scale reused")
+
+    def keep(self, told: tuple[str, Result]) -> None:
+        """Store a worker's result immediately and log every completed point to MLflow."""
+        name, result = told
+        if isinstance(result, RankSample):
+            return self.metrics.hear(result) if self.metrics is not None else None
+        rung = self.rungs[name]
+        workers = quantity(rung.workers, "worker")
+        if isinstance(result, Turn):
+            # what is measured by workers of its own shares nothing with others
+            round_number = None if self.options.relaunch else result.round
+            turn = dataclasses.replace(result, study=self.folder.name, round=round_number)
+            rung.turns.append(turn)
+            self.known.keep(name, turn)
+            self.num_taken += 1
+            self.under_way.advance()
+            ms = 1e3 * statistics.median(turn.step_times_s)
+            self.say(
+                f"  [{self.num_taken}/{self.total}] {workers}, batch {rung.job.recipe.global_batch_size}: "
+                f"{ms:.4g} ms a step, {len(turn.step_times_s)} steps"
+            )
+        elif isinstance(result, ToTarget):
+            rung.to_target = result
+            self.known.keep_target(name, result, at=time.time())
+            how = "reached" if result.is_reached else "missed"
+            self.say(f"  {workers}: target {how} after {result.samples} samples and {result.time_s:.3g} s")
+        elif isinstance(result, NoiseCourse):
+            rung.noise, settings = result, self.config.noise_scale
+            self.known.keep_noise(name, result, settings, is_to_target=rung.trains_to_target, at=time.time())
+            self.say(f"  {workers}: gradient noise scale {study_noise.in_words(result)}")
+        elif result not in self.said:
+            self.said.add(result)
+            self.say(f"  note ({workers}): {result}")
+        for mode, known in self._standing():
+            if known.is_complete and (mode, known.name) not in self.points:
+                point = point_of(mode, known, self.config, profile=self.profile, study=self.folder.name)
+                self.points[mode, known.name] = point
+                self.mlflow.log_point(point)
+
+    def _standing(self) -> Iterator[tuple[Mode, Rung]]:
+        """Every rung on every curve that it belongs to, curve by curve."""
+        return ((mode, rung) for mode in MODES for rung in self.rungs.values() if mode in rung.modes)
+
+    def count_for_planner(self) -> None:
+        """Count the model's operations where the planner's law for a curve needs them and they are not known."""
+        is_emulated = any(turn.is_emulated for turn in self.turns)
+        if len(self.options.sizes) > 1 and isinstance(self.profile, str) and not is_emulated:
+            self._count_operations()
+
+    def record(self) -> StudyRecord:
+        """The study as far as it is measured."""
+        config, study = self.config.study, self.folder.name
+        points = [
+            point_of(mode, rung, self.config, profile=self.profile, study=study)
+            for mode, rung in self._standing()
+            if rung.turns
+        ]
+        points += points_of_others(self.more, points, self.options.modes)
+        curves: list[Curve] = []
+        notes: list[str] = []
+        for mode in MODES:
+            if own := [point for point in points if point.mode == mode]:
+                per_node = self.workers_per_node
+                laws, note = planner_laws(self.config, self.profile, own, self.hardware, workers_per_node=per_node)
+                # workers that sleep or share cores stay where they are, however many
+                stays = any(mark in (EMULATED, OVERSUBSCRIBED) for point in own for mark in point.marks)
+                price, most = config.price_per_worker_hour, None if stays else per_node
+                curves.append(as_curve(mode, own, price_per_worker_hour=price, laws=laws, workers_per_node=most))
+                notes.append(note)
+        placements = {
+            rung.name: turn.placement for rung in self.rungs.values() for turn in rung.turns if turn.study == study
+        }
+        topology = {**self.conditions.topology, "placement of workers": placements, "workers": self.hardware}
+        return StudyRecord(
+            name=study,
+            command=self.command,
+            config=self.config.to_dict(),
+            conditions=dataclasses.replace(self.conditions, topology=topology),
+            curves=curves,
+            price_per_worker_hour=config.price_per_worker_hour,
+            currency=config.currency,
+            marks=list(dict.fromkeys(mark for point in points for mark in point.marks)),
+            words=words_of(curves, points, str(self.config.stop.at), [*notes, self.left_out]),
+            model_profile=None if isinstance(self.profile, str) else self.profile.to_dict(),
+            noise=study_noise.resolved(study_noise.surest(points)),
+            started_at=self.started_at,
+            duration_s=steady_time() - self.started_at,
+            tracking_uri=self.mlflow.tracking_uri,
+            folder=without_password(self.folder.path),
+        )
+
+    def _leave(self, status: str) -> None:
+        """Keep the measurements up to the end, and say how to continue; errors here never hide the one that ended the
+        study.
+        """
+        if self.has_left:
+            return
+        self.has_left = True
+        if not self.has_run:  # the answer may be lost of a run that was made
+            with contextlib.suppress(Exception):  # MLflow does not answer, which may be what ended the study
+                uri, experiment = store.resolve_uri(self.config.tracking.uri), self.config.tracking.experiment
+                key = key_of(self.folder.name, self.started_at)
+                store.mark_left_running(uri, key, status=status, reason="left at its start", experiment=experiment)
+            return
+        count = len(self.turns)
+        try:
+            self.write(self.record(), status) if count else self.mlflow.finish(None, status=status)
+        except Exception:  # no record can be made yet, or no file written
+            self.mlflow.finish(None, status=status)
+        if count:
+            same = "the same command without --force" if self.options.force else "the same command"
+            self.say(f"  {count} turns are kept: {same} goes on from there")
+
+    def write(self, record: StudyRecord, status: str = "FINISHED") -> StudyRecord:
+        """Write the record and the report, in its folder and in MLflow."""
+        from scaleray.studies.study_page import write_study_report  # it imports matplotlib
+
+        return self.write_with(record, write_study_report, status)

@@ -1,0 +1,71 @@
+"""Options of `scaleray study`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scaleray.common.options import Numbers, Words, whole_numbers, words_of
+from scaleray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from scaleray.records.study_record import Mode
+
+MODES: tuple[Mode, ...] = ("strong", "weak")
+MOST_REPEATS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """Measurements, and how they are taken."""
+
+    world_sizes: Numbers = "1,2"
+    """Numbers of workers, with commas."""
+    mode: Words = "strong"
+    """strong: the config's global batch divided among the workers. weak: a batch that grows with them. Or both."""
+    repeats: int = 5
+    """Turns of each size."""
+    steps: int = 40
+    """Optimizer steps of a turn, at least; those of its warm-up are left out."""
+    seconds: float = 3.0
+    """Length of a turn, at least."""
+    to_target: bool = False
+    """Train each size to the config's stop.at as well, and report time and samples to it."""
+    noise: bool = False
+    """Measure the gradient noise scale of each size, as noise_scale.measure auto does, in steps that are not timed."""
+    relaunch: bool = False
+    """Launch each size on its own instead of as a part of the largest group."""
+    oversubscribe: bool = False
+    """Measure although workers must share cores; every figure is marked."""
+    force: bool = False
+    """Measure again what is known already."""
+    points_of: Sequence[str] = ()
+    """Folder of another study whose points belong to the same curves; refused if its conditions were others."""
+    seed: int = 0
+    """Seed of the order of turns."""
+    local: bool = False
+    """Run in plain gloo processes on this machine, without Ray."""
+
+    def __post_init__(self) -> None:
+        if not self.sizes or self.sizes[0] < 1:
+            raise ConfigError("--world-sizes", self.sizes, "it must be whole numbers from 1, such as 1,2,4")
+        if not self.modes or not {*self.modes} <= {*MODES}:
+            wrong = next((mode for mode in self.modes if mode not in MODES), "")
+            raise ConfigError("--mode", wrong, "it must be strong, weak, or both with a comma")
+        if not 1 <= self.repeats <= MOST_REPEATS:
+            raise ConfigError("--repeats", self.repeats, f"it must be 1 to {MOST_REPEATS}", "5 is a common choice")
+        if self.steps < 4:
+            raise ConfigError("--steps", self.steps, "it must be at least 4", "40 leaves 20 after the warm-up")
+        if not 0 <= self.seconds < 86_400:
+            raise ConfigError("--seconds", self.seconds, "it must be 0 or more, and less than a day")
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of workers, each once, in order."""
+        return sorted(set(whole_numbers("--world-sizes", self.world_sizes)))
+
+    @property
+    def modes(self) -> list[str]:
+        """The modes that are measured."""
+        return words_of(self.mode)

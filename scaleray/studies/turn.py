@@ -1,0 +1,231 @@
+"""One turn of a rung of a ladder: some steps of the real training, and the same work without communication.
+
+What a step waits for communication cannot be read off a clock: transfers overlap with computing, and workers on shared
+cores slow each other down whether they talk or not. So the same micro-batches and the same update run a second time, as
+a training of one worker on each of the same workers at the same time, step by step from a common start. The difference
+is what talking costs: waiting for transfers, copies and reductions. Under FSDP and ZeRO-1 the update alone is that of
+all parameters instead of a share, so that they come out a little better than they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from scaleray.common.seeding import same_switches
+from scaleray.config.compression import CompressionSettings
+from scaleray.config.optimizer import NoiseScaleSettings
+from scaleray.config.strategy import SharesSettings
+from scaleray.config.strategy_traits import traits_of
+from scaleray.data import RankBatch, Sources
+from scaleray.emulation import is_emulated
+from scaleray.errors import RunFailedError
+from scaleray.records.published import RankSample
+from scaleray.records.run_record import EventRecord, Say, StepRecord, WorkerMessage, WorkerSummary
+from scaleray.records.study_record import Turn
+from scaleray.training import loop
+from scaleray.training.profile.used_memory import peak_since_reset, reset_peak
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.workload import built_model
+
+STATE_BYTES = 16  # bytes of a parameter with its gradient and two moments, in fp32
+MOST_MEMORY = 0.8  # share of the free memory
+LEAST_ALONE_STEPS = 10
+NUM_TRANSFERS = 7
+
+
+def take_turn(
+    job: TrainJob, place: Place, *, round: int, sources: Sources, say: Say, samples: list[RankSample] | None = None
+) -> Turn:
+    """Train a job that was `shortened` and measure its steps. Collective over the place's group; rank 0's result is
+    the group's. samples: gets how this worker did.
+
+    In every second round the work without communication comes first, so that a drift of the machine favours neither.
+    """
+    is_alone_first = round % 2 == 1
+    alone = _step_alone(job, place, sources) if is_alone_first else None
+    reset_peak(place.device)
+    steps: list[StepRecord] = []
+    watcher = _Watcher()
+    with same_switches():
+        emit = emit_to(steps, say, place, samples)
+        summary = loop.run(job, place, sources=sources, emit=emit, probe=watcher)
+    _check_complete(job, place, steps, summary)
+    peak = peak_since_reset(place.device)
+    if not is_alone_first:
+        alone = _step_alone(job, place, sources)
+    own = {
+        "node": place.node,
+        "peak": peak,
+        "wait": summary.input_wait_share or 0.0,
+        "hardware": {**summary.hardware, "device": summary.device.partition(":")[0]},
+    }
+    facts = place.gathered(own)
+    sent = statistics.fmean(step.sent_bytes for step in steps) if steps else 0.0
+    hardware = [fact["hardware"] for fact in facts]
+    return Turn(
+        step_times_s=[step.step_time_s for step in steps],
+        input_waits_s=[step.input_wait_s for step in steps],
+        input_share=max(fact["wait"] for fact in facts),
+        alone_s=alone[0] if alone else None,
+        slowest_alone_s=alone[1] if alone else None,
+        comm_s=_transfer_s(job, place, sent),
+        sent_bytes=sent,
+        peak_memory_bytes=max(fact["peak"] for fact in facts),
+        hardware=[kind for number, kind in enumerate(hardware) if kind not in hardware[:number]],
+        is_emulated=watcher.is_emulated,
+        measured_at=time.time(),
+        round=round,
+        placement=dict(Counter(fact["node"] for fact in facts)),
+    )
+
+
+def shortened(job: TrainJob, num_steps: int) -> TrainJob:
+    """The first steps of a training at their usual speed: without its gradient noise, which a worker that does its
+    share alone would measure by another method."""
+    job = job.first_steps(num_steps)
+    return dataclasses.replace(job, config=job.config.model_copy(update={"noise_scale": NoiseScaleSettings()}))
+
+
+class _Watcher:
+    """A probe that only looks at the model."""
+
+    is_emulated = False
+
+    def on_setup(self, setup: Setup) -> None:
+        self.is_emulated = is_emulated(setup.parallel.module)
+
+    def on_batch(self, batch: RankBatch) -> None: ...
+
+    def on_gradients(self, correction: float) -> None: ...
+
+    def on_step(self, result: Any, learning_rate: float) -> None: ...
+
+
+class _Starter(_Watcher):
+    """A probe that starts the steps of all workers together. spent_s: seconds that this took, a number for each
+    step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.spent_s = device, list[float]()
+
+    def on_batch(self, batch: RankBatch) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # what is still running belongs to the steps
+        started = time.perf_counter()
+        dist.barrier()
+        self.spent_s.append(time.perf_counter() - started)
+
+
+def _check_complete(job: TrainJob, place: Place, steps: Sequence[StepRecord], summary: WorkerSummary) -> None:
+    if place.rank == 0 and len(steps) < job.recipe.total_steps:
+        raise RunFailedError(
+            f"the training ended after {len(steps)} of {job.recipe.total_steps} steps: {summary.verdict}"
+        )
+
+
+def emit_to(
+    steps: list[StepRecord], say: Say, place: Place, samples: list[RankSample] | None = None
+) -> Callable[[WorkerMessage], None]:
+    """Function that collects a training's steps, and passes on what its first worker has to say. samples: gets how this
+    worker did."""
+
+    def emit(message: WorkerMessage) -> None:
+        if isinstance(message, StepRecord):
+            steps.append(message)
+        elif isinstance(message, RankSample) and samples is not None:
+            samples.append(message)
+        elif isinstance(message, EventRecord) and place.rank == 0:
+            say(message.text)
+
+    return emit
+
+
+def _step_alone(job: TrainJob, place: Place, sources: Sources) -> list[float] | None:
+    """[mean, largest] over the workers of the seconds of a step's work without communication; medians over
+    the steps. Collective."""
+    if place.world_size == 1 or traits_of(job.recipe.strategy).splits_replica or job.config.model_parallel_size > 1:
+        return None
+    if not _fits_whole(job, place):
+        return None
+    own, mine = alone(job, place.rank), Place(device=place.device)
+    steps: list[StepRecord] = []
+    starter = _Starter(place.device)
+    with same_switches():
+        emit = emit_to(steps, lambda text: None, mine)
+        summary = loop.run(own, mine, sources=sources, emit=emit, probe=starter)
+    _check_complete(own, mine, steps, summary)
+    times = [max(1e-9, s.step_time_s - s.input_wait_s - b) for s, b in zip(steps, starter.spent_s, strict=True)]
+    everyone = place.gathered(times)
+    by_step = list(zip(*everyone, strict=True))[len(times) // 2 :]  # the first half warms up
+    return [statistics.median(map(statistics.fmean, by_step)), statistics.median(map(max, by_step))]
+
+
+def alone(job: TrainJob, rank: int) -> TrainJob:
+    """This worker's share of each step as a training of one worker."""
+    recipe, config = job.recipe, job.config
+    rows = recipe.worker_shares[rank] if recipe.worker_shares else recipe.per_worker_batch_size
+    recipe = dataclasses.replace(
+        recipe,
+        strategy="single",
+        global_batch_size=rows,
+        per_worker_batch_size=rows,
+        worker_shares=None,
+        measure_shares_every_steps=None,
+        model_parallel_size=1,
+        total_steps=max(LEAST_ALONE_STEPS, recipe.total_steps // 2),
+        accumulation_steps=math.ceil(rows / recipe.micro_batch_size),
+    )
+    updates = {
+        "scale": config.scale.model_copy(update={"workers": 1}),
+        "shares": SharesSettings(),
+        "compression": CompressionSettings(),
+    }
+    return dataclasses.replace(job, config=config.model_copy(update=updates), recipe=recipe, workers=1)
+
+
+def _fits_whole(job: TrainJob, place: Place) -> bool:
+    """Whether every worker can hold a model that is sharded in the training. Collective."""
+    if traits_of(job.recipe.strategy).sharding == "none":
+        return True
+    with torch.device("meta"):
+        try:
+            parameters = sum(p.numel() for p in built_model(job.workload).parameters())
+        except (Exception, SystemExit):  # a workload's code need not know that device: then nobody can tell
+            parameters = 0
+    free = float(psutil.virtual_memory().available) / place.local_world_size
+    if place.device.type == "cuda":
+        free = float(torch.cuda.mem_get_info(place.device)[0])
+    return not place.all_reduce_max([float(parameters * STATE_BYTES > MOST_MEMORY * free)])[0]
+
+
+def _transfer_s(job: TrainJob, place: Place, sent_bytes: float) -> float | None:
+    """Seconds for sending a step's gradients through the group in DDP's buckets, without any other work. Collective."""
+    is_plain = job.recipe.strategy == "ddp" and job.config.compression.name == "none"
+    (num_bytes,) = place.all_reduce_max([sent_bytes])
+    if place.world_size == 1 or not is_plain or not num_bytes:
+        return None
+    bucket = int(job.config.strategy.bucket_size_mib * 2**20)
+    sizes = [bucket] * int(num_bytes // bucket) + ([int(num_bytes % bucket)] if num_bytes % bucket else [])
+    buffers = [torch.zeros(max(1, size // 4), device=place.device) for size in sizes]
+    times = []
+    for _ in range(NUM_TRANSFERS):
+        dist.barrier()
+        started = time.perf_counter()
+        for work in [dist.all_reduce(buffer, async_op=True) for buffer in buffers]:
+            work.wait()
+        if place.device.type == "cuda":
+            torch.cuda.synchronize(place.device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])

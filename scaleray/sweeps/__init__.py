@@ -1,0 +1,1 @@
+"""`scaleray sweep`: many trainings with other settings, and what they say together."""

@@ -1,0 +1,80 @@
+"""Comparison of a guided sweep with the whole grid: what its choice is worth by the grid's own figures, and what it
+cost."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from scaleray.errors import ConfigError
+from scaleray.records.sweep_record import SweepRecord, Trial
+
+Key = tuple[int, str, float, str, str]
+
+
+@dataclass(frozen=True)
+class GridComparison:
+    """A guided sweep compared with the whole grid.
+
+    loss: difference of the chosen setting's goodput from the grid's best, as a share of the best; infinite
+    where the chosen one missed the target in the grid. samples_share: samples of the guided sweep's trials
+    over those of the grid's.
+    """
+
+    chosen: Key
+    best: Key
+    loss: float
+    samples_share: float
+
+    def __str__(self) -> str:
+        below = "missed the target" if math.isinf(self.loss) else f"lies {self.loss:.1%} below its best"
+        return (
+            f"Against the grid: batch {self.chosen[0]} (rule {self.chosen[1]}) {below}, "
+            f"batch {self.best[0]} (rule {self.best[1]}), "
+            f"by the grid's own figures, for {self.samples_share:.1%} of its samples."
+        )
+
+
+def compare_with_grid(guided: SweepRecord, grid: SweepRecord) -> GridComparison:
+    """Compare a guided sweep with the whole grid. Raises ConfigError for sweeps of another target, or a grid
+    without the chosen setting."""
+    for what, ours, theirs in (
+        ("the target", guided.target, grid.target),
+        ("the training", guided.conditions.config_hash, grid.conditions.config_hash),
+        ("the workers of a trial", _workers(guided), _workers(grid)),
+    ):
+        if ours != theirs:
+            raise ConfigError(
+                "--against-grid", grid.name, f"{what} is {theirs} there and {ours} here", "compare like with like"
+            )
+    times = _times_to_target(grid.trials)
+    own = _times_to_target(guided.trials)
+    if not own or not times or min(times.values()) == math.inf:
+        raise ConfigError("--against-grid", grid.name, "one of the two sweeps never reached the target")
+    chosen, best = min(own, key=own.__getitem__), min(times, key=times.__getitem__)
+    if chosen not in times:
+        raise ConfigError("--against-grid", grid.name, f"it has no trial of batch {chosen[0]} with rule {chosen[1]}")
+    spent, whole = (sum(t.samples for t in record.trials if t.same_as is None) for record in (guided, grid))
+    return GridComparison(
+        chosen, best, 1 - times[best] / times[chosen] if times[chosen] < math.inf else math.inf, spent / whole
+    )
+
+
+def _times_to_target(trials: list[Trial]) -> dict[Key, float]:
+    """Seconds to the target, by setting: samples to the target at the throughput of all trials of that batch
+    size. Medians over seeds."""
+    rates: dict[int, list[float]] = {}
+    for trial in trials:
+        if trial.samples_per_s and trial.same_as is None:
+            rates.setdefault(trial.batch_size, []).append(trial.samples_per_s)
+    samples: dict[Key, list[float]] = {}
+    for t in trials:
+        if t.samples > 0 and t.batch_size in rates:
+            needed = math.inf if t.samples_to_target is None else float(t.samples_to_target)
+            samples.setdefault((t.batch_size, t.rule, t.learning_rate, t.optimizer, t.warmup), []).append(needed)
+    return {key: statistics.median(needed) / statistics.median(rates[key[0]]) for key, needed in samples.items()}
+
+
+def _workers(record: SweepRecord) -> int | None:
+    return record.trials[0].workers if record.trials else None

@@ -1,0 +1,134 @@
+"""The files of a sweep: its question, a small file for each trial that has ended, and the record at the end.
+
+A trial's file appears whole or not at all, so that an interrupted sweep continues with exactly the trials that have
+none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from scaleray.checkpoints.storage import Store
+from scaleray.common.parsing import load_json
+from scaleray.config.base import absolute_path
+from scaleray.errors import ConfigError, first_line
+from scaleray.launch.session.run_folder import RunFolder
+from scaleray.records.json_record import jsonable
+from scaleray.records.read import FILE
+from scaleray.records.sweep_record import SweepRecord, Trial
+from scaleray.sweeps.search_space import LogUniform, Settings, Space
+from scaleray.sweeps.sweep_question import SweepQuestion
+
+ASKED_FILE, TRIALS = "sweep.json", "trials"
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AskedSweep:
+    """Everything to run a sweep again, or the rest of it.
+
+    candidates: in the order of their numbers. run_id: id of the MLflow run.
+    """
+
+    config: dict[str, Any]
+    question: SweepQuestion
+    candidates: list[Settings]
+    refused: list[tuple[Settings, str]]
+    command: str
+    base_dir: str | None
+    data: dict[str, str | None]
+    """SHA-256 of the training data, by the workload's arguments."""
+    started_at: float
+    run_id: str
+
+
+class SweepFolder:
+    """A sweep's files, local or in a bucket."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self.store = Store(folder.path)
+
+    def write_asked(self, asked: AskedSweep) -> None:
+        """Write what was asked, before the first trial."""
+        self.store.write_text(
+            ASKED_FILE, json.dumps({"format": FORMAT, **jsonable(dataclasses.asdict(asked))}, indent=1)
+        )
+
+    def write_trial(self, trial: Trial) -> None:
+        """Write the record of a trial that has ended."""
+        self.store.write_text(f"{TRIALS}/{trial.number:05d}.json", json.dumps(jsonable(dataclasses.asdict(trial))))
+
+    def read_trials(self) -> list[Trial]:
+        """Trials that have ended, by number. Raises ConfigError for a damaged file."""
+        adapter = TypeAdapter(Trial)
+        found = []
+        for name in self.store.names(TRIALS):
+            name = name if name.startswith(TRIALS) else f"{TRIALS}/{name}"
+            if not name.endswith(".json"):
+                continue
+            try:
+                found.append(adapter.validate_json(self.store.read(name)))
+            except (OSError, ValidationError) as exc:
+                raise ConfigError(
+                    "--continue",
+                    self.store.path(name),
+                    f"it cannot be read: {first_line(exc)}",
+                    "remove the file to run this trial again",
+                ) from exc
+        return sorted(found, key=lambda trial: trial.number)
+
+
+def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | None:
+    """The record of a sweep that is finished; None for one that is not.
+
+    Raises ConfigError, in the name of `option`, for a damaged one.
+    """
+    try:
+        return TypeAdapter(SweepRecord).validate_json(Store(path).read(FILE))
+    except ValidationError as exc:
+        file = Store(path).path(FILE)
+        raise ConfigError(option, file, f"it is not a sweep's record: {first_line(exc)}") from exc
+    except (OSError, ValueError):  # a URI of an unknown kind, of which `read_asked` says so
+        return None
+
+
+def grid_record(folder: str | Path) -> SweepRecord:
+    """The record of a finished sweep of a whole grid. Raises ConfigError for a folder that holds none."""
+    found = finished_record(absolute_path(str(folder)), option="--against-grid")
+    if found is None:
+        raise ConfigError(
+            "--against-grid", str(folder), "there is no sweep's record", "give the folder of a finished sweep"
+        )
+    return found
+
+
+def read_asked(path: str) -> AskedSweep:
+    """Question of an interrupted sweep. Raises ConfigError for a folder that holds none."""
+    store = Store(path)
+    file = store.path(ASKED_FILE)
+    try:
+        values = load_json(store.read(ASKED_FILE))
+    except FileNotFoundError:
+        raise ConfigError("--continue", path, f"it is not a sweep's folder: it has no {ASKED_FILE}") from None
+    except (OSError, ValueError) as exc:
+        raise ConfigError("--continue", file, f"it cannot be read: {exc}") from exc
+    if values.pop("format", None) != FORMAT:
+        raise ConfigError("--continue", file, "another version of scaleray wrote it", "continue it with that one")
+    try:
+        rates = values["question"]["space"]["learning_rates"]
+        space = {
+            **values["question"]["space"],
+            "choices": {k: tuple(v) for k, v in values["question"]["space"]["choices"].items()},
+        }
+        space["learning_rates"] = LogUniform(**rates) if isinstance(rates, dict) else tuple(rates)
+        question = SweepQuestion(**{**values["question"], "space": Space(**space)})
+        refused = [(settings, reason) for settings, reason in values["refused"]]
+        return AskedSweep(**{**values, "question": question, "refused": refused})
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise ConfigError("--continue", file, f"it is not what a sweep wrote: {exc}") from exc

@@ -1,0 +1,361 @@
+"""The processes of one trial after another: rank 0 in the trial's own process, the other ranks as actors next to it.
+
+They share the trial's placement group, so that Ray gives a trial all of its workers or none, and they stay for the
+trials that come after. Each trial makes its own process group over a store of rank 0. Rows are read by the workers
+themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from scaleray.common.seeding import same_switches
+from scaleray.config import RunConfig
+from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError, first_line
+from scaleray.launch.workers.hang_reports import with_explanation
+from scaleray.launch.workers.ray_train import collective_backend, worker_resources
+from scaleray.records.run_record import WorkerMessage, WorkerSummary
+from scaleray.records.start import steady_time
+from scaleray.records.wishes import Wish
+from scaleray.sweeps.search_space import Settings
+from scaleray.sweeps.sweep_plan import SweepPlan, material_key
+from scaleray.training import loop
+from scaleray.training.health import flight_recorder
+from scaleray.training.health.stall_watch import StallWatch
+from scaleray.training.health.worker_progress import WATCHDOG_SHARE, Progress, Watchdog
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.place import Place
+from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
+from scaleray.training.state.pausable_training import AskingCheckpointing, Decision, Ended, Paused, StepwiseTraining
+from scaleray.training.worker import HANG_EXIT_CODE
+from scaleray.workload import no_exit
+
+BEAT_S = 0.5
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of one trial find each other."""
+
+    place: StorePlace
+    name: str
+    backend: str
+    timeout_s: float
+    is_one_node: bool
+    watched: tuple[str, str]
+    """Folder, and name in it, for what its ranks were doing when they stood still."""
+
+
+def train_rank(
+    plan: SweepPlan,
+    settings: Settings,
+    place: Place,
+    meeting: Meeting | None,
+    *,
+    emit: Callable[[WorkerMessage], None],
+    make_checkpointing: Callable[[TrainJob, Place], AskingCheckpointing],
+    on_hang: Callable[[str], None],
+) -> WorkerSummary:
+    """One rank's part of a trial, from its process group to its last step."""
+    job = fresh_job(plan, settings)
+    sources = plan.materials[material_key(job.config.workload.args)].sources
+    progress = Progress()
+    stalls = _stall_watch(progress, place, meeting, job.config.scale.collective_timeout_s)
+    watchdog = Watchdog(
+        progress,
+        interval_s=BEAT_S,
+        limit_s=WATCHDOG_SHARE * job.config.scale.collective_timeout_s,
+        beat=lambda step, phase, since_s: Wish.NOTHING,
+        on_leave=lambda: None,
+        on_hang=on_hang,
+        look=(lambda since_s, may_tell: None) if stalls is None else stalls.look,
+    )
+    with same_switches():
+        if place.device.type == "cpu":
+            torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
+        else:
+            torch.cuda.set_device(place.device)
+        with _process_group(place, meeting), stalls or contextlib.nullcontext(), watchdog:
+            return loop.run(
+                job, place, sources=sources, emit=emit, progress=progress, checkpointing=make_checkpointing(job, place)
+            )
+
+
+def _stall_watch(progress: Progress, place: Place, meeting: Meeting | None, timeout_s: float) -> StallWatch | None:
+    if meeting is None:
+        return None
+    path, group = meeting.watched
+    return StallWatch(
+        progress, place, path, collective_timeout_s=timeout_s, look_every_s=BEAT_S, group=group, since_ns=time.time_ns()
+    )
+
+
+def fresh_job(plan: SweepPlan, settings: Settings) -> TrainJob:
+    """The trial's job with a workload of its own, as a new process would have it."""
+    from ray import cloudpickle
+
+    job = plan.job(settings, started_at=steady_time())
+    # from the driver of this sweep, not from outside
+    return dataclasses.replace(job, workload=cloudpickle.loads(job.workload))
+
+
+@contextlib.contextmanager
+def _process_group(place: Place, meeting: Meeting | None) -> Iterator[None]:
+    if meeting is None:
+        yield
+        return
+    if meeting.is_one_node and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may pick an address that the machine cannot reach
+    flight_recorder.switch_on()
+    timeout = timedelta(seconds=meeting.timeout_s)
+    store = open_store(meeting.place, timeout=timeout)
+    dist.init_process_group(
+        meeting.backend,
+        store=dist.PrefixStore(meeting.name, store),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+GRACE_S = 15.0  # seconds after a rank's error for what the others have to say
+
+
+class LostWorkersError(RunFailedError):
+    """The workers of a trial cannot take another one."""
+
+
+def local_materials(plan: SweepPlan) -> SweepPlan:
+    """The plan with the data itself where it came with references to it."""
+    import ray
+
+    materials = {
+        key: dataclasses.replace(m, sources={name: ray.get(ref) for name, ref in m.sources.items()})
+        for key, m in plan.materials.items()
+    }
+    return dataclasses.replace(plan, materials=materials)
+
+
+class TrialWorker:
+    """An actor: one rank above 0 of every trial that comes."""
+
+    def __init__(self, plan: SweepPlan) -> None:
+        self.plan = local_materials(plan)
+
+    def node(self) -> str:
+        """Address of the actor's node, once it is up."""
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    def train(self, settings: Settings, place: Place, meeting: Meeting, start_from: str | None) -> ScaleRayError | None:
+        """Train to the end of the trial; what went wrong, if anything did."""
+
+        def make_checkpointing(job: TrainJob, place: Place) -> AskingCheckpointing:
+            return AskingCheckpointing(
+                job, place, start_from=start_from, emit=lambda message: None, ask=lambda step: Decision()
+            )
+
+        def die(what: str) -> None:
+            print(f"rank {place.rank} hangs: {what}", file=sys.stderr, flush=True)
+            os._exit(HANG_EXIT_CODE)  # the training thread cannot be ended otherwise
+
+        place = dataclasses.replace(place, device=_device(self.plan.base))
+        try:
+            with no_exit("the workload's code"):
+                train_rank(
+                    self.plan,
+                    settings,
+                    place,
+                    meeting,
+                    emit=lambda message: None,
+                    make_checkpointing=make_checkpointing,
+                    on_hang=die,
+                )
+        except Exception as exc:
+            return as_own_error(exc, place.rank)
+        return None
+
+
+class TrialGroup:
+    """Rank 0 and the actors of the others, for one trial after another. Made inside the trial's placement group."""
+
+    def __init__(self, plan: SweepPlan, workers: list[Any], nodes: list[str], path: str) -> None:
+        self.plan, self._path = plan, path
+        self._meets: Meeting | None = None
+        order = sorted(range(1, len(nodes)), key=lambda n: (nodes[n] != nodes[0], nodes[n]))
+        self._workers = [workers[n - 1] for n in order]
+        self._nodes = [nodes[0], *(nodes[n] for n in order)]
+        self._answers: list[Any] = []
+        self._num_trials = 0
+        self._owned = OwnedStore(nodes[0]) if workers else None
+        self._store = open_store(self._owned.place) if self._owned else None  # the server, for as many trials as come
+        self.training: StepwiseTraining | None = None
+
+    @classmethod
+    def start(cls, plan: SweepPlan, shared: Any, path: str) -> TrialGroup:
+        """Start the actors of the other ranks and wait for them. shared: reference of the plan, for these. path: folder
+        for what the ranks of a trial were doing when they stood still."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        resources = worker_resources(plan.base)
+        group = ray.util.get_current_placement_group()
+        workers = [
+            ray.remote(TrialWorker)
+            .options(
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=rank, placement_group_capture_child_tasks=True
+                ),
+            )
+            .remote(shared)
+            for rank in range(1, plan.workers)
+        ]
+        nodes = ray.get([worker.node.remote() for worker in workers], timeout=plan.base.scale.launch_timeout_s)
+        return cls(local_materials(plan), workers, [ray.util.get_node_ip_address(), *nodes], path)
+
+    def begin(self, settings: Settings, *, pauses: bool, start_from: str | None) -> StepwiseTraining:
+        """Begin a new trial, which trains from the first `advance` on."""
+        self._num_trials += 1
+        self._answers = []
+        meeting = self._meets = self._meeting()
+        places = self._places()
+
+        def train(emit: Callable[[WorkerMessage], None], make_checkpointing: Any) -> WorkerSummary:
+            self._answers = [
+                worker.train.remote(settings, place, meeting, start_from)
+                for worker, place in zip(self._workers, places[1:], strict=True)
+            ]
+            place = dataclasses.replace(places[0], device=_device(self.plan.base))
+            return train_rank(
+                self.plan,
+                settings,
+                place,
+                meeting,
+                emit=emit,
+                make_checkpointing=make_checkpointing,
+                on_hang=self._give_up,
+            )
+
+        self.training = StepwiseTraining(train, pauses=pauses, start_from=start_from)
+        return self.training
+
+    def advance(self) -> Paused | Ended:
+        """Train up to the next evaluation or the end. An end with an error names its cause, whichever rank has it."""
+        assert self.training is not None
+        happened = self.training.advance()
+        if isinstance(happened, Ended):
+            return dataclasses.replace(happened, error=self._cause(happened.error))
+        return happened
+
+    def stop(self) -> bool:
+        """End a trial that waits; false when its workers are lost with it."""
+        if self.training is None:
+            return True
+        if not self.training.stop():
+            return False
+        try:
+            self._cause(self.training.ended.error if self.training.ended else None)
+        except LostWorkersError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the actors."""
+        import ray
+
+        for worker in self._workers:
+            with contextlib.suppress(Exception):  # it may be gone already
+                ray.kill(worker)
+
+    def _cause(self, error: BaseException | None) -> BaseException | None:
+        """The error that explains the others, once all ranks are done.
+
+        Raises LostWorkersError where one does not come back.
+        """
+        import ray
+
+        answers: list[ScaleRayError | None] = []
+        lost: list[str] = []
+        for rank, answer in enumerate(self._answers, start=1):
+            try:
+                answers.append(ray.get(answer, timeout=GRACE_S))
+            except ray.exceptions.GetTimeoutError:
+                lost.append(f"rank {rank} did not end with the others")
+            except ray.exceptions.RayError as exc:
+                lost.append(f"rank {rank} was lost: {first_line(exc)}")
+        self._answers = []
+        own = as_own_error(error, 0) if error is not None else None
+        known = [e for e in (own, *answers) if e is not None]
+        telling = [e for e in known if not isinstance(e, PeerLostError)]
+        if lost:
+            raise self._with_stalls(LostWorkersError(str(telling[0]) if telling else lost[0]))
+        return telling[0] if telling else self._with_stalls(error)
+
+    def _with_stalls(self, error: Any) -> Any:
+        """The error with what the ranks wrote down when they stood still, if they did."""
+        if self._meets is None or error is None:
+            return error
+        return with_explanation(error, *self._meets.watched, len(self._nodes))
+
+    def _give_up(self, what: str) -> None:
+        if self.training is not None:
+            self.training.give_up(LostWorkersError(f"rank 0 hangs: {what}"))
+
+    def _meeting(self) -> Meeting | None:
+        if self._owned is None:
+            return None
+        scale = self.plan.base.scale
+        return Meeting(
+            self._owned.place,
+            f"trial {self._num_trials}",
+            collective_backend(self.plan.base),
+            scale.collective_timeout_s,
+            is_one_node=len(set(self._nodes)) == 1,
+            watched=(self._path, f"trial-{secrets.token_hex(4)}"),
+        )
+
+    def _places(self) -> list[Place]:
+        nodes = self._nodes
+        return [
+            Place(
+                rank=rank,
+                world_size=len(nodes),
+                local_rank=nodes[:rank].count(node),
+                local_world_size=nodes.count(node),
+                node=node,
+            )
+            for rank, node in enumerate(nodes)
+        ]
+
+
+def as_own_error(exc: BaseException, rank: int) -> ScaleRayError:
+    """The error itself if it is one of ours, else its last line as one."""
+    if isinstance(exc, ScaleRayError):
+        return exc
+    last = traceback.format_exception_only(exc)[-1].strip()
+    return RunFailedError(f"rank {rank} failed: {last}")
+
+
+def _device(config: RunConfig) -> torch.device:
+    # Ray shows an actor only the card that it was given
+    return torch.device("cuda", 0) if config.scale.gpus else torch.device("cpu")

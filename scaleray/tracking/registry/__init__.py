@@ -1,1 +1,0 @@
-"""MLflow's registry of models: versions, their aliases, and which of them an alias ought to name."""

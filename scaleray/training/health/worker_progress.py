@@ -1,0 +1,203 @@
+"""Current activity of a worker, sent by a thread of its own, which also detects that the worker hangs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TextIO
+
+from scaleray.records.live_state import RecentSteps
+from scaleray.records.phases import TIMED, Phase
+from scaleray.records.wishes import Wish
+from scaleray.workload import user_frames
+
+HANG = "a hang: "  # begins the phase of a worker that is about to end itself
+COMPILERS = (  # files that are on a thread's stack only while it compiles
+    "torch/_dynamo/convert_frame.py",
+    "torch/_inductor/compile_fx.py",
+    "torch/_inductor/async_compile.py",
+)
+COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/distributed.py")  # files that wait for other workers
+# a device in whose queue a collective of NCCL waits for them is waited for here
+WAITS = (*COLLECTIVES, "torch/cuda/streams.py", "scaleray/strategies/contract/later.py")
+LONGEST_LINE = 1000
+FIRST_STEP_FACTOR = 3.0  # a first step may compile, and fill caches; so may a first evaluation
+WATCHDOG_SHARE = 0.9  # share of the time that the others wait for this worker: only it knows where it hangs
+
+
+class Progress:
+    """The loop's place: a step and a phase of it. Written by the training thread, read by others."""
+
+    def __init__(self) -> None:
+        self.step = self.steps_done = 0
+        self.phase = Phase.START
+        self.passed: set[Phase] = set()
+        """Phases that have been left at least once."""
+        self.since = time.monotonic()
+        self.thread_id = threading.get_ident()
+        self.on_enter: Callable[[Phase], None] = lambda phase: None
+        """Called with every phase that is entered."""
+        self.recent: RecentSteps | None = None
+        """Durations of the last steps; None before the second one."""
+        if on_new is not None:
+            on_new(self)
+
+    def enter(self, phase: Phase) -> Phase:
+        """Enter the next phase, and give the one that was left."""
+        left = self.phase
+        self.passed.add(left)
+        self.phase, self.since = phase, time.monotonic()
+        self.on_enter(phase)
+        return left
+
+    def hear(self, recent: RecentSteps) -> None:
+        """Take note of what the last steps took."""
+        self.recent = recent
+
+    def finish_step(self, step: int) -> None:
+        """Take note that so many steps are complete."""
+        self.step = step
+        self.steps_done += 1
+
+    def others_wait_s(self, collective_timeout_s: float) -> float:
+        """How long other workers wait for this one in a collective, as `CollectiveLimits` has it in this step."""
+        return collective_timeout_s * (1.0 if self.steps_done else FIRST_STEP_FACTOR)
+
+    def is_new(self, phase: Phase) -> bool:
+        """Whether the training has not been through it yet, so that it may compile and fill caches first."""
+        return not self.steps_done or phase not in self.passed
+
+
+on_new: Callable[[Progress], None] | None = None
+"""Listener for each `Progress` that is made in this process: the watch of a group that runs many trainings."""
+
+
+class Watchdog:
+    """Reports progress at an interval. beat: takes (step, phase, seconds in it), gives what is asked of the worker,
+    for which on_leave, on_save and on_links are called.
+
+    on_hang: called once with a sentence when the training thread has not left a watched phase for `limit_s`, or three
+    times that where it compiles or does something for the first time. look: called before that with the seconds in the
+    phase, and whether the training must not stay in it.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        *,
+        interval_s: float,
+        limit_s: float,
+        beat: Callable[[int, str, float], Wish],
+        on_leave: Callable[[], None],
+        on_save: Callable[[], None] = lambda: None,
+        on_links: Callable[[], None] = lambda: None,
+        on_hang: Callable[[str], None],
+        look: Callable[[float, bool], None] = lambda since_s, is_limited: None,
+    ) -> None:
+        self.look = look
+        self.progress, self.interval_s, self.limit_s = progress, interval_s, limit_s
+        self.beat, self.on_hang = beat, on_hang
+        self._answers = {Wish.LEAVE: on_leave, Wish.SAVE: on_save, Wish.LINKS: on_links}
+        self._stop = threading.Event()
+        self._waited_since = self._compiled_since = -1.0
+        self._thread = threading.Thread(target=self._watch, name="scaleray-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self.interval_s):
+            progress = self.progress
+            step, phase, since_s = progress.step, progress.phase, time.monotonic() - progress.since
+            compiling = is_compiling(progress.thread_id)
+            if compiling:
+                self._compiled_since = progress.since  # what was compiled must still run
+            self.look(since_s, phase in TIMED and not compiling)
+            is_longer = progress.is_new(phase) or self._compiled_since == progress.since
+            limit_s = self.limit_s * (FIRST_STEP_FACTOR if is_longer else 1.0)
+            if waits_for_others(progress.thread_id):
+                self._waited_since = progress.since  # and if that fails, its way out may take longer than the limit
+            if phase in TIMED and since_s > limit_s and self._waited_since != progress.since:
+                self.on_hang(
+                    f"it has been in `{phase}` of step {step + 1} for {since_s:.0f} s: {where(progress.thread_id)}"
+                )
+                return
+            try:
+                wish = self.beat(step, Phase.COMPILING if compiling else phase, since_s)
+                if wish in self._answers:
+                    self._answers[wish]()
+            except Exception:  # nobody listens for the moment, which is no reason to stop training
+                continue
+
+
+def waits_for_others(thread_id: int) -> bool:
+    """Whether a thread is inside a collective, such as DDP's own in a forward pass, or waits for its device: then
+    another worker is to blame."""
+    frame = sys._current_frames().get(thread_id)
+    return frame is not None and any(part in frame.f_code.co_filename for part in WAITS)
+
+
+def is_compiling(thread_id: int) -> bool:
+    """Whether a thread is inside torch.compile's compiler, which also works in the middle of a training: for a batch of
+    another shape, or a first evaluation."""
+    frame = sys._current_frames().get(thread_id)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(COMPILERS):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def where(thread_id: int) -> str:
+    """The place in the user's own code where a thread is, innermost first, or just the innermost one."""
+    frame = sys._current_frames().get(thread_id)
+    if frame is None:
+        return "the thread is gone"
+    stack = traceback.extract_stack(frame)
+    own = user_frames(stack) or stack
+    last = own[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}: {last.line or ''}".rstrip(": ")
+
+
+class Tail:
+    """A stream that passes everything on and remembers its last lines."""
+
+    def __init__(self, stream: TextIO, lines: deque[str]) -> None:
+        self._stream, self._lines, self._open = stream, lines, ""
+
+    def write(self, text: str) -> int:
+        """Pass on."""
+        # progress bars write for ever without a new line
+        *whole, last = (self._open + text).replace("\r", "\n").split("\n")
+        self._open = last[-LONGEST_LINE:]
+        self._lines.extend(line.rstrip() for line in whole if line.strip())
+        return self._stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Pass on, line by line."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+class TailHandler(logging.Handler):
+    """Store the last lines that were logged, in addition to those that were printed."""
+
+    def __init__(self, lines: deque[str]) -> None:
+        super().__init__(logging.INFO)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep the message."""
+        self._lines.extend(f"{record.levelname}: {line}" for line in record.getMessage().splitlines() if line.strip())

@@ -1,0 +1,96 @@
+"""All that a run measures of where its time goes, as the loop has it: one observer after another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from scaleray.common.watchers import Watcher
+from scaleray.records.live_state import RecentSteps
+from scaleray.records.phases import Phase
+from scaleray.records.profile_record import RankMeasurements
+from scaleray.records.run_record import Emit
+from scaleray.training.observer import Observer
+from scaleray.training.profile.arrival_recording import ArrivalTimes
+from scaleray.training.profile.link_probe import probe_links
+from scaleray.training.profile.link_watch import AsksForLinks, LinkWatch
+from scaleray.training.profile.phase_times import PhaseTimes
+from scaleray.training.profile.rank_samples import RankSamples
+from scaleray.training.profile.trace_recording import Tells, tracers
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.place import Place
+
+
+class Emits(Tells, Protocol):
+    """Receiver of a worker's messages."""
+
+    emit: Emit
+
+
+class Enters(Protocol):
+    """Object that reports when the training enters a phase."""
+
+    on_enter: Callable[[Phase], None]
+
+    def enter(self, phase: Phase) -> Phase: ...
+
+    def hear(self, recent: RecentSteps) -> None: ...
+
+
+class Profile(Observer):
+    """Phases, memory and arrivals of this rank, samples of them, and traces where they were asked for.
+
+    progress: knows when the training enters a phase. asks: knows whether links are to be measured. The training's clock
+    calls `start` and `cut`, see `PhaseTimes`.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        place: Place,
+        first_step: int,
+        progress: Enters,
+        tells: Emits,
+        asks: AsksForLinks | None = None,
+    ) -> None:
+        self.phases = PhaseTimes(
+            place, first_step, started_at=job.started_at, enter=progress.enter, emit=tells.emit, guard=tells.guard
+        )
+        self._progress, self._on_enter = progress, progress.on_enter
+        progress.on_enter = self.phases.marks.mark
+        self.arrivals = ArrivalTimes(self.phases.at_phase, place, tells.guard)
+        self.start, self.cut = self.phases.start, self.phases.cut
+        self._place, self._guard = place, tells.guard
+        self._probes_links = job.probes_links and place.world_size > 1
+        samples = RankSamples(
+            place,
+            self.phases,
+            self.arrivals,
+            every_s=job.config.monitoring.every_s,
+            tell=progress.hear,
+            emit=tells.emit,
+            guard=tells.guard,
+        )
+        links = LinkWatch(place, asks, emit=tells.emit, guard=tells.guard)
+        self._parts: list[Observer] = [*tracers(job, place, tells), self.phases, self.arrivals, samples, links]
+
+    @property
+    def observers(self) -> list[Observer]:
+        """All that watch the training, this one among them: a list of its own would hold it in a circle."""
+        return [*self._parts, self]
+
+    def close(self) -> None:
+        """Release the object that reports phases. A strategy's hooks on gradients refer to it, and the model refers to
+        the hooks: otherwise everything that it refers to, the whole training among it, would never be freed.
+        """
+        self._progress.on_enter = self._on_enter
+
+    def measurements(self) -> RankMeasurements:
+        """The measured profile, see `RunProfile`. Waits for the device; collective if links are measured."""
+        measured = self.arrivals.added_to(self.phases.measurements())
+        if not self._probes_links:
+            return measured
+        links = self._guard(Watcher.FIGURES, partial(probe_links, self._place), [], part="links")
+        return dataclasses.replace(measured, links=links)

@@ -1,0 +1,312 @@
+"""Everything that a training is made of between two steps: what a checkpoint holds, and what a resumed run starts from.
+
+An item is tensors or small values under a name that a user understands, so that a difference after a resume can be
+blamed on one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from scaleray.checkpoints import sharded
+from scaleray.checkpoints.consolidated import reshape_buffers
+from scaleray.checkpoints.manifest import Manifest
+from scaleray.checkpoints.storage import Store
+from scaleray.common.equal_models import dense_parts
+from scaleray.common.seeding import random_state, seed_everything, set_random_state, stream_seed
+from scaleray.errors import CheckpointError
+from scaleray.training.callbacks import Callbacks
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.training.state.items import (
+    ATTRIBUTES,
+    AVERAGING,
+    BUFFERS,
+    CALLBACKS,
+    ITEMS,
+    MODEL,
+    OPTIMIZER,
+    PROGRESS,
+    PRUNING,
+    RANDOM,
+    REPLICA,
+    SCALER,
+    SCHEDULE,
+    STRATEGY,
+    WORKLOAD,
+    Tensors,
+    Values,
+    as_json,
+    dtype_of,
+    flattened,
+    nested,
+    plain,
+    tensors_of,
+    unplain,
+)
+from scaleray.training.state.optimizer_state import optimizer_state, optimizer_templates
+from scaleray.training.step.unchanged import plain_attributes, set_plain_attributes
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The state of one worker's training. progress: gives and takes the loop's own counters, as JSON.
+    callbacks: of the workload, with a state of their own."""
+
+    setup: Setup
+    place: Place
+    workload: Any
+    seed: int
+    get_progress: Callable[[], Values]
+    set_progress: Callable[[Values], None]
+    callbacks: Callbacks | None = None
+    attributes: Mapping[str, Any] = field(init=False)
+    """Plain attributes of the model's modules before the first step; those that differ later are state."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attributes", plain_attributes(self.setup.parallel.module))
+
+    def capture(self, *, is_saved: bool = False) -> tuple[Tensors, set[str], dict[str, Values]]:
+        """(references to tensors, names of those that a forward pass may change, values by item as JSON). Collective.
+        is_saved: for a checkpoint, which holds the replicas' mean in addition to their differences.
+        """
+        module, parallel = self.setup.parallel.module, self.setup.parallel
+        tensors, extra = model_state(module)
+        optimizer_tensors, optimizer_values = optimizer_state(self.setup.optimizer, module)
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        volatile = {name for name in tensors if name.removeprefix(f"{MODEL}.") not in parameters}
+        volatile |= {f"{MODEL}.{name}" for name in renormalised(module)}
+        if parallel.is_partitioned:
+            optimizer_values = self._merged(optimizer_values)
+        tensors.update(optimizer_tensors)
+        if parallel.replicas_differ:
+            own = f"{REPLICA}.{self.place.rank}."
+            volatile |= {own + name for name in volatile}
+            replica = {own + name: value for name, value in tensors.items()}
+            # values of now, as the mean is gone when this context ends; without it they are those of this replica
+            with parallel.averaged(True) if is_saved else contextlib.nullcontext():
+                tensors = {name: value.detach().clone() for name, value in tensors.items()}
+            tensors.update(replica)
+        own_state = {f"{STRATEGY}.{self.place.rank}.{k}": v for k, v in parallel.state().items()}
+        tensors.update(own_state)
+        volatile |= own_state.keys()  # what a backward pass leaves over changes before the optimizer's step
+        tensors.update(self._masks())
+        tensors.update(self._averages())
+        tensors.update({f"{RANDOM}.{self.place.rank}.{k}": v for k, v in random_state(self.place.device).items()})
+        workload_tensors, workload_values = _state_of(self.workload, WORKLOAD)
+        # every rank has callbacks, with a state of their own
+        callback_tensors, mine = _state_of(self.callbacks, f"{CALLBACKS}.{self.place.rank}")
+        callback_values = self._each_ranks(as_json(CALLBACKS, mine))
+        tensors.update(workload_tensors | callback_tensors)
+        volatile |= workload_tensors.keys() | callback_tensors.keys()
+        values = {
+            MODEL: extra,
+            OPTIMIZER: optimizer_values,
+            SCHEDULE: {key: plain(value) for key, value in self.setup.schedule.state_dict().items()},
+            SCALER: self.setup.precision.scaler.state_dict(),
+            PROGRESS: self.get_progress(),
+            AVERAGING: {"num_updates": self.setup.averaging.num_updates},
+            WORKLOAD: workload_values,
+            CALLBACKS: callback_values,
+            ATTRIBUTES: self.place.gathered(self._changed_attributes()),
+        }
+        return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
+
+    def restore(self, manifest: Manifest, stores: list[Store], group: dist.ProcessGroup | None) -> None:
+        """Take over a checkpoint in place. Collective over `group`. Raises CheckpointError for another model, and
+        Incomplete for bytes that are missing or changed."""
+        module, optimizer, parallel = self.setup.parallel.module, self.setup.optimizer, self.setup.parallel
+        for item in (MODEL, BUFFERS):
+            saved = {name.partition(".")[2]: tensor for name, tensor in tensors_of(manifest, item).items()}
+            reshape_buffers(module, saved, may_register=item == BUFFERS)
+        model, _ = model_state(module)
+        check_same_tensors(manifest, model, is_part=parallel.is_partitioned and parallel.run_micro_batches is not None)
+        templates, build = optimizer_templates(manifest, optimizer, module, is_part=parallel.is_partitioned)
+        own = {
+            name: torch.empty(t.shape, dtype=dtype_of(t))
+            for item in (WORKLOAD, CALLBACKS)
+            for name, t in tensors_of(manifest, item).items()
+        }
+        same_size = manifest.world_size == self.place.world_size
+        prefix = f"{RANDOM}.{self.place.rank}."
+        drawn = {
+            name: torch.empty(t.shape, dtype=dtype_of(t))
+            for name, t in tensors_of(manifest, RANDOM).items()
+            if name.startswith(prefix)
+        }
+        mine = f"{STRATEGY}.{self.place.rank}."
+        strategy = {
+            name: torch.empty(t.shape, dtype=dtype_of(t))
+            for name, t in tensors_of(manifest, STRATEGY).items()
+            if name.startswith(mine)
+        }
+        strategy = strategy if same_size else {}
+        kept = {**self._masks(), **self._averages()}
+        masks = {name: value for name, value in kept.items() if name in manifest.tensors}
+        sharded.load({**model, **templates, **own, **drawn, **strategy, **masks}, stores, manifest, group)
+        if self._averages().keys() <= manifest.tensors.keys():
+            self.setup.averaging.num_updates = manifest.values.get(AVERAGING, {}).get("num_updates", 0)
+        else:
+            self.setup.averaging.begin_anew()
+        if self.setup.pruning is not None:
+            self.setup.pruning.count()
+        mine_too = f"{REPLICA}.{self.place.rank}."
+        if parallel.replicas_differ and same_size and any(name.startswith(mine_too) for name in manifest.tensors):
+            # over the mean that was just loaded, into the same memory
+            replica = {f"{mine_too}{name}": tensor for name, tensor in {**model, **templates}.items()}
+            sharded.load({k: v for k, v in replica.items() if k in manifest.tensors}, stores, manifest, group)
+        if manifest.values.get(MODEL):
+            module.load_state_dict(manifest.values[MODEL], strict=False)
+        set_plain_attributes(module, self._own_attributes(manifest.values.get(ATTRIBUTES, [])))
+        optimizer.load_state_dict(build(templates))
+        schedule = {key: unplain(value) for key, value in manifest.values[SCHEDULE].items()}
+        self.setup.schedule.load_state_dict(schedule)
+        if self.setup.precision.scaler.is_enabled() and manifest.values[SCALER]:
+            self.setup.precision.scaler.load_state_dict(manifest.values[SCALER])
+        parallel.load_state({name.removeprefix(mine): value for name, value in strategy.items()})
+        self.set_progress(manifest.values[PROGRESS])
+        if WORKLOAD in manifest.values and callable(getattr(self.workload, "load_state_dict", None)):
+            self.workload.load_state_dict(_restored(own, WORKLOAD, manifest.values[WORKLOAD]))
+        if self.callbacks is not None:
+            by_rank = manifest.values.get(CALLBACKS, {})
+            ranks = sorted(filter(str.isdigit, by_rank), key=int)
+            states = [_restored(own, f"{CALLBACKS}.{rank}", by_rank[rank]) for rank in ranks]
+            self.callbacks.load_states(states)
+        if same_size and drawn:
+            set_random_state({name.removeprefix(prefix): value for name, value in drawn.items()}, self.place.device)
+        else:  # other workers, other streams: new ones, which depend on the step so that no mask is drawn twice
+            seed_everything(stream_seed(self.seed, "dropout", self.place.data_rank, manifest.step))
+
+    def _merged(self, values: Values) -> Values:
+        """Rank 0's optimizer values with the parameters of all ranks, in rank order. Collective."""
+        everyone = self.place.gathered(values)
+        groups = [dict(group) for group in everyone[0]["groups"]]
+        for number, group in enumerate(groups):
+            names = (name for theirs in everyone for name in theirs["groups"][number]["params"])
+            group["params"] = list(dict.fromkeys(names))
+        return {"groups": groups, "others": {k: v for theirs in everyone for k, v in theirs["others"].items()}}
+
+    def digests(self) -> dict[str, str]:
+        """A hash of each item on this rank, to find the one that differs between two runs."""
+        tensors, _, values = self.capture()
+        measured = {"training_time_s"}  # not computed
+        noise = values[PROGRESS].get("noise_scale")
+        if noise and noise["averages"]["is_biased"]:
+            measured.add("noise_scale")  # from pairs of steps, of which an interruption may lose one
+        values[PROGRESS] = {k: v for k, v in values[PROGRESS].items() if k not in measured}
+        hashes = {item: hashlib.sha256(json.dumps(values.get(item), sort_keys=True).encode()) for item in ITEMS}
+        for name in sorted(tensors):
+            item, _, rest = name.partition(".")
+            hashes[item].update(rest.encode())
+            hashes[item].update(_bytes(tensors[name]))
+        return {item: digest.hexdigest()[:16] for item, digest in hashes.items()}
+
+    def _masks(self) -> Tensors:
+        """The masks of pruning by name, by reference."""
+        return {f"{PRUNING}.{k}": v for k, v in self.setup.pruning.masks.items()} if self.setup.pruning else {}
+
+    def _averages(self) -> Tensors:
+        """The averages of the weights by name, by reference."""
+        return {f"{AVERAGING}.{k}": v for k, v in self.setup.averaging.values.items()}
+
+    def _changed_attributes(self) -> Values:
+        now = plain_attributes(self.setup.parallel.module)
+        unset = object()
+        return {name: value for name, value in now.items() if self.attributes.get(name, unset) != value}
+
+    def _own_attributes(self, by_rank: list[Values]) -> Values:
+        """This rank's attributes of a checkpoint; on another number of workers those that all ranks had alike."""
+        if len(by_rank) == self.place.world_size:
+            return by_rank[self.place.rank]
+        first, *others = by_rank or [{}]
+        return {name: value for name, value in first.items() if all(o.get(name) == value for o in others)}
+
+    def _each_ranks(self, values: Values) -> Values:
+        """The callbacks' values of every rank, by its number; rank 0's alone where none has a state. Collective."""
+        have_state = self.callbacks is not None and self.callbacks.have_state
+        everyone = self.place.gathered(values) if have_state else [values]
+        return {f"{rank}": theirs for rank, theirs in enumerate(everyone)}
+
+
+def _state_of(owner: Any, item: str) -> tuple[Tensors, Values]:
+    if not callable(getattr(owner, "state_dict", None)):
+        return {}, {}
+    state = flattened(owner.state_dict())
+    tensors = {f"{item}.{k}": v for k, v in state.items() if isinstance(v, torch.Tensor)}
+    return tensors, {k: v for k, v in state.items() if not isinstance(v, torch.Tensor)}
+
+
+def _restored(tensors: Tensors, prefix: str, values: Values) -> Values:
+    """The state dict that `_state_of` has taken apart."""
+    own = {k.removeprefix(f"{prefix}."): v for k, v in tensors.items() if k.startswith(f"{prefix}.")}
+    return nested({**values, **own})
+
+
+def renormalised(module: nn.Module) -> set[str]:
+    """Parameters that a forward pass changes: embeddings with max_norm."""
+    return {
+        f"{name}.weight" if name else "weight"
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None
+    }
+
+
+def model_state(module: nn.Module) -> tuple[Tensors, Values]:
+    """A model's tensors by name, buffers that its state dict leaves out included, and its state that is no tensor.
+
+    A sparse buffer is there as its parts, and as none of the model's weights: those are dense.
+    """
+    state = module.state_dict()
+    sparse = {n: b for n, b in module.named_buffers() if b.layout != torch.strided}
+    tensors: Tensors = {
+        f"{MODEL}.{name}": value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name not in sparse
+    }
+    for name, value in module.named_buffers():
+        if name in sparse:
+            tensors.update({f"{BUFFERS}.{name}.{part}": t for part, t in dense_parts(value.detach()).items()})
+        elif name not in state:
+            tensors[f"{BUFFERS}.{name}"] = value
+    return tensors, {name: value for name, value in state.items() if not isinstance(value, torch.Tensor)}
+
+
+def check_same_tensors(manifest: Manifest, model: Mapping[str, torch.Tensor], *, is_part: bool = False) -> None:
+    """Check that the checkpoint holds the tensors of this model, or of the whole of which it is a part.
+
+    Raises CheckpointError with the first that differs.
+    """
+    saved = {
+        name: f"{list(t.shape)} {t.dtype}"
+        for item in (MODEL, BUFFERS)
+        for name, t in tensors_of(manifest, item).items()
+    }
+    own = {name: f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in model.items()}
+    if is_part:
+        saved = {name: text for name, text in saved.items() if name in own}
+    if saved == own:
+        return
+    different = [name for name in sorted(saved.keys() | own.keys()) if saved.get(name) != own.get(name)]
+    first = different[0].partition(".")[2]
+    saved, own = ({k.partition(".")[2]: v for k, v in names.items()} for names in (saved, own))
+    raise CheckpointError(
+        f"the model's {first}",
+        own.get(first) or "not there",
+        f"the checkpoint has {saved.get(first) or 'no such tensor'} ({len(different)} of {len(saved)} tensors differ)",
+        "it belongs to another model: resume with the config that wrote it",
+    )
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,1 +1,0 @@
-"""Worker side of a study: rungs of the ladder, and the turns on them."""

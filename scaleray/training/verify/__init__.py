@@ -1,1 +1,0 @@
-"""Worker side of verification: variants, their traces, and interrupted runs."""

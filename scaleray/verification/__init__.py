@@ -1,0 +1,1 @@
+"""`scaleray verify` and `scaleray check`: whether distributed training is the training of one process."""

@@ -1,0 +1,221 @@
+"""Certificates of verifications: what was asked, what came out, on what; in a folder and in MLflow."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scaleray.common import metric_names as names
+from scaleray.common.fingerprint import environment, environment_hash
+from scaleray.data import TRAIN
+from scaleray.launch.session.opened import own_folder
+from scaleray.launch.session.run_folder import RunFolder
+from scaleray.recording import store
+from scaleray.recording.store import RunStore
+from scaleray.records.experiment import CERTIFICATE_SHA256
+from scaleray.records.json_record import JsonRecord
+from scaleray.records.mlflow_operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
+from scaleray.records.run_record import Say
+from scaleray.records.start import steady_time
+from scaleray.verification.preparation import Verification
+from scaleray.verification.variants import Outcome
+from scaleray.verification.verification_plan import course
+from scaleray.verification.verify_options import VerifyOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(JsonRecord):
+    """Common fields of every certificate, readable without the code that wrote it."""
+
+    passed: bool
+    verdict: str
+    workload: str
+    config_hash: str
+    environment_hash: str
+    bound: float
+    precision: str
+    steps: int
+    where: str
+    """Where workers ran: under Ray, or as gloo processes."""
+    date: str
+    duration_s: float
+    outcomes: list[Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    run_dir: str
+    tracking_uri: str
+    run_id: str
+    mlflow_link: str
+
+    def lines(self) -> list[str]:
+        """The verdict, what it is of, and where the certificate is."""
+        return [
+            f"{'passed' if self.passed else 'failed'}: {self.verdict}",
+            f"{self.workload}: {self.steps} steps in {self.precision}, bound {self.bound:g}, {len(self.outcomes)} "
+            f"variants, {self.where}, {self.duration_s:.0f} s",
+            f"MLflow: {self.mlflow_link}",
+            f"certificate: {self.run_dir}/certificate.json",
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualityCertificate(Certificate):
+    """Whether distributed runs are the training of one process."""
+
+    outcomes: list[Outcome]
+    own_precision: str
+    strategies: list[str]
+    """Names of those that ran, as a training records its own; `auto` is decided."""
+    world_sizes: list[int]
+    accumulation: list[int]
+    global_batch_size: int
+    data: dict[str, Any]
+    course: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Events within the compared steps: rows of an epoch, the step of the resume, its batch size, rows of each
+    evaluation.
+    """
+
+
+@contextlib.contextmanager
+def recorded(verification: Verification, *, kind: str = "verify") -> Iterator[tuple[RunFolder, RunStore]]:
+    """A folder and an MLflow run, which ends as FINISHED, FAILED or KILLED with the context."""
+    status, config = "FAILED", verification.config
+    with own_folder(config, "verify", verification.started_at) as folder:
+        run = RunStore.create(
+            verification.tracking_uri,
+            experiment=config.tracking.experiment,
+            run_name=folder.name,
+            started_at=verification.started_at,
+            tags={
+                "scaleray.kind": kind,
+                "scaleray.config_hash": config.hash(),
+                "scaleray.workload": config.workload.name,
+                "mlflow.source.name": config.workload.name,
+                "mlflow.source.type": "JOB",
+            },
+        )
+        try:
+            yield folder, run
+            status = "FINISHED"
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            with contextlib.suppress(Exception):  # a server that has gone since must not hide the result
+                run.send(EndRun(status, int(time.time() * 1000)))
+
+
+def common_facts(verification: Verification, folder: RunFolder, run: RunStore) -> dict[str, Any]:
+    """The fields of a certificate that do not depend on what was asked."""
+    facts, config = environment(), verification.config
+    return {
+        "workload": config.workload.name,
+        "config_hash": config.hash(),
+        "config": config.to_dict(),
+        "environment": facts,
+        "environment_hash": environment_hash({"environment": facts}),
+        "where": "gloo processes" if verification.options.local else "Ray",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "duration_s": steady_time() - verification.started_at,
+        "run_dir": folder.path,
+        "tracking_uri": store.without_password(run.uri),
+        "run_id": run.run_id,
+        "mlflow_link": store.run_link(run.uri, run.experiment_id, run.run_id),
+    }
+
+
+def make_certificate(
+    verification: Verification, outcomes: list[Outcome], folder: RunFolder, run: RunStore
+) -> EqualityCertificate:
+    """Put the answer together. outcomes: one of every variant, the refused ones included."""
+    judged = [o for o in outcomes if o.verdict != "refused"]
+    bad = [o for o in judged if o.verdict == "differs"]
+    options, reference = verification.options, verification.plan.reference.job
+    return EqualityCertificate(
+        passed=bool(judged) and not bad,
+        verdict=_verdict(judged, bad, options),
+        bound=options.allowed,
+        precision=options.precision,
+        own_precision=verification.config.precision.dtype,
+        steps=reference.recipe.total_steps,
+        strategies=list(dict.fromkeys(outcome.strategy for outcome in judged)),
+        world_sizes=options.sizes,
+        accumulation=options.pieces,
+        global_batch_size=reference.recipe.global_batch_size,
+        outcomes=outcomes,
+        data={TRAIN: verification.sources[TRAIN].describe()},
+        course=course(verification.plan),
+        **common_facts(verification, folder, run),
+    )
+
+
+def _verdict(judged: list[Outcome], bad: list[Outcome], options: VerifyOptions) -> str:
+    if not judged:
+        return "nothing was compared: no variant could run"
+    if bad:
+        causes = ", ".join(sorted({o.mismatch.cause for o in bad if o.mismatch}))
+        return f"not the same training: {len(bad)} of {len(judged)} variants differ ({causes})"
+    if not any(o.verdict == "equal" for o in judged):
+        return f"as promised: {len(judged)} variants that do not promise equality keep what they do promise"
+    largest = max((o.comparison.largest for o in judged if o.verdict == "equal"), default=math.nan)
+    promised = sum(o.verdict == "as promised" for o in judged)
+    more = f"; {promised} that do not promise equality keep what they do promise" if promised else ""
+    grown = [o.bound for o in judged if o.verdict == "equal" and o.bound is not None and o.bound > options.allowed]
+    wider = f" ({len(grown)} within {max(grown):.1e}, as rounding grows in them)" if grown else ""
+    return (
+        f"the same training: {len(judged) - promised} variants equal one process within {options.allowed:g}{wider}, "
+        f"largest difference {largest:.1e}{more}"
+    )
+
+
+def largest_differences(outcomes: list[Outcome]) -> dict[str, float]:
+    """Largest differences over all variants that must equal one process, and the number of mismatches, as MLflow's
+    metrics."""
+    judged = [o.comparison for o in outcomes if o.verdict == "equal"]
+    return {
+        names.VERIFY_LOSS_DIFFERENCE.name: max((c.loss for c in judged), default=math.nan),
+        names.VERIFY_GRAD_NORM_DIFFERENCE.name: max((c.grad_norm for c in judged), default=math.nan),
+        names.VERIFY_PARAMETER_DIFFERENCE.name: max((c.parameters for c in judged), default=math.nan),
+        names.VERIFY_MISMATCHES.name: float(sum(o.verdict == "differs" for o in outcomes)),
+    }
+
+
+def keep(
+    certificate: Certificate,
+    folder: RunFolder,
+    run: RunStore,
+    *,
+    params: Sequence[str],
+    say: Say,
+    metrics: Mapping[str, float] | None = None,
+    more_files: Mapping[str, str] | None = None,
+) -> None:
+    """Write the certificate to the folder and to MLflow. params: names of its fields that become params of the run."""
+    files = {"certificate.json": certificate.to_json(), **(more_files or {})}
+    for name, text in files.items():
+        Path(folder.work_dir, name).write_text(text)
+    now = int(time.time() * 1000)
+    tags = {
+        "scaleray.verdict": certificate.verdict,
+        "scaleray.environment_hash": certificate.environment_hash,
+        "scaleray.passed": str(certificate.passed).lower(),
+        CERTIFICATE_SHA256: hashlib.sha256(files["certificate.json"].encode()).hexdigest(),
+    }
+    operations: list[Operation] = [
+        LogParams({key: getattr(certificate, key) for key in params}),
+        LogMetrics([(k, v, now, 0) for k, v in (metrics or {}).items() if math.isfinite(v)]),
+        SetTags(tags),
+        *(LogArtifact(str(Path(folder.work_dir, name))) for name in files),
+    ]
+    try:
+        for operation in operations:
+            run.send(operation)
+    except Exception as exc:  # mlflow and its drivers share no base class; the result stands in the folder
+        say(f"warning: MLflow did not take the certificate ({type(exc).__name__}); it is in {folder.path}")

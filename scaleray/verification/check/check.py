@@ -1,0 +1,149 @@
+"""`check`: data, model, loss and gradients of one batch, the speed of the input, and two processes compared with one.
+
+Everything runs in this process and, for the last check, in gloo processes: without Ray, MLflow or a run folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from scaleray.common.progress import stage
+from scaleray.common.seeding import same_switches
+from scaleray.config import RunConfig
+from scaleray.config.checkpoint import NOTHING_SAVED
+from scaleray.config.recipe.derive import derive
+from scaleray.data import TRAIN, Split, load_sources
+from scaleray.data.iterable import ENDLESS
+from scaleray.data.source import Source
+from scaleray.errors import ScaleRayError
+from scaleray.launch.session.data_sources import is_in_steps, size_of
+from scaleray.launch.session.given import Config, whole_config
+from scaleray.launch.session.opened import forbid_ray, with_absolute_paths
+from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
+from scaleray.launch.workers.gloo import UserCode
+from scaleray.records.check_record import GOOD, WRONG, CheckRecord, Finding
+from scaleray.records.run_record import Say
+from scaleray.records.start import steady_time
+from scaleray.training.setup.job import TrainJob
+from scaleray.verification.check.data_checks import InputLook, columns_of_splits, constant, repeatable, sendable
+from scaleray.verification.check.model_checks import ModelLook, built_alike
+from scaleray.verification.check.two_processes import two_processes
+from scaleray.workload import make_workload, no_exit
+
+Result = TypeVar("Result")
+
+
+def check(
+    config: Config,
+    workload: Any = None,
+    *,
+    processes: bool = True,
+    base_dir: Path | None = None,
+    say: Say = lambda text: None,
+) -> CheckRecord:
+    """Look at a workload before it is trained: one batch of its data, its model, loss, gradients and metrics, the
+    memory and the speed of the input, and whether two processes train what one does.
+
+    config: a RunConfig, a YAML file, or a mapping of dotted keys. workload: an instance or class; None loads
+    `config.workload`. processes: also compare two processes, for two steps in float64. say: called with a line for each
+    finding as it is made. Takes about ten seconds, mostly for the processes; needs neither Ray nor MLflow. Mistakes are
+    findings of the record and no errors; a config that cannot be read is a ConfigError.
+    """
+    whole, base_dir = whole_config(config, workload, base_dir)
+    forbid_ray()
+    return _Check(with_absolute_paths(whole), workload, base_dir, say).run(processes=processes)
+
+
+class _Check:
+    def __init__(self, config: RunConfig, workload: Any, base_dir: Path | None, say: Say) -> None:
+        self.config, self.given, self.base_dir, self.say = config, workload, base_dir, say
+        self.record = CheckRecord(config.workload.name)
+
+    def run(self, *, processes: bool) -> CheckRecord:
+        started = time.perf_counter()
+        if processes:
+            begin_imports(OF_A_CHECK)
+        with same_switches():
+            self._look(processes=processes)
+        return replace(self.record, duration_s=time.perf_counter() - started)
+
+    def _look(self, *, processes: bool) -> None:
+        settings = self.config.workload
+        workload = self._step(
+            "workload", lambda: make_workload(self.given, settings.name, settings.args, base_dir=self.base_dir)
+        )
+        if workload is None:
+            return
+        sources = self._step("data", lambda: load_sources(workload, in_steps=is_in_steps(self.config)))
+        if sources is None:
+            return
+        self.record.figures["rows"] = {name: source.num_rows for name, source in sources.items()}
+        self._add(*sendable(sources), *columns_of_splits(sources), *repeatable(workload, sources))
+        job = self._step("recipe", lambda: self._job(workload, sources))
+        if job is None:
+            return
+        look = InputLook(job, sources)
+        batch = self._step("first batch", look.first_batch)
+        if batch is None:
+            return
+        self.record.columns.extend(look.columns(batch))
+        self._add(*constant(batch))
+        self._add(look.speed(self.record.figures))
+        self._step("build_model", lambda: self._add(built_alike(job)))
+        model = ModelLook(job, sources, batch)
+        with model.opened() as opened:
+            if self._step("model", opened) is None:
+                return
+            if self._step("loss", lambda: self._add(*model.loss(self.record.figures))) is None:
+                return
+            self._step("gradients", lambda: self._add(*model.gradients(self.record.figures)))
+            self._step("metrics", lambda: self._add(*model.metrics()))
+            self._step("evaluation", model.evaluated)
+            self._step("extreme rows", lambda: self._add(*model.extremes()))
+        if processes and self.record.passed:
+            name = settings.name if self.given is None else None
+            code = UserCode(name, settings.args, self.base_dir, workload)
+            with stage("two processes beside one"):
+                self._step("two processes", lambda: self._add(two_processes(self.config, workload, sources, code)))
+
+    def _job(self, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
+        """The training on one worker; the config's own number of workers must fit as well."""
+        recipe = derive(self.config, size_of(sources))
+        config = self.config.model_copy(
+            update={
+                "scale": self.config.scale.model_copy(update={"workers": 1, "gpus_per_worker": 0}),
+                "strategy": self.config.strategy.model_copy(update={"name": "auto"}),
+                "checkpoint": self.config.checkpoint.model_copy(update=NOTHING_SAVED),
+            }
+        )
+        splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
+        alone = replace(recipe, strategy="single", model_parallel_size=1)
+        job = TrainJob(config, alone, workload, splits, steady_time())
+        self.record.figures["global_batch_size"] = recipe.global_batch_size
+        self.record.figures["micro_batch_size"] = recipe.micro_batch_size
+        self._add(Finding("recipe", GOOD, f"{recipe.total_steps} steps of {recipe.global_batch_size} samples"))
+        self._add(Finding("data", GOOD, f"{_rows(sources[TRAIN])} to train on, {job.sample_order}"))
+        return job
+
+    def _step(self, subject: str, look: Callable[[], Result]) -> Result | None:
+        """Result of a check; an error of the user's becomes a finding, and None."""
+        try:
+            with no_exit("the workload's code"):
+                found = look()
+        except ScaleRayError as exc:
+            self._add(Finding(subject, WRONG, str(exc)))
+            return None
+        return found if found is not None else True  # type: ignore[return-value]
+
+    def _add(self, *findings: Finding) -> None:
+        for finding in findings:
+            self.record.findings.append(finding)
+            self.say(f"  {finding.verdict:<8} {finding.subject}: {finding.text}")
+
+
+def _rows(source: Source) -> str:
+    return "rows without an end" if source.num_rows == ENDLESS else f"{source.num_rows} rows"

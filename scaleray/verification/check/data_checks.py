@@ -1,0 +1,162 @@
+"""Looks at a workload's data: what its first batch is like, whether rows repeat, and how fast they are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from scaleray.data import TRAIN, Input, Part, RankBatch
+from scaleray.data.as_given import problem_of
+from scaleray.data.ragged import Ragged, flat_values
+from scaleray.data.row_values import row_values_of
+from scaleray.data.source import Columns, Source
+from scaleray.data.transformed import place_of
+from scaleray.errors import DataError
+from scaleray.records.check_record import DOUBTFUL, GOOD, WRONG, ColumnFacts, Finding
+from scaleray.training.setup.job import TrainJob
+from scaleray.workload import own_method
+
+READ_S = 1.0
+"""Seconds for which rows are read to measure how fast that is."""
+
+FEW = 4
+"""Rows, and values of a row, of which fewer may be alike by chance."""
+FEATURES = 32
+"""Columns of a table, at most; of more, as of an image's pixels, some may always be the same."""
+
+
+def columns_of_splits(sources: Mapping[str, Source]) -> Iterator[Finding]:
+    """A finding for each split with a column of another type than in training, and one where all are alike.
+
+    A split may lack columns, as a transform may give some to training alone: its loss and metrics show whether they are
+    needed.
+    """
+    types = {name: found for name, source in sources.items() if (found := _types(name, source)) is not None}
+    first, alike = types.get(TRAIN, {}), True
+    for name, found in types.items():
+        if (column := next((c for c in first if c in found and first[c] != found[c]), None)) is not None:
+            alike = False
+            text = f"column {column} is {found[column]}, and {first[column]} in train"
+            yield Finding(f"split {name}", DOUBTFUL, text)
+        elif first and found.keys() != first.keys():
+            alike = False
+            only = {name: [c for c in found if c not in first], TRAIN: [c for c in first if c not in found]}
+            text = " and ".join(f"{', '.join(columns)} only in {split}" for split, columns in only.items() if columns)
+            yield Finding(f"split {name}", GOOD, f"{text}, the other columns are alike")
+    if alike and len(sources) > 1:
+        yield Finding("splits", GOOD, f"{', '.join(sources)} have the same columns")
+
+
+def sendable(sources: Mapping[str, Source]) -> Iterator[Finding]:
+    """A finding for each split whose Dataset cannot be sent to workers."""
+    for name, source in sources.items():
+        if (problem := problem_of(source)) is not None:
+            yield Finding(f"split {name}", WRONG, str(problem))
+
+
+def repeatable(workload: Any, sources: Mapping[str, Source]) -> Iterator[Finding]:
+    """A finding for each split whose rows are not the same when they are read again."""
+    for name, source in sources.items():
+        values = row_values_of(source)
+        if not values.are_repeatable:
+            text = f"the rows are not repeatable: {values.difference}\n  {values.advice}"
+            yield Finding(f"split {name}", WRONG, text)
+    if (method := own_method(workload, "transform")) is not None:
+        yield Finding("transform", GOOD, f"transform() at {place_of(method)} was looked at on a few rows, twice")
+
+
+def constant(batch: RankBatch) -> Iterator[Finding]:
+    """A finding for each column of a batch that holds one value alone, and for rows of several dimensions, as images
+    and sequences, that do."""
+    for name, values in batch.columns.items():
+        flat = flat_values(values)
+        if len(values) < FEW or not flat.size or flat.dtype.kind not in "biufc":
+            continue
+        is_mask = flat.dtype.kind in "biu" and set(np.unique(flat).tolist()) <= {0, 1}
+        if (flat == flat.flat[0]).all():
+            if not is_mask or len(batch.columns) == 1:
+                text = f"column {name} is {flat.flat[0]} in all of {len(values)} rows: the model learns nothing of it"
+                yield Finding("first batch", DOUBTFUL, text)
+            continue
+        if isinstance(values, Ragged) or values.ndim == 1 or is_mask:
+            continue
+        rows = values.reshape(len(values), -1)
+        if values.ndim == 2 and values.dtype.kind == "f" and rows.shape[1] <= FEATURES:
+            same = np.flatnonzero((rows == rows[0]).all(axis=0)).tolist()
+            if same:
+                text = f"column {name} has one value in all of {len(rows)} rows at place {', '.join(map(str, same))}"
+                yield Finding("first batch", DOUBTFUL, text)
+        elif rows.shape[1] >= FEW and (number := int((rows == rows[:, :1]).all(axis=1).sum())):
+            text = f"{number} of {len(rows)} rows of column {name} hold one value each, as an empty image does"
+            yield Finding("first batch", DOUBTFUL, text)
+
+
+class InputLook:
+    """The rows of a training as its one worker reads them."""
+
+    def __init__(self, job: TrainJob, sources: Mapping[str, Source]) -> None:
+        self.job = job
+        plan = job.train_plan()
+        self.split = job.splits[TRAIN]
+        if self.split.is_streamed:
+            raise DataError(
+                "the train data", "a Ray Dataset", "check runs without Ray", "give a few rows of it as arrays"
+            )
+        self.plan, self.part = plan, Part(plan, 0, 1, 0, job.recipe.total_steps)
+        self.input = Input(sources, job.config.data, may_draw=True, others_wait_s=lambda: 60.0, warn=lambda text: None)
+
+    def first_batch(self) -> RankBatch:
+        """All rows of the first global batch."""
+        stream = self.input.open(self.split, Part(self.plan, 0, 1, 0, 1))
+        try:
+            return next(stream)
+        finally:
+            stream.close()
+
+    def speed(self, figures: dict[str, Any]) -> Finding:
+        """How many rows a second one worker reads."""
+        stream = self.input.open(self.split, self.part)
+        rows, started, taken = 0, time.perf_counter(), 0.0
+        try:
+            for batch in stream:
+                rows += batch.num_rows
+                taken = time.perf_counter() - started
+                if taken >= READ_S:
+                    break
+        finally:
+            stream.close()
+        figures["input_rows_per_s"] = rows / max(taken, 1e-9)
+        return Finding("input", GOOD, f"{figures['input_rows_per_s']:,.0f} rows a second are read by one worker")
+
+    def columns(self, batch: RankBatch) -> Iterator[ColumnFacts]:
+        """Facts about each column of a batch."""
+        for name, values in batch.columns.items():
+            flat = flat_values(values)
+            has_range = flat.size and flat.dtype.kind in "biuf" and np.isfinite(flat).any()
+            numbers = flat[np.isfinite(flat)] if has_range else flat
+            low, high = (float(numbers.min()), float(numbers.max())) if has_range else (None, None)
+            yield ColumnFacts(name, _shape(values), str(values.dtype), low, high)
+
+
+def _types(split: str, source: Source) -> dict[str, str] | None:
+    """Type and shape of each column; those of a Dataset of tuples have the name of their split, which is left out."""
+    try:
+        rows: Columns = source.read(np.arange(1))
+    except (DataError, TypeError):
+        return None
+    return {
+        name.removeprefix(split) if name.startswith(f"{split}[") else name: (
+            f"{values.dtype}[{_shape(values, rows=False)}]"
+        )
+        for name, values in rows.items()
+    }
+
+
+def _shape(values: Any, *, rows: bool = True) -> str:
+    if isinstance(values, Ragged):
+        lengths = values.lengths
+        return f"{len(values)} of {lengths.min()} to {lengths.max()}" if rows else "ragged"
+    return " x ".join(map(str, values.shape if rows else values.shape[1:]))

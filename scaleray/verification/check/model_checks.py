@@ -1,0 +1,435 @@
+"""Looks at a workload's model, loss, gradients and metrics with one batch, as its training takes it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from scaleray.common.seeding import same_random_numbers, seed_everything, stream_seed
+from scaleray.data import TRAIN, RankBatch, Split
+from scaleray.data.ragged import Ragged
+from scaleray.data.source import Source, rows_in
+from scaleray.data.transformed import place_of
+from scaleray.errors import DataError, WorkloadError, first_line
+from scaleray.records.check_record import DOUBTFUL, GOOD, WRONG, Finding
+from scaleray.records.text.units import memory
+from scaleray.training.health.live_memory import LiveTensors, storage_bytes
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.model_setup import prepare
+from scaleray.training.setup.place import Place
+from scaleray.training.setup.weighted_losses import has_loss, losses_of
+from scaleray.training.step.evaluation import evaluation_mode
+from scaleray.training.step.first_batch import ROUNDING, check_first_batch
+from scaleray.training.step.metric_objects import MetricObjects
+from scaleray.training.step.micro_batches import user_batch
+from scaleray.training.step.sum_and_count import check_sum_and_count
+from scaleray.training.step.unchanged import unchanged_model
+from scaleray.workload import built_model, call_user_code
+
+CPU = torch.device("cpu")
+MOST_NAMED = 4
+METRIC_ROUNDING = 1e-2
+"""How far the sum of a metric may be from that of its halves, relatively: a threshold may lie between two roundings."""
+CUT_ADVICE = (
+    "other micro-batches and other numbers of workers train something else: keep one worker (scale.workers 1) and "
+    "whole batches (batch.micro_size equal to batch.global_size), or compute the loss of a row from that row alone"
+)
+MOST_ROWS = 100_000
+"""Rows of a split that are searched for extreme values."""
+DTYPE_WORDS = ("dtype", "expected scalar type", "same type")
+"""torch's message on operands of different types."""
+
+
+def built_alike(job: TrainJob) -> Finding:
+    """Whether the model draws the same parameters from the same seed, as it does on every worker."""
+    made = []
+    for _ in range(2):
+        with same_random_numbers(CPU):
+            seed_everything(stream_seed(job.config.seed, "model"))
+            made.append(built_model(job.workload))
+    first, second = (dict(model.named_parameters()) if isinstance(model, nn.Module) else {} for model in made)
+    where = f"build_model() at {place_of(job.workload.build_model)}"
+    for name, parameter in first.items():
+        if name not in second or not torch.equal(parameter, second[name]):
+            text = f"{where} gives another {name} from the same seed: draw from torch's, numpy's or Python's generators"
+            return Finding("build_model", WRONG, text)
+    return Finding("build_model", GOOD, f"{where} draws the same {len(first)} parameters from the same seed")
+
+
+class ModelLook:
+    """The model of a training on one worker, and one batch."""
+
+    def __init__(self, job: TrainJob, sources: Mapping[str, Source], batch: RankBatch) -> None:
+        self.job, self.sources, self.batch = job, sources, batch
+        self.place = Place()
+        size = min(job.recipe.micro_batch_size, batch.num_rows)
+        self.rows = {name: values[:size] for name, values in batch.columns.items()}
+        self.num_rows = size
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Callable[[], bool]]:
+        """Context that ends the set-up; gives the function that begins it."""
+        with contextlib.ExitStack() as stack:
+
+            def begin() -> bool:
+                self.setup = prepare(self.job.workload, self.job.config, self.job.recipe, self.place)
+                stack.callback(self.setup.close)
+                return True
+
+            yield begin
+
+    @property
+    def module(self) -> nn.Module:
+        """The user's model."""
+        return self.setup.parallel.module
+
+    @property
+    def losses(self) -> dict[str, Callable[[Any, Any], Any]]:
+        """The losses of the workload by the subject of their finding."""
+        workload = self.job.workload
+        several = losses_of(workload)
+        return {"loss": workload.loss} if several is None else {f"loss {n}": loss for n, loss in several.items()}
+
+    def loss(self, figures: dict[str, Any]) -> Iterator[Finding]:
+        """The loss of the batch as training will have it, or each of several. Raises DataError or WorkloadError."""
+        losses = self.losses
+        method = losses.get("loss") or self.job.workload.losses
+        try:
+            check_first_batch(
+                self.job.workload,
+                self.job.config,
+                self.batch,
+                self.setup,
+                self.place,
+                gives_tuples=self.job.splits[TRAIN].gives_tuples,
+                micro_batch_size=self.num_rows,
+                evaluated=[split.name for split in self.job.evaluation_splits()],
+            )
+        except WorkloadError as exc:
+            raise self._dtype_error(exc) or _placed(exc, method) from exc
+        for subject, loss in losses.items():
+            total, count = self._loss_of(self.rows, loss)
+            each = total / count if count else math.nan
+            if "loss" not in figures:  # the record has room for one
+                figures |= {"loss_sum": total, "loss_count": count, "loss": each}
+            adds_up, words = self._halves(loss)
+            text = f"sum {total:.6g}, count {count:g}, {each:.6g} each, over {self.num_rows} rows; {words}"
+            yield Finding(subject, WRONG if not count else GOOD if adds_up else DOUBTFUL, text)
+
+    def _halves(self, loss: Callable[[Any, Any], Any]) -> tuple[bool, str]:
+        """Whether the loss of the rows may be cut into micro-batches, with the text for it: that of the rows is
+        compared with those of their halves, in evaluation mode, where dropout and the statistics of a batch have no
+        effect.
+        """
+        rows = {name: values[: max(2, self.num_rows)] for name, values in self.batch.columns.items()}
+        size = rows_in(rows)
+        if (half := size // 2) == 0:
+            return True, "one row has no halves to compare"
+        cuts = slice(None), slice(half), slice(half, None), slice(None)
+        try:
+            with (
+                unchanged_model(self.job.workload, self.module),
+                same_random_numbers(CPU),
+                evaluation_mode(self.module, with_gradients=True),
+            ):
+                found = [self._raw_loss({n: v[cut] for n, v in rows.items()}, loss) for cut in cuts]
+                whole, first, second, again = [(float(total.detach()), float(count)) for total, count in found]
+        except Exception:  # whatever the user's code raises in a mode that it may not know
+            return True, "halves not compared, as the loss fails in evaluation mode"
+        if again != whole:
+            return True, "halves not compared, as the loss draws random numbers"
+        config = self.job.config.precision
+        if not _apart(whole, first, second, ROUNDING.get("tf32" if config.tf32 else config.dtype, 1e-2)):
+            return True, "halves add up"
+        words = _in_words(whole, first, second, (size, half, size - half))
+        if hasattr(self.job.workload, "explain_weight"):  # else the first batch was refused
+            return True, f"{words}, which count='rows' takes as it is"
+        return False, f"{words}.\n  {CUT_ADVICE}"
+
+    def gradients(self, figures: dict[str, Any]) -> Iterator[Finding]:
+        """The gradients of one micro-batch, which parameters get none, and the memory of it."""
+        live = LiveTensors()
+        with unchanged_model(self.job.workload, self.module), same_random_numbers(CPU):
+            with live:
+                for loss in self.losses.values():
+                    total, _ = self._raw_loss(self.rows, loss)
+                    total.backward()
+            trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+            without = [name for name, p in trained.items() if p.grad is None]
+            broken = [n for n, p in trained.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+            still = [n for n, p in trained.items() if p.grad is not None and not bool(p.grad.any())]
+            figures |= self._bytes(live)
+            self.module.zero_grad(set_to_none=True)
+        if broken:
+            text = f"NaN or infinite in {_named(broken)}: look for a log or division of zero, or a square root at zero"
+            yield Finding("gradients", WRONG, text)
+        else:
+            yield Finding("gradients", GOOD, f"finite for {len(trained) - len(without)} of {len(trained)} parameters")
+        if without:
+            text = (
+                f"{_named(without)} get none: the loss does not depend on them; freeze them (requires_grad_(False)), "
+                "or set strategy.find_unused_parameters for ddp"
+            )
+            yield Finding("unused parameters", DOUBTFUL, text)
+        if still and not broken:
+            text = f"zero everywhere for {_named(still)}: right for layers that start at zero and behind them alone"
+            yield Finding("zero gradients", DOUBTFUL, text)
+        text = (
+            f"parameters {memory(figures['parameter_bytes'])}, gradients {memory(figures['gradient_bytes'])}, and at "
+            f"most {memory(figures['pass_bytes'])} in a pass over {self.num_rows} rows; the optimizer's state is extra"
+        )
+        yield Finding("memory", GOOD, text)
+
+    def metrics(self) -> Iterator[Finding]:
+        """The metrics of a few rows of each evaluated split, and whether they are sums."""
+        method = getattr(self.job.workload, "metrics", None)
+        names: set[str] = set()
+        objects: set[str] = set()
+        cut: str | None = None
+        for split in self.job.evaluation_splits():
+            rows = self.sources[split.name].read(np.arange(min(8, split.num_rows)))
+            whole = self._metrics_of(rows, split.gives_tuples, split.name)
+            again = self._metrics_of(rows, split.gives_tuples, split.name)
+            half = split.num_rows and rows_in(rows) // 2
+            if half:
+                parts = [
+                    self._metrics_of({n: v[cut] for n, v in rows.items()}, split.gives_tuples, split.name)
+                    for cut in (slice(half), slice(half, None))
+                ]
+                if (bad := _averaged(whole, *parts)) is not None:
+                    where = f"metrics() at {place_of(method)}"
+                    text = f"{bad} of {where} is a mean: return the sum, and the number that it was summed over"
+                    yield Finding("metrics", WRONG, text)
+                    return
+                for name, pair in whole.items():
+                    if again.get(name) != pair or any(name not in part for part in parts):
+                        continue  # it draws random numbers, or knows rows of which it has nothing to say
+                    if cut is None and _apart(pair, parts[0][name], parts[1][name], METRIC_ROUNDING):
+                        counts = (rows_in(rows), half, rows_in(rows) - half)
+                        cut = f"{split.name}/{name}: {_in_words(pair, parts[0][name], parts[1][name], counts)}"
+            names |= {f"{split.name}/{name}" for name in whole}
+            objects |= {f"{split.name}/{name}" for name in self._objects(split.name).names}
+        if cut is not None:
+            advice = "return sums over rows, or give it as an object of torchmetrics in metric_objects()"
+            yield Finding("metrics", DOUBTFUL, f"{cut}, so that micro-batches and workers change it\n  {advice}")
+        elif names or objects:
+            texts = [f"{', '.join(sorted(names))}: finite, and halves add up"] if names else []
+            texts += [f"{', '.join(sorted(objects))}: takes what metrics() gives"] if objects else []
+            yield Finding("metrics", GOOD, "; ".join(texts))
+
+    def evaluated(self) -> None:
+        """The loss of a few rows of each evaluated split, where an evaluation asks for it. Raises WorkloadError."""
+        for split in self.job.evaluation_splits():
+            rows = self.sources[split.name].read(np.arange(min(8, split.num_rows)))
+            if self._asks_for_loss(split.name, rows, gives_tuples=split.gives_tuples):
+                call_user_code(
+                    lambda: self._loss_of(rows, gives_tuples=split.gives_tuples, evaluates=True),  # noqa: B023
+                    what="loss()",
+                    doing=f"evaluating {split.name}",
+                )
+
+    def _asks_for_loss(self, split: str, rows: Mapping[str, Any], *, gives_tuples: bool) -> bool:
+        """Whether an evaluation of a split computes the loss: metrics may have it themselves."""
+        return has_loss(self.job.workload) and "loss" not in self._metrics_of(rows, gives_tuples, split)
+
+    def extremes(self) -> Iterator[Finding]:
+        """The loss of the rows with the smallest and the largest value of each column, where a label or token that is
+        out of range shows."""
+        for split in self.job.splits.values():
+            source = self.sources[split.name]
+            chosen = _extreme_rows(source)
+            for column, rows in chosen.items():
+                try:
+                    self._pass_over(split, source.read(np.array(rows)))
+                except Exception as exc:
+                    values = [np.asarray(source.read(np.array([row]))[column]).ravel() for row in rows]
+                    shown = " and ".join(f"{v.min():g} (row {row})" for v, row in zip(values, rows, strict=True))
+                    raise DataError(
+                        f"column {column} of {split.name}",
+                        shown,
+                        f"the loss fails there: {_reason(exc)}",
+                        "labels and tokens must be below the number that the model knows: check the data, and the size "
+                        "of the model's last layer or embedding",
+                    ) from exc
+        yield Finding("extreme rows", GOOD, f"smallest and largest values of {', '.join(chosen) or 'no column'} pass")
+
+    def _pass_over(self, split: Split, rows: Mapping[str, Any]) -> None:
+        """Compute what training or an evaluation computes of these rows."""
+        if split.name == TRAIN:
+            for loss in self.losses.values():
+                self._loss_of(rows, loss, evaluates=True)
+        elif self._asks_for_loss(split.name, rows, gives_tuples=split.gives_tuples):
+            self._loss_of(rows, gives_tuples=split.gives_tuples, evaluates=True)
+
+    def _loss_of(
+        self,
+        rows: Mapping[str, Any],
+        loss: Callable[[Any, Any], Any] | None = None,
+        *,
+        gives_tuples: bool | None = None,
+        evaluates: bool = False,
+    ) -> tuple[float, float]:
+        """Sum and count of some rows, without a trace."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(unchanged_model(self.job.workload, self.module))
+            stack.enter_context(same_random_numbers(CPU))
+            if evaluates:
+                stack.enter_context(evaluation_mode(self.module, with_gradients=True))
+            total, count = self._raw_loss(rows, loss, gives_tuples=gives_tuples)
+            return float(total.detach()), float(count)
+
+    def _raw_loss(
+        self,
+        rows: Mapping[str, Any],
+        loss: Callable[[Any, Any], Any] | None = None,
+        *,
+        gives_tuples: bool | None = None,
+    ) -> tuple[torch.Tensor, Any]:
+        compute = self.job.workload.loss if loss is None else loss
+        tuples = self.job.splits[TRAIN].gives_tuples if gives_tuples is None else gives_tuples
+        batch = self._batch(rows, tuples)
+        with self.setup.precision.autocast():
+            found = self.setup.parallel.run_alone(lambda model: compute(model, batch))
+        return check_sum_and_count(found, what="loss()")
+
+    def _batch(self, rows: Mapping[str, Any], gives_tuples: bool) -> Any:
+        dtype = self.setup.precision.input_dtype
+        return user_batch(self.job.workload, dict(rows), CPU, dtype, gives_tuples=gives_tuples)
+
+    def _metrics_of(self, rows: Mapping[str, Any], gives_tuples: bool, split: str) -> dict[str, tuple[float, float]]:
+        method = getattr(self.job.workload, "metrics", None)
+        if not callable(method):
+            return {}
+        with evaluation_mode(self.module), self.setup.precision.autocast():
+            batch = self._batch(rows, gives_tuples)
+            given = call_user_code(
+                lambda: self.setup.parallel.run_alone(lambda model: method(model, batch)),
+                what="metrics()",
+                doing=f"evaluating {split}",
+            )
+        found, objects = {}, self._objects(split)
+        for name, pair in dict(given).items():
+            if name in objects.names:  # of these the arguments are given
+                objects.update(name, pair, counts=True)
+                continue
+            total, count = check_sum_and_count(pair, what=f"metrics()[{name!r}]")
+            found[name] = float(total), float(count)
+            if not math.isfinite(float(total)):
+                raise WorkloadError(f"metrics()[{name!r}]", float(total), "it must be finite")
+        return found
+
+    def _objects(self, split: str) -> MetricObjects:
+        """The metrics that keep a state of their own."""
+        return MetricObjects(self.job.workload, self.place, split)
+
+    def _bytes(self, live: LiveTensors) -> dict[str, int]:
+        parameters = list(self.module.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return {
+            "num_parameters": sum(p.numel() for p in parameters),
+            "num_trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+            "parameter_bytes": storage_bytes(parameters),
+            "gradient_bytes": storage_bytes(gradients),
+            "pass_bytes": live.peak,
+        }
+
+    def _dtype_error(self, exc: WorkloadError) -> WorkloadError | None:
+        """The error of a loss that mixes types, with the types of model and data."""
+        cause = exc.__cause__
+        if not isinstance(cause, RuntimeError) or not any(words in str(cause) for words in DTYPE_WORDS):
+            return None
+        model = {str(p.dtype).removeprefix("torch."): name for name, p in self.module.named_parameters()}
+        columns = {str(v.dtype): name for name, v in self.rows.items() if v.dtype.kind == "f"}
+        kinds, given = (", ".join(f"{d} ({name})" for d, name in found.items()) for found in (model, columns))
+        where = place_of(self.job.workload.build_model)
+        return WorkloadError(
+            "the model",
+            f"of {kinds}, with columns of {given or 'no floating-point type'}",
+            f"they must be of one type: {first_line(cause)}",
+            f"build it as float32 at {where} and set precision.dtype, or change the type in datasets()\n  {exc.hint}",
+        )
+
+
+def _placed(exc: WorkloadError, method: Any) -> WorkloadError:
+    """The error with the place of the method, where it does not show a line of the user's yet."""
+    if exc.__cause__ is not None or 'File "' in exc.hint:
+        return exc
+    return WorkloadError(f"{exc.what} at {place_of(method)}", exc.found, exc.allowed, exc.hint)
+
+
+def _apart(
+    whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rounding: float
+) -> bool:
+    """Whether sum or count of some rows are further from those of their halves than rounding explains."""
+    if not all(map(math.isfinite, (*whole, *first, *second))):
+        return False
+    least = 1e-2 * rounding * max(1.0, whole[1])  # of a loss near zero
+    return any(
+        abs(all_ - (a + b)) > max(rounding * max(abs(all_), abs(a) + abs(b)), least)
+        for all_, a, b in zip(whole, first, second, strict=True)
+    )
+
+
+def _in_words(
+    whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rows: tuple[int, int, int]
+) -> str:
+    """By how much the value of some rows differs from that of their halves."""
+    halves = first[0] + second[0], first[1] + second[1]
+    one, other = (total / count if count else math.nan for total, count in (whole, halves))
+    by = f"{abs(other - one) / abs(one):.2g} of it apart" if one else f"{abs(other - one):.2g} apart"
+    words = f"it depends on how a batch is cut: {rows[0]} rows give {one:.6g} each, {rows[1]} and {rows[2]} of them "
+    words += f"{other:.6g} ({by})"
+    if whole[1] != halves[1]:
+        words += f"; the count is {whole[1]:g}, and {first[1]:g} and {second[1]:g} of the halves"
+    return words
+
+
+def _averaged(
+    whole: Mapping[str, tuple[float, float]],
+    one: Mapping[str, tuple[float, float]],
+    other: Mapping[str, tuple[float, float]],
+) -> str | None:
+    """Name of a metric whose sum is no sum: it is the mean of its halves."""
+    for name, (total, count) in whole.items():
+        if name not in one or name not in other or count <= 1:
+            continue
+        (a, m), (b, n) = one[name], other[name]
+        mean = (a * m + b * n) / (m + n) if m + n else math.nan
+        if math.isclose(total, mean, rel_tol=1e-4) and not math.isclose(total, a + b, rel_tol=1e-2):
+            return name
+    return None
+
+
+def _extreme_rows(source: Source) -> dict[str, list[int]]:
+    """Numbers of the rows with the smallest and largest value of each column of whole numbers."""
+    size = min(source.num_rows, MOST_ROWS)
+    if source.group_sizes is not None:
+        size = min(size, source.group_sizes[0])
+    rows = source.read(np.arange(size))
+    found = {}
+    for name, values in rows.items():
+        if values.dtype.kind not in "iu":
+            continue
+        if isinstance(values, Ragged):
+            each = [(v.min(), v.max()) if len(v) else (0, 0) for v in values]
+            low, high = (np.array(side) for side in zip(*each, strict=True))
+        else:
+            flat = values.reshape(len(values), -1)
+            low, high = flat.min(axis=1), flat.max(axis=1)
+        found[name] = [int(low.argmin()), int(high.argmax())]
+    return found
+
+
+def _reason(exc: BaseException) -> str:
+    return first_line(exc.__cause__) if exc.__cause__ is not None else first_line(exc)
+
+
+def _named(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

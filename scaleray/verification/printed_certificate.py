@@ -1,0 +1,135 @@
+"""A verification on the terminal: one line a variant, then words for each mismatch, then the verdict."""
+
+from __future__ import annotations
+
+import io
+import math
+import textwrap
+from typing import TYPE_CHECKING
+
+from rich.console import Console, RenderableType
+
+from scaleray.records.text.tables import Table
+from scaleray.reports.terminal.terminal_tables import as_rich
+from scaleray.verification.variants import Mismatch, Outcome
+
+if TYPE_CHECKING:
+    from scaleray.verification.certificate import EqualityCertificate
+
+WIDTH = 110
+QUANTITIES = {
+    "count": "the count of the loss",
+    "dtype": "the type",
+    "initial parameters": "the initial value",
+    "parameters": "the new value",
+    "final values": "the final value",
+    "gradient": "the gradient",
+    "run": "the outcome",
+    "steps": "the number of steps",
+    "masks": "what dropout draws",
+    "restored parameters": "the restored value",
+    "restored state": "the restored state",
+    "averaging": "what replicas made of their values",
+    "own gradient": "a replica's own gradient",
+    "sent gradient": "the gradient that was sent",
+    "evaluation": "the measured value",
+}
+"""Names of a divergence's quantity in a sentence."""
+PLURAL = {"rows"}
+
+
+def table(certificate: EqualityCertificate, *, width: int) -> RenderableType:
+    """Differences of every variant to one process, in the precision of the check and in the run's own, for
+    `width` columns."""
+    own = certificate.own_precision
+    title = (
+        f"{certificate.workload}: {certificate.steps} steps of {certificate.global_batch_size} samples, "
+        f"{certificate.precision}, bound {certificate.bound:g}"
+    )
+    columns = (
+        "strategy",
+        "workers",
+        "micro-batches",
+        "loss",
+        "gradient norm",
+        "final values",
+        f"loss in {own}",
+        "verdict",
+    )
+    judged = [outcome for outcome in certificate.outcomes if outcome.verdict != "refused"]
+    rows = tuple(
+        (
+            one.strategy,
+            str(one.world_size),
+            str(one.accumulation),
+            _figure(one.comparison.loss),
+            _figure(one.comparison.grad_norm),
+            _figure(one.comparison.parameters),
+            _figure(one.own.loss if one.own else math.nan),
+            _verdict(one),
+        )
+        for one in judged
+    )
+    note = f"Relative differences to one process; in {own} all steps start from the initial parameters."
+    styles = ["red" if one.verdict == "differs" else "" for one in judged]
+    return as_rich(Table(title, columns, rows, (note,)), width=width, styles=styles)
+
+
+def lines(certificate: EqualityCertificate) -> list[str]:
+    """Lines below the table: mismatches, what was judged with something taken out, what was not run, the verdict."""
+    found = []
+    for outcome in certificate.outcomes:
+        if outcome.mismatch is not None:
+            found += mismatch_lines(outcome, outcome.mismatch)
+    notes = dict.fromkeys(o.words for o in certificate.outcomes if o.words and o.verdict != "refused")
+    found += [f"note: {note}" for note in notes]
+    for outcome in certificate.outcomes:
+        if outcome.verdict == "refused":
+            found.append(f"not run: {_label(outcome)}: {outcome.words}")
+    found.append(f"{certificate.verdict} ({certificate.duration_s:.0f} s, {certificate.where})")
+    if certificate.tracking_uri.startswith("http"):
+        found.append(f"MLflow:       {certificate.mlflow_link}")
+    else:
+        found.append(
+            f"MLflow:       scaleray tracking ui --uri {certificate.tracking_uri}   then open {certificate.mlflow_link}"
+        )
+    found.append(f"certificate:  {certificate.run_dir}/certificate.json")
+    return found
+
+
+def mismatch_lines(outcome: Outcome, mismatch: Mismatch) -> list[str]:
+    """Lines on where a variant first differs, of which class that is, and why it is thought so."""
+    where = f"at step {mismatch.step}" if mismatch.step else "before the first step"
+    what = QUANTITIES.get(mismatch.quantity, f"the {mismatch.quantity}")
+    what += f" of {mismatch.parameter}" if mismatch.parameter is not None else ""
+    verb = "differ" if mismatch.quantity in PLURAL and mismatch.parameter is None else "differs"
+    size = f" by {mismatch.difference:.1e}" if math.isfinite(mismatch.difference) else ""
+    first = f"{_label(outcome)}: {mismatch.cause}. First {where}: {what} {verb}{size}."
+    return [first, *textwrap.wrap(mismatch.why, WIDTH, initial_indent="  ", subsequent_indent="  ")]
+
+
+def as_text(certificate: EqualityCertificate) -> str:
+    """Table and lines as plain text, for a file."""
+    buffer = io.StringIO()
+    console = Console(file=buffer, width=WIDTH, color_system=None)
+    console.print(table(certificate, width=WIDTH))
+    for line in lines(certificate):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return buffer.getvalue()
+
+
+def _label(outcome: Outcome) -> str:
+    more = f", {outcome.accumulation} micro-batches" if outcome.accumulation > 1 else ""
+    return f"{outcome.strategy} x {outcome.world_size}{more}"
+
+
+def _verdict(outcome: Outcome) -> str:
+    if outcome.mismatch is not None:
+        return f"differs: {outcome.mismatch.cause}"
+    if outcome.verdict == "equal" and outcome.world_size == outcome.accumulation == 1:
+        return "repeats itself to the bit" if outcome.comparison.largest == 0 else "repeats itself"
+    return outcome.verdict
+
+
+def _figure(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.1e}" if value else "0"

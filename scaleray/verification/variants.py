@@ -1,0 +1,381 @@
+"""Check whether a strategy is still the same training: it runs through the real loop, one process does so as well, and
+the difference is judged.
+
+Works in any group of workers: under Ray Train, in plain gloo processes, or alone. Rank 0 compares and decides; every
+rank then runs the decided variants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from scaleray.common.fingerprint import hardware
+from scaleray.data import Sources
+from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossError, UsageError, WorkloadError
+from scaleray.training import loop
+from scaleray.training.setup.place import Place
+from scaleray.verification.causes import Cause, Finding, Layout, from_traces
+from scaleray.verification.compare_traces import Comparison, Divergence, compare, divergences, restored_differences
+from scaleray.verification.compared_job import short_job
+from scaleray.verification.compared_runs import (
+    EXACT,
+    OWN,
+    Key,
+    References,
+    Runs,
+    Variant,
+    Watched,
+    partition_of,
+    shared_folder,
+)
+from scaleray.verification.decided import Failures, on_first
+from scaleray.verification.explanation import Explanation
+from scaleray.verification.grown_rounding import GrownRounding
+from scaleray.verification.masks import masks_broken
+from scaleray.verification.own_precision import Excess, excess
+from scaleray.verification.own_resume import resumed_wrongly
+from scaleray.verification.promises import PROMISES, Promise
+from scaleray.verification.quieted import Quieted
+from scaleray.verification.step_trace import TraceProbe
+from scaleray.verification.step_traces import Trace
+from scaleray.verification.verdicts import (
+    Found,
+    Mismatch,
+    beyond_rounding,
+    failure,
+    handed_on_wrongly,
+    judged,
+    mean_of,
+    own_gradients,
+    promised,
+    rounding_of,
+    unkept,
+    with_norms_of,
+    without_statistics,
+)
+
+__all__ = [
+    "PROMISES", "Assignment", "Mismatch", "Outcome", "Promise", "References", "Variant", "loop", "short_job",
+    "verify_group",
+]  # fmt: skip
+
+UNSAVED = "the state of the"
+"""Beginning of an error that says which part of a training's state cannot be saved."""
+
+Tell = Callable[["Outcome | None"], None]
+"""Function that gets each outcome as soon as it is there; before the first one None, once the reference has run."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one variant. verdict: equal, as promised, differs, or refused."""
+
+    strategy: str
+    world_size: int
+    accumulation: int
+    verdict: str
+    words: str = ""
+    """Extent of the judgement, if it is less than the whole; for a refusal its reason."""
+    comparison: Comparison = field(default_factory=Comparison)
+    own: Comparison | None = None
+    """Comparison in the run's own precision, over steps that all start from the initial parameters; judged by
+    what rounding explains."""
+    mismatch: Mismatch | None = None
+    bound: float | None = None
+    """Largest relative difference that counted as equal, wider than the one asked for where rounding grows."""
+    duration_s: float = 0.0
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    """Each kind of hardware that its workers ran on, with their device."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Variants that a group of workers verifies. reference: one process, one micro-batch. folder: folder for
+    checkpoints, seen by all workers of all groups that share references; None: a folder of this machine, for this
+    group."""
+
+    reference: Variant
+    variants: tuple[Variant, ...]
+    bound: float
+    folder: str | None = None
+
+
+def verify_group(
+    place: Place, assignment: Assignment, references: References, *, sources: Sources, tell: Tell = lambda outcome: None
+) -> tuple[list[Outcome], References]:
+    """Judge every variant. Collective over the place's group. The references found are added to those given (rank 0).
+
+    tell: called on rank 0, see `Tell`. Raises UsageError when the reference itself cannot run.
+    """
+    return _Group(place, assignment, references, sources, tell).run()
+
+
+class _Group:
+    def __init__(
+        self, place: Place, assignment: Assignment, references: References, sources: Sources, tell: Tell
+    ) -> None:
+        self.place, self.assignment, self.sources, self.tell = place, assignment, sources, tell
+        self.references, self.bound = references, assignment.bound
+        self.unsaved, self.failures = "", Failures(place)
+
+    def run(self) -> tuple[list[Outcome], References]:
+        everyone = self.place.gathered({"device": str(self.place.device), **hardware()})
+        self.workers = [kind for number, kind in enumerate(everyone) if kind not in everyone[:number]]
+        with shared_folder(self.place, self.assignment.folder) as folder:
+            self.runs = Runs(self.place, self.assignment.reference, self.references, self.sources, folder)
+            self.explanation = Explanation(self.runs, self.bound)
+            self.rounding = GrownRounding(self.runs, self.bound)
+            try:
+                self.quiet, self.has_statistics = on_first(self.place, self._choose_quiet)
+            except WorkloadError as exc:
+                if not exc.what.startswith(UNSAVED):
+                    raise
+                self.runs.resumes, self.unsaved = False, f"without a resume: {exc.what} cannot be saved ({exc.found})"
+                self.quiet, self.has_statistics = on_first(self.place, self._choose_quiet)
+            self.outcomes: list[Outcome] = []
+            if self.place.rank == 0:
+                self.tell(None)
+            for variant in self.assignment.variants:
+                self.outcomes.append(self._outcome(variant))
+                if self.place.rank == 0:
+                    self.runs.forget(variant)
+                    self.tell(self.outcomes[-1])
+        return self.outcomes, self.runs.references
+
+    def _choose_quiet(self) -> tuple[str, bool]:
+        """(what to switch off so that several workers can repeat one process; whether the model takes statistics over
+        batches that can be repeated). The reference runs on the way."""
+        trace = self.runs.reference(Key(Quieted.MODULES))
+        if not any(step.draws_random_numbers for step in trace.steps):
+            has_statistics = "BatchNorm" in trace.quieted and "SyncBatchNorm" not in trace.quieted
+            return Quieted.MODULES, has_statistics
+        everything = self.runs.reference(Key(Quieted.EVERYTHING))
+        still_draws = any(step.draws_random_numbers for step in everything.steps)
+        return (Quieted.MODULES if still_draws else Quieted.EVERYTHING), False
+
+    def _key(self, variant: Variant) -> Key:
+        """Key of a variant's reference."""
+        if not self.has_statistics:
+            return Key(self.quiet, self.has_statistics)
+        later = partition_of(variant.later) if variant.later is not None else None
+        return Key(self.quiet, True, partition_of(variant.job), later)
+
+    def _outcome(self, variant: Variant) -> Outcome:
+        started = time.perf_counter()
+        outcome = Outcome(variant.strategy, variant.world_size, variant.accumulation, "equal", workers=self.workers)
+        probes: list[TraceProbe] = []
+        key, promise = self._key(variant), promised(variant)
+        if key.partition is not None and (why := without_statistics(variant)):
+            return dataclasses.replace(outcome, verdict="refused", words=why)
+        on_first(self.place, lambda: bool(self.runs.reference(key)))  # the variant goes on from its checkpoint
+        take_apart_at = None if promise.is_exact else self._partial_step(variant)
+        try:
+            watched = self.runs.compared(
+                variant, key, keeps=not promise.is_exact, take_apart_at=take_apart_at, saves=True, began=probes.append
+            )
+            trace = watched.trace
+            outcome = (self._judge_exact if promise.is_exact else self._judge_promise)(variant, outcome, watched)
+            outcome = self._resumed_here(variant, key, outcome, watched)
+            if outcome.mismatch is None and self.runs.resumes_after(variant) is not None:
+                bound = outcome.bound or self.bound
+                found = on_first(self.place, lambda: self._saved_wrongly(variant, key, promise, trace, bound))
+                outcome = self._with(outcome, found)
+            outcome = self._in_own_precision(variant, outcome)
+        except (UsageError, InitialisationError, NonFiniteLossError, CheckpointError) as exc:
+            if not self.failures.is_shared():
+                raise  # the others are in a collective, which ends with this process's part in it
+            if isinstance(exc, UsageError) and not any(p.has_begun for p in probes):  # the workload is refused
+                return dataclasses.replace(outcome, verdict="refused", words=" ".join(str(exc).split()))
+            before = on_first(self.place, lambda: self._before_failure(variant, key, promise, probes))
+            mismatch = Mismatch.of(*before) if before is not None else failure(exc, variant, probes)
+            outcome = dataclasses.replace(outcome, verdict="differs", mismatch=mismatch)
+        words = "; ".join(text for text in (outcome.words, self.unsaved) if text)
+        return dataclasses.replace(outcome, words=words, duration_s=time.perf_counter() - started)
+
+    def _before_failure(self, variant: Variant, key: Key, promise: Promise, probes: list[TraceProbe]) -> Found | None:
+        """Divergence from before a run failed, if its traces show one: it may be the reason of the failure. On rank
+        0."""
+        done = [probe.trace() for probe in probes if probe.has_begun]
+        if not done:
+            return None
+        reference, trace = self.runs.reference(key), done[0] if len(done) == 1 else done[0].continued_by(done[-1])
+        last = trace.steps[-1].step if trace.steps else 0
+        for found in divergences(reference, trace, self.bound):
+            if found.step > last or found.quantity in ("steps", "final values", "evaluation"):
+                return None
+            if promise.is_exact or not promise.is_kept_by(found, variant.job.config, variant.resumes_after):
+                finding = from_traces(reference, trace, found, self._layout(variant))
+                return None if finding is None else (found, finding)
+        return None
+
+    def _resumed_here(self, variant: Variant, key: Key, outcome: Outcome, watched: Watched) -> Outcome:
+        """The outcome with the verdict on a resume on as many workers, which counts more than one on what comes after
+        the resume on others. Collective."""
+        half = self.runs.resumes_after(variant)
+        is_apart = outcome.mismatch is not None and outcome.mismatch.step <= (half or 0)
+        if half is None or self.place.world_size == 1 or is_apart:
+            return outcome
+        found = resumed_wrongly(self.runs, variant, key, watched, outcome.bound or self.bound)
+        return self._with(outcome, found)
+
+    def _partial_step(self, variant: Variant) -> int:
+        """Number of the first step, after whole ones, in which workers may have unequal counts."""
+        last = self.runs.resumes_after(variant) or variant.job.recipe.total_steps
+        return max(1, min(last, variant.job.train_plan().steps_per_epoch))
+
+    def _judge_exact(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
+        key, trace = self._key(variant), watched.trace
+        comparison, bound, grown = on_first(self.place, lambda: self._compared(key, trace))
+        words = "; ".join(filter(None, (judged(trace, key), grown)))
+        outcome = dataclasses.replace(outcome, comparison=comparison, words=words, bound=bound)
+        if comparison.divergence is not None:
+            finding = self.explanation.of(variant, key, trace, comparison.divergence, self._layout(variant))
+            return self._with(outcome, (comparison.divergence, finding))
+        return self._with(outcome, on_first(self.place, lambda: self._masks_broken(variant, trace)))
+
+    def _compared(self, key: Key, trace: Trace) -> tuple[Comparison, float, str]:
+        """The comparison of a run that promises equality, the bound by which it was judged, and what a wider bound
+        comes from. On rank 0."""
+        reference = self.runs.reference(key)
+        comparison = compare(reference, trace, bound=self.bound)
+        if comparison.divergence is None:
+            return comparison, self.bound, ""
+        bound = self.rounding.bound_for(comparison.divergence, key)
+        if bound > self.bound:
+            comparison = compare(reference, trace, bound=bound)
+        return comparison, bound, self.rounding.in_words(bound)
+
+    def _judge_promise(self, variant: Variant, outcome: Outcome, watched: Watched) -> Outcome:
+        promise, config, key, trace = promised(variant), variant.job.config, self._key(variant), watched.trace
+
+        def first_broken() -> tuple[Comparison, Found | None]:
+            reference = self.runs.reference(key)
+            resumed = variant.resumes_after
+
+            def unkept_by(bound: float) -> Divergence | None:
+                found = divergences(reference, trace, bound)
+                return next((d for d in found if not promise.is_kept_by(d, config, resumed)), None)
+
+            broken = unkept_by(self.bound)
+            if broken is not None and (bound := self.rounding.bound_for(broken, key)) > self.bound:
+                broken = unkept_by(bound)
+            broken = broken or promise.disagreement(trace, config, self.bound)
+            comparison = compare(reference, trace, bound=self.bound)
+            if broken is not None:
+                finding = self.explanation.unrepeatable(key, broken) or from_traces(
+                    reference, trace, broken, self._layout(variant)
+                )
+                return comparison, (broken, finding or unkept(broken, config))
+            return comparison, (
+                own_gradients(variant, watched, config, self.bound)
+                or self._evaluated_wrongly(variant, key, watched)
+                or handed_on_wrongly(trace, promise, config, self.bound)
+                or self._masks_broken(variant, trace)
+            )
+
+        comparison, found = on_first(self.place, first_broken)
+        outcome = dataclasses.replace(outcome, verdict="as promised", comparison=comparison, words=promise.words)
+        return self._with(outcome, found)
+
+    def _masks_broken(self, variant: Variant, trace: Trace) -> Found | None:
+        # one worker goes on with the generator in the checkpoint of the reference, which draws no masks
+        after = self.runs.resumes_after(variant) if self.place.world_size == 1 else None
+        return masks_broken(trace, self._replica_size(variant), generators_of_others_after=after)
+
+    def _evaluated_wrongly(self, variant: Variant, key: Key, watched: Watched) -> Found | None:
+        """First evaluation that is not that of the replicas' mean. On rank 0."""
+        trace, promise, config = watched.trace, promised(variant), variant.job.config
+        if not variant.job.evaluation_splits():
+            return None
+        for step, everyone in watched.values.items():
+            if promise.is_under_way(config, step):
+                continue
+            mean = mean_of(everyone)
+            due, found = self.runs.measured_alone(mean, key), trace.evaluations.get(step, {})
+            for name in dict.fromkeys((*due, *found)):
+                apart = abs(due.get(name, math.inf) - found.get(name, math.inf))
+                if not apart <= self.bound * max(1.0, abs(due.get(name, 0.0))):
+                    why = f"{name} is {found.get(name)}, and that of the mean of all replicas is {due.get(name)}"
+                    return Divergence(step, "evaluation", apart, name), Finding(Cause.EVALUATION, why)
+        return None
+
+    def _saved_wrongly(self, variant: Variant, key: Key, promise: Promise, trace: Trace, bound: float) -> Found | None:
+        """Difference between a variant and one process that has loaded its checkpoint, if there is one. On rank 0."""
+        reference = self.runs.reference(key)
+        continued = self.runs.restored_alone(variant, key)
+        restored = continued.restored
+        assert restored is not None and variant.resumes_after is not None
+        saved = reference.saved
+        if not promise.is_exact:
+            saved = trace.saved  # that of every rank where a strategy has no replicas, which is not that of one process
+            if variant.strategy in PROMISES and saved is not None:
+                saved = with_norms_of(restored, saved, promise.mean(trace, variant.job.config, variant.resumes_after))
+        broken = next(restored_differences(saved, restored, reference.names, bound), None)
+        if broken is not None:
+            finding = from_traces(reference, trace, broken, self._layout(variant))
+            assert finding is not None
+            why = finding.why.replace("on another number of workers", "on one worker")
+            return broken, dataclasses.replace(finding, why=why)
+        if not continued.steps:
+            why = "one process that goes on from this checkpoint takes it for the end of the training"
+            return Divergence(restored.step + 1, "rows", math.inf), Finding(Cause.DATA_ORDER, why)
+        return self._goes_on_wrongly(reference, continued, promise, bound)
+
+    def _goes_on_wrongly(self, reference: Trace, continued: Trace, promise: Promise, bound: float) -> Found | None:
+        """Difference in the first step that one process takes from a variant's checkpoint."""
+        step = continued.steps[0].step
+        due, found = (
+            dataclasses.replace(t, steps=(t.step(step),), final={}, exported={}, evaluations={}, restored=None)
+            for t in (reference, continued)
+        )
+        found = dataclasses.replace(found, initial=due.initial, quieted=due.quieted)
+        kept = ("rows", "count", "learning rate")  # replicas' mean is not the model of one process
+        broken = next((d for d in divergences(due, found, bound) if promise.is_exact or d.quantity in kept), None)
+        if broken is None:
+            return None
+        finding = from_traces(due, found, broken, Layout(1, 1)) if broken.quantity in kept else None
+        why = f"one process that goes on from this checkpoint has another {broken.quantity} in its first step"
+        if finding is not None:
+            why = f"{why}: {finding.why}"
+        return broken, Finding(Cause.RESUME if finding is None else finding.cause, why, broken.parameter)
+
+    def _in_own_precision(self, variant: Variant, outcome: Outcome) -> Outcome:
+        """The outcome with the distance in the run's own precision, and the verdict on it."""
+        if variant.own is None or variant.own.config.precision.dtype == variant.job.config.precision.dtype:
+            return outcome
+        key = dataclasses.replace(self._key(variant), own=OWN)
+        trace = self.runs.standing_still(variant, key)
+
+        def judge() -> tuple[Comparison, Excess | None]:
+            exact, reference = (self.runs.reference(dataclasses.replace(key, own=own)) for own in (EXACT, OWN))
+            return compare(reference, trace, bound=math.inf), excess(exact, reference, trace, rounding_of(variant))
+
+        comparison, found = on_first(self.place, judge)
+        outcome = dataclasses.replace(outcome, own=comparison)
+        if found is None or outcome.mismatch is not None:
+            return outcome
+        return self._with(outcome, (found.divergence, beyond_rounding(found, variant)))
+
+    def _layout(self, variant: Variant) -> Layout:
+        is_right = any(
+            o.verdict == "equal" and o.accumulation == 1 for o in self.outcomes if o.strategy == variant.strategy
+        )
+        return Layout(
+            variant.world_size,
+            variant.accumulation,
+            is_right_without_accumulation=is_right,
+            draws_by_itself=variant.strategy == "pipeline",
+        )
+
+    def _replica_size(self, variant: Variant) -> int:
+        return variant.job.config.model_parallel_size if self.place.world_size > 1 else 1
+
+    def _with(self, outcome: Outcome, found: Found | None) -> Outcome:
+        return (
+            outcome if found is None else dataclasses.replace(outcome, verdict="differs", mismatch=Mismatch.of(*found))
+        )

@@ -1,0 +1,297 @@
+"""Which variants of a training are verified: strategies x numbers of workers x accumulation, as far as they exist."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.config import RunConfig
+from scaleray.config.compression import CompressionSettings
+from scaleray.config.recipe.combinations import check_schedule
+from scaleray.config.recipe.derive import derive
+from scaleray.config.recipe.values import DataSize, Recipe, largest_divisor, with_micro_size
+from scaleray.data import TRAIN, Split
+from scaleray.data.source import Source
+from scaleray.errors import ConfigError, DataError
+from scaleray.launch.session.data_sources import size_of
+from scaleray.records.start import steady_time
+from scaleray.strategies import STRATEGIES
+from scaleray.training.setup.job import TrainJob
+from scaleray.verification.compared_job import Rows, first_rows, later_batch_size, rows_of_epoch, short_job, with_rows
+from scaleray.verification.compared_runs import Variant
+from scaleray.verification.quieted import Partition
+from scaleray.verification.variants import Outcome
+from scaleray.verification.verify_options import VerifyOptions
+
+CPUS_PER_WORKER = 0.25
+"""Numbers are compared, not speed: four workers share a core rather than not fit on a small machine."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The variants of a verification.
+
+    groups: variants by number of workers, of which the first holds the reference. refused: variants that do not run,
+    with the reason.
+    """
+
+    reference: Variant
+    groups: Mapping[int, list[Variant]]
+    refused: list[Outcome]
+
+
+def make_plan(config: RunConfig, options: VerifyOptions, workload: Any, sources: Mapping[str, Source]) -> Plan:
+    """Every variant asked for that the config and the strategies allow; the others with the reason.
+
+    Raises UsageError.
+    """
+    splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
+    # rows that are dealt out are other ones on another number of workers: here every worker reads all and keeps its own
+    splits[TRAIN] = dataclasses.replace(splits[TRAIN], dealt_by="")
+    _check_comparable(splits[TRAIN])
+    size = size_of(sources)
+    batch_size = derive(on_workers(config, "auto", 1), size).global_batch_size
+    later_config, later_size = _later_training(config, options, size, batch_size)
+    rows = rows_of_epoch(
+        size.num_samples,
+        batch_size=batch_size,
+        later_batch_size=later_size,
+        steps=options.steps,
+        partitions=[
+            Partition(world_size, -(-total // world_size // pieces))
+            for total in (batch_size, later_size)
+            for world_size in options.sizes
+            for pieces in options.pieces
+        ],
+        drop_last=config.batch.drop_last,
+    )
+    trainings = _Trainings(config, later_config, options, workload, splits, size, rows, batch_size)
+    groups, refused = _groups(options, trainings)
+    try:
+        reference = trainings.variant("auto", 1, min(options.pieces))
+    except ConfigError:
+        reference = trainings.variant("auto", 1, 1)
+    return Plan(reference, groups, refused)
+
+
+def _check_comparable(train: Split) -> None:
+    """Raise DataError for data that do not give the same rows, with the same values, to any number of workers."""
+    if train.is_streamed:
+        raise DataError(
+            "the train data",
+            "a Ray Dataset",
+            "its order depends on the number of workers, so that runs cannot be compared",
+            "verify with rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
+        )
+    if not train.row_values.are_repeatable:
+        raise DataError(
+            "the train data",
+            "not repeatable",
+            f"runs are compared on the same values: {train.row_values.difference}",
+            train.row_values.advice,
+        )
+
+
+def _later_training(
+    config: RunConfig, options: VerifyOptions, size: DataSize, batch_size: int
+) -> tuple[RunConfig, int]:
+    """The config of the steps after the resume and the size of its global batch: another one where the training has
+    one."""
+    if config.data.bucket_by_length is not None or size.packed_steps(config) is not None:
+        return config, batch_size  # which rows share a batch follows from its size
+    world_sizes = options.sizes
+    later_size = later_batch_size(
+        batch_size, size.num_samples, world_sizes=world_sizes, accumulation=max(options.pieces)
+    )
+    later_config = _with_batch(config, later_size, batch_size)
+    try:
+        derive(on_workers(later_config, "auto", 1), size)
+    except ConfigError:  # this training has no other batch size
+        return config, batch_size
+    return later_config, later_size
+
+
+@dataclass(frozen=True)
+class _Trainings:
+    """The training that is verified, to be spread over workers in any way. later_config: config after the resume."""
+
+    config: RunConfig
+    later_config: RunConfig
+    options: VerifyOptions
+    workload: Any
+    splits: Mapping[str, Split]
+    size: DataSize
+    rows: Rows
+    batch_size: int
+
+    def variant(self, strategy: str, world_size: int, accumulation: int) -> Variant:
+        """The training with this strategy. Raises ConfigError where it cannot be spread so."""
+        first = self._job(self.config, strategy, world_size, accumulation)
+        own = with_rows(short_job(first, steps=self.options.steps), self.rows.epoch)
+        later = None
+        if first.recipe.total_steps > 1 and self.options.steps > 1:
+            later = self._compared(self._job(self.later_config, strategy, world_size, accumulation, at_most=True))
+        return Variant(
+            first.recipe.strategy,
+            world_size,
+            first.recipe.accumulation_steps,
+            self._compared(first),
+            own,
+            later,
+            first_rows(self.splits[TRAIN], self.rows.with_statistics),
+        )
+
+    def _job(
+        self, config: RunConfig, strategy: str, world_size: int, accumulation: int, *, at_most: bool = False
+    ) -> TrainJob:
+        spread = on_workers(config, strategy, world_size)
+        recipe = _recipe(spread, self.size, accumulation, at_most=at_most)
+        # explicit, as if a file said so: what is resumed is compared with it
+        a_sample = self.size.tokens_per_sample or 1 if spread.batch.unit == "tokens" else 1
+        # steps that are packed with tokens are cut by rows here, into so many parts
+        is_packed = self.size.packed_steps(spread) is not None
+        batch = spread.batch.model_copy(
+            update={"micro_size": None if is_packed else recipe.micro_batch_size * a_sample}
+        )
+        spread = spread.model_copy(update={"batch": batch})
+        return TrainJob(spread, recipe, self.workload, self.splits, steady_time())
+
+    def _compared(self, job: TrainJob) -> TrainJob:
+        """The few steps of the job that are compared."""
+        short = short_job(job, steps=self.options.steps, precision=self.options.precision)
+        # so few that a worker has a row less than another, and the last batch of some none
+        return with_rows(dataclasses.replace(short, splits=self.splits), self.rows.epoch, evaluated=self.batch_size + 3)
+
+
+def _groups(options: VerifyOptions, trainings: _Trainings) -> tuple[dict[int, list[Variant]], list[Outcome]]:
+    """Variants by number of workers, and those that are refused. Raises ConfigError where none is left."""
+    groups: dict[int, list[Variant]] = {1: []}  # the reference runs there, even if nothing else does
+    refused: dict[tuple[str, int, str], Outcome] = {}
+    first_error: ConfigError | None = None
+    own = trainings.config.strategy.name
+    named = dict.fromkeys(own if name == "own" else name for name in strategy_names(options))
+    asked = list(STRATEGIES) if "all" in named else list(named)
+    for world_size in options.sizes:
+        if trainings.size.packed_steps(trainings.config) is None:
+            _check_world_size(world_size, trainings.batch_size)
+        found: dict[tuple[str, int], Variant] = {}
+        # `single` is for one worker, which need not be said when others were asked for too
+        for strategy in [s for s in asked if s != "single" or world_size == 1 or len(asked) == 1]:
+            for accumulation in options.pieces:
+                try:
+                    made = trainings.variant(strategy, world_size, accumulation)
+                    found.setdefault((made.strategy, made.accumulation), made)
+                except ConfigError as exc:
+                    first_error = first_error or exc
+                    reason = f"{exc.what} {exc.found}: {exc.allowed}"
+                    refused[strategy, world_size, reason] = Outcome(
+                        strategy, world_size, accumulation, "refused", reason
+                    )
+        if found:
+            groups[world_size] = list(found.values())
+    if first_error is not None and not any(groups.values()):
+        raise first_error
+    return groups, list(refused.values())
+
+
+def strategy_names(options: VerifyOptions) -> list[str]:
+    """Names of strategies, `own` and `all` among them. Raises ConfigError for one that is not known."""
+    for name in options.names:
+        if name not in (*STRATEGIES, "all", "own"):
+            raise ConfigError("--strategies", name, f"there are: all, {', '.join(STRATEGIES)}, own")
+    return options.names
+
+
+def default_world_sizes(config: RunConfig) -> tuple[int, ...]:
+    """Numbers of workers that are compared where none are named: one, and the fewest above that the config can have."""
+    return 1, max(2, config.model_parallel_size)
+
+
+def course(plan: Plan) -> dict[str, int]:
+    """Events within the compared steps, as text."""
+    variant = plan.reference
+    found = {
+        "rows_of_epoch": variant.job.splits[TRAIN].num_rows,
+        "global_batch_size": variant.job.recipe.global_batch_size,
+    }
+    if variant.later is not None and variant.resumes_after is not None:
+        found |= {
+            "resumed_after": variant.resumes_after,
+            "later_global_batch_size": variant.later.recipe.global_batch_size,
+        }
+    return found | {f"{split.name}_rows": split.num_rows for split in variant.job.evaluation_splits()}
+
+
+def course_in_words(plan: Plan) -> str:
+    """Sentence on what lies on the way of the compared steps."""
+    facts = course(plan)
+    words = [f"epochs of {facts['rows_of_epoch']} rows"]
+    if "resumed_after" in facts:
+        words.append(
+            f"after step {facts['resumed_after']} a resume from one worker "
+            f"with batches of {facts['later_global_batch_size']}"
+        )
+    if any(name.endswith("_rows") for name in facts):
+        words.append("evaluations before it and at the end" if "resumed_after" in facts else "an evaluation at the end")
+    return ", ".join(words)
+
+
+def _check_world_size(world_size: int, batch_size: int) -> None:
+    if batch_size % world_size == 0:
+        return
+    below = next(n for n in range(min(world_size, batch_size), 0, -1) if batch_size % n == 0)
+    above = next((n for n in range(world_size, min(batch_size, 10**6) + 1) if batch_size % n == 0), batch_size)
+    near = " or ".join(str(n) for n in sorted({below, above}))
+    raise ConfigError(
+        "--world-sizes", world_size, f"it must divide the global batch of {batch_size} samples", f"nearest: {near}"
+    )
+
+
+def _with_batch(config: RunConfig, samples: int, of: int) -> RunConfig:
+    """The config with a global batch of `samples`, which is one of `of` samples now."""
+    batch = config.batch.model_copy(update={"global_size": config.batch.global_size // of * samples})
+    return config.model_copy(update={"batch": batch})
+
+
+def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bool) -> Recipe:
+    """The recipe with so many micro-batches in each worker's step, of which the last may be smaller.
+
+    at_most: without it, a single micro-batch is an error where more were asked for. Raises ConfigError.
+    """
+    recipe = derive(config, size)
+    share = recipe.per_worker_batch_size
+    micro_size = -(-share // accumulation)
+    if micro_size == share:
+        if accumulation > 1 and not at_most:
+            raise ConfigError("--accumulation", accumulation, f"each worker's step has {share} sample only")
+        return recipe
+    # what a config refuses, it refuses for any number of micro-batches above one
+    divisor = (largest_divisor(share, at_most=micro_size) or 1) * (config.batch.global_size // recipe.global_batch_size)
+    if size.packed_steps(config) is None:
+        derive(config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": divisor})}), size)
+    if recipe.strategy == "pipeline":
+        check_schedule(config, -(-share // micro_size))
+    return with_micro_size(recipe, micro_size, why=f"at most {accumulation} micro-batches in each step")
+
+
+def on_workers(config: RunConfig, strategy: str, world_size: int) -> RunConfig:
+    """The config of the training on other workers."""
+    # model_copy checks nothing: a strategy of the table need not be one that a config file may name
+    cpus = min(CPUS_PER_WORKER, config.scale.cpus_per_worker)
+    scale = {"workers": world_size, "cpus_per_worker": cpus, "max_failures": 0}
+    shares = config.shares
+    if shares.by != "equal":  # measured shares would hardly differ here, and not twice in the same way
+        speeds = tuple(1 + rank / max(1, world_size - 1) for rank in range(world_size))
+        shares = shares.model_copy(update={"by": "given", "speeds": speeds})
+    compression = CompressionSettings() if world_size == 1 else config.compression  # one process sends nothing
+    return config.model_copy(
+        update={
+            "shares": shares,
+            "compression": compression,
+            "scale": config.scale.model_copy(update=scale),
+            "strategy": config.strategy.model_copy(update={"name": strategy}),
+            "batch": config.batch.model_copy(update={"micro_size": None}),
+        }
+    )

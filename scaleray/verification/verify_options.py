@@ -1,0 +1,69 @@
+"""Options of `scaleray verify`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scaleray.common.options import Numbers, Words, whole_numbers, words_of
+from scaleray.errors import ConfigError
+
+BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 5e-2, "bf16": 5e-2}
+"""Largest relative difference over some steps that reordered sums explain, by precision. Below float64 it is a coarse
+check: a small mistake may hide in it."""
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """Variants to compare, and how."""
+
+    strategies: Words = "own"
+    """Names with commas; own: the config's own; all: every one that there is, of which those that do not take this
+    workload are listed."""
+    world_sizes: Numbers | None = None
+    """Numbers of workers, with commas. By default 1 and 2, or 1 and the workers of one model where it is split."""
+    accumulation: Numbers = "1,3"
+    """Micro-batches in each worker's step, with commas."""
+    steps: int = 20
+    """Optimizer steps to compare, from the first of the training."""
+    bound: float | None = None
+    """Largest relative difference of a step's loss, its gradient norm and the final parameters. By default what fits
+    the precision: 1e-9 in fp64, 1e-4 in fp32, 0.05 in bf16 and fp16."""
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp64"
+    """Arithmetic of the check. Honest differences are far below 1e-9 in fp64; a workload that leaves float64 itself
+    can be checked in fp32, more coarsely."""
+    resume: bool = False
+    """Interrupt each at a random step instead, resume it, and name the guilty state where it differs."""
+    seed: int | None = None
+    """Seed of the random steps of --resume, to repeat an answer."""
+    local: bool = False
+    """Run in plain gloo processes on this machine, without Ray."""
+
+    def __post_init__(self) -> None:
+        for option, values in (("--world-sizes", self.sizes), ("--accumulation", self.pieces)):
+            if not values or min(values) < 1:
+                raise ConfigError(option, values, "it must be whole numbers from 1, such as 1,2,4")
+        if self.steps < 1:
+            raise ConfigError("--steps", self.steps, "it must be at least 1")
+        if self.bound is not None and not 0 <= self.bound < 1:
+            raise ConfigError("--bound", self.bound, "it must be at least 0 and below 1", "1e-9 fits float64")
+
+    @property
+    def names(self) -> list[str]:
+        """Names of strategies, `own` and `all` among them."""
+        return words_of(self.strategies)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of workers, each once, in order."""
+        return sorted(set(whole_numbers("--world-sizes", "1,2" if self.world_sizes is None else self.world_sizes)))
+
+    @property
+    def pieces(self) -> list[int]:
+        """The numbers of micro-batches, each once, in order."""
+        return sorted(set(whole_numbers("--accumulation", self.accumulation)))
+
+    @property
+    def allowed(self) -> float:
+        """Largest relative difference between numbers that count as equal."""
+        return BOUNDS[self.precision] if self.bound is None else self.bound
