@@ -25,7 +25,7 @@ RULES = (
     "disk_nearly_full", "checkpoint_too_old", "recorder_spooling",
     "gpu_idle", "gpu_throttled", "gpu_ecc", "gpu_xid",
 )  # fmt: skip
-"""Names of the rules, which are defined in `monitoring/rules/`."""
+"""Names of the rules, which are defined in `live/rules/`."""
 WEBHOOK = "alerts.webhook"
 HIDDEN = "***"
 """Text in place of the part of an address that may hold a secret."""

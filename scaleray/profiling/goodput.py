@@ -1,6 +1,6 @@
 """How much of a run's time was steps that count, over all its attempts, and what became of the rest.
 
-Filled by monitoring/live/run_state.py with every step, evaluation and checkpoint. The classes are those of Google's
+Filled by live/state/run_state.py with every step, evaluation and checkpoint. The classes are those of Google's
 ml-goodput-measurement, as far as they are known here; unlike there a step is productive for as long as it took, not for
 as long as an ideal one would.
 """

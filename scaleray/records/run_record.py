@@ -270,7 +270,7 @@ class RunRecord(JsonRecord):
     profile: RunProfile | None = None
     """Where the time went, on every rank. None in older records, and where no step was measured."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
-    """Alerts that began, see `records/alerts.py`. Empty in older records."""
+    """Alerts that began, see `records/alert_record.py`. Empty in older records."""
     evaluations: dict[str, list[list[float | None]]] = field(default_factory=dict)
     """Step and value of every evaluation, by metric; null for a value that was not finite. Empty in older records."""
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scaleray.verification.causes import Cause, Finding, Layout, count_finding
 from scaleray.verification.compare_traces import Divergence
-from scaleray.verification.step_traces import Trace
+from scaleray.verification.run_trace import Trace
 
 EVALUATION_MODE, NO_CLIPPING = "evaluation mode", "no clipping"
 """Names of experiments: what each takes out of both runs."""

@@ -21,7 +21,7 @@ from scaleray.verification.compare_traces import (
     other_buffer,
     same_rows,
 )
-from scaleray.verification.step_traces import Layer, StepTrace, Trace
+from scaleray.verification.run_trace import Layer, StepTrace, Trace
 
 SAME_RATIO = 1e-6
 """Relative difference below which two ratios are the same, in float64."""

@@ -1,6 +1,6 @@
 """Comparison of two runs by their traces, step by step: by how much they differ, and where they part.
 
-Used by training.verify.variants, for single process against strategy, and for any other pair of runs; with a bound of 0
+Used by verification.variants, for single process against strategy, and for any other pair of runs; with a bound of 0
 they must agree to the bit.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scaleray.verification.step_traces import Restored, StepTrace, Trace
+from scaleray.verification.run_trace import Restored, StepTrace, Trace
 
 BOUND = 1e-9
 """Largest relative difference accepted in float64: an honest reordering of sums differs by about 1e-12;

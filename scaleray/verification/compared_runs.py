@@ -40,8 +40,8 @@ from scaleray.verification.compared_job import (
     steps_gone_on,
 )
 from scaleray.verification.quieted import Masks, Partition, Quieted
-from scaleray.verification.step_trace import TraceProbe
-from scaleray.verification.step_traces import Trace
+from scaleray.verification.run_trace import Trace
+from scaleray.verification.trace_probe import TraceProbe
 
 EXACT, OWN = "own steps in float64", "own steps"
 """Values of `Key.own` for the steps of one process taken alone: in the precision of the check, and in the run's own."""

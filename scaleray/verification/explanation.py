@@ -34,7 +34,7 @@ from scaleray.verification.compared_runs import Key, Runs, Variant
 from scaleray.verification.decided import on_first
 from scaleray.verification.gradient_values import from_values
 from scaleray.verification.quieted import Quieted
-from scaleray.verification.step_traces import Trace
+from scaleray.verification.run_trace import Trace
 
 LEAST_OF_A_CUT = 1e-6
 """Relative difference of a gradient above which rounding does not explain it."""

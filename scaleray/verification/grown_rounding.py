@@ -17,7 +17,7 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.verification.compare_traces import Divergence, largest_difference
 from scaleray.verification.compared_runs import Key, Runs
 from scaleray.verification.narrow_casts import narrow_casts
-from scaleray.verification.step_trace import TraceProbe
+from scaleray.verification.trace_probe import TraceProbe
 
 TIMES = 2.0
 """Factor of tolerance: one change of all parameters' last digits is a sample of what rounding does, and a large one."""

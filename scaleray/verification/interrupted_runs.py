@@ -27,8 +27,8 @@ from scaleray.training.state.items import IN_WORDS, ITEMS
 from scaleray.training.state.training_state import TrainState
 from scaleray.verification.compare_traces import Comparison, compare
 from scaleray.verification.decided import Failures
-from scaleray.verification.step_trace import TraceProbe
-from scaleray.verification.step_traces import Trace
+from scaleray.verification.run_trace import Trace
+from scaleray.verification.trace_probe import TraceProbe
 from scaleray.verification.variants import UNSAVED
 
 DATA_POSITION = "data position"

@@ -9,7 +9,7 @@ import math
 
 from scaleray.verification.causes import Cause, Finding
 from scaleray.verification.compare_traces import Divergence
-from scaleray.verification.step_traces import StepTrace, Trace
+from scaleray.verification.run_trace import StepTrace, Trace
 
 WHOLE_STEP = ""
 """Name in place of a layer's, for the state of the generator at the start of the step."""

@@ -20,7 +20,7 @@ from scaleray.verification.compare_traces import (
     narrower,
     signature_differences,
 )
-from scaleray.verification.step_traces import StepTrace, Trace
+from scaleray.verification.run_trace import StepTrace, Trace
 
 Trio = tuple[StepTrace, StepTrace, StepTrace]
 """Same step of one process in float64, of one process in the run's precision, and of the run."""

@@ -12,7 +12,7 @@ from scaleray.verification.causes import Cause, Finding, Layout, from_traces
 from scaleray.verification.compare_traces import Divergence, divergences, restored_differences
 from scaleray.verification.compared_runs import Key, Runs, Variant, Watched
 from scaleray.verification.decided import on_first
-from scaleray.verification.step_traces import Trace
+from scaleray.verification.run_trace import Trace
 from scaleray.verification.verdicts import Found, promised
 
 CAUSES = {

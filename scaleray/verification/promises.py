@@ -15,7 +15,7 @@ import numpy as np
 from scaleray.config import RunConfig
 from scaleray.strategies.apart.graphs import mixing_matrix
 from scaleray.verification.compare_traces import Divergence
-from scaleray.verification.step_traces import StepTrace, Trace
+from scaleray.verification.run_trace import StepTrace, Trace
 
 Groups = list[list[int]] | None
 """Groups of ranks whose values become their mean; None where it is not known which these are."""

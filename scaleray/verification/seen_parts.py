@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from scaleray.verification.compare_traces import WIDTHS
+from scaleray.verification.run_trace import Layer
 from scaleray.verification.signatures import number_format
-from scaleray.verification.step_traces import Layer
 
 SETTINGS = ("p", "dropout", "momentum", "eps")
 """Attributes of torch's layers that no strategy changes."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from scaleray.verification.compare_traces import SMALL_GRADIENT, signature_differences
 from scaleray.verification.quieted import Draw
+from scaleray.verification.run_trace import Layer, Replicas, StepTrace
 from scaleray.verification.seen_parts import alike, widest
-from scaleray.verification.step_traces import Layer, Replicas, StepTrace
 
 
 @dataclass(frozen=True)

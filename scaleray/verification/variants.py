@@ -41,8 +41,8 @@ from scaleray.verification.own_precision import Excess, excess
 from scaleray.verification.own_resume import resumed_wrongly
 from scaleray.verification.promises import PROMISES, Promise
 from scaleray.verification.quieted import Quieted
-from scaleray.verification.step_trace import TraceProbe
-from scaleray.verification.step_traces import Trace
+from scaleray.verification.run_trace import Trace
+from scaleray.verification.trace_probe import TraceProbe
 from scaleray.verification.verdicts import (
     Found,
     Mismatch,

@@ -20,8 +20,8 @@ from scaleray.verification.compared_runs import Key, Variant, Watched, partition
 from scaleray.verification.own_precision import Excess, Rounding
 from scaleray.verification.promises import Promise, promise_of
 from scaleray.verification.quieted import Quieted
-from scaleray.verification.step_trace import TraceProbe
-from scaleray.verification.step_traces import Restored, Trace
+from scaleray.verification.run_trace import Restored, Trace
+from scaleray.verification.trace_probe import TraceProbe
 
 Found = tuple[Divergence, Finding]
 

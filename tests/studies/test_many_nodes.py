@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
-HERE = Path(__file__).parent.parent
+HERE = Path(__file__).parents[1] / "launch"
 
 # In a process of its own: Ray's test cluster and the session's head cannot share a driver.
 CLUSTER = """

@@ -23,7 +23,7 @@ from scaleray.studies import study as studies
 from scaleray.studies.ladder import order_of_turns
 from scaleray.studies.study_options import StudyOptions
 
-HERE = Path(__file__).parent.parent
+HERE = Path(__file__).parents[1] / "launch"
 CPU = [{"cpu": "some", "accelerators": {}, "device": "cpu"}]
 SHORT = {"steps": 4, "seconds": 0.0}
 

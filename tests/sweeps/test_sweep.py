@@ -21,7 +21,7 @@ from scaleray.sweeps.sweep_question import question_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
-HERE = Path(__file__).parent.parent
+HERE = Path(__file__).parents[1] / "launch"
 ROOT = HERE.parent.parent
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import planted_by_a_reader  # noqa: F401 - they enter themselves into the table
 import planted_elsewhere  # noqa: F401

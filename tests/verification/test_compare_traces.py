@@ -19,8 +19,8 @@ from scaleray.verification.cause_experiments import (
 from scaleray.verification.causes import Layout, from_traces
 from scaleray.verification.compare_traces import Divergence, compare
 from scaleray.verification.explanation import from_shares
+from scaleray.verification.run_trace import Restored, StepTrace, Trace
 from scaleray.verification.signatures import Signer, number_format
-from scaleray.verification.step_traces import Restored, StepTrace, Trace
 
 NAMES = ("first.weight", "first.bias")
 SIGN = Signer()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from planted_mistakes import PLANTED, as_markdown, judge_planted, judge_sound, said
 
-DOCS = Path(__file__).parents[3] / "docs" / "planted_mistakes.md"
+DOCS = Path(__file__).parents[2] / "docs" / "planted_mistakes.md"
 CHEAP = (
     "means of ranks averaged", "updates not sent", "updates in bf16", "evaluation averages means", "schedule one step ahead",
     "optimizer not restored", "same masks after a resume", "momentum not averaged", "trained weights for the average",

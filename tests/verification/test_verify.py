@@ -23,7 +23,7 @@ from scaleray.verification.verify import verify
 from scaleray.verification.verify_options import VerifyOptions
 from scaleray.workload import load_workload
 
-HERE = Path(__file__).parent.parent
+HERE = Path(__file__).parents[1] / "launch"
 
 pytestmark = pytest.mark.usefixtures("mlflow_database")
 

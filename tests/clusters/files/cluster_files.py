@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import yaml
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CLUSTER = ROOT / "cluster"
 SCHEMAS = Path(__file__).parent / "schemas"
 

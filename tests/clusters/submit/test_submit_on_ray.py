@@ -17,7 +17,7 @@ from scaleray.errors import ClusterError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
-HERE = Path(__file__).parent.parent
+HERE = Path(__file__).parents[2] / "launch"
 
 
 @pytest.fixture

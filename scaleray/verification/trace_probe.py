@@ -30,10 +30,10 @@ from scaleray.verification.causes import AVERAGE_OF
 from scaleray.verification.compared_job import DueRates
 from scaleray.verification.gradient_parts import GradientParts
 from scaleray.verification.quieted import Masks, Quieted
+from scaleray.verification.run_trace import Restored, StepTrace, Trace
 from scaleray.verification.seen_parts import Given, formats_of, layers_of
 from scaleray.verification.seen_step import Replica, SeenStep, trace_of
 from scaleray.verification.signatures import Signer, number_format
-from scaleray.verification.step_traces import Restored, StepTrace, Trace
 
 LARGEST_KEPT_BYTES = 2**30  # larger models are compared by signature at the end, too
 
