@@ -20,7 +20,7 @@ from scaleray.common import metric_names
 from scaleray.common.metric import RANK_LABELS, RUN_LABELS
 from scaleray.common.private_parts import PARTS, SWITCH, PrivatePart
 from scaleray.config.reference import key_rows
-from scaleray.live.rules.table import RULES
+from scaleray.live.rules.rule_evaluator import RULES
 from scaleray.records.schemas import SCHEMAS
 
 FOLDER = Path(__file__).parent

@@ -32,7 +32,7 @@ def loaded_after(statements):
     [
         "import scaleray",
         "import scaleray.config; scaleray.config.load_config('jobs/digits.yaml', environ={}).hash()",
-        "import scaleray.config.recipe.derive, scaleray.config.recipe.schedules, scaleray.config.recipe.lr_rules",
+        "import scaleray.config.recipe.derive, scaleray.config.recipe.lr_rules, scaleray.config.recipe.lr_rules",
         "import scaleray.errors, scaleray.records.run_record, scaleray.common.metric_names, scaleray.workload",
         "from scaleray import RunConfig, load_config, Workload, RunRecord, ConfigError",
         "import scaleray.cli",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from scaleray.cli.options import Json
+from scaleray.cli.options import Json, Uri
 from scaleray.cli.output import print_json
-from scaleray.cli.run_options import Uri
 from scaleray.errors import ConfigError
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from scaleray.cli.options import AS_OPTIONS, Json
+from scaleray.cli.options import AS_OPTIONS, Json, Run
 from scaleray.cli.output import Output, print_json
-from scaleray.cli.run_options import Run
 from scaleray.models.model_options import ExportOptions
 
 

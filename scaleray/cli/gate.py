@@ -7,9 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from scaleray.cli.options import Json
+from scaleray.cli.options import Json, Uri
 from scaleray.cli.output import Output, print_json
-from scaleray.cli.run_options import Uri
 
 EXIT_CODES = {"pass": 0, "fail": 1, "inconclusive": 3}
 

@@ -7,6 +7,21 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+Run = Annotated[
+    str,
+    Parameter(
+        help="Folder or bucket of the run, its name in the default storage path, or its id or name in MLflow.",
+        show_default=False,
+    ),
+]
+Uri = Annotated[
+    str | None,
+    Parameter(
+        help="MLflow's tracking URI, for a run that is found there; else SCALERAY_TRACKING__URI or MLFLOW_TRACKING_URI."
+    ),
+]
+
+
 AS_OPTIONS = Parameter(name="*", negative_bool="", negative_iterable="")
 """Shows the fields of a dataclass as options of their own, without --no-NAME and --empty-NAME."""
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json
+from scaleray.cli.options import AS_OPTIONS, ConfigFile, Json, Run
 from scaleray.cli.output import Output, print_json
-from scaleray.cli.run_options import Run
 from scaleray.errors import UsageError
 from scaleray.models.model_options import PredictOptions
 

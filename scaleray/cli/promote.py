@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from scaleray.cli.gate import EXIT_CODES
-from scaleray.cli.options import AS_OPTIONS, Json
+from scaleray.cli.options import AS_OPTIONS, Json, Uri
 from scaleray.cli.output import Output, print_json
-from scaleray.cli.run_options import Uri
 from scaleray.errors import ConfigError
 from scaleray.models.model_options import ModelChoice
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from cyclopts import App
 
-from scaleray.cli.options import Json
+from scaleray.cli.options import Json, Uri
 from scaleray.cli.output import print_json
-from scaleray.cli.run_options import Uri
 
 registry_app = App(
     name="registry",

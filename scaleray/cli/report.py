@@ -8,9 +8,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from scaleray.cli.options import Json
+from scaleray.cli.options import Json, Uri
 from scaleray.cli.output import print_json
-from scaleray.cli.run_options import Uri
 
 
 def report(

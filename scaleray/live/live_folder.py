@@ -12,7 +12,7 @@ from typing import Any
 
 from scaleray.common.parsing import load_json
 from scaleray.config.checkpoint import default_storage_path
-from scaleray.live.alerts_file import alerts_in
+from scaleray.live.live_run import alerts_in
 from scaleray.live.state.run_state import MOST_EVENTS, RunState
 from scaleray.live.steps_file import record_of
 from scaleray.records.live_state import FILE, LOST, LOST_S, RUNNING, STARTING, LiveState, RankNow

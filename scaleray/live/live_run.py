@@ -13,13 +13,21 @@ from pathlib import Path
 from time import time as wall_clock
 
 from scaleray.common.filesystems import write_whole
-from scaleray.live.alerts_file import alerts_in
 from scaleray.live.state.run_state import RunState
+from scaleray.records.alert_record import ALERTS_FILE, Alert, parse_alerts
 from scaleray.records.live_state import FILE, LiveState, RankNow, late_s
 from scaleray.records.phases import Phase
-from scaleray.records.recorder_messages import RunIdentity
-from scaleray.records.run_description import RunDescription
+from scaleray.records.run_description import RunDescription, RunIdentity
 from scaleray.records.run_record import Heartbeat
+
+
+def alerts_in(folder: Path) -> list[Alert]:
+    """The newest state of each alert, in the order in which they first fired."""
+    text = ""
+    with contextlib.suppress(OSError):
+        text = (folder / ALERTS_FILE).read_text(errors="replace")
+    return list({alert.name: alert for alert in parse_alerts(text)}.values())
+
 
 WRITE_EVERY_S = 2.0
 

@@ -35,7 +35,7 @@ from scaleray.common.own_folder import cache_folder
 from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.models.trained_run import PACKED, TrainedRun
-from scaleray.recording.model_files import fetch_model_files
+from scaleray.recording.find_record import fetch_model_files
 from scaleray.training.state.items import WORKLOAD, as_json, flattened, nested, tensors_of
 from scaleray.training.state.weights import read_weights
 

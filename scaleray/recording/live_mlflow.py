@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.common import metric_names as names
-from scaleray.live.rules.table import RULES
+from scaleray.live.rules.rule_evaluator import RULES
 from scaleray.live.run_alerts import ALERT_TAG
 from scaleray.live.state.run_state import MOST_EVENTS, Curve
 from scaleray.recording.find_record import reading_mlflow, runs_in_mlflow

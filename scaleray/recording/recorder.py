@@ -39,8 +39,7 @@ from scaleray.records.live_state import FILE, LiveState
 from scaleray.records.mlflow_operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
 from scaleray.records.profile_record import Goodput
 from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
-from scaleray.records.recorder_messages import Recording, RunIdentity
-from scaleray.records.run_description import RunDescription
+from scaleray.records.run_description import Recording, RunDescription, RunIdentity
 from scaleray.records.run_record import (
     CheckpointRecord,
     DerivedRecord,

@@ -20,7 +20,7 @@ from scaleray.training.logged import Logger
 from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.training.step.named_sums import NamedSums
+from scaleray.training.step.evaluation import NamedSums
 
 
 class RunContext(Logger):

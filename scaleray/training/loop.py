@@ -10,6 +10,7 @@ import dataclasses
 from functools import partial
 from typing import Any
 
+from scaleray.common.watchers import Watcher
 from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN, Input, Part, RankBatch, Sources, StepStream
 from scaleray.errors import LeftEarly
@@ -19,7 +20,6 @@ from scaleray.records.start import FIRST_BATCH, MODEL
 from scaleray.strategies.contract.later import steps_ahead
 from scaleray.training.callbacks import Callbacks
 from scaleray.training.health.clock import Clock
-from scaleray.training.health.compilation_watch import CompilationWatch
 from scaleray.training.health.fixed_model import FixedModel
 from scaleray.training.health.group_watch import CollectiveLimits
 from scaleray.training.health.memory_report import MemoryReport
@@ -29,7 +29,7 @@ from scaleray.training.health.summary import summary_of
 from scaleray.training.health.worker_errors import locating
 from scaleray.training.health.worker_progress import Progress
 from scaleray.training.noise.noise_watch import NoiseWatch
-from scaleray.training.observer import Observers, TakenStep
+from scaleray.training.observer import Observer, Observers, TakenStep
 from scaleray.training.profile.profiler import Profile
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob
@@ -44,10 +44,36 @@ from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.first_batch import check_first_batch
 from scaleray.training.step.launched import StepsUnderWay
 from scaleray.training.step.micro_sizes import MicroSizes
-from scaleray.training.step.optimizer_step import OptimizerStep
-from scaleray.training.step.several_losses import train_step
+from scaleray.training.step.several_losses import OptimizerStep, train_step
 from scaleray.training.step.step import Probe
 from scaleray.training.step.worker_shares import WorkerShares
+
+
+class CompilationWatch(Observer):
+    """Looks at the compilation of a model. Where nothing is to be compiled, it does nothing."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self.reporter = reporter
+        self._is_checked = False
+
+    def begin(self, setup: Setup) -> None:
+        """Take note of what is to be compiled."""
+        self._compilation = setup.compilation
+
+    def after_step(self, taken: TakenStep) -> None:
+        """Say what was not compiled, as nothing else would. Raises ConfigError where `compilation.must_succeed` asks
+        for it."""
+        if self._compilation is None or self._is_checked:
+            return
+        self._is_checked = True
+        for text in self._compilation.check():
+            self.reporter.say(text, is_warning=True, step=taken.number)
+
+    def report(self) -> dict[str, Any]:
+        """Compiled parts, for the summary."""
+        if self._compilation is None:
+            return {}
+        return self.reporter.guard(Watcher.NOTES, self._compilation.report, {}, part="compilation")
 
 
 def run(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from scaleray.config.recipe.schedules import learning_rate_factor
+from scaleray.config.recipe.lr_rules import learning_rate_factor
 from scaleray.data import TRAIN, Split
 from scaleray.data.length_order import Lengths
 from scaleray.training.setup.job import TrainJob

@@ -15,8 +15,8 @@ from scaleray.common.metric import prometheus_name
 from scaleray.config.alerts import AlertSettings
 from scaleray.live import run_alerts
 from scaleray.live.rules.gpu_rules import ACTIVE
+from scaleray.live.rules.rule_evaluator import RULES
 from scaleray.live.rules.series_history import Seen
-from scaleray.live.rules.table import RULES
 from scaleray.live.run_alerts import RunAlerts
 from scaleray.live.signs_of_life import SignsOfLife
 from scaleray.records.alert_record import parse_alerts

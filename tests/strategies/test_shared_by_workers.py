@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from small_runs import Classify, Stepper, WithBatchNorm, make_job, train
 
-from scaleray.config.recipe.schedules import learning_rate_factor
+from scaleray.config.recipe.lr_rules import learning_rate_factor
 
 SCHEDULE = {"schedule.name": "cosine", "schedule.warmup": "3 steps", "stop.after": "12 steps"}
 MEETINGS = {

@@ -31,7 +31,7 @@ from small_runs import (
 from torch import nn
 
 from scaleray.config import load_config
-from scaleray.config.recipe.schedules import learning_rate_factor
+from scaleray.config.recipe.lr_rules import learning_rate_factor
 from scaleray.errors import ConfigError, DataError, NonFiniteLossError, RunFailedError, WorkloadError
 from scaleray.records.run_record import SystemRecord
 from scaleray.training.setup.place import Place

@@ -38,9 +38,8 @@ from scaleray.training.state import loop_state, weights
 from scaleray.training.state import training_state as state_module
 from scaleray.training.state.training_state import TrainState
 from scaleray.training.step import evaluation
-from scaleray.training.step.evaluation import Evaluations, Evaluator
+from scaleray.training.step.evaluation import Evaluations, Evaluator, NamedSums
 from scaleray.training.step.guarded_update import GuardedUpdate
-from scaleray.training.step.named_sums import NamedSums
 from scaleray.training.step.step import TrainStep
 
 CLIP = {"optimizer.clip_norm": 0.3}

@@ -24,8 +24,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.state import training_state as state_module
 from scaleray.training.state.optimizer_state import Rates
 from scaleray.training.state.training_state import TrainState
-from scaleray.training.step.evaluation import Evaluator
-from scaleray.training.step.named_sums import NamedSums
+from scaleray.training.step.evaluation import Evaluator, NamedSums
 from scaleray.training.step.step import TrainStep
 
 DROPOUT, NORM = rows(WithDropout), rows(WithBatchNorm, num_val=21)

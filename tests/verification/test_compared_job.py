@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_runs import Classify, make_job
 
-from scaleray.config.recipe.schedules import learning_rate_factor
+from scaleray.config.recipe.lr_rules import learning_rate_factor
 from scaleray.data import TRAIN, RankBatch
 from scaleray.data.sample_order import StepPlan
 from scaleray.training.step.micro_batches import micro_batches

@@ -31,9 +31,8 @@ from scaleray.profiling.verdict.of_run import verdict_of_run
 from scaleray.recording.provenance import cost_of, dataset, source_tags
 from scaleray.records.json_record import leaves
 from scaleray.records.published import RAYS_JOB, PublishedFacts
-from scaleray.records.recorder_messages import Recording, RunIdentity
 from scaleray.records.rows import Row
-from scaleray.records.run_description import RunDescription
+from scaleray.records.run_description import Recording, RunDescription, RunIdentity
 from scaleray.records.run_record import EMULATED, RunRecord
 from scaleray.records.start import steady_time
 from scaleray.training.setup.job import TrainJob

@@ -73,7 +73,7 @@ from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.launch.workers.stop_signals import sigterm_like_ctrl_c
 from scaleray.live.metrics_endpoint import chosen_port
 from scaleray.recording import store
-from scaleray.recording.model_files import ARTIFACTS
+from scaleray.recording.find_record import ARTIFACTS
 from scaleray.recording.recorder import Recorder
 from scaleray.records.run_description import RunDescription
 from scaleray.records.run_record import EventRecord, RunRecord, Say, Show

@@ -23,12 +23,21 @@ from typing import Any
 
 from scaleray.common.guarded import end_with_parent
 from scaleray.common.own_folder import keep_compiled_code_here
-from scaleray.errors import PeerLostError, RunFailedError, ScaleRayError
+from scaleray.errors import DataError, PeerLostError, RunFailedError, ScaleRayError
 from scaleray.launch.workers.forks import PRELOADED, without_main
 from scaleray.launch.workers.hang_reports import with_explanation
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 from scaleray.workload import load_workload, no_exit
+
+
+def refuse_streams(job: TrainJob) -> None:
+    """Raise DataError where a split is a Ray Dataset."""
+    streamed = [name for name, split in job.splits.items() if split.is_streamed]
+    if streamed:
+        raise DataError(f"the {streamed[0]} data", "a Ray Dataset", "--local runs without Ray", "leave --local out")
+
 
 HOST = "127.0.0.1"
 GRACE_S = 10.0  # seconds after a rank's error for what the others have to say

@@ -12,9 +12,8 @@ from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.data.source import Source
-from scaleray.launch.workers.gloo import TELL, Teller, UserCode, gloo_processes
+from scaleray.launch.workers.gloo import TELL, Teller, UserCode, gloo_processes, refuse_streams
 from scaleray.launch.workers.loaded_workload import ship_user_code
-from scaleray.launch.workers.without_ray import refuse_streams
 from scaleray.recording.recorder import Recorder
 from scaleray.records.run_record import Heartbeat, Show, WorkerMessage
 from scaleray.records.wishes import Wish

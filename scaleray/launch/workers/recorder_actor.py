@@ -26,7 +26,7 @@ SETTINGS = (
 """Beginnings of the variables by which MLflow, its stores and their clients are set."""
 
 if TYPE_CHECKING:
-    from scaleray.records.recorder_messages import Recording, RunIdentity
+    from scaleray.records.run_description import Recording, RunIdentity
 
 
 def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> Any:

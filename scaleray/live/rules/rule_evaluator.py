@@ -6,10 +6,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from scaleray.config.alerts import AlertLimits
+from scaleray.live.rules import course, gpu_rules, learning_rules, speed_rules, upkeep_rules
 from scaleray.live.rules.rule import Found, Rule
 from scaleray.live.rules.series_history import Seen
-from scaleray.live.rules.table import RULES
 from scaleray.records.alert_record import Alert
+
+RULES: tuple[Rule, ...] = (
+    *course.RULES,
+    *speed_rules.RULES,
+    *learning_rules.RULES,
+    *upkeep_rules.RULES,
+    *gpu_rules.RULES,
+)
+BY_NAME = {rule.name: rule for rule in RULES}
+
 
 KEEP_S = 60.0
 """Seconds without it after which an alert is over: one that comes and goes is raised once."""

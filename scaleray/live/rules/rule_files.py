@@ -11,7 +11,7 @@ from scaleray.common.metric import RUN_LABELS
 from scaleray.config.alerts import AlertLimits
 from scaleray.live.dashboards.dashboard_files import panel_path
 from scaleray.live.rules.rule import Rule
-from scaleray.live.rules.table import RULES
+from scaleray.live.rules.rule_evaluator import RULES
 
 PATH = "alerts.yaml"
 """Name in the folder of dashboards."""

@@ -11,8 +11,8 @@ import json
 from typing import Any
 
 from scaleray.common.metric import RUN_LABELS
+from scaleray.live.rules.rule_evaluator import BY_NAME
 from scaleray.live.rules.rule_files import labels, panel_link, run_in_link, words
-from scaleray.live.rules.table import BY_NAME
 from scaleray.records.alert_record import Alert
 
 NEVER = "0001-01-01T00:00:00Z"

@@ -13,7 +13,7 @@ from rich.text import Text
 from scaleray.live.terminal.watch_page import SEVERITIES, STYLES
 from scaleray.records.live_state import LiveState
 from scaleray.records.text import units
-from scaleray.records.text.printable import printable
+from scaleray.records.text.units import printable
 from scaleray.reports.terminal.progress_line import duration
 
 NARROW = 72

@@ -20,7 +20,7 @@ from scaleray.records.alert_record import Alert
 from scaleray.records.live_state import LOST, RUNNING, STARTING, LiveState
 from scaleray.records.phases import PART_IN_WORDS, Phase
 from scaleray.records.text import units
-from scaleray.records.text.printable import printable
+from scaleray.records.text.units import printable
 from scaleray.reports.terminal.progress_line import duration
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import mean
 
 from scaleray.common.parsing import load_json
+from scaleray.live.rules.rule_evaluator import RULES
 from scaleray.live.rules.rule_files import PATH as ALERTS
-from scaleray.live.rules.table import RULES
 from scaleray.records.path_record import PathRecord, PathTask
 from scaleray.release.path.commands import Outcome
 from scaleray.release.path.tasks import CHECK, PIPELINE, PROMOTE

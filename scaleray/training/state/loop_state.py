@@ -13,7 +13,7 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.micro_sizes import MicroSizes
 from scaleray.training.step.nonfinite import Look, stops_at, verdict_of
-from scaleray.training.step.optimizer_step import OptimizerStep
+from scaleray.training.step.several_losses import OptimizerStep
 from scaleray.training.step.worker_shares import WorkerShares
 
 

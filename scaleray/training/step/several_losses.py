@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -23,9 +23,30 @@ from scaleray.training.observer import StepResult
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
 from scaleray.training.setup.weighted_losses import OneLoss, losses_of
-from scaleray.training.step.launched import LaunchedStep
-from scaleray.training.step.optimizer_step import OptimizerStep
+from scaleray.training.step.launched import Launched, LaunchedStep
 from scaleray.training.step.step import Probe, TrainStep
+
+# Interface of the object that takes a training's optimizer steps, for the loop and for checkpoints. `TrainStep` takes
+# those of one loss, `SeveralLosses` those of a workload that has several.
+
+
+class OptimizerStep(Protocol):
+    """Takes optimizer steps for one worker. count_per_row, nonfinite_in_a_row: numbers, of several losses by name."""
+
+    recipe: Recipe
+    noise: NoiseMeter | None
+    num_updates: int
+    """Number of steps taken, with those before an interruption."""
+    count_per_row: Any
+    """Samples or tokens that count in a row of the last step."""
+    nonfinite_in_a_row: Any
+    """How many of the last steps were not finite."""
+
+    def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> Launched:
+        """Train on one global batch of `num_rows` rows, of which `batch` is this rank's part. Collective.
+
+        meets: whether ranks sum losses and signals; without, loss and count are this rank's and there are no signals.
+        """
 
 
 class SeveralLosses:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaleray.config.recipe.schedules import learning_rate_factor
+from scaleray.config.recipe.lr_rules import learning_rate_factor
 
 shapes = st.sampled_from(["constant", "cosine", "linear"])
 

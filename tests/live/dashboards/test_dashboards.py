@@ -18,7 +18,7 @@ from scaleray.live import foreign
 from scaleray.live.dashboards.dashboard_files import DASHBOARDS, files, panel_path
 from scaleray.live.dashboards.grafana import as_grafana
 from scaleray.live.rules import rule_files as rules
-from scaleray.live.rules.table import RULES
+from scaleray.live.rules.rule_evaluator import RULES
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = jsonschema.Draft7Validator(

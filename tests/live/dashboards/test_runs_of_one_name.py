@@ -11,8 +11,8 @@ from optional_programs import needs, program
 from scaleray.common import metric_names as names
 from scaleray.common.metric import prometheus_name
 from scaleray.live.dashboards.dashboard_files import DASHBOARDS
+from scaleray.live.rules.rule_evaluator import BY_NAME
 from scaleray.live.rules.rule_files import as_yaml
-from scaleray.live.rules.table import BY_NAME
 from scaleray.live.rules.webhook_body import webhook_body
 from scaleray.records.alert_record import Alert
 

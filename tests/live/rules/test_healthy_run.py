@@ -15,8 +15,8 @@ from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
 from scaleray.common.metric import prometheus_name
 from scaleray.live import foreign
+from scaleray.live.rules.rule_evaluator import RULES
 from scaleray.live.rules.rule_files import files
-from scaleray.live.rules.table import RULES
 
 COUNT = 61
 GIB = 2.0**30

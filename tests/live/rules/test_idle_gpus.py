@@ -11,8 +11,8 @@ from rule_cases import EVERY_S, RUN
 
 from scaleray.live.dashboards.scraping import ITS_NODE, config
 from scaleray.live.rules.gpu_rules import ACTIVE
+from scaleray.live.rules.rule_evaluator import BY_NAME
 from scaleray.live.rules.rule_files import as_yaml, labels
-from scaleray.live.rules.table import BY_NAME
 
 RULE = BY_NAME["gpu_idle"]
 CASES = [

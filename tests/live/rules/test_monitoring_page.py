@@ -11,7 +11,7 @@ import pytest
 from rule_cases import CASES
 
 from scaleray.common import metric_names as names
-from scaleray.live.rules.table import BY_NAME
+from scaleray.live.rules.rule_evaluator import BY_NAME
 from scaleray.live.state.measured_series import MOST_TRIALS, Measured, measured_series
 from scaleray.live.state.rank_series import ComparedRanks, rank_series
 from scaleray.records.phases import PARTS

@@ -14,10 +14,9 @@ from rule_cases import CASES, EVERY_S, GONE, GPU, RUN, Case, Points, noisy, stil
 from scaleray.config.alerts import RULES as NAMES
 from scaleray.config.alerts import AlertLimits
 from scaleray.live.rules.rule import Found
-from scaleray.live.rules.rule_evaluator import KEEP_S, Judge
+from scaleray.live.rules.rule_evaluator import BY_NAME, KEEP_S, RULES, Judge
 from scaleray.live.rules.rule_files import as_yaml, files, labels, panel_link, run_in_link, words
 from scaleray.live.rules.series_history import MOST_POINTS, Seen
-from scaleray.live.rules.table import BY_NAME, RULES
 
 IDS = [f"{case.rule}: {case.what}" for case in CASES]
 
