@@ -29,10 +29,12 @@ def sweep(
     """
     from scaleray.config import load_config
     from scaleray.config.alerts import without_secrets
+    from scaleray.sweeps.sweep_question import question_of
 
     resolved, tracking_uri = None, None
     if options.continue_ is None:
         resolved = load_config(config, flags=overrides)
+        question_of(resolved, options=options)  # a slip is reported before anything heavy is imported
     else:
         tracking_uri = _given_again(options.continue_, config, overrides)
     output = Output(json=json, width=160)

@@ -16,7 +16,9 @@ from typing import Any
 from scaleray.errors import ScaleRayError, WorkloadError
 
 # folders of this package and of Python's own modules, resolved once: `user_modules` asks about every module there is
-_HOMES = tuple(f"{Path(module).resolve().parent}{os.sep}" for module in (__file__, traceback.__file__))
+_HOMES = tuple(
+    f"{home}{os.sep}" for home in (Path(__file__).resolve().parents[1], Path(traceback.__file__).resolve().parent)
+)
 
 
 def call_user_code(call: Any, *, what: str, doing: str) -> Any:

@@ -10,7 +10,6 @@ import study_examples
 
 from scaleray.cli.main import run_command
 from scaleray.cli.output import written_in
-from scaleray.recording.find_record import find_run
 from scaleray.studies.compare.comparison import compare
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +58,7 @@ def test_a_comparison_has_a_version_and_wrote_nothing(capsys, study, tmp_path):
     record = json.loads((other / "record.json").read_text()) | {"name": "other", "run_id": "2"}
     (other / "record.json").write_text(json.dumps(record))
     shown = asked(capsys, "compare", study, other)
-    printed = repr(compare([find_run(str(study)), find_run(str(other))])).splitlines()
+    printed = repr(compare(str(study), str(other))).splitlines()
     assert printed[0] == "scaling study: A digits-study, B other" and 3 <= len(printed) <= 10
     assert shown["schema_version"] == 1 and shown["written"] == {} and shown["kind"] == "scaling study"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import pytest
@@ -25,13 +26,23 @@ COMMANDS = {
 }
 
 
+def option_names(command):
+    """Names of a command's options, those of its groups of options among them."""
+    for name, parameter in inspect.signature(command).parameters.items():
+        yield from (
+            (f.name for f in dataclasses.fields(parameter.default))
+            if dataclasses.is_dataclass(parameter.default)
+            else [name]
+        )
+
+
 def with_uri(commands, name=()):
     """The names of all commands that take `--uri`."""
     for word in commands:
         if word.startswith("-"):
             continue
         command = commands[word]
-        if command.default_command and "uri" in inspect.signature(command.default_command).parameters:
+        if command.default_command and "uri" in option_names(command.default_command):
             yield " ".join([*name, word])
         yield from with_uri(command, (*name, word))
 
