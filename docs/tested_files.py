@@ -7,10 +7,10 @@ import fnmatch
 import functools
 from pathlib import Path
 
-from scaleray.clusters.files.cluster_files import files
-from scaleray.clusters.files.wanted import Wanted
+from scaleray.clusters.manifests.cluster_spec import ClusterSpec
+from scaleray.clusters.manifests.written_files import files
 
-FOLDER = Path(__file__).parents[1] / "tests" / "manifests"
+FOLDER = Path(__file__).parents[1] / "tests" / "clusters" / "manifests"
 WRITTEN = (
     "as written by the table of versions",
     "test_files.py::test_the_repositorys_files_are_what_is_written_by_default",
@@ -106,6 +106,6 @@ def tested_files_page(note: str) -> str:
     ]
     lines += [
         f"| `{name}` | {'; '.join(words for words, test in tests_of(name) if test != WRITTEN[1])} |"
-        for name in files(Wanted())
+        for name in files(ClusterSpec())
     ]
     return "\n".join([*lines, ""])

@@ -18,21 +18,21 @@ _HOMES = {
     "plan": "scaleray.planner.ask.plan",
     "explain_plan": "scaleray.planner.ask.plan",
     "compare": "scaleray.studies.compare.comparison",
-    "gate": "scaleray.release.evidence.gate",
+    "gate": "scaleray.release.gate.gate",
     "promote": "scaleray.release.promote.promote",
     "start_path": "scaleray.release.path.path_state",
     "find_path": "scaleray.release.path.path_state",
     "next_on_path": "scaleray.release.path.go",
     "skip_on_path": "scaleray.release.path.go",
     "redo_on_path": "scaleray.release.path.go",
-    "check_promoted": "scaleray.release.promote.promotion_check",
+    "check_promoted": "scaleray.release.promote.verify_promoted",
     "rollback": "scaleray.release.promote.rollback",
     "invalidate_experiment": "scaleray.studies.invalidate",
     "experiment_curves": "scaleray.studies.history_page",
     "profile": "scaleray.launch.profile.profile",
     "report": "scaleray.studies.any_report",
     "write_project": "scaleray.cli.projects.write",
-    "write_cluster_files": "scaleray.clusters.files.cluster_files",
+    "write_cluster_files": "scaleray.clusters.manifests.written_files",
     "check": "scaleray.verification.check.check",
     "load": "scaleray.models.load",
     "evaluate": "scaleray.models.evaluate",
@@ -137,8 +137,8 @@ __all__ = [
 if TYPE_CHECKING:
     from scaleray.cli.projects.write import write_project
     from scaleray.clusters.doctor.doctor import doctor
-    from scaleray.clusters.files.cluster_files import write_cluster_files
     from scaleray.clusters.local_clusters import cluster_down, cluster_status, cluster_up
+    from scaleray.clusters.manifests.written_files import write_cluster_files
     from scaleray.clusters.submit.submit import job_logs, list_jobs, stop_job, submit
     from scaleray.common.callbacks import Callback
     from scaleray.config import RunConfig, load_config
@@ -167,12 +167,12 @@ if TYPE_CHECKING:
     from scaleray.recording.ui import tracking_ui
     from scaleray.records.run_record import RunRecord
     from scaleray.records.schemas import config_schema
-    from scaleray.release.evidence.gate import gate
+    from scaleray.release.gate.gate import gate
     from scaleray.release.path.go import next_on_path, redo_on_path, skip_on_path
     from scaleray.release.path.path_state import find_path, start_path
     from scaleray.release.promote.promote import promote
-    from scaleray.release.promote.promotion_check import check_promoted
     from scaleray.release.promote.rollback import rollback
+    from scaleray.release.promote.verify_promoted import check_promoted
     from scaleray.studies.any_report import report
     from scaleray.studies.compare.comparison import compare
     from scaleray.studies.history_page import experiment_curves

@@ -15,7 +15,7 @@ from scaleray.models.registry import ModelRegistry, Named
 from scaleray.recording.store import open_client
 from scaleray.records.run_record import RunRecord
 from scaleray.release.path.path_state import read
-from scaleray.release.promote.promotion_check import check_promoted
+from scaleray.release.promote.verify_promoted import check_promoted
 
 ROOT = Path(__file__).parents[1]
 

@@ -56,7 +56,7 @@ def write(
     overwrite
         Replace files that differ.
     """
-    from scaleray.clusters.files.cluster_files import write_cluster_files
+    from scaleray.clusters.manifests.written_files import write_cluster_files
 
     given = {"gpus": gpus, "nodes": nodes, "image": image, "cpu_image": cpu_image, "kuberay": kuberay}
     stated: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

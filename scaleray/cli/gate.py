@@ -58,7 +58,7 @@ def gate(
     """
     from rich.console import Console
 
-    from scaleray.release.evidence.gate import gate as run
+    from scaleray.release.gate.gate import gate as run
     from scaleray.release.printed_gates import show_gates
 
     with Output(json=json).running():

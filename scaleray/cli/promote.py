@@ -130,7 +130,7 @@ def _verify(name: str, output: Output, *, pipeline: Path | None, uri: str | None
     from rich.console import Console
 
     from scaleray.release.printed_gates import show_gates
-    from scaleray.release.promote.promotion_check import check_promoted
+    from scaleray.release.promote.verify_promoted import check_promoted
 
     with output.running():
         record = check_promoted(name, pipeline=pipeline, uri=uri)

@@ -5,7 +5,7 @@ the dataset gives the same rows each time it is iterated, which is looked at on 
 each worker reads everything, and that a resumed run reads its epoch again from the start. With `data.shuffle` the rows
 go through a buffer of `data.window_rows`, from which they are drawn by the run's seed.
 
-Of a dataset that deals its rows out (`dealing.py`), each worker reads its own part to train on: which rows make up a
+Of a dataset that deals its rows out, each worker reads its own part to train on: which rows make up a
 step then depends on the number of workers. Evaluations read all rows, as their figures are exact.
 """
 

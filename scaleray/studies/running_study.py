@@ -40,8 +40,6 @@ from scaleray.studies.study_options import MODES, StudyOptions
 from scaleray.studies.turn_store import KnownTurns
 from scaleray.training.model_profile import profile_workload
 
-"""Function that writes the pages next to the record, and returns its files."""
-
 
 @dataclass(kw_only=True)
 class RunningStudy(Campaign):

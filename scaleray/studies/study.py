@@ -22,9 +22,9 @@ from scaleray.launch.cluster.connection import input_cpus
 from scaleray.launch.cluster.gpu_workers import with_gpus_decided
 from scaleray.launch.session.campaign import check_published
 from scaleray.launch.session.conditions import check_same, conditions_of
+from scaleray.launch.session.config_argument import Config, resolved
 from scaleray.launch.session.data_sources import is_in_steps
 from scaleray.launch.session.experiment import check_policy
-from scaleray.launch.session.given import Config, resolved
 from scaleray.launch.session.opened import (
     check_learning_rate,
     check_local,

@@ -23,9 +23,9 @@ from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.gpu_workers import with_gpus_decided
 from scaleray.launch.session.campaign import check_published
+from scaleray.launch.session.config_argument import Config, whole_config
 from scaleray.launch.session.data_sources import check_same_data
 from scaleray.launch.session.experiment import check_policy
-from scaleray.launch.session.given import Config, whole_config
 from scaleray.launch.session.opened import check_started_once, with_absolute_paths
 from scaleray.launch.session.run_folder import RunFolder, unique_name
 from scaleray.launch.workers.stop_signals import sigterm_like_ctrl_c

@@ -21,7 +21,7 @@ from scaleray.common.printed import quantity
 from scaleray.common.progress import stage
 from scaleray.data.source import TRAIN, Source
 from scaleray.errors import RunFailedError, WorkloadError
-from scaleray.launch.session.given import Config, resolved
+from scaleray.launch.session.config_argument import Config, resolved
 from scaleray.launch.session.opened import check_local
 from scaleray.launch.session.run_folder import RunFolder
 from scaleray.launch.workers.gloo import TELL, GlooProcesses, OnFirst, gloo_processes

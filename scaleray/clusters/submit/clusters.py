@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from scaleray.clusters.files.file_versions import KUBERAY
+from scaleray.clusters.manifests.file_versions import KUBERAY
 from scaleray.common.parsing import load_yaml_with_lines
 from scaleray.errors import ConfigError
 

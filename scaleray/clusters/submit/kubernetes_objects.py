@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from scaleray.clusters.files.cluster_files import files
-from scaleray.clusters.files.file_versions import as_numbers
-from scaleray.clusters.files.wanted import NEEDS_KUBERAY, Wanted
+from scaleray.clusters.manifests.cluster_spec import NEEDS_KUBERAY, ClusterSpec
+from scaleray.clusters.manifests.file_versions import as_numbers
+from scaleray.clusters.manifests.written_files import files
 from scaleray.clusters.submit.clusters import KubernetesCluster
 from scaleray.clusters.submit.programs import run
 from scaleray.errors import ClusterError, ConfigError
@@ -181,7 +181,7 @@ def _job_and_others(cluster: KubernetesCluster, folder: Path) -> tuple[Manifest,
         given = {name: value for name, value in (("gpus", cluster.gpus), ("kuberay", cluster.kuberay)) if value}
         image = {"image": cluster.image, "cpu_image": cluster.image} if cluster.image else {}
         path = f"kubernetes/job-{'gpu' if cluster.gpus else 'cpu'}/rayjob.yaml"
-        text = files(Wanted(nodes=cluster.nodes, **given, **image), ["kubernetes"])[path]
+        text = files(ClusterSpec(nodes=cluster.nodes, **given, **image), ["kubernetes"])[path]
         documents, source = list(yaml.safe_load_all(text)), path
     else:
         source = str((folder / Path(cluster.manifest).expanduser()).resolve())

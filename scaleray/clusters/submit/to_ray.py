@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from scaleray.clusters.files.grace import RAY_STOP, RAY_STOP_S, SAVING, SAVING_S
+from scaleray.clusters.manifests.grace import RAY_STOP, RAY_STOP_S, SAVING, SAVING_S
 from scaleray.clusters.submit.clusters import RayCluster
 from scaleray.clusters.submit.jobs_api import Jobs
 from scaleray.clusters.submit.package import pack

@@ -6,8 +6,8 @@ import re
 import tempfile
 from pathlib import Path
 
-from scaleray.clusters.files.cluster_files import files
-from scaleray.clusters.files.wanted import Wanted
+from scaleray.clusters.manifests.cluster_spec import ClusterSpec
+from scaleray.clusters.manifests.written_files import files
 from scaleray.clusters.submit.clusters import SlurmCluster
 from scaleray.clusters.submit.package import Contents, pack
 from scaleray.clusters.submit.package_versions import Versions
@@ -84,7 +84,7 @@ def _compare(submission: Submission, jobs: SlurmJobs, say: Say) -> None:
 def _scripts(contents: Contents, cluster: SlurmCluster) -> dict[str, str]:
     """The batch script and what it reads, unless the user's own travel."""
     if SCRIPT not in contents.files:
-        texts = files(Wanted(gpus=cluster.gpus, nodes=cluster.nodes), ["slurm"])
+        texts = files(ClusterSpec(gpus=cluster.gpus, nodes=cluster.nodes), ["slurm"])
         return {f"cluster/{name}": text for name, text in texts.items() if "try_on" not in name}
     if TAKES_COMMANDS not in (contents.folder / SCRIPT).read_text(errors="replace"):
         raise ConfigError(

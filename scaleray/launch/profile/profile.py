@@ -19,7 +19,7 @@ from scaleray.launch.profile.traces import Traced, traced_of
 from scaleray.launch.run.resume import FILE as ABOUT
 from scaleray.launch.run.train import run_training
 from scaleray.launch.run.train_options import TrainOptions
-from scaleray.launch.session.given import Config, resolved
+from scaleray.launch.session.config_argument import Config, resolved
 from scaleray.profiling.verdict.findings import Limit, Verdict
 from scaleray.profiling.verdict.of_run import FIRST_STEPS, verdict_of_run
 from scaleray.recording.find_record import find_run, places_of

@@ -63,9 +63,9 @@ from scaleray.launch.run.resume import Request, make_request
 from scaleray.launch.run.train_options import TrainOptions
 from scaleray.launch.run.trainer import Interrupted, fit
 from scaleray.launch.session.alert_targets import alert_settings
+from scaleray.launch.session.config_argument import Config, whole_config
 from scaleray.launch.session.data_sources import check_same_data, is_in_steps, size_of
 from scaleray.launch.session.experiment import check_policy
-from scaleray.launch.session.given import Config, whole_config
 from scaleray.launch.session.opened import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
 from scaleray.launch.session.run_folder import RunFolder
 from scaleray.launch.workers.loaded_workload import ship_user_code

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.common.installed import names_what_is_missing
-from scaleray.launch.session.given import Config, whole_config
+from scaleray.launch.session.config_argument import Config, whole_config
 
 
 @names_what_is_missing

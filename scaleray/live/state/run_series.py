@@ -15,10 +15,8 @@ from scaleray.records.phases import Phase
 from scaleray.records.published import PublishedFacts
 from scaleray.records.run_record import Heartbeat
 
-# Phases that may take longer than many steps, and the time at which a run was last in one: no step ends meanwhile,
-# and nothing hangs.
-
 LONG_PHASES = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.COMPILING, Phase.END)
+"""Phases that may take longer than many steps: no step ends meanwhile, and nothing hangs."""
 
 
 class LongPhases:
@@ -53,7 +51,7 @@ class Beside:
     spooled_points: int | None = None
     disk_free: float | None = None
     links: Mapping[str, str] = field(default_factory=dict)
-    """Addresses of the run\'s pages: `mlflow_run`, `report`."""
+    """Addresses of the run's pages: `mlflow_run`, `report`."""
     beats: Sequence[Heartbeat] = ()
     """The last sign of life of every rank."""
     status: str = ""

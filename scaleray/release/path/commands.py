@@ -24,7 +24,7 @@ from scaleray.recording.find_record import FoundRun, find_run
 from scaleray.records.path_record import PathRecord, PathTask
 from scaleray.records.read import FILE
 from scaleray.records.run_record import RunRecord
-from scaleray.release.evidence.evidence import learning
+from scaleray.release.gate.evidence import learning
 from scaleray.release.path.tasks import log_of
 
 MOST_WORDS = 600

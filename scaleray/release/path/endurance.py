@@ -22,7 +22,7 @@ from scaleray.live.steps_file import step_rows
 from scaleray.records.path_record import PathRecord, PathTask
 from scaleray.records.read import read_record
 from scaleray.records.run_record import RunRecord
-from scaleray.release.evidence.policy_file import read_policy
+from scaleray.release.gate.policy_file import read_policy
 from scaleray.release.gates.policy import Policy
 from scaleray.release.path.commands import LOOK_S, Outcome, finite, folder_of, held, is_finished, of_training, ran
 from scaleray.release.path.tasks import CANDIDATE, POLICY, log_of, run_folder

@@ -25,7 +25,7 @@ from scaleray.launch.session.opened import with_absolute_paths
 from scaleray.recording.store import check_reachable, resolve_uri
 from scaleray.records.json_record import jsonable
 from scaleray.records.path_record import PathRecord
-from scaleray.release.evidence.policy_file import read_policy
+from scaleray.release.gate.policy_file import read_policy
 from scaleray.release.gates.policy import Policy
 from scaleray.release.path.tasks import JOB, POLICY, STATE, log_of, tasks_of
 from scaleray.release.promote.pipeline import KINDS

@@ -12,7 +12,7 @@ from scaleray.live.rules.learning_rules import IN_A_ROW, LEAST_POINTS, LOOK_BACK
 from scaleray.live.rules.series_history import Values
 from scaleray.live.steps_file import step_rows
 from scaleray.recording.find_record import FoundRun
-from scaleray.release.evidence.evidence import training
+from scaleray.release.gate.evidence import training
 
 FACTOR = 2.0
 """Factor between the most that was measured and a limit."""

@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
-from scaleray.clusters.files.cloud_machines import MACHINES, Machine
-from scaleray.clusters.files.cluster_files import files as manifest_files
-from scaleray.clusters.files.wanted import Wanted
+from scaleray.clusters.manifests.cloud_machines import MACHINES, Machine
+from scaleray.clusters.manifests.cluster_spec import ClusterSpec
+from scaleray.clusters.manifests.written_files import files as manifest_files
 from scaleray.common.metric import prometheus_name
 from scaleray.common.metric_names import SAMPLES_PER_S
 from scaleray.common.parsing import load_json
@@ -36,7 +36,7 @@ from scaleray.recording.find_record import FoundRun
 from scaleray.records.json_record import jsonable
 from scaleray.records.run_record import RunRecord
 from scaleray.records.statement import digests
-from scaleray.release.evidence.evidence import training
+from scaleray.release.gate.evidence import training
 from scaleray.release.gates.policy import Policy
 from scaleray.release.promote.measured_limits import SLOWER, MeasuredLimits, measured_limits
 
@@ -70,8 +70,9 @@ def write_pipeline(
     note = load_json((packed / "run.json").read_bytes())
     job = _job(run, _workload_name(str(note["config"]["workload"]["name"]), packed / CODE), measured.limits, uri)
     machine = _machine(run)
-    wanted = Wanted(gpus=f"{machine.gpus}x{machine.gpu}", nodes=math.ceil(run.workers / machine.gpus)) if machine else (
-        Wanted(nodes=run.workers))  # fmt: skip
+    wanted = ClusterSpec(nodes=run.workers)
+    if machine:
+        wanted = ClusterSpec(gpus=f"{machine.gpus}x{machine.gpu}", nodes=math.ceil(run.workers / machine.gpus))
     manifests = manifest_files(wanted, [cluster]) if cluster != "local" else {}
     texts = {
         **manifests,

@@ -39,10 +39,10 @@ from scaleray.records.gates import GateRecord
 from scaleray.records.promotion import Promotion
 from scaleray.records.run_record import RunRecord, Say
 from scaleray.records.statement import GATES_FILE, STATEMENT, digests, file_digest, statement_of
-from scaleray.release.evidence.evidence import collect
-from scaleray.release.evidence.gate import judge_evidence
-from scaleray.release.evidence.kept_evidence import EVIDENCE, keep_evidence, read_evidence
-from scaleray.release.evidence.policy_file import read_policy
+from scaleray.release.gate.evidence import collect
+from scaleray.release.gate.gate import judge_evidence
+from scaleray.release.gate.kept_evidence import EVIDENCE, keep_evidence, read_evidence
+from scaleray.release.gate.policy_file import read_policy
 from scaleray.release.gates.policy import Policy
 from scaleray.release.promote.pipeline import FOLDER, check_cluster, copy_pipeline, write_pipeline
 

@@ -20,8 +20,8 @@ from scaleray.data import TRAIN, Split, load_sources
 from scaleray.data.iterable import ENDLESS
 from scaleray.data.source import Source
 from scaleray.errors import ScaleRayError
+from scaleray.launch.session.config_argument import Config, whole_config
 from scaleray.launch.session.data_sources import is_in_steps, size_of
-from scaleray.launch.session.given import Config, whole_config
 from scaleray.launch.session.opened import forbid_ray, with_absolute_paths
 from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
 from scaleray.launch.workers.gloo import UserCode

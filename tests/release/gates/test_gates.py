@@ -12,7 +12,7 @@ from scaleray.records.alert_record import Alert
 from scaleray.records.gate_answer import together
 from scaleray.records.profile_record import Goodput, RunProfile
 from scaleray.records.study_record import Estimate
-from scaleray.release.evidence.policy_file import policy_of
+from scaleray.release.gate.policy_file import policy_of
 from scaleray.release.gates.convergence import Learning, convergence_gate
 from scaleray.release.gates.data_fingerprint import fingerprint_gate
 from scaleray.release.gates.equality import DAY_S, CertificateFacts, Verified, equality_gate

@@ -12,7 +12,7 @@ from mlflow import MlflowClient
 import scaleray
 from scaleray.cli.gate import gate
 from scaleray.errors import ConfigError, TrackingError, UsageError
-from scaleray.release.evidence.of_promoted import registered
+from scaleray.release.gate.of_promoted import registered
 from scaleray.release.promote.promote import promote
 from tests.release.promote.conftest import POLICY
 

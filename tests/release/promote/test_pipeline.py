@@ -20,7 +20,7 @@ from scaleray.release.gates.policy import Policy
 from scaleray.release.promote.measured_limits import measured_limits
 from scaleray.release.promote.pipeline import write_pipeline
 from scaleray.release.promote.promote import promote
-from scaleray.release.promote.promotion_check import check_promoted
+from scaleray.release.promote.verify_promoted import check_promoted
 from tests.recorded_runs import a_run
 from tests.release.promote.conftest import POLICY
 

@@ -13,8 +13,8 @@ import scaleray
 from scaleray.errors import TrackingError, UsageError, WorkloadError
 from scaleray.models.registry import ModelRegistry, Named
 from scaleray.release.promote.promote import promote
-from scaleray.release.promote.promotion_check import check_promoted
 from scaleray.release.promote.rollback import rollback
+from scaleray.release.promote.verify_promoted import check_promoted
 from tests.release.promote.conftest import POLICY
 
 pytestmark = pytest.mark.combination
@@ -33,9 +33,9 @@ def promoted(sides):
 
 def failing(record):
     return {
-        promotion_check.what: promotion_check.words
-        for promotion_check in record.gates[0].checks
-        if promotion_check.answer == "fail"
+        verify_promoted.what: verify_promoted.words
+        for verify_promoted in record.gates[0].checks
+        if verify_promoted.answer == "fail"
     }
 
 
@@ -172,9 +172,9 @@ class TestChecks:
         found, uri = promoted
         run = Path(check_promoted("corners@champion", uri=uri).candidates[0])
         assert str(run) == found.run_id
-        from scaleray.release.promote import promotion_check
+        from scaleray.release.promote import verify_promoted
 
-        real = promotion_check.find_parts
+        real = verify_promoted.find_parts
 
         def others(name, **more):
             parts = real(name, **more)
@@ -182,7 +182,7 @@ class TestChecks:
                 parts.weights.tensors["0.bias"] = torch.zeros(8)
             return parts
 
-        monkeypatch.setattr(promotion_check, "find_parts", others)
+        monkeypatch.setattr(verify_promoted, "find_parts", others)
         record = check_promoted("corners@champion", uri=uri)
         assert failing(record) == {"the weights are those of the run": "1 tensors differ, first 0.bias"}
 

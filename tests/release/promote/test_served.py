@@ -18,8 +18,8 @@ import scaleray
 from scaleray.launch.cluster.own_ray import free_port
 from scaleray.models.registry import ModelRegistry, Named
 from scaleray.release.promote.promote import promote
-from scaleray.release.promote.promotion_check import check_promoted
 from scaleray.release.promote.rollback import rollback
+from scaleray.release.promote.verify_promoted import check_promoted
 from tests.recording.test_real_server import stop_server
 from tests.release.promote.conftest import POLICY
 

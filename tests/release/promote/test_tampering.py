@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scaleray.release.evidence.gate import gate as judge
-from scaleray.release.promote.promotion_check import check_promoted
-from tests.release.evidence.test_as_recorded import recorded  # noqa: F401 - a fixture
+from scaleray.release.gate.gate import gate as judge
+from scaleray.release.promote.verify_promoted import check_promoted
+from tests.release.gate.test_as_recorded import recorded  # noqa: F401 - a fixture
 from tests.release.promote.tampering import GATE, TAMPERINGS, Recorded, as_markdown, put_back
 from tests.release.promote.test_verified import promoted  # noqa: F401 - a fixture
 

@@ -14,7 +14,7 @@ from scaleray.errors import TrackingError
 from scaleray.models.registry import ModelRegistry, Named
 from scaleray.records.statement import STATEMENT, file_digest
 from scaleray.release.promote.promote import promote
-from scaleray.release.promote.promotion_check import check_promoted
+from scaleray.release.promote.verify_promoted import check_promoted
 from tests.release.promote.conftest import POLICY
 
 ANY_CODE = {**POLICY, "fingerprint": {"allow_uncommitted": True, "may_differ": ["code.diff_sha256"]}}

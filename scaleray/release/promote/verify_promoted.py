@@ -21,8 +21,8 @@ from scaleray.records.gate_answer import Answer, Check, gate_of
 from scaleray.records.gates import GateRecord
 from scaleray.records.json_record import jsonable, leaves
 from scaleray.records.statement import GATES_FILE, digests
-from scaleray.release.evidence.gate import judge_evidence
-from scaleray.release.evidence.kept_evidence import EVIDENCE, read_evidence
+from scaleray.release.gate.gate import judge_evidence
+from scaleray.release.gate.kept_evidence import EVIDENCE, read_evidence
 from scaleray.release.promote.pipeline import FOLDER, JOB
 from scaleray.release.promote.promote import PASSED
 

@@ -10,7 +10,7 @@ from scaleray.recording.same_in_mlflow import certificate_differences, differenc
 from scaleray.recording.store import resolve_uri, without_password
 from scaleray.records.gate_answer import Check
 from scaleray.records.study_record import StudyRecord
-from scaleray.release.evidence.evidence import Evidence, alerts_of, training
+from scaleray.release.gate.evidence import Evidence, alerts_of, training
 from scaleray.release.gates.equality import CertificateFacts
 
 NAME_IT = "name the MLflow that it was recorded in: --uri URI"

@@ -12,11 +12,11 @@ import pytest
 from scaleray.cli.gate import gate
 from scaleray.errors import ConfigError, TrackingError, UsageError
 from scaleray.records.alert_record import Alert
-from scaleray.release.evidence.evidence import collect
-from scaleray.release.evidence.gate import gate as judge
-from scaleray.release.evidence.gate import judge_evidence
-from scaleray.release.evidence.kept_evidence import keep_evidence, read_evidence
-from scaleray.release.evidence.policy_file import policy_of, read_policy
+from scaleray.release.gate.evidence import collect
+from scaleray.release.gate.gate import gate as judge
+from scaleray.release.gate.gate import judge_evidence
+from scaleray.release.gate.kept_evidence import keep_evidence, read_evidence
+from scaleray.release.gate.policy_file import policy_of, read_policy
 from scaleray.release.gates.policy import Policy
 from tests import study_examples
 from tests.recorded_runs import CONFIG, ENVIRONMENT, a_run

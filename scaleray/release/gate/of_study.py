@@ -13,7 +13,7 @@ from scaleray.recording.find_record import FoundRun
 from scaleray.records.gate_answer import Check, GateResult, gate_of, together
 from scaleray.records.gates import GateRecord
 from scaleray.records.study_record import Point, StudyRecord
-from scaleray.release.evidence.as_recorded import certificate_as_recorded, study_as_recorded
+from scaleray.release.gate.as_recorded import certificate_as_recorded, study_as_recorded
 from scaleray.release.gates import data_fingerprint, equality, scaling
 from scaleray.release.gates.environment import facts_of_environment, uses_gpus
 from scaleray.release.gates.equality import CertificateFacts, Verified

@@ -19,7 +19,7 @@ from scaleray.records.alert_record import Alert
 from scaleray.records.experiment import CERTIFICATE_SHA256
 from scaleray.records.gates import GateRecord
 from scaleray.records.mlflow_operations import EndRun, LogArtifact, SetTags
-from scaleray.release.evidence.gate import gate as judge
+from scaleray.release.gate.gate import gate as judge
 from scaleray.studies.invalidate import invalidate_experiment
 from tests import study_examples
 from tests.recorded_runs import CONFIG, ENVIRONMENT, a_run, workers_on

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from cluster_files import CLUSTER, SCHEMAS, places
 
-from scaleray.clusters.files import file_versions
+from scaleray.clusters.manifests import file_versions
 
 TASK = yaml.safe_load((CLUSTER / "skypilot" / "train.yaml").read_text())
 SCHEMA = json.loads((SCHEMAS / "skypilot.json").read_text())

@@ -14,7 +14,7 @@ import pytest
 from cluster_files import CLUSTER, ROOT
 from optional_programs import needs, program
 
-from scaleray.clusters.files import file_versions
+from scaleray.clusters.manifests import file_versions
 
 FOLDER = CLUSTER / "image"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()

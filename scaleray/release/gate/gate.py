@@ -16,19 +16,11 @@ from scaleray.recording.find_record import FoundRun, find_run
 from scaleray.records.gate_answer import Check, GateResult, gate_of, together
 from scaleray.records.gates import GateRecord
 from scaleray.records.study_record import StudyRecord
-from scaleray.release.evidence.as_recorded import runs_as_recorded, study_as_recorded
-from scaleray.release.evidence.evidence import (
-    Evidence,
-    alerts_of,
-    certificates_for,
-    collect,
-    learning,
-    target_of,
-    training,
-)
-from scaleray.release.evidence.of_promoted import OF_PROMOTED, judge_promoted, registered
-from scaleray.release.evidence.of_study import equality_of, judge_study
-from scaleray.release.evidence.policy_file import read_policy
+from scaleray.release.gate.as_recorded import runs_as_recorded, study_as_recorded
+from scaleray.release.gate.evidence import Evidence, alerts_of, certificates_for, collect, learning, target_of, training
+from scaleray.release.gate.of_promoted import OF_PROMOTED, judge_promoted, registered
+from scaleray.release.gate.of_study import equality_of, judge_study
+from scaleray.release.gate.policy_file import read_policy
 from scaleray.release.gates import convergence, data_fingerprint, equality, operations, scaling
 from scaleray.release.gates.environment import facts_of_environment, facts_of_run, unlike
 from scaleray.release.gates.policy import Policy

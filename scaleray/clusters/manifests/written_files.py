@@ -9,8 +9,8 @@ from typing import Any
 
 import jinja2
 
-from scaleray.clusters.files import file_versions
-from scaleray.clusters.files.wanted import Wanted
+from scaleray.clusters.manifests import file_versions
+from scaleray.clusters.manifests.cluster_spec import ClusterSpec
 from scaleray.errors import StorageError, UsageError
 
 KINDS = {
@@ -46,19 +46,19 @@ def write_cluster_files(
     operator that runs. check: write nothing, and return a sentence for each file that is not what would be written.
     overwrite: replace files that differ. Raises UsageError and StorageError.
     """
-    wanted = Wanted(gpus=gpus, nodes=nodes, image=image, cpu_image=cpu_image, kuberay=kuberay)
+    wanted = ClusterSpec(gpus=gpus, nodes=nodes, image=image, cpu_image=cpu_image, kuberay=kuberay)
     texts = files(wanted, None if kind == "all" else [kind])
     if check:
         return differing(Path(folder), texts)
     return [str(path) for path in write(Path(folder), texts, overwrite=overwrite)]
 
 
-def files(wanted: Wanted, kinds: list[str] | None = None) -> dict[str, str]:
+def files(wanted: ClusterSpec, kinds: list[str] | None = None) -> dict[str, str]:
     """Path below `cluster/` -> text, for some kinds or all. Raises UsageError."""
     for kind in kinds or ():
         if kind not in KINDS:
             raise UsageError("--kind", kind, f"there are: {', '.join(KINDS)}")
-    root = Path(str(resources.files("scaleray.clusters.files") / "templates"))
+    root = Path(str(resources.files("scaleray.clusters.manifests") / "templates"))
     environment = _environment(root)
     names = wanted.names()
     written = {}

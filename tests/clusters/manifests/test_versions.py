@@ -8,10 +8,10 @@ import tomllib
 import pytest
 from cluster_files import ROOT
 
-from scaleray.clusters.files import file_versions
-from scaleray.clusters.files.cloud_machines import MACHINES, machine_of
-from scaleray.clusters.files.file_versions import as_numbers
-from scaleray.clusters.files.wanted import Wanted, has_fixed_tag
+from scaleray.clusters.manifests import file_versions
+from scaleray.clusters.manifests.cloud_machines import MACHINES, machine_of
+from scaleray.clusters.manifests.cluster_spec import ClusterSpec, has_fixed_tag
+from scaleray.clusters.manifests.file_versions import as_numbers
 from scaleray.common.installed import NEWEST_TESTED
 from scaleray.config.hardware.catalogue import CATALOGUE
 from scaleray.errors import UsageError
@@ -67,13 +67,13 @@ def test_an_image_is_named_by_a_tag_that_stays_or_a_digest(image, is_fixed):
     assert has_fixed_tag(image) is is_fixed
     if not is_fixed:
         with pytest.raises(UsageError, match="latest"):
-            Wanted(image=image)
+            ClusterSpec(image=image)
 
 
 @pytest.mark.parametrize("older", ["1.4.2", "v1.5.0", "1.5.9"])
 def test_an_operator_that_does_not_know_the_manifests_is_one_message_with_what_to_do(older):
     with pytest.raises(UsageError, match=r"upgrade the operator to 1\.6\.0 or newer") as caught:
-        Wanted(kuberay=older)
+        ClusterSpec(kuberay=older)
     assert "preRunningDeadlineSeconds (since 1.6.0)" in str(caught.value)
 
 

@@ -1,6 +1,6 @@
 """Make the JSON schemas beside this file from checkouts of the projects that own them.
 
-    python tests/clusters/files/strip_schemas.py KUBERAY_CRD_FOLDER KUEUE_CRD_FOLDER PODMONITOR_CRD KUBERNETES_DEFINITIONS
+    python tests/clusters/manifests/strip_schemas.py KUBERAY_CRD_FOLDER KUEUE_CRD_FOLDER PODMONITOR_CRD KUBERNETES_DEFINITIONS
 
 Descriptions are dropped, what is not named is refused, and what stands in several places stands once, under $defs.
 """

@@ -13,8 +13,8 @@ import pytest
 from cluster_files import CLUSTER, ROOT
 from optional_programs import needs, program
 
-from scaleray.clusters.files.cluster_files import files, write
-from scaleray.clusters.files.wanted import Wanted
+from scaleray.clusters.manifests.cluster_spec import ClusterSpec
+from scaleray.clusters.manifests.written_files import files, write
 from scaleray.config import load_config
 
 SCRIPTS = sorted(path for path in CLUSTER.rglob("*") if path.suffix in (".sh", ".sbatch"))
@@ -52,7 +52,7 @@ def test_a_batch_script_asks_for_the_nodes_of_the_table_and_is_queued_again(path
         and asked["open-mode"] == "append"
     )
     assert "--resume auto" in path.read_text()
-    write(tmp_path, files(Wanted(gpus="4xl4", nodes=9), ["slurm"]))
+    write(tmp_path, files(ClusterSpec(gpus="4xl4", nodes=9), ["slurm"]))
     other = options(tmp_path / "slurm" / path.name)
     assert other["nodes"] == "9" and other["gpus-per-node"] == "l4:4"
 

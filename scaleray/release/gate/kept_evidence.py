@@ -17,8 +17,8 @@ from scaleray.records.alert_record import ALERTS_FILE
 from scaleray.records.json_record import jsonable
 from scaleray.records.read import FILE
 from scaleray.records.study_record import StudyRecord
-from scaleray.release.evidence.evidence import Evidence, training
-from scaleray.release.evidence.policy_file import policy_of
+from scaleray.release.gate.evidence import Evidence, training
+from scaleray.release.gate.policy_file import policy_of
 from scaleray.release.gates.equality import CertificateFacts
 from scaleray.release.gates.policy import Policy
 

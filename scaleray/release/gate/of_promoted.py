@@ -19,9 +19,9 @@ from scaleray.records.gate_answer import GateResult, together
 from scaleray.records.gates import GateRecord
 from scaleray.records.json_record import leaves
 from scaleray.records.run_record import RunRecord
-from scaleray.release.evidence.evidence import Evidence, learning, refuse_twice, target_of, training
-from scaleray.release.evidence.kept_evidence import EVIDENCE, read_evidence
-from scaleray.release.evidence.policy_file import read_policy
+from scaleray.release.gate.evidence import Evidence, learning, refuse_twice, target_of, training
+from scaleray.release.gate.kept_evidence import EVIDENCE, read_evidence
+from scaleray.release.gate.policy_file import read_policy
 from scaleray.release.gates import convergence, drift
 
 OF_PROMOTED = (drift.SPEED, convergence.GATE, drift.DATA)

@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from scaleray.clusters.files import file_versions, grace
-from scaleray.clusters.files.cloud_machines import Machine, machine_of
-from scaleray.clusters.files.file_versions import as_numbers
+from scaleray.clusters.manifests import file_versions, grace
+from scaleray.clusters.manifests.cloud_machines import Machine, machine_of
+from scaleray.clusters.manifests.file_versions import as_numbers
 from scaleray.errors import UsageError
 
 LEFT_TO_THE_SYSTEM = 0.9
@@ -22,7 +22,7 @@ NEEDS_KUBERAY = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ClusterSpec:
     """A cluster in the user's words. gpus: count a node and kind. image, cpu_image: names that the nodes can pull.
     kuberay: release of the operator that runs."""
 

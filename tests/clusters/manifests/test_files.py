@@ -9,19 +9,19 @@ import yaml
 from cluster_files import CLUSTER, ROOT
 
 from scaleray.cli.main import run_command
-from scaleray.clusters.files import file_versions
-from scaleray.clusters.files.cloud_machines import MACHINES
-from scaleray.clusters.files.cluster_files import KINDS, differing, files, write
-from scaleray.clusters.files.wanted import Wanted
+from scaleray.clusters.manifests import file_versions
+from scaleray.clusters.manifests.cloud_machines import MACHINES
+from scaleray.clusters.manifests.cluster_spec import ClusterSpec
+from scaleray.clusters.manifests.written_files import KINDS, differing, files, write
 from scaleray.errors import UsageError
 
 
 def test_the_repositorys_files_are_what_is_written_by_default():
-    assert differing(CLUSTER, files(Wanted())) == []
+    assert differing(CLUSTER, files(ClusterSpec())) == []
 
 
 def test_no_file_of_a_kinds_folder_is_written_by_hand():
-    written = set(files(Wanted()))
+    written = set(files(ClusterSpec()))
     there = {
         path.relative_to(CLUSTER).as_posix()
         for folder in KINDS.values()
@@ -33,7 +33,7 @@ def test_no_file_of_a_kinds_folder_is_written_by_hand():
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: f"{machine.gpus}x{machine.gpu}")
 def test_every_machine_gives_files_that_are_yaml_and_say_its_gpus(machine):
-    wanted = Wanted(gpus=f"{machine.gpus}x{machine.gpu}", nodes=3, image="registry/x:1", cpu_image="registry/y:1")
+    wanted = ClusterSpec(gpus=f"{machine.gpus}x{machine.gpu}", nodes=3, image="registry/x:1", cpu_image="registry/y:1")
     texts = files(wanted, ["kubernetes"])
     for text in texts.values():
         list(yaml.safe_load_all(text))
@@ -58,7 +58,7 @@ def test_versions_stand_nowhere_but_in_the_table():
 
 
 def test_what_is_there_and_differs_is_not_overwritten_unasked(tmp_path):
-    texts = files(Wanted(), ["kubernetes"])
+    texts = files(ClusterSpec(), ["kubernetes"])
     assert len(write(tmp_path, texts)) == len(texts) and write(tmp_path, texts) == []
     edited = tmp_path / "kubernetes/base/storage.yaml"
     edited.write_text(edited.read_text().replace("500Gi", "5Ti"))

@@ -14,9 +14,9 @@ from cluster_files import CLUSTER, ROOT, places
 from file_rules import check_ray_up_file
 from optional_programs import needs, program
 
-from scaleray.clusters.files.cluster_files import files
-from scaleray.clusters.files.file_versions import DRIVER
-from scaleray.clusters.files.wanted import Wanted
+from scaleray.clusters.manifests.cluster_spec import ClusterSpec
+from scaleray.clusters.manifests.file_versions import DRIVER
+from scaleray.clusters.manifests.written_files import files
 
 FILES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CLUSTER / "ray_up").glob("*.yaml"))}
 CLOUDS = ("aws", "gcp")
@@ -76,7 +76,7 @@ def test_misspelt_keys_are_found_by_schema_or_rules():
 
 
 def test_a_machine_that_a_cloud_does_not_rent_is_said():
-    texts = files(Wanted(gpus="4xa10g"), ["ray-up"])
+    texts = files(ClusterSpec(gpus="4xa10g"), ["ray-up"])
     assert "NOT-RENTED-BY-GOOGLE" in texts["ray_up/gcp.yaml"]
     check_ray_up_file(yaml.safe_load(texts["ray_up/gcp.yaml"]))
     assert "NOT-RENTED" not in texts["ray_up/aws.yaml"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from scaleray.clusters.files import file_versions
-from scaleray.clusters.files.grace import POD_S, RAY_STOP, RAY_STOP_S, SAVING, SAVING_S
-from scaleray.clusters.files.wanted import has_fixed_tag
+from scaleray.clusters.manifests import file_versions
+from scaleray.clusters.manifests.cluster_spec import has_fixed_tag
+from scaleray.clusters.manifests.grace import POD_S, RAY_STOP, RAY_STOP_S, SAVING, SAVING_S
 from scaleray.clusters.submit.kubernetes_objects import LONGEST_JOB_NAME, groups, pod_of
 
 LONGEST_CLUSTER_NAME = 53
