@@ -144,3 +144,13 @@ def test_a_signature_is_compared_without_its_annotations():
     annotated.__module__ = __name__
     globals()["annotated"] = annotated
     assert private_parts.signature_of(f"{__name__}:annotated") == "(a, *, b='c')"
+
+
+def test_a_class_that_ray_has_made_an_actor_of_has_its_recorded_signature():
+    """Ray adds a parameter to its methods, so that the second training of a process was taken for one on another Ray."""
+    from ray.train.v2._internal.execution.controller.controller import TrainController
+    from ray.util.tracing.tracing_helper import _inject_tracing_into_class
+
+    recorded = private_parts.signature_of(f"{TrainController.__module__}:TrainController")
+    _inject_tracing_into_class(TrainController)
+    assert private_parts.signature_of(f"{TrainController.__module__}:TrainController") == recorded

@@ -20,6 +20,8 @@ from scaleray.common.installed import NEWEST_TESTED, is_tested
 
 SWITCH = "SCALERAY_PRIVATE_PARTS"
 """Environment variable: 0 switches off all parts that only save time."""
+ADDED_BY_RAY = "_ray_trace_ctx"
+"""Parameter that Ray adds to the methods of a class once it has made an actor of it."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def signature_of(place: str) -> str | None:
         found = inspect.signature(functools.reduce(getattr, path.split("."), importlib.import_module(module)))  # type: ignore[arg-type]
     except (ImportError, AttributeError, TypeError, ValueError):
         return None
-    plain = [parameter.replace(annotation=parameter.empty) for parameter in found.parameters.values()]
+    plain = [p.replace(annotation=p.empty) for p in found.parameters.values() if p.name != ADDED_BY_RAY]
     return str(found.replace(parameters=plain, return_annotation=found.empty))
 
 

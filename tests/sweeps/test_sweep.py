@@ -103,7 +103,7 @@ def test_trials_of_two_workers_one_of_which_fails_and_one_that_never_fits(ray_se
     assert SweepRecord.read(folder / "record.json") == record
     assert {path.name for path in folder.iterdir()} == {
         *(".lock", "alerts.jsonl", "live.json", "record.json", "sweep.json", "trials"),
-        *("report.html", "trials.csv", "figures"),
+        *("report.html", "trials.csv", "settings.csv", "figures"),
     }
     parent, runs = children(record)
     assert parent.info.status == "FINISHED" and parent.data.tags["scaleray.kind"] == "sweep"
