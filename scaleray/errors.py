@@ -18,14 +18,19 @@
         |-- PeerLostError          a collective failed, as another worker is gone or hangs
         `-- LeftEarly              the run was asked to stop, saved its state and can be resumed
 
-A message has four parts: what, the value found, the reason or what is allowed, and what to do next. Arguments are the
-positional `args` of the exception, so that each one survives the pickling that carries it from a worker.
+A message has four parts: what, the value found if there is one, the reason or what is allowed, and what to do next.
+Arguments are the positional `args` of the exception, so that each one survives the pickling that carries it from a
+worker.
 """
 
 from __future__ import annotations
 
+from typing import Self
+
 MARKED_KILLED = "the MLflow run is marked KILLED"
 """Argument of a KeyboardInterrupt that ended a run which MLflow knows."""
+NO_VALUE = ...
+"""In place of the value found, in errors that have none; stays the same object when pickled."""
 
 
 class ScaleRayError(Exception):
@@ -35,8 +40,8 @@ class ScaleRayError(Exception):
 
 
 class UsageError(ScaleRayError):
-    """Something the user gave cannot be used. The text is `WHAT is FOUND: ALLOWED.` with the hint on the next line; a
-    value that was not given, None, is called required or missing."""
+    """An input cannot be used. The text is `WHAT is FOUND: ALLOWED.` with the hint on the next line; a value that was
+    not given, None, is called required or missing. `problem` makes a text without a value."""
 
     exit_code = 2
 
@@ -44,12 +49,20 @@ class UsageError(ScaleRayError):
         super().__init__(what, found, allowed, hint)
         self.what, self.found, self.allowed, self.hint = what, found, allowed, hint
 
+    @classmethod
+    def problem(cls, what: str, text: str, hint: str = "") -> Self:
+        """Error with the text `WHAT TEXT.`, where `WHAT is VALUE` would not be a sentence. text: a predicate such as
+        `lacks a line`, or a sentence after a colon."""
+        return cls(what, NO_VALUE, text, hint)
+
     def __str__(self) -> str:
         found = _shown(self.found)
         if self.found is None:
             found = "required" if isinstance(self, ConfigError) or self.what.startswith("--") else "missing"
         reason = f": {self.allowed}" if self.allowed else ""
         sentence = f"{self.what} is {found}{reason}."
+        if self.found is NO_VALUE:
+            sentence = f"{self.what}{'' if self.allowed.startswith(':') else ' '}{self.allowed}."
         return f"{sentence}\n  {self.hint}" if self.hint else sentence
 
 

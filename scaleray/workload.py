@@ -263,10 +263,9 @@ def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
     """Call the workload class with the config's keyword arguments and check that it has the needed methods."""
     missing = [names for names in NEEDED if not any(callable(getattr(factory, method, None)) for method in names)]
     if missing:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             f"workload {name}",
-            f"without {_listed(missing)}",
-            f"it needs the methods {_listed(NEEDED)}",
+            f"lacks {_listed(missing)}: it needs the methods {_listed(NEEDED)}",
             "see 'Bring your own workload' in the README",
         )
     try:

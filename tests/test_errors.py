@@ -49,6 +49,16 @@ def test_a_message_without_a_hint_is_one_line():
     assert str(ConfigError("seed", -1, "it must be 0 or more")) == "seed is -1: it must be 0 or more."
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("lacks a line", "the file lacks a line.\n  add it"), (": it has no line", "the file: it has no line.\n  add it")],
+)
+def test_an_error_without_a_value_is_a_sentence_and_survives_pickling(text, message):
+    error = ConfigError.problem("the file", text, "add it")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(error) is ConfigError and str(error) == str(again) == message and again.found is errors.NO_VALUE
+
+
 def test_a_config_error_knows_its_key_without_the_place():
     assert ConfigError("job.yaml:3 batch.global_size", 0, "no").key == "batch.global_size"
     assert ConfigError("seed", 0, "no").key == "seed"

@@ -123,7 +123,7 @@ def test_a_module_that_is_not_there_is_refused():
 def test_missing_methods_are_named(project):
     write(project, "recipe_b.py", "class Bare:\n    def loss(self, model, batch): ...\n")
     message = refusal("recipe_b.py:Bare")
-    assert "without build_model, datasets" in message and "Bring your own workload" in message
+    assert "lacks build_model, datasets" in message and "Bring your own workload" in message
 
 
 def test_arguments_that_do_not_fit_show_the_signature(project):
@@ -258,7 +258,7 @@ def test_everything_that_user_code_raises_is_an_error_of_it(error):
     def fails():
         raise error
 
-    with pytest.raises(WorkloadError, match=f"(?s)datasets\\(\\) is failing while reading.*{type(error).__name__}"):
+    with pytest.raises(WorkloadError, match=f"(?s)datasets\\(\\) failed while reading.*{type(error).__name__}"):
         call_user_code(fails, what="datasets()", doing="reading the data")
 
 
@@ -267,7 +267,7 @@ def test_what_is_no_exception_does_not_end_the_process(error):
     def fails():
         raise error
 
-    with pytest.raises(WorkloadError, match=f"the workload's code is .*(raising {type(error).__name__}|sys.exit)"):
+    with pytest.raises(WorkloadError, match=f"the workload's code (raised {type(error).__name__}|called sys.exit)"):
         within_no_exit(fails)
 
 

@@ -217,7 +217,7 @@ class Catalog:
                 position += chunk.length + -chunk.length % ALIGNMENT
             tensors[name] = dataclasses.replace(tensor, chunks=tuple(chunks))
         size = sum(chunk.length for chunk in order) * len(self.stores) / MIB
-        with stage(f"writing step {manifest.step} anew", total=size, unit="MiB") as writing:
+        with stage(f"writing step {manifest.step} again", total=size, unit="MiB") as writing:
             stored, _ = write_all(self.stores, file, lambda: _contents(self.stores, order, writing))
         full = dataclasses.replace(
             manifest, tensors=tensors, files={file: stored}, chain=0, bytes_written=stored.num_bytes
@@ -297,13 +297,11 @@ def require(catalog: Catalog, step: int | None, *, where: str) -> Manifest:
         newest = catalog.newest()
         if newest is not None:
             return newest
-        found = f"{len(steps)} unfinished" if steps else "empty"
-        raise CheckpointError(
-            f"the checkpoints folder of {where}",
-            found,
-            "it holds no complete checkpoint",
-            "a checkpoint is complete when its manifest.json is there",
-        )
+        what, hint = f"the checkpoints folder of {where}", "a checkpoint is complete when its manifest.json is there"
+        if not steps:
+            raise CheckpointError(what, "empty", "it holds no complete checkpoint", hint)
+        count = f"{len(steps)} unfinished checkpoint{'s' if len(steps) != 1 else ''}"
+        raise CheckpointError.problem(what, f"holds {count} and no complete one", hint)
     try:
         return catalog.read(step)
     except Incomplete as exc:

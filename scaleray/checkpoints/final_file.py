@@ -35,7 +35,8 @@ class FinalFile:
             raise CheckpointError(what, path, f"it cannot be read: {exc}", "copy it again") from exc
         state = load_torch(path, content, what=what)
         if not isinstance(state, Mapping) or not state or not all(isinstance(name, str) for name in state):
-            raise CheckpointError(what, path, f"it must hold tensors by name, and holds {type(state).__name__}")
+            found = "a mapping without text keys" if isinstance(state, Mapping) else type(state).__name__
+            raise CheckpointError.problem(f"{what} {path}", f": expected a mapping of names to tensors, got {found}")
         return cls(path, {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -65,8 +65,8 @@ class ModelFolder:
         if index is not None:
             files = index.get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(n, str) and Path(n).name == n for n in files.values()):
-                raise CheckpointError(
-                    str(path / INDEX), "without a weight_map of names in the same folder", "the layout needs one"
+                raise CheckpointError.problem(
+                    str(path / INDEX), "lacks a weight_map of names in the same folder: the layout needs one"
                 )
         else:
             return cls.at(path, config, WEIGHTS)

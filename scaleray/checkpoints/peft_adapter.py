@@ -80,8 +80,8 @@ def write_adapter(
 
     found = {n: t.detach().cpu().contiguous() for n, t in tensors.items() if n.rpartition(".")[2] in OWN}
     if not found:
-        raise CheckpointError(
-            "the weights", "without adapters", "there is nothing to export as an adapter", "see fine_tuning.lora_rank"
+        raise CheckpointError.problem(
+            "the weights", "lacks adapters: there is nothing to export as an adapter", "see fine_tuning.lora_rank"
         )
     rank = next(t.shape[0] for n, t in found.items() if n.endswith("lora_a"))
     config = {
@@ -133,7 +133,9 @@ def _config(path: Path) -> dict[str, Any]:
             "wrap the model with peft in build_model() for other kinds",
         )
     if not isinstance(config.get("r"), int) or not isinstance(config.get("lora_alpha"), int | float):
-        raise CheckpointError(str(path / CONFIG), "without r or lora_alpha", "the adapter's scale follows from them")
+        raise CheckpointError.problem(
+            str(path / CONFIG), "lacks r or lora_alpha: the adapter's scale follows from them"
+        )
     for key, value in PLAIN.items():
         if config.get(key, value) not in (value, value or None):
             raise CheckpointError(

@@ -91,10 +91,9 @@ def opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.T
             (f"{key!r}: {type(value).__name__}" for key, value in content.items() if not _is_plain(key, value)), ""
         )
     if other:
-        raise CheckpointError(
-            "the file to import",
-            path,
-            f"it must hold tensors by name, and holds {other}",
+        raise CheckpointError.problem(
+            f"the file to import, {path}",
+            f": expected a mapping of names to tensors, got {other}",
             "save the state dict alone: torch.save(model.state_dict(), path)",
         )
     yield list(content), content.__getitem__
@@ -114,7 +113,7 @@ def load_torch(path: str, content: io.BytesIO | None = None, *, what: str = "the
             return torch.load(source, map_location="cpu", weights_only=True)
     except Exception as exc:  # torch raises errors of any kind at a damaged pickle
         if isinstance(exc, pickle.UnpicklingError) and content is None:
-            allowed = "it holds more than tensors, or is no file of torch.save"
+            allowed = "it holds more than tensors, or was not written by torch.save"
             advice = "save the state dict alone: torch.save(model.state_dict(), path)"
             raise CheckpointError(what, path, allowed, advice) from exc
         raise CheckpointError(what, path, f"it cannot be read: {first_line(exc)}") from exc

@@ -83,7 +83,7 @@ def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
     try:
         ended = jobs.follow(job, write, lambda text: print(text, file=sys.stderr))
     except KeyboardInterrupt:
-        print(f"job {job} goes on", file=sys.stderr)
+        print(f"job {job} continues", file=sys.stderr)
         return STOPPED
     return 0 if ended.status == "SUCCEEDED" else 1
 

@@ -78,7 +78,7 @@ def print_json(
 
 
 def written_in(folder: str) -> dict[str, str]:
-    """The folder of a run, study or sweep, and what lies in it by name; the folder alone where it cannot be listed."""
+    """Folder of a run, study or sweep and its files by name; the folder alone if it cannot be listed."""
     from scaleray.common.filesystems import open_filesystem
 
     found = {"folder": folder}

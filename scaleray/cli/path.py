@@ -65,7 +65,7 @@ def start(
         Run everything that can be without Ray: all but trainings of several workers and the sweep.
     """
     if config is None:
-        raise ConfigError("--config", "missing", "a path is of a training", "scaleray path start -c FILE --target ...")
+        raise ConfigError("--config", None, "a path is of a training", "scaleray path start -c FILE --target ...")
     from scaleray.release.path.path_state import start_path
 
     path = start_path(

@@ -66,7 +66,7 @@ def promote(
             raise ConfigError("--verify", verify, "it promotes nothing and takes no RUN")
         return _verify(verify, output, pipeline=pipeline, uri=options.uri, json=json)
     if not runs:
-        raise ConfigError("RUN", "missing", "a promotion is of a training", "scaleray promote RUN --as champion")
+        raise ConfigError("RUN", None, "a promotion is of a training", "scaleray promote RUN --as champion")
     from scaleray.release.promote.promote import promote as run_promotion
 
     with output.running():

@@ -110,7 +110,7 @@ def _follow(jobs: Any, job: str, output: Output) -> int:
                 jobs.stop(job)
                 output.say(f"job {job} is asked to save and stop")
                 continue
-            output.say(f"job {job} goes on; scaleray jobs logs {job}, scaleray jobs stop {job}")
+            output.say(f"job {job} continues; scaleray jobs logs {job}, scaleray jobs stop {job}")
             return STOPPED
         code = f", exit code {ended.exit_code}" if ended.exit_code else ""
         output.say(f"job {job}: {ended.status}{code}" + (f" ({ended.message})" if ended.message else ""))

@@ -66,7 +66,7 @@ def watch(
                 return _show(look, where, every_s)
             return _print_lines(look, every_s, json=json)
         except KeyboardInterrupt:
-            print("watching has ended; the run goes on" if run else "watching has ended", file=sys.stderr)
+            print("watching has ended; the run continues" if run else "watching has ended", file=sys.stderr)
             return 0
 
 

@@ -76,7 +76,7 @@ def whole_numbers(option: str, given: Numbers) -> list[int]:
     try:
         return [int(word) for word in given.split(",") if word.strip()] if isinstance(given, str) else list(given)
     except ValueError:
-        raise ConfigError(option, given, "it must be whole numbers with commas, such as 1,2,4") from None
+        raise ConfigError(option, given, "it must be comma-separated whole numbers, such as 1,2,4") from None
 
 
 def words_of(given: Words) -> list[str]:

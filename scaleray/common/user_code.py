@@ -30,7 +30,7 @@ def call_user_code(call: Any, *, what: str, doing: str) -> Any:
     except BaseException as exc:  # a script without a main guard may end the process on import
         if is_from_outside(exc):
             raise KeyboardInterrupt from exc
-        raise WorkloadError(what, f"failing while {doing}", "it must run", user_traceback(exc)) from exc
+        raise WorkloadError.problem(what, f"failed while {doing}", user_traceback(exc)) from exc
 
 
 @contextlib.contextmanager
@@ -57,8 +57,8 @@ def no_exit(what: str) -> Iterator[None]:
 def exit_error(exc: BaseException, *, what: str) -> WorkloadError:
     """Error that reports a sys.exit() in user code, or another exception that ends a process."""
     allowed = "only scaleray ends its processes: return, or raise an exception"
-    found = f"calling sys.exit({exc.code!r})" if isinstance(exc, SystemExit) else f"raising {type(exc).__name__}"
-    return WorkloadError(what, found, allowed, user_traceback(exc))
+    found = f"called sys.exit({exc.code!r})" if isinstance(exc, SystemExit) else f"raised {type(exc).__name__}"
+    return WorkloadError.problem(what, f"{found}: {allowed}", user_traceback(exc))
 
 
 def is_from_outside(exc: BaseException) -> bool:

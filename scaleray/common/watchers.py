@@ -92,5 +92,5 @@ def _sentence(watcher: Watcher, part: str, exc: Exception) -> str:
     reason = f"{type(exc).__name__}: {first_line(exc)}"
     what = f"{watcher} ({part})" if part else watcher
     if watcher in RETRIED:
-        return f"{what}: at least one is lost ({reason}); the training goes on"
-    return f"{what}: not watched any more ({reason}); the training goes on without"
+        return f"{what}: at least one is lost ({reason}); the training continues"
+    return f"{what}: not watched any more ({reason}); the training continues without"

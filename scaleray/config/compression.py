@@ -49,7 +49,7 @@ class CompressionSettings(Settings):
             if not is_used and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key}: it is a setting of {owner}, and compression.name is {self.name}")
         if self.name == "none" and self.start_step:
-            raise ValueError("start_step: it is for gradients that are compressed later, and compression.name is none")
+            raise ValueError("start_step: it has no effect while compression.name is none")
         if not self.allowed or len(set(self.allowed)) != len(self.allowed):
             raise ValueError("allowed: at least one method, each once")
         return self

@@ -104,12 +104,12 @@ def _bounds(metadata: Iterable[Any]) -> str:
 
 
 REQUIRED = "required"
-"""In place of a default where there is none."""
+"""In place of a default if there is none."""
 
 
 @dataclass(frozen=True)
 class KeyRow:
-    """One key of the config, in words."""
+    """Documentation of one config key."""
 
     key: str
     """Dotted name, as on the command line."""

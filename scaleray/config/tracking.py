@@ -26,7 +26,7 @@ class MonitoringSettings(Settings):
 
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port on 127.0.0.1 of the command's machine where Prometheus finds the run's metrics, with Ray and without it. 0:
-    any free one, said at the start. None: nowhere; a Ray cluster with `ray[default]` publishes them by itself."""
+    any free one, said at the start. None: nowhere; a Ray cluster with `ray[default]` publishes them anyway."""
     every_s: Positive = 5.0
     """Seconds between two samples of each worker's step time, phases, arrivals and memory. With more than 250 workers
     it is a fiftieth of a second for each."""

@@ -1,4 +1,4 @@
-"""The rows of a training as one worker reads them: by itself, or through Ray tasks."""
+"""The rows of a training as one worker reads them: directly, or through Ray tasks."""
 
 from __future__ import annotations
 

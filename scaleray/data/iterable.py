@@ -358,9 +358,8 @@ def _shuffled(rows: Iterator[Any], draw: np.random.Generator, size: int) -> Iter
 def refuse_endless(source: Any, split: str) -> None:
     """Raise DataError for a split without an end, which a training may have and nothing that needs all rows."""
     if source.num_rows == ENDLESS:
-        raise DataError(
+        raise DataError.problem(
             f"the {split} data",
-            "without an end",
-            f"its end was not reached in the {SHORT_COUNT_S:.0f} s in which its rows were counted",
+            f"has no end: its end was not reached in the {SHORT_COUNT_S:.0f} s in which its rows were counted",
             "give its IterableDataset __len__, take another split with --split, or rows with --data",
         )

@@ -55,8 +55,8 @@ class ParquetSource:
         self.row_bytes = max(1, total // max(1, self.num_rows))
 
     def check_nulls(self) -> None:
-        """Raise DataError for nulls of which the footers know, unless rows are made numbers of later. Where a footer
-        counts none, they are found when the row group is read."""
+        """Raise DataError if the footers report nulls and nothing converts them later. Nulls that no footer counts are
+        found when the row group is read."""
         if self._nulls is not None and not self.allows_text:
             raise _null_error(*self._nulls)
 

@@ -54,7 +54,7 @@ class ArraySource:
         found = {name: as_column(name, value, allows_text=allows_text) for name, value in arrays.items()}
         self.arrays: Columns = {n: c if isinstance(c, Ragged) else np.asarray(c, order="C") for n, c in found.items()}
         if not self.arrays:
-            raise DataError("an array source", "without columns", "it needs at least one array")
+            raise DataError.problem("an array source", "lacks columns: it needs at least one array")
         lengths = {n: len(array) if isinstance(array, Ragged) or array.ndim else -1 for n, array in self.arrays.items()}
         if len(set(lengths.values())) != 1 or -1 in lengths.values():
             raise DataError(
@@ -309,8 +309,9 @@ def length_of(dataset: Any) -> int:
     try:
         return int(call_user_code(lambda: len(dataset), what=what, doing="reading the data"))
     except WorkloadError as exc:
-        allowed = "it must return the number of rows, an int from 0"
-        raise WorkloadError(what, exc.found, allowed, exc.hint) from exc.__cause__
+        failed = exc.allowed.partition(": ")[0]
+        text = f"{failed}: it must return the number of rows, an int from 0"
+        raise WorkloadError.problem(what, text, exc.hint) from exc.__cause__
 
 
 IN_MEMORY = (ArraySource, TokenSource)

@@ -78,10 +78,9 @@ class Shards:
         self.columns = list(columns) if columns is not None else endings
         for number, key, files in self.rows:
             if lacking := [ending for ending in self.columns if ending not in files]:
-                raise DataError(
+                raise DataError.problem(
                     f"row {key} of {self.uris[number]}",
-                    f"without .{lacking[0]}",
-                    "every row needs the same files",
+                    f"lacks .{lacking[0]}: every row needs the same files",
                     "write it again, or name the columns that all rows have",
                 )
         known = {*IMAGES, "json", "txt", "cls", "id", "npy", "bin"}

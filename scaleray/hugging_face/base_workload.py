@@ -135,7 +135,7 @@ class HuggingFaceWorkload(Workload):
         if self.peft is not None:
             export(self.build_model, weights, folder, merge=not adapter)
         elif adapter:
-            raise WorkloadError("the workload", "without the argument peft", "it has no adapter of peft to export")
+            raise WorkloadError.problem("the workload", "lacks the argument peft: it has no adapter of peft to export")
         else:
             write_model(self.config(), self.auto_class, weights, folder, source=self.folder)
         if self._tokenizer_path is not None:

@@ -20,8 +20,8 @@ def conversations(found: Sequence[Any], tokenizer: Any, *, length: int, what: st
     """The conversations as tokens; those without a word of the assistant in their first `length` tokens are left out,
     with a warning. Raises DataError for what is no conversation, WorkloadError for a template that does not do."""
     if not tokenizer.chat_template:
-        raise WorkloadError(
-            "the tokenizer", "without a chat template", "conversations need one", "set chat_template in its folder"
+        raise WorkloadError.problem(
+            "the tokenizer", "lacks a chat template: conversations need one", "set chat_template in its folder"
         )
     if not tokenizer.is_fast:
         raise WorkloadError("the tokenizer", type(tokenizer).__name__, "conversations need a fast one (tokenizer.json)")
@@ -40,7 +40,7 @@ def conversations(found: Sequence[Any], tokenizer: Any, *, length: int, what: st
             stacklevel=2,
         )
     if not documents:
-        raise DataError(f"the {what} data", "without a word of the assistant", "nothing could be learned from it")
+        raise DataError.problem(f"the {what} data", "has no word of the assistant: nothing could be learned from it")
     return documents
 
 
@@ -49,7 +49,7 @@ def _checked(messages: Any, where: str) -> list[dict[str, Any]]:
         raise DataError(where, type(messages).__name__, 'it must be a list of {"role": ..., "content": ...}')
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise DataError(where, "with a message without role or content", "each message needs both")
+            raise DataError.problem(where, "has a message without role or content: each message needs both")
     return [dict(message) for message in messages]
 
 
@@ -75,8 +75,8 @@ def _marked_text(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, l
         try:
             text: str = tokenizer.apply_chat_template(messages[:until], tokenize=False, add_generation_prompt=asks)
         except Exception as exc:  # whatever Jinja and the template raise
-            raise WorkloadError(
-                "the chat template", "failing", f"it must take the conversation: {first_line(exc)}"
+            raise WorkloadError.problem(
+                "the chat template", f"fails: it must take the conversation: {first_line(exc)}"
             ) from exc
         return text
 

@@ -179,7 +179,7 @@ class MaskedLanguageModel(TextWorkload):
             tokenizer = self.tokenizer
             if tokenizer.mask_token_id is None:
                 allowed = "a masked language model hides tokens by it"
-                raise ConfigError("workload.args.tokenizer", "without a mask", allowed)
+                raise ConfigError.problem("workload.args.tokenizer", f"lacks a mask: {allowed}")
             special = tuple(tokenizer.all_special_ids)
             self._masking = Masking(self.masked_share, tokenizer.mask_token_id, special, len(tokenizer))
         return self._masking

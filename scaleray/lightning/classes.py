@@ -21,7 +21,7 @@ REFUSED_OF_MODULE = {
     "optimizer_step": (OWN_STEP, "leave it out"),
     "optimizer_zero_grad": (OWN_STEP, "leave it out"),
     "lr_scheduler_step": (
-        "schedulers are stepped as Lightning does by itself",
+        "schedulers are stepped as Lightning does by default",
         "return one with torch's interface from configure_optimizers",
     ),
     "configure_gradient_clipping": (
@@ -62,13 +62,15 @@ def check_module_class(cls: Any) -> None:
         found = cls.__name__ if isinstance(cls, type) else type(cls).__name__
         raise WorkloadError("as_workload()", found, "it takes a LightningModule, or a class of them")
     if not is_overridden("training_step", cls):
-        raise WorkloadError(place_of(cls), "without training_step", "it must give the loss of a batch")
+        raise WorkloadError.problem(place_of(cls), "lacks training_step: it must give the loss of a batch")
     for name, (allowed, hint) in REFUSED_OF_MODULE.items():
         if is_overridden(name, cls):
-            raise WorkloadError(place_of(cls, name), f"with {name}() of its own", allowed, hint)
+            raise WorkloadError.problem(place_of(cls, name), f"defines its own {name}(): {allowed}", hint)
     if "dataloader_iter" in inspect.signature(cls.training_step).parameters:
         allowed = "scaleray gives it one batch at a time"
-        raise WorkloadError(place_of(cls, "training_step"), "with dataloader_iter", allowed, "take (batch, batch_idx)")
+        raise WorkloadError.problem(
+            place_of(cls, "training_step"), f"takes dataloader_iter: {allowed}", "take (batch, batch_idx)"
+        )
 
 
 def check_data_class(cls: type) -> None:
@@ -77,7 +79,7 @@ def check_data_class(cls: type) -> None:
         if is_overridden(name, cls, "LightningDataModule"):
             allowed = "scaleray brings batches to the device"
             hint = "transform rows in the Dataset, or batches in the module's on_after_batch_transfer"
-            raise WorkloadError(place_of(cls, name), f"with {name}() of its own", allowed, hint)
+            raise WorkloadError.problem(place_of(cls, name), f"defines its own {name}(): {allowed}", hint)
 
 
 def check_module(module: Any) -> None:
@@ -85,7 +87,7 @@ def check_module(module: Any) -> None:
     if not module.automatic_optimization:
         allowed = "scaleray takes the step itself: automatic_optimization must stay True"
         hint = "return the loss from training_step, and one optimizer from configure_optimizers"
-        raise WorkloadError(place_of(type(module)), "of manual optimisation", allowed, hint)
+        raise WorkloadError.problem(place_of(type(module)), f"uses manual optimisation: {allowed}", hint)
 
 
 def is_attached(module: Any) -> bool:

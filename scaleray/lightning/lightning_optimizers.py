@@ -197,7 +197,7 @@ def _step(scheduler: Any) -> None:
             scheduler.step()
     except ValueError as exc:  # OneCycleLR, over its end
         hint = "take self.trainer.estimated_stepping_batches for its length"
-        raise WorkloadError(f"{type(scheduler).__name__} in {WHAT}", f"failing: {exc}", "it must run", hint) from exc
+        raise WorkloadError.problem(f"{type(scheduler).__name__} in {WHAT}", f"fails: {exc}", hint) from exc
 
 
 def _has_begun(scheduler: Any) -> bool:

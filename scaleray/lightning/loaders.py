@@ -177,12 +177,12 @@ def _check_sampler(what: str, split: str, loader: DataLoader[Any]) -> list[str]:
     sampler = loader.sampler
     known = (RandomSampler, SequentialSampler, DistributedSampler, SubsetRandomSampler)
     if type(sampler) not in known:
-        allowed = "it would decide which rows are learned, and scaleray has an order of its own"
+        text = "it would decide which rows are learned, and scaleray has its own order"
         hint = "leave it out, and weight rows in the loss or repeat them in the Dataset"
-        raise DataError(what, f"with the sampler {type(sampler).__name__}", allowed, hint)
+        raise DataError.problem(what, f"uses the sampler {type(sampler).__name__}: {text}", hint)
     if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):  # type: ignore[arg-type]
-        found = "with a RandomSampler that repeats or leaves out rows"
-        raise DataError(what, found, "an epoch of scaleray has every row once", "use shuffle=True")
+        text = "uses a RandomSampler that repeats or drops rows: an epoch of scaleray has every row once"
+        raise DataError.problem(what, text, "use shuffle=True")
     if split.startswith(TRAIN) and isinstance(sampler, SequentialSampler):
         return ["its DataLoader does not shuffle; data.shuffle decides here (true unless set to false)"]
     return []

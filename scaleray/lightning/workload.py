@@ -128,7 +128,7 @@ def _rebuilt(parts: Parts, args: Mapping[str, Any]) -> LightningWorkload:
 class LightningWorkload(Workload):
     """A LightningModule as a workload; `as_workload` makes a class of it for each module.
 
-    Keyword arguments go to the constructors of the module and of the data, to each those that it takes by name.
+    Keyword arguments go to the constructors of the module and of the data: each gets the ones it accepts by name.
     """
 
     parts: Parts

@@ -222,10 +222,9 @@ def step_rows(text: str | None) -> list[dict[str, float]]:
     rows = []
     reader = csv.DictReader(io.StringIO(text or ""))
     if text and (missing := [name for name in OLD_COLUMNS[-1] if name not in (reader.fieldnames or ())]):
-        raise TrackingError(
+        raise TrackingError.problem(
             "steps.csv of the run",
-            f"without a column {missing[0]}",
-            "each step has one",
+            f"lacks a column {missing[0]}: each step has one",
             "take the copy in MLflow or the run's bucket, or move the file away: all but its curves works without it",
         )
     for row in reader:

@@ -82,17 +82,16 @@ def returned_to_loss(workload: Any, model: nn.Module, batch: Any, *, to_the_end:
             workload.loss(model, batch)
     except Exception as exc:
         if not seen:
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 "the workload",
-                "without predict()",
-                "its loss() does not reach the model with these columns",
+                "lacks predict(): its loss() does not reach the model with these columns",
                 f"{ADD_PREDICT}\n  {user_traceback(exc)}",
             ) from exc
     finally:
         handle.remove()
     if len(seen) != 1:
         calls = f"calls the model {len(seen)} times" if seen else "calls a part or a method of the model"
-        raise WorkloadError("the workload", "without predict()", f"its loss() {calls}", ADD_PREDICT)
+        raise WorkloadError.problem("the workload", f"lacks predict(): its loss() {calls}", ADD_PREDICT)
     return seen[0]
 
 

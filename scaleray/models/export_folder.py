@@ -57,10 +57,9 @@ def write_folder(
 def _export_of(workload: Any) -> Callable[..., None]:
     found: Callable[..., None] | None = own_method(workload, "export")
     if found is None:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "the workload",
-            "without export()",
-            "a folder needs files next to the weights, which the workload writes",
+            "lacks export(): a folder needs files next to the weights, which the workload writes",
             "export to a .safetensors or .pt file, or add export(self, weights, folder) to the workload",
         )
     return found

@@ -209,7 +209,7 @@ def _check(
     if format == "onnx":
         formats.check_onnx()
         if dtype == "bf16":
-            allowed = "onnxruntime has too few operations in it on the CPU to be compared"
+            allowed = "onnxruntime lacks bf16 operations on the CPU, so the export cannot be verified"
             raise UsageError("--dtype", dtype, allowed, "--dtype fp16, or --format torch.export")
     if tolerance is not None and not tolerance >= 0:
         raise UsageError("--tolerance", tolerance, "it must be at least 0")

@@ -344,10 +344,9 @@ def collected(tables: Iterator[Any], path: str | None, model: str, *, skip_faile
 def _failed_rows(failed: Mapping[int, str]) -> DataError:
     first = list(failed.items())[:MOST_NAMED]
     more = f" and {len(failed) - MOST_NAMED} more of their batch" if len(failed) > MOST_NAMED else ""
-    return DataError(
+    return DataError.problem(
         f"rows {', '.join(str(row) for row, _ in first)}{more}",
-        "without an answer",
-        f"row {first[0][0]}: {first[0][1]}",
+        f"have no answer: row {first[0][0]}: {first[0][1]}",
         "rows are counted from 0; correct them, or add --skip-failed to leave them out",
     )
 

@@ -55,7 +55,7 @@ class Files:
             if file.is_file and (kind := FORMATS.get(Path(file.path).suffix.lower())):
                 by_format.setdefault(kind, []).append(file.path)
         if len(by_format) != 1:
-            what = f"files of {' and '.join(sorted(by_format))}" if by_format else "no file with such an ending"
+            what = f"files of {' and '.join(sorted(by_format))}" if by_format else "no file with a known extension"
             raise DataError(
                 "--data", without_password(uri), f"it has {what}", f"one format is read: {', '.join(FORMATS)}"
             )

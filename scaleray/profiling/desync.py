@@ -49,7 +49,7 @@ class Desync:
     """Ranks that called something other than most did."""
     hint: str = ""
     and_then: Desync | None = None
-    """Break at which a missing rank waits in turn, where ranks wait in a circle."""
+    """Break at which a missing rank waits in turn, where ranks wait in a cycle."""
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -70,12 +70,12 @@ class _Calls:
     of: Mapping[int, Mapping[int, Call]]
     pending: Mapping[int, frozenset[int]]
     unknown: tuple[int, ...]
-    """Members of the group that do not say."""
+    """Members of the group whose state is unknown."""
     last: Mapping[int, int] = field(default_factory=dict)
 
 
 def find(dumps: Mapping[int, RankDump]) -> Desync | None:
-    """Place where the training broke; None where the dumps do not tell. dumps: by rank; some may be wanting."""
+    """Place where the training broke; None if the dumps do not show it. dumps: by rank; some may be missing."""
     tables = _tables(dumps)
     differences = [found for table in tables if (found := _difference(table)) is not None]
     if differences:
@@ -170,7 +170,7 @@ def _unfinished(table: _Calls) -> Desync | None:
 
 
 def _root(absences: Sequence[Desync]) -> Desync:
-    """The absence that explains the others: its missing ranks wait in no other group. Without one, a circle."""
+    """Root cause among the absences, whose missing ranks wait in no other group, or a cycle if there is none."""
     ordered = sorted(absences, key=_called_at)
     for found in ordered:
         if any(not _waits(rank, found, absences) for rank in found.missing):

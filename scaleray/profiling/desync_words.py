@@ -1,4 +1,4 @@
-"""Text on a hang: the collective, the ranks that did not come, and the line at which each rank is."""
+"""Description of a hang: the collective, the missing ranks, each rank's source line."""
 
 from __future__ import annotations
 

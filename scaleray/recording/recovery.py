@@ -138,7 +138,7 @@ class Recovery:
                 continue
             if content:
                 here.write(f"{name}.damaged", [content])
-                self._say(f"{name} was damaged, and is written anew; the old one is kept as {name}.damaged")
+                self._say(f"{name} was damaged, and is written again; the old one is kept as {name}.damaged")
             here.write_text(name, text)
 
     def _kept_as(self) -> str:

@@ -73,7 +73,7 @@ def replay(path: str | Path, *, uri: str | None = None) -> int:
 
 
 def _sent(store: RunStore, operation: Operation, known: Mapping[str, int], folder: Path) -> list[str]:
-    """Send an operation, or those of its values that MLflow takes; gives why it refused the others."""
+    """Send an operation, or the values MLflow accepts; returns reasons for the rest."""
     if isinstance(operation, LogMetrics):  # a crash between sending and forgetting must not double points
         operation = operation.after(known)
     if isinstance(operation, LogArtifact):

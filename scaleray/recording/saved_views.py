@@ -73,7 +73,7 @@ class View:
     columns: Sequence[str] = ()
     is_ascending: bool = True
     folded: Sequence[str] = ()
-    """First parts of metrics' names, whose charts MLflow adds by itself: their sections are closed."""
+    """First parts of metrics' names, whose charts MLflow adds by default: their sections are closed."""
 
 
 def tag(key: str, view: View, *, created_at: float | None = None) -> tuple[str, str]:
@@ -119,7 +119,7 @@ def trainings_view(metrics: Sequence[str]) -> View:
 
 
 def save_trainings(client: Any, experiment_id: str, metrics: Iterable[str]) -> None:
-    """Keep the view with the experiment, with these metrics in addition to those that earlier runs had."""
+    """Save the experiment's view, adding these metrics to those of earlier runs."""
     tags = client.get_experiment(experiment_id).tags
     kept = tags.get(f"{TAG}{TRAININGS}")
     columns = state_of(kept)["selectedColumns"] if kept else []

@@ -120,7 +120,7 @@ class SweepRecord(JsonRecord):
     trials: list[Trial]
     goodput: list[GoodputPoint] = field(default_factory=list)
     marks: list[str] = field(default_factory=list)
-    """Marks of a point that are true of the whole sweep."""
+    """Marks, as on points, that apply to the whole sweep."""
     words: list[str] = field(default_factory=list)
     """The result in sentences: fastest, cheapest, the knee, where each rule stopped holding."""
     started_at: float

@@ -19,7 +19,7 @@ class TraceRequest:
 
     ranks: tuple[int, ...] = (0,)
     slowest: bool = True
-    """Trace the rank, too, that waits least for the others, as they wait for it."""
+    """Also trace the rank that waits least: the others wait for it."""
     one_a_node: bool = True
     operators: bool = True
     """Whether operators and kernels are traced."""

@@ -312,8 +312,8 @@ def _check_parameters(model: nn.Module) -> torch.dtype:
                 "give it the shape (1,), or use --strategy.name zero1",
             )
         if not isinstance(parameter, DTensor) and not parameter.is_contiguous():
-            raise WorkloadError(
-                f"the parameter {name}", f"with strides {parameter.stride()}", "fsdp needs contiguous parameters"
+            raise WorkloadError.problem(
+                f"the parameter {name}", f"has strides {parameter.stride()}: fsdp needs contiguous parameters"
             )
     return check_one_dtype(model.named_parameters())
 

@@ -95,7 +95,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         bytes_sent=lambda: passes.sent.num_bytes,
         collectives=passes.sent.rows,
         arrivals=None if is_compiled else passes.arrivals,
-        no_arrivals="compiled graphs wait where nobody sees it" if is_compiled else "",
+        no_arrivals="compiled graphs wait where it cannot be seen" if is_compiled else "",
         tell_phases=passes.tell_phases,
         notes=notes,
     )
@@ -158,10 +158,9 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
             doing="planning tensor parallelism",
         )
     if plan is None:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "the workload",
-            "without tensor_plan()",
-            "tensor parallelism needs to know how each layer is split",
+            "lacks tensor_plan(): tensor parallelism needs to know how each layer is split",
             "return a style of torch.distributed.tensor.parallel for each layer's name, or use fsdp or pipeline",
         )
     names = [name for name, _ in model.named_modules()]
@@ -216,16 +215,15 @@ def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
             continue
         where = f"{name}.{left[0]}" if name else left[0]
         if any(True for _ in module.children()):
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 "tensor_plan()",
-                f"without {where}",
-                "a parameter next to other modules cannot be left out",
+                f"lacks {where}: a parameter next to other modules cannot be left out",
                 f"name {name or 'the model'} in the plan, or put the parameter into a module of its own",
             )
         if sequence_parallel:
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 "tensor_plan()",
-                f"without {where}",
+                f"lacks {where}: "
                 "under sequence parallelism a module may see a part of the tokens only, so that each must be named",
                 "name it in the plan, or use --tensor.sequence-parallel false",
             )
@@ -248,10 +246,9 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
             other = model.get_parameter(name)
             ours, theirs = (p.placements if isinstance(p, DTensor) else None for p in (shared, other))
             if ours != theirs:
-                raise WorkloadError(
+                raise WorkloadError.problem(
                     "tensor_plan()",
-                    f"with {first} as {ours} and {name} as {theirs}",
-                    "they are one parameter, and must be split alike",
+                    f"has {first} as {ours} and {name} as {theirs}: they are one parameter, and must be split alike",
                     "untie them, or split both along the same dimension",
                 )
             path, _, last = name.rpartition(".")

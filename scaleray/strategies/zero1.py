@@ -40,9 +40,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
     def owns(parameter: nn.Parameter) -> bool:
         if id(parameter) not in all_ids:
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 "optimizer()",
-                f"with a parameter of shape {list(parameter.shape)} that the model does not register",
+                f"has a parameter of shape {list(parameter.shape)} that the model does not register: "
                 "zero1 shares out the model's own parameters",
                 "register it in the model, or use --strategy.name ddp",
             )

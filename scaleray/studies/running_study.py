@@ -172,7 +172,7 @@ class RunningStudy(Campaign):
             rung.turns = self.known.turns(name)[-self.options.repeats :]
             if rung.turns:
                 names = ", ".join(dict.fromkeys(turn.study for turn in rung.turns))
-                self.say(f"  {name}: {len(rung.turns)} turns reused from {names} (--force measures anew)")
+                self.say(f"  {name}: {len(rung.turns)} turns reused from {names} (--force measures them again)")
             if rung.trains_to_target and (result := self.known.to_target(name)) is not None:
                 rung.to_target = result
                 self.say(f"  {name}: training to the target reused")
@@ -291,7 +291,7 @@ class RunningStudy(Campaign):
             self.mlflow.finish(None, status=status)
         if count:
             same = "the same command without --force" if self.options.force else "the same command"
-            self.say(f"  {count} turns are kept: {same} goes on from there")
+            self.say(f"  {count} turns are kept: {same} continues from there")
 
     def write(self, record: StudyRecord, status: str = "FINISHED") -> StudyRecord:
         """Write the record and the report, in its folder and in MLflow."""

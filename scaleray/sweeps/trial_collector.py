@@ -74,7 +74,7 @@ class TrialCollector(tune.Callback):
         self._number(trial)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Take note that the trial ended by itself, or that its scheduler stopped it."""
+        """Note that the trial ended on its own, or that its scheduler stopped it."""
         number = self._number(trial)
         progress = self._open.pop(number, _Progress())
         status = progress.last.get(STATUS) or EARLY

@@ -151,8 +151,8 @@ class Callbacks(Observer):
                 self._user_code(each, "load_state_dict", partial(load, before[0]))
                 if not all(_are_equal(before[0], other) for other in before[1:]):
                     self.context.warn(
-                        f"callback {type(each).__name__} had another state on each of {len(states)} workers; on "
-                        f"{self.place.world_size} all go on from rank 0's (a method load_states(states) may do better)"
+                        f"callback {type(each).__name__} had another state on each of {len(states)} workers; "
+                        f"on {self.place.world_size} all use rank 0's (a method load_states(states) may do better)"
                     )
 
     def _call(self, hook: str, **known: Any) -> None:

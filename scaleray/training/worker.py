@@ -136,10 +136,9 @@ def received(task: Any) -> Any:
     except ray.exceptions.RaySystemError as exc:
         # Ray puts a traceback below its first line
         reason = str(exc).splitlines()[0].removeprefix("System error: ")
-        raise WorkloadError(
-            f"the workload on {ray.util.get_node_ip_address()}",
-            "not readable there",
-            f"a worker said: {reason}",
+        raise WorkloadError.problem(
+            "Cannot unpickle",
+            f"the workload on {ray.util.get_node_ip_address()}: {reason}",
             "install the package on every node, or keep the module next to the workload's file, which is sent along",
         ) from None
 
@@ -147,7 +146,7 @@ def received(task: Any) -> Any:
 def quieten_ray() -> None:
     """Leave out what Ray's libraries and torchao say in a worker, and the driver says better or not at all."""
     leave_out_idle_warnings()
-    logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)  # `received` says it
+    logging.getLogger("ray._private.serialization").setLevel(logging.CRITICAL)  # `received` reports it
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     logging.getLogger("ray.train.v2._internal.util").setLevel(logging.CRITICAL)  # the driver says each error, once
     logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # says that progress bars are off

@@ -49,7 +49,7 @@ def _first(variant: Variant, whole: Trace, resumed: Trace, items: list[str], bou
         why = f"{RESUMED} there are other values than were saved: {IN_WORDS[item]}"
         return Divergence(half + 1, "resume", math.inf), _finding(item, why)
     if apart is not None:
-        return apart, _finding(apart.quantity, f"{RESUMED} it goes on with another {apart.quantity}")
+        return apart, _finding(apart.quantity, f"{RESUMED} it continues with another {apart.quantity}")
     return _law_broken(variant, whole, resumed, bound)
 
 
@@ -87,4 +87,4 @@ def _law_broken(variant: Variant, whole: Trace, resumed: Trace, bound: float) ->
     broken = promise.disagreement(joint, config, bound)
     if broken is None or broken.step <= half or promise.disagreement(whole, config, bound) is not None:
         return None
-    return broken, _finding("law", f"{RESUMED} replicas do not go on from what they were before")
+    return broken, _finding("law", f"{RESUMED} replicas do not continue from what they were before")

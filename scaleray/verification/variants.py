@@ -322,7 +322,7 @@ class _Group:
             why = finding.why.replace("on another number of workers", "on one worker")
             return broken, dataclasses.replace(finding, why=why)
         if not continued.steps:
-            why = "one process that goes on from this checkpoint takes it for the end of the training"
+            why = "one process that continues from this checkpoint takes it for the end of the training"
             return Divergence(restored.step + 1, "rows", math.inf), Finding(Cause.DATA_ORDER, why)
         return self._goes_on_wrongly(reference, continued, promise, bound)
 
@@ -339,7 +339,7 @@ class _Group:
         if broken is None:
             return None
         finding = from_traces(due, found, broken, Layout(1, 1)) if broken.quantity in kept else None
-        why = f"one process that goes on from this checkpoint has another {broken.quantity} in its first step"
+        why = f"one process that continues from this checkpoint has another {broken.quantity} in its first step"
         if finding is not None:
             why = f"{why}: {finding.why}"
         return broken, Finding(Cause.RESUME if finding is None else finding.cause, why, broken.parameter)

@@ -151,7 +151,7 @@ def test_a_report_that_fails_is_a_warning_and_not_asked_for_there_is_none(folder
         (["--workload.name", "work.py"], ["workload.name", "path/to/file.py:Name"]),
         (["--workload.name", "work.py:NoLoss"], ["loss", "needs the methods"]),
         (["--workload.name", "work.py:Failing"], ["build_model()", "work.py", "my own mistake"]),
-        (["--workload.name", "work.py:Frozen"], ["without trainable parameters"]),
+        (["--workload.name", "work.py:Frozen"], ["has no trainable parameters"]),
         (["--workload.name", "work.py:OnlyMean"], ["loss()", "must return (sum, count)"]),
         (["--workload.name", "work.py:MeanAsSum"], ["loss()", "a mean", "reduction='sum'"]),
         (["--workload.args.rows", "0"], ["train data", "empty"]),

@@ -274,6 +274,6 @@ def test_what_reads_or_writes_every_byte_says_how_much_of_it_is_done(run, capsys
         assert command(capsys, "import", tmp_path / "w.safetensors", tmp_path / "imported")[0] == 0
         assert command(capsys, "rebuild", run)[0] == 0
     names = [name for name, _, _ in noting.ended]
-    assert names == [*(f"reading step {step}" for step in (40, 30, 20, 10)), "copying the weights", "writing step 40 anew"]  # fmt: skip
+    assert names == [*(f"reading step {step}" for step in (40, 30, 20, 10)), "copying the weights", "writing step 40 again"]  # fmt: skip
     for name, done, total in noting.ended:  # a file has a header beside its tensors
         assert done == pytest.approx(total, rel=0.01), name

@@ -127,7 +127,7 @@ def test_the_table_fits_80_columns_and_has_every_remedy():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--local", "--address", "a:1"], "--local this machine is looked at"),
+        (["--local", "--address", "a:1"], "--address and --local cannot be combined"),
         (["--network", "fast"], "fast"),
         (["--address", "http://10.0.0.1:8265"], "the address of the dashboard"),
         (["-c", "nowhere.yaml"], "nowhere.yaml"),

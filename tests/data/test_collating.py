@@ -191,7 +191,7 @@ def test_an_error_in_a_collate_that_runs_ahead_has_its_line():
                 raise ValueError("no such row")
             return batch
 
-    with pytest.raises(WorkloadError, match=r"collate\(\) is failing while making a batch of 2 rows[^$]*no such row"):
+    with pytest.raises(WorkloadError, match=r"collate\(\) failed while making a batch of 2 rows[^$]*no such row"):
         train_alone(Failing(), FLAGS)
 
 

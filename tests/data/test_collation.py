@@ -80,7 +80,5 @@ def test_built_in_collations_make_no_object_for_each_row(monkeypatch):
 
 
 def test_a_collate_that_fails_is_shown_with_its_line():
-    with pytest.raises(
-        WorkloadError, match=r"collate\(\) is failing while making a batch of 4 rows[^$]*test_collation"
-    ):
+    with pytest.raises(WorkloadError, match=r"collate\(\) failed while making a batch of 4 rows[^$]*test_collation"):
         collated(lambda rows: rows[0]["z"], columns(), gives_tuples=False)

@@ -322,7 +322,7 @@ def test_rows_without_an_end_are_refused_where_lengths_are_in_epochs_and_in_eval
 
 
 def test_a_stream_that_fails_while_it_is_counted_is_an_error_of_the_users_code():
-    with pytest.raises(WorkloadError, match=r"(?s)Corpus\.__iter__\(\) is failing while counting its rows.*shard-7"):
+    with pytest.raises(WorkloadError, match=r"(?s)Corpus\.__iter__\(\) failed while counting its rows.*shard-7"):
         as_source(Corpus(fails_at=20), split="train")
 
 

@@ -466,7 +466,5 @@ def test_a_length_that_is_none_is_an_error_of_the_dataset(length):
         def __getitem__(self, index):
             return {"x": 1.0}
 
-    with pytest.raises(
-        WorkloadError, match=r"(?s)Odd\.__len__\(\) is .*it must return the number of rows, an int from 0"
-    ):
+    with pytest.raises(WorkloadError, match=r"(?s)Odd\.__len__\(\) .*it must return the number of rows, an int from 0"):
         as_source(Odd(), split="train")

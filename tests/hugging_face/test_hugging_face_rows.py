@@ -80,13 +80,13 @@ def test_what_is_no_chat_is_refused(texts):
     tokenizer = byte_tokenizer()
     with pytest.raises(DataError, match="conversation 1 of the train data"):
         conversations([CHAT, [{"role": "user"}]], tokenizer, length=200, what="train")
-    with pytest.raises(DataError, match="without a word of the assistant"), pytest.warns(UserWarning, match="1 of 1"):
+    with pytest.raises(DataError, match="has no word of the assistant"), pytest.warns(UserWarning, match="1 of 1"):
         conversations([CHAT], tokenizer, length=4, what="train")
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(WorkloadError, match="rewrites earlier turns"):
         conversations([CHAT], tokenizer, length=200, what="train")
     tokenizer.chat_template = None
-    with pytest.raises(WorkloadError, match="without a chat template"):
+    with pytest.raises(WorkloadError, match="lacks a chat template"):
         conversations([CHAT], tokenizer, length=200, what="train")
 
 

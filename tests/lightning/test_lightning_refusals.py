@@ -29,7 +29,7 @@ def refused(call):
 def test_a_hook_that_would_change_the_step_is_refused_with_its_line(hook):
     own = type("Own", (Plain,), {hook: lambda self, *args: None})
     message = refused(lambda: as_workload(own, Data))
-    assert f"with {hook}() of its own" in message and f"{__file__}:" in message
+    assert f"defines its own {hook}()" in message and f"{__file__}:" in message
 
 
 def test_manual_optimisation_is_refused_by_name():
@@ -46,7 +46,7 @@ def test_manual_optimisation_is_refused_by_name():
     ("given", "words"),
     [
         ((torch.nn.Linear, Data), "it takes a LightningModule"),
-        ((L.LightningModule, Data), "without training_step"),
+        ((L.LightningModule, Data), "lacks training_step"),
         ((Plain, TensorDataset), "it is a LightningDataModule, or a function"),
         ((Plain, 3), "it is a LightningDataModule, or a function"),
     ],

@@ -131,8 +131,8 @@ def test_a_training_on_rows_without_an_end_is_evaluated_on_its_other_splits(trai
     parts = dataclasses.replace(find_parts(trained.run_dir), workload=OnAStream())
     sources = room._sources(parts, None, None)
     assert {name: source.num_rows for name, source in sources.items()} == {"val": 8}
-    with pytest.raises(DataError, match="the train data is without an end"):
+    with pytest.raises(DataError, match="the train data has no end"):
         room._sources(parts, None, "train")
-    with pytest.raises(DataError, match="the train data is without an end"):
+    with pytest.raises(DataError, match="the train data has no end"):
         predict._split_of(OnAStream(), "train", None)
     assert predict._split_of(OnAStream(), "val", None).num_rows == 8

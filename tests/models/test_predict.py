@@ -140,7 +140,7 @@ def test_answers_that_cannot_be_told_ask_for_predict(run, rows, classes, name, s
 
 
 def test_an_error_of_the_first_rows_shows_the_users_own_line(run, rows, classes):
-    with pytest.raises(WorkloadError, match=r"(?s)failing while predicting a batch.*points.py.*outside of the room"):
+    with pytest.raises(WorkloadError, match=r"(?s)failed while predicting a batch.*points.py.*outside of the room"):
         scaleray.predict(run, {"x": rows + 100}, workload=classes.Picky)
 
 
@@ -149,7 +149,7 @@ def test_an_error_of_the_first_rows_shows_the_users_own_line(run, rows, classes)
     [
         ({}, "give either --data or --split"),
         ({"data": "nothing.parquet"}, "there is nothing"),
-        ({"data": "points.txt"}, "no file with such an ending"),
+        ({"data": "points.txt"}, "no file with a known extension"),
         ({"split": "test"}, "the run has the splits train, val"),
         ({"data": {"x": [[1.0]]}, "out": "a.txt"}, "must end in .parquet or .jsonl"),
         ({"data": 3}, "it must be a path, a mapping of arrays"),

@@ -40,7 +40,7 @@ def test_who_takes_no_series_is_asked_again_and_told_of_once(monkeypatch):
     given.end("FINISHED")
     given.close()
     assert set(calls) == {1}, "one at a time"
-    assert said == ["metrics for Prometheus: at least one is lost (RuntimeError: Ray is gone); the training goes on"]
+    assert said == ["metrics for Prometheus: at least one is lost (RuntimeError: Ray is gone); the training continues"]
 
 
 def test_a_run_whose_metrics_nobody_takes_ends_as_it_should(uri, tmp_path):

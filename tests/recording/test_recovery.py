@@ -326,7 +326,7 @@ def test_other_damaged_files_of_a_run_are_named_kept_and_written_anew(tmp_path, 
     ]
     (folder / "unsent.jsonl").write_text("\n".join(lines))
     events = goes_on(world)
-    assert "config.yaml was damaged, and is written anew; the old one is kept as config.yaml.damaged" in events
+    assert "config.yaml was damaged, and is written again; the old one is kept as config.yaml.damaged" in events
     assert (folder / "config.yaml").read_text() == "a: 1\n"
     assert (folder / "config.yaml.damaged").read_bytes() == b"a: [\0"
     (told,) = [event for event in events if event.startswith("unsent.jsonl")]

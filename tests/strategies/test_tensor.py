@@ -141,7 +141,7 @@ class TiedApart(Classify):
 @pytest.mark.parametrize(
     ("workload", "says"),
     [
-        (NoPlan(), "without tensor_plan"),
+        (NoPlan(), "lacks tensor_plan"),
         (Misspelt(), "no such module"),
         (LeavesOut(), "without 2.weight"),
         (TiedApart(), "must be split alike"),

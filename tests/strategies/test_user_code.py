@@ -29,8 +29,8 @@ REFUSED = {
         own.PenaltyOfHead: PARTS,
         own.PenaltyOfAll: PARTS,
         own.Twice: "called 2 times",
-        own.GradientPenalty: "computing gradients",
-        own.Adversarial: "computing gradients",
+        own.GradientPenalty: "computes gradients",
+        own.Adversarial: "computes gradients",
     },
 }
 """What a strategy cannot do with a model, by what its refusal says."""

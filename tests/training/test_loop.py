@@ -416,7 +416,7 @@ def test_an_error_of_the_source_arrives_as_it_is():
 def test_a_model_that_fails_to_build_shows_the_users_line():
     workload = Classify()
     workload.build_model = lambda: nn.Linear(6, -3)
-    with pytest.raises(WorkloadError, match="failing while building the model"):
+    with pytest.raises(WorkloadError, match="failed while building the model"):
         train_alone(workload)
 
 

@@ -105,7 +105,8 @@ def doctor(
 def _examined(subject: Subject, *, address: str | None, local: bool, say: Callable[[str], None]) -> DoctorRecord:
     started = time.perf_counter()
     if local and address is not None:
-        raise ClusterError("--address", address, "with --local this machine is looked at", "leave one of them out")
+        text = "and --local cannot be combined: --local checks this machine"
+        raise ClusterError.problem("--address", text, "leave one of them out")
     address = None if local else address or os.environ.get("RAY_ADDRESS")
     if not address or address == HERE:
         begin_imports(("scaleray.clusters.doctor.fleet",))  # beside what this process looks at meanwhile

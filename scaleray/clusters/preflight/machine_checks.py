@@ -52,7 +52,7 @@ def machine_checks(measured: Measured) -> list[PreflightCheck]:
             nodes,
             _object_store,
             f"at least {disk_space(check_limits.OBJECT_STORE_YELLOW)}",
-            "ray start --object-store-memory; Ray takes 30 % of the memory by itself",
+            "ray start --object-store-memory; Ray takes 30 % of the memory by default",
         ),
         _check(
             "free disk",
@@ -132,7 +132,7 @@ def _in_use(gpu: GpuSeen) -> Judged:
 def _check(
     name: str, nodes: Sequence[NodeSeen], judge: Callable[[NodeSeen], Judged | None], allowed: str, remedy: str
 ) -> PreflightCheck:
-    """A check that looks at each node by itself: the worst verdict, with the nodes that have it."""
+    """A check of each node separately: the worst verdict, with the nodes that have it."""
     judged = [(node, found) for node in nodes if (found := judge(node)) is not None]
     if not judged:
         return PreflightCheck(name=name, verdict="not applicable", found="nothing to look at", allowed=allowed)

@@ -8,7 +8,7 @@ from scaleray.records.doctor_record import Measured, PreflightCheck, Verdict
 
 
 def check_ports(measured: Measured) -> PreflightCheck:
-    """Whether every node reaches the others on ports that their systems hand out, and whether there are enough."""
+    """Whether every node reaches the others on ephemeral ports, and whether there are enough of them."""
     name, allowed = "ports", f"every node reaches every other one; {check_limits.PORTS_YELLOW} ports to hand out"
     nodes = [node for node in measured.nodes if not node.error]
     if measured.closed:

@@ -41,7 +41,7 @@ class KubernetesCluster(_Cluster):
     """Context of kubectl; by default its current one."""
     namespace: Text = "scaleray"
     manifest: str | None = None
-    """File or folder for kustomize with one RayJob; by default one is made of image, gpus and nodes."""
+    """File or folder for kustomize with one RayJob; generated from image, gpus and nodes by default."""
     image: str | None = None
     gpus: str | None = None
     """GPUs of a node and their kind, such as 8xh100; nodes without GPUs by default."""

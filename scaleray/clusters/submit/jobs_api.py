@@ -119,7 +119,7 @@ class Jobs:
             except LostConnectionError:
                 if lost_at is None:
                     lost_at = time.monotonic()
-                    say(f"the connection to {self.url} is lost; the job goes on, trying again ...")
+                    say(f"the connection to {self.url} is lost; the job continues, trying again ...")
                 if time.monotonic() - lost_at > GIVE_UP_S:
                     raise
                 time.sleep(2.0)

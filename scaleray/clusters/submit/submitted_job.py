@@ -82,7 +82,7 @@ def follow_by_looking(
             now = time.monotonic()
             if lost_at is None:
                 lost_at = now
-                say(f"the connection to {place} is lost; the job goes on, trying again ...")
+                say(f"the connection to {place} is lost; the job continues, trying again ...")
             if now - lost_at > GIVE_UP_S:
                 raise
             time.sleep(TRY_AGAIN_S)

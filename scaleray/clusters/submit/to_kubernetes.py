@@ -17,7 +17,7 @@ from scaleray.common.progress import stage
 from scaleray.errors import StorageError, UsageError
 from scaleray.records.run_record import Say
 
-REMEDY = "build the image anew from these versions (cluster/image), or use those of the image here"
+REMEDY = "rebuild the image from these versions (cluster/image), or use those of the image here"
 
 
 def checked_and_started(

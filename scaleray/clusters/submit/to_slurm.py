@@ -87,10 +87,9 @@ def _scripts(contents: Contents, cluster: SlurmCluster) -> dict[str, str]:
         texts = files(ClusterSpec(gpus=cluster.gpus, nodes=cluster.nodes), ["slurm"])
         return {f"cluster/{name}": text for name, text in texts.items() if "try_on" not in name}
     if TAKES_COMMANDS not in (contents.folder / SCRIPT).read_text(errors="replace"):
-        raise ConfigError(
+        raise ConfigError.problem(
             SCRIPT,
-            f"without {TAKES_COMMANDS}",
-            "it is from an older scaleray, or was edited so that it takes no command",
+            f"lacks the variable {TAKES_COMMANDS}: an older scaleray wrote it, or it was edited",
             "write it again: scaleray cluster write --kind slurm --overwrite",
         )
     return {}

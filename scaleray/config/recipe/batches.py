@@ -47,7 +47,7 @@ def _packed_batch_size(config: RunConfig, data: DataSize, steps: int, why: dict[
         raise ConfigError(
             "batch.global_size",
             size,
-            f"the longest row has {longest} tokens, and a step {piece}: some steps would have no row",
+            f"a step holds only {piece} tokens but the longest row has {longest}, so some steps would get no row",
             f"use {longest * 2} or more, or cut long rows",
         )
     why["global_batch_size"] = f"{data.num_samples / steps:.4g} samples on average in {size} tokens"

@@ -38,7 +38,7 @@ GRACE_S = 20.0
 
 @dataclass(frozen=True)
 class NodeState:
-    """A node that was started. pid, started_at: of the process that all its others are below. log: what it says."""
+    """A node that was started. pid, started_at: of its root process. log: its output."""
 
     name: str
     pid: int
@@ -124,9 +124,9 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def folder_of(name: str) -> Path:
-    """Where the files of a cluster are, which need not be there. Raises UsageError."""
+    """Folder for the files of a cluster, which may not exist yet. Raises UsageError."""
     if not NAME.fullmatch(name):
-        raise UsageError("NAME", name, "a cluster's name has at most 12 of a-z, 0-9 and -", "such as mine")
+        raise UsageError("NAME", name, "a cluster's name has at most 12 characters from a-z, 0-9 and -", "such as mine")
     return _place() / f"{PREFIX}{name}"
 
 

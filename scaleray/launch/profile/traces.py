@@ -82,8 +82,8 @@ def read_traces(where: str) -> Traced:
     files = [where] if where.endswith((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS)) else _files_in(where)
     if not files:
         endings = ", ".join((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS))
-        raise TraceError(
-            where, "without traces", f"their names end in {endings}", "trace with: scaleray profile --trace"
+        raise TraceError.problem(
+            where, f"lacks traces: their names end in {endings}", "trace with: scaleray profile --trace"
         )
     of_memory = [file for file in files if _is_snapshot(file)]
     of_time = [file for file in files if file not in of_memory]

@@ -74,7 +74,7 @@ class Interrupted:
         except (ValueError, TypeError) as exc:
             say(
                 f"warning: record.json of {without_password(self.path)} is damaged ({first_line(exc)}); "
-                "whether the run had ended is decided by its newest checkpoint, and its end writes the record anew"
+                "whether the run had ended is decided by its newest checkpoint, and its end writes the record again"
             )
             return None
         return record if record.status == "FINISHED" else None

@@ -89,16 +89,16 @@ def _commit(conditions: Conditions) -> str:
 
 
 def check_same(here: Conditions, there: Conditions, *, whose: str, configs: Configs | None = None) -> None:
-    """Refuse to put points on one curve that were measured under other conditions.
+    """Refuse to put points on one curve that were measured under different conditions.
 
     Raises ConfigError with the difference.
     """
     found = differences(here, there, configs=configs)
     if found:
         more = [f"... and {len(found) - MOST_DIFFERENCES} more"] if len(found) > MOST_DIFFERENCES else []
-        raise ConfigError(
+        raise ConfigError.problem(
             f"the curve of {whose}",
-            "measured under other conditions",
+            "was measured under different conditions: "
             "points of one curve need the same config, code, environment and topology",
             "\n  ".join(
                 [*found[:MOST_DIFFERENCES], *more, "measure all points here, or compare the two: scaleray compare"]

@@ -16,7 +16,7 @@ NOW = Row(
         Panel(
             title="State",
             description="Normal: running, then finished. Failed: the run's terminal, or `failure` of its record.json, "
-            "has the reason; `scaleray train --resume RUN_FOLDER` goes on.",
+            "has the reason; `scaleray train --resume RUN_FOLDER` continues it.",
             queries=(each_run(f"2 * {once(live.RUN_FAILED)} + {once(live.RUN_FINISHED)}"),),
             unit="none",
             kind="stat",

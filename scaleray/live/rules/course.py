@@ -120,8 +120,8 @@ RULES = (
         "critical",
         "the run has failed",
         "count",
-        "Its workers are free, and nobody trains.",
-        "Read the verdict in MLflow or record.json; scaleray train --resume RUN_FOLDER goes on from the newest "
+        "Its workers are idle, and nothing trains.",
+        "Read the verdict in MLflow or record.json; scaleray train --resume RUN_FOLDER continues from the newest "
         "checkpoint.",
         ("run", "State"),
         lambda limits: _FAILED_QUERY,

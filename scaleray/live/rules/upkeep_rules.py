@@ -125,7 +125,7 @@ RULES = (
         "share",
         "The next allocation may end the run: an error on a GPU, the kernel's killer on a host.",
         "A smaller batch.micro_size, activations.checkpointing, or a strategy that shards (fsdp); "
-        "memory.on_out_of_memory halve goes on with smaller micro-batches.",
+        "memory.on_out_of_memory halve continues with smaller micro-batches.",
         ("ranks", "Memory"),
         lambda limits: (
             f"{of_rank(live.MEMORY_BYTES, USED)} / {of_rank(live.MEMORY_LIMIT_BYTES)} > {limits.memory_share:g}"
@@ -137,7 +137,7 @@ RULES = (
     Rule(
         "memory_filling",
         "warning",
-        "{of} has all its memory in use in {value}, if it goes on growing as it does now",
+        "{of} has all its memory in use in {value}, if it continues to grow as it does now",
         "seconds",
         "The run ends when the limit is reached: with an error on a GPU, by the kernel's killer on a host.",
         "Save now (alerts.action checkpoint). Something keeps what each step makes: tensors with their graph (a loss "
@@ -187,7 +187,7 @@ RULES = (
         "warning",
         "{value} points of charts wait for MLflow, which does not take them",
         "count",
-        "Training goes on, and its curves cannot be seen; what is still unsent at the end must be replayed by hand.",
+        "Training continues, and its curves cannot be seen; what is still unsent at the end must be replayed by hand.",
         "Look after the MLflow server. What it misses is in the run folder's unsent.jsonl: scaleray tracking replay.",
         ("run", "Points that wait for MLflow"),
         lambda limits: f"{of_run(live.RECORDER_SPOOLED_POINTS)} > 0",

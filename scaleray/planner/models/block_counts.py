@@ -149,7 +149,7 @@ class ModelProfile:
 
     @property
     def num_layers(self) -> int:
-        """Number of the repeated blocks: what a pipeline cuts between."""
+        """Number of repeated blocks, between which a pipeline is cut."""
         return sum(block.count for block in self.blocks if block.count > 1)
 
 

@@ -34,7 +34,7 @@ class Host:
 
 
 def host_of(trace: Trace) -> Host:
-    """How the events of a trace lie within each other."""
+    """Nesting of a trace's events."""
     modules = sorted({name for name in trace.names if name.startswith(MODULE_PREFIXES)})
     number = {name: place for place, name in enumerate(modules)}
     module_of_name = np.array([number.get(name, NONE) for name in trace.names], dtype=np.int64)

@@ -19,7 +19,7 @@ FORMAT = "scaleray memory snapshot 1"
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations and others")
 PICKLE_START = b"\x80"
 IN_USE = ("active_allocated", "active_awaiting_free", "active_pending_free")
-_ADVICE = "take it anew: scaleray profile -c FILE --memory"
+_ADVICE = "take it again: scaleray profile -c FILE --memory"
 _BY_FRAMES = {  # of a pickle, which knows no addresses of parameters: by what was running, innermost first
     "/optim/": CATEGORIES[2],
     "_engine_run_backward": CATEGORIES[1],

@@ -58,7 +58,7 @@ def about_communication(facts: Facts) -> Advice:
     """Advice for steps that wait for collectives, by the strategy."""
     if facts.strategy == "fsdp":
         first = (
-            "larger micro-batches (batch.micro_size), as each gathers anew, " if facts.accumulation_steps > 1 else ""
+            "larger micro-batches (batch.micro_size), as each gathers again, " if facts.accumulation_steps > 1 else ""
         )
         keys = ("fsdp.replicas", "fsdp.reshard_after_forward", "fsdp.prefetch")
         return Advice(

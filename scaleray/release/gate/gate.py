@@ -78,7 +78,7 @@ def _judged(
         raise UsageError("--days", days, "it is of runs against a registered version", "--against NAME@ALIAS")
     if not runs:
         hint = "scaleray gate RUN --against BASELINE"
-        raise ConfigError("RUN", "missing", "a gate judges a training or a study", hint)
+        raise ConfigError("RUN", None, "a gate judges a training or a study", hint)
     gates = GATES if gates is None else gates
     for name in gates:
         if name not in GATES:

@@ -109,7 +109,7 @@ def _known_content(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Chec
         "train on arrays, or on Parquet and token files that are small enough to be hashed (docs/workloads.md); or "
         f"fingerprint.may_differ: [{keys}] if the team knows the data otherwise"
     )
-    words = f"nobody hashed the bytes of {', '.join(list(unknown)[:4])}"
+    words = f"no run hashed the bytes of {', '.join(list(unknown)[:4])}"
     return Check(what=what, answer="inconclusive", words=words, remedy=remedy)
 
 

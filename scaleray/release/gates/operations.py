@@ -27,8 +27,8 @@ class Operated:
 def operations_gate(
     candidates: Sequence[Operated], *, policy: OperationsPolicy, endured: Sequence[RunRecord] = ()
 ) -> GateResult:
-    """The gate's checks, of every candidate. endured: further runs of the same training that were interrupted, went on
-    and have finished."""
+    """Checks of all candidates. endured: further runs of the same training that were interrupted, resumed and
+    finished."""
     runs = [one.run for one in candidates]
     checks = [_finished(runs)]
     if policy.max_nonfinite_steps is not None:
@@ -99,8 +99,8 @@ def _faults_survived(runs: Sequence[RunRecord], least: int) -> Check:
             f"{name} went on {'once' if number == 1 else f'{number} times'}" for name, number in survived[:4]
         )
         return Check(what=what, answer="pass", words=words, numbers={"survived": float(total)})
-    words = f"{total} recorded: nothing shows that the training goes on after a fault"
-    remedy = "end a training of the same config by force (kill -9) and go on: scaleray train --resume RUN"
+    words = f"{total} recorded: nothing shows that the training continues after a fault"
+    remedy = "end a training of the same config by force (kill -9) and resume it: scaleray train --resume RUN"
     return Check(what=what, answer="inconclusive", words=words, numbers={"survived": float(total)}, remedy=remedy)
 
 

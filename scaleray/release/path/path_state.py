@@ -216,9 +216,9 @@ def write(path: PathRecord) -> PathRecord:
 
 @contextlib.contextmanager
 def locked(path: PathRecord) -> Iterator[PathRecord]:
-    """A context in which no other process works on a path, which it yields as it is now.
+    """Lock a path and yield its current state.
 
-    Raises UsageError if another process does, and for a file of the folder that cannot be read or written.
+    Raises UsageError if another process holds it, or if a file of the folder cannot be read or written.
     """
     try:
         with _lock_file(Path(path.folder)) as file:

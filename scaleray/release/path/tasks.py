@@ -57,7 +57,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
         ),
         PathTask(
             key="distribute/resume",
-            what="an interrupted training goes on as if it had not been",
+            what="an interrupted training continues as if it had not been",
             command=[*verify, str(path.workers), "--resume", *local],
         ),
         plan if path.cluster is not None else replace(plan, command=[], status="skipped", words=NO_CLUSTER),

@@ -96,8 +96,8 @@ class Replicas:
                     tensor.copy_(value)
 
     def parallel(self, *, model: nn.Module | None = None, **course: Any) -> Parallel:
-        """Strategy of replicas that differ, as the loop takes it. model: module that runs the user's code, where it is
-        not the replica itself. course: further fields of `Parallel`, such as when they meet. Not collective."""
+        """`Parallel` for replicas that train apart. model: module that runs the user's code, if it is not the replica
+        itself. course: further fields of `Parallel`, such as when they synchronise. Not collective."""
         return Parallel(
             model=model if model is not None else self.model,
             module=self.model,
@@ -106,7 +106,7 @@ class Replicas:
             replicas_differ=True,
             averaged=self.averaged,
             metrics=self.metrics,
-            no_arrivals="replicas take their steps apart, and nobody waits for another in each of them",
+            no_arrivals="replicas take their steps apart, and none waits for another in each of them",
             **course,
         )
 

@@ -217,7 +217,7 @@ class Compression:
     def load_state(self, state: Tensors) -> None:
         """See `Parallel.load_state`. Without a state nothing is left over, and a note says so."""
         if STEPS not in state:
-            what = "what earlier steps had not sent is lost" if self._left is not None else "it counts its steps anew"
+            what = "what earlier steps had not sent is lost" if self._left is not None else "it counts its steps from 0"
             self.notes.append(
                 f"gradient compression ({self.settings.name}) starts as in a new run: {what}, as the checkpoint has no "
                 "state of it for so many workers"

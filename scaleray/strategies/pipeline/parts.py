@@ -249,9 +249,9 @@ class Parts:
         trained = {name for name, p in model.named_parameters() if p.requires_grad}
         idle = [worker for worker, names in enumerate(held) if not names & trained]
         if idle:
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 "the pipeline",
-                f"without a trained parameter on worker {idle[0]} of {self.num_workers}",
+                f"has no trained parameter on worker {idle[0]} of {self.num_workers}: "
                 "each must have something to train",
                 "use a smaller pipeline.size, or freeze less of the model",
             )
@@ -300,8 +300,8 @@ def cut(model: nn.Module, config: RunConfig, workload: Any) -> tuple[list[nn.Mod
     """The blocks of a model and what is around them. Raises WorkloadError where stages cannot be made of them."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
-            raise WorkloadError(
-                f"the model's {name}", "with sparse gradients", "a pipeline sums dense ones", "use sparse=False"
+            raise WorkloadError.problem(
+                f"the model's {name}", "has sparse gradients: a pipeline sums dense ones", "use sparse=False"
             )
     blocks, each = find_blocks(model, workload), config.pipeline.stages_of_each_worker
     if len(blocks) < config.pipeline.size * each:
@@ -330,9 +330,8 @@ def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
         return list(given)
     if isinstance(model, nn.Sequential):
         return list(model.children())
-    raise WorkloadError(
+    raise WorkloadError.problem(
         "the workload",
-        "without blocks()",
-        "a pipeline needs to know where the model can be cut",
+        "lacks blocks(): a pipeline needs to know where the model can be cut",
         "return the model's repeated blocks from blocks(model), in the order of use",
     )

@@ -1,9 +1,9 @@
 """FSDP on a pipeline's data axis: replicas share out a stage's parameters, gradients and optimizer state between steps.
 
 In a step a stage's parameters are gathered once and stay until its last micro-batch: to free them after each pass, as
-FSDP does by itself, would gather them as often as there are micro-batches. Gradients are reduced to the shards once, at
-the end. torch's `fully_shard` lays out, gathers and reduces; its hooks, which would do so in every pass, are removed.
-Written against torch 2.13, whose private names are used as torch's own pipelines do (`perform_reduce_grad`).
+FSDP does by default, would gather them as often as there are micro-batches. Gradients are reduced to the shards once,
+at the end. torch's `fully_shard` lays out, gathers and reduces; its hooks, which would do so in every pass, are
+removed. Written against torch 2.13, whose private names are used as torch's own pipelines do (`perform_reduce_grad`).
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class After(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
         if given is None:
-            raise WorkloadError(
-                "a block of the model", "called without a tensor", "a pipeline sends the first argument of its blocks"
+            raise WorkloadError.problem(
+                "a block of the model", "was called without a tensor: a pipeline sends the first argument of its blocks"
             )
         raise StageEnd(given)
 
@@ -110,9 +110,9 @@ class Stage:
                 raise AssertionError("the last stage has nothing after it") from None
         else:
             if not self.is_last:
-                raise WorkloadError(
+                raise WorkloadError.problem(
                     "the model",
-                    f"ended its pass without reaching the block after stage {self.index + 1}",
+                    f"ended its pass without reaching the block after stage {self.index + 1}: "
                     "a pipeline needs blocks that are called one after the other, in the order of blocks()",
                 )
         finally:
@@ -124,10 +124,9 @@ class Stage:
 
 def called_twice(times: int) -> WorkloadError:
     """Error for a loss that takes another number of passes than one."""
-    return WorkloadError(
+    return WorkloadError.problem(
         "the model",
-        f"called {times} times in one loss()",
-        "a pipeline needs one pass for each loss",
+        f"was called {times} times in one loss(): a pipeline needs one pass for each loss",
         "call it once, on the rows of all calls together; or use --strategy.name fsdp",
     )
 
@@ -136,20 +135,18 @@ def find_units(model: nn.Module, blocks: Sequence[nn.Module]) -> list[Unit]:
     """The parts of a model in the order of registration. Raises WorkloadError where the blocks cannot be cut apart."""
     numbers = {id(block): number for number, block in enumerate(blocks)}
     if len(numbers) < len(blocks):
-        raise WorkloadError("blocks()", "the same module twice", "a pipeline needs each block once")
+        raise WorkloadError.problem("blocks()", "returned the same module twice: a pipeline needs each block once")
     # with duplicates: a module that is registered twice stands in two places
     paths = {path: numbers[id(m)] for path, m in model.named_modules(remove_duplicate=False) if id(m) in numbers}
     if set(paths.values()) != set(range(len(blocks))) or "" in paths:
-        raise WorkloadError(
-            "blocks()", "modules that are not parts of the model", "it must return the model's own blocks"
-        )
+        text = "returned modules that are not parts of the model: it must return the model's own blocks"
+        raise WorkloadError.problem("blocks()", text)
     containers = {p.rpartition(".")[0][:end] for p in paths for end in _prefix_ends(p.rpartition(".")[0])}
     if containers & paths.keys():
-        raise WorkloadError("blocks()", "a block within a block", "blocks must not contain each other")
+        raise WorkloadError.problem("blocks()", "returned a block within a block: blocks must not contain each other")
     if [paths[p] for p in paths] != list(range(len(blocks))):
-        raise WorkloadError(
-            "blocks()", "blocks in another order than in the model", "name each once, in the order of use"
-        )
+        text = "returned the blocks in another order than the model: name each once, in the order of use"
+        raise WorkloadError.problem("blocks()", text)
     found: list[Unit] = []
 
     def collect(module: nn.Module, prefix: str) -> None:

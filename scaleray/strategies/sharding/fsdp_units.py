@@ -106,7 +106,8 @@ def _blocks(model: nn.Module, settings: FsdpSettings, workload: Any) -> set[int]
     asked = set()
     for block in found:
         if not isinstance(block, nn.Module) or id(block) not in own:
-            raise WorkloadError("blocks()", type(block).__name__, "it must give modules of the model it receives")
+            text = f"returned a {type(block).__name__}: it must return modules of the model it receives"
+            raise WorkloadError.problem("blocks()", text)
         asked.add(id(block))
     return asked
 
@@ -117,9 +118,8 @@ def _of_classes(model: nn.Module, settings: FsdpSettings, workload: Any) -> set[
         by_class.setdefault(type(module).__name__, []).append(module)
     missing = [name for name in settings.wrap_classes if name not in by_class]
     if missing:
-        raise ConfigError(
-            "fsdp.wrap_classes", missing[0], f"the model has no module of that class, but {', '.join(sorted(by_class))}"
-        )
+        text = f": the model has no {missing[0]}; it has {', '.join(sorted(by_class))}"
+        raise ConfigError.problem("fsdp.wrap_classes", text)
     return {id(module) for name in settings.wrap_classes for module in by_class[name]}
 
 

@@ -56,12 +56,12 @@ class Reporter(Observer):
         self._sampled_at = time.monotonic()
 
     def say(self, text: str, *, is_warning: bool = False, step: int | None = None) -> None:
-        """Say one line, on rank 0."""
+        """Log one line, on rank 0."""
         if self._is_first:
             self.emit(EventRecord(text, kind="warning" if is_warning else "info", step=step))
 
     def begin(self, setup: Setup) -> None:
-        """Say what is to be known before the first step: notes, values in use, settings without effect."""
+        """Report before the first step: notes, values in use, settings without effect."""
         self._setup = setup
         self.notes()
         if self._is_first:

@@ -111,16 +111,16 @@ def explained(exc: Exception) -> DataError | WorkloadError | None:
             "with --local on a CPU the error names the line",
         )
     if isinstance(exc, RuntimeError) and "mixed torch.Tensor and DTensor" in text:
-        return WorkloadError(
+        return WorkloadError.problem(
             "loss()",
-            "computing with a weight where a worker holds a part of it",
+            "computes with a weight where a worker holds a part of it: "
             "sharded weights are whole, or meet only their like, within the forward() of their own layers",
             "call the layers that have them, in a method or a part of the model; or use --strategy.name ddp or zero1",
         )
     if isinstance(exc, RuntimeError) and "Expected to have finished reduction in the prior iteration" in text:
-        return WorkloadError(
+        return WorkloadError.problem(
             "a trained parameter",
-            "without a gradient, as the loss of a step does not depend on it",
+            "has no gradient, as the loss of a step does not depend on it: "
             "ddp waits for the gradient of every trained parameter in every step",
             "freeze them (requires_grad_(False) in build_model()), or use --strategy.find-unused-parameters",
         )

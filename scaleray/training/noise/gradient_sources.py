@@ -1,7 +1,7 @@
 """Sources of a step's gradients at two batch sizes: the workers, the first micro-batch, or the step before.
 
 Each source looks at gradients and changes none. A rank's accumulated gradient is that of the summed loss times
-`loss scale x divisor / expected count`; times `correction` what the step uses is the mean gradient.
+`loss scale x divisor / expected count`. Multiplied by `correction`, as in the step, it is the mean gradient.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Averaging:
             torch._foreach_copy_(trained, kept)
 
     def _reshard(self) -> None:
-        """Let go of what is still gathered from a pass before, as it is of the other weights."""
+        """Reshard what the last pass gathered: it holds the other weights."""
         for part in self._module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

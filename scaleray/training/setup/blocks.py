@@ -33,9 +33,11 @@ def model_blocks(workload: Any, model: nn.Module, *, wanted_by: str) -> list[nn.
     inside = set(map(id, model.modules()))
     for block in blocks:
         if not isinstance(block, nn.Module) or id(block) not in inside:
-            raise WorkloadError("blocks()", f"with a {type(block).__name__}", "every block must be a part of the model")
+            raise WorkloadError.problem(
+                "blocks()", f"returned a {type(block).__name__}: every block must be a part of the model"
+            )
     if len(set(map(id, blocks))) < len(blocks):
-        raise WorkloadError("blocks()", "with one block twice", "every block must be named once")
+        raise WorkloadError.problem("blocks()", "returned one block twice: every block must be named once")
     return blocks
 
 

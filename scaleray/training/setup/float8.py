@@ -43,10 +43,9 @@ def convert(
     chosen, left_out = _layers(model, settings, workload)
     if not chosen:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(left_out.items())[:3]) or "it has no linear layers"
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "the model",
-            "without a linear layer that can compute in float8",
-            f"precision.float8 is {settings.float8} ({reasons})",
+            f"lacks a linear layer that can compute in float8: precision.float8 is {settings.float8} ({reasons})",
             "use precision.float8 none",
         )
     for layer in chosen.values():

@@ -292,17 +292,15 @@ def check_model(model: Any) -> None:
         raise WorkloadError("build_model()", type(model).__name__, "it must return a torch.nn.Module")
     lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
     if lazy:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "the model",
-            f"with lazy parameters ({lazy[0]})",
-            "their shapes are needed before the first batch",
+            f"has lazy parameters ({lazy[0]}): their shapes are needed before the first batch",
             "run one dummy batch through it in build_model()",
         )
     if not any(p.requires_grad for p in model.parameters()):
         count = sum(1 for _ in model.parameters())
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "the model",
-            f"without trainable parameters ({count} frozen)",
-            "at least one must need a gradient",
+            f"has no trainable parameters ({count} frozen): at least one must need a gradient",
             "check requires_grad",
         )

@@ -111,7 +111,8 @@ def _made(
     if not isinstance(found, Mapping) or not set(found) <= set(members(optimizer)):
         shown = f"a mapping of {', '.join(map(str, found))}" if isinstance(found, Mapping) else type(found).__name__
         allowed = f"with several optimizers it must return schedules by name, of {', '.join(members(optimizer))}"
-        raise WorkloadError("schedule()", shown, allowed, "what it leaves out has the configured schedule")
+        hint = "omitted optimizers use the configured schedule"
+        raise WorkloadError.problem("schedule()", f"returned {shown}: {allowed}", hint)
     own = {name: _checked(found.get(name)) or configured(each) for name, each in members(optimizer).items()}
     return SeveralSchedules(optimizer, own)
 
@@ -166,10 +167,9 @@ def take_step(schedule: LRScheduler, number: int) -> None:
     try:
         schedule.step()
     except (ValueError, IndexError) as exc:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "schedule()",
-            f"failing after step {number}: {exc}",
-            "it must give a learning rate for every step of the training",
+            f"fails after step {number}: {exc}: it must give a learning rate for every step of the training",
             "take recipe.total_steps for its length",
         ) from exc
 

@@ -35,8 +35,7 @@ GROUP_TIMEOUT = timedelta(hours=1)  # an upload may take long; a lost peer close
 NOTICE_INTERVAL_S = 2.0
 
 SAVE, LEAVE, ASK, LINKS = 0, 1, 2, 3
-"""Places in the signals of a step: ranks that want a checkpoint, that want to leave, that want to ask for a notice, and
-that want the links between them measured."""
+"""Indices into a step's signals: requests for a checkpoint, to leave, for a notice, for link measurements."""
 
 
 RATE_SECTIONS = ("optimizer", "schedule", "stop", "workload")
@@ -338,7 +337,7 @@ def _resumed(manifest: Manifest, world_size: int, job: TrainJob) -> str:
     if manifest.world_size != world_size:
         text += f" on {quantity(world_size, 'worker')} instead of {manifest.world_size}"
         if any(name.startswith(f"{REPLICA}.") for name in manifest.tensors):
-            text += ", from the mean of its replicas; what the strategy itself had kept starts anew"
+            text += ", from the mean of its replicas; what the strategy itself had kept starts from scratch"
     before, now = manifest.values[PROGRESS]["global_batch_size"], job.recipe.global_batch_size
     if before != now:
         text += f"; global batch {before} -> {now}"

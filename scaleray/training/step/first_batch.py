@@ -181,7 +181,9 @@ class _Look:
         if not self.ranks_agree and not self._asks_for(missing[0]):
             return  # a mapping of the user's own lacks the key; where ranks must do alike, nobody can look again
         allowed = f"the batch has {', '.join(map(repr, self.columns))}"
-        raise WorkloadError("loss()", f"reading column {missing[0]!r}", allowed, error.hint) from error.__cause__
+        raise WorkloadError.problem(
+            "loss()", f"reads column {missing[0]!r}: {allowed}", error.hint
+        ) from error.__cause__
 
     def _asks_for(self, name: str) -> bool:
         """Whether the loss, computed once more, asks the batch itself for a column of that name."""
@@ -233,10 +235,9 @@ class _Look:
                 given = self._attempt(lambda: set(self._run(metrics, np.arange(self.rows))))
             if given is None or "loss" in given:  # None: a split may have columns of its own, so let evaluations tell
                 return
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "loss()",
-            "failing in evaluation mode",
-            f"the loss of {', '.join(splits)} is wanted there",
+            f"fails in evaluation mode: the loss of {', '.join(splits)} is wanted there",
             "return `loss` among metrics(), which is then asked alone; or leave out the split",
         )
 

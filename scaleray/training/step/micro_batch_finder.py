@@ -246,7 +246,7 @@ def _limit_bytes(config: RunConfig, device: torch.device) -> float:
 
 @contextlib.contextmanager
 def _unchanged(workload: Any, setup: Setup) -> Iterator[None]:
-    """Context after which the training state is what it was, whatever trials do.
+    """Context that restores the training state on exit.
 
     Copies are kept in the host's memory.
     """

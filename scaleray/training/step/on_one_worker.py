@@ -53,13 +53,13 @@ def no_gradients_of_gradients(model: nn.Module, strategy: str) -> Iterator[None]
             return
         advice = "use --strategy.name ddp or zero1, or leave it out"
         if strategy == "pipeline":
-            raise WorkloadError(
-                "loss()", "computing gradients", "in a pipeline no worker has a gradient before all have run", advice
+            raise WorkloadError.problem(
+                "loss()", "computes gradients: in a pipeline no worker has a gradient before all have run", advice
             )
         if torch.is_grad_enabled():
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 "loss()",
-                "differentiating with create_graph",
+                "differentiates with create_graph: "
                 f"{strategy} has no gradients of gradients: what it communicates is not differentiated again",
                 advice,
             )
@@ -94,10 +94,9 @@ class Absent(torch.Tensor):
         is_pass = torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         if is_pass and not is_detached and any(isinstance(t, torch.Tensor) for t in tree_iter(result)):
             absent = next(t for t in tree_iter((args, kwargs)) if isinstance(t, Absent))
-            raise WorkloadError(
+            raise WorkloadError.problem(
                 "loss()",
-                f"computing with {absent.path} outside of the layers' own forward()",
-                absent.why,
+                f"computes with {absent.path} outside of the layers' own forward(): {absent.why}",
                 "put what needs it into the forward() of the module that has it; for a penalty on weights use "
                 "optimizer.weight_decay; or use --strategy.name ddp or zero1",
             )

@@ -32,7 +32,7 @@ MEASURED_STEPS = 16  # steps before a measurement is taken; their median leaves 
 class WorkerShares:
     """The shares of all workers, and when they change. Without `shares.by speed` they do not.
 
-    before: `state` of a checkpoint. now: samples of a full batch by rank; None is equal.
+    before: `state` of a checkpoint. now: samples of a full batch by rank; None means equal shares.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ def test_a_head_that_hangs_is_a_connection_that_is_lost(dashboard):
     dashboard.connections = [hangs, is_back]
     written, said = [], []
     assert Jobs(dashboard.url).follow("mine", written.append, say).status == "SUCCEEDED"
-    assert written == ["one"] and len(said) == 1 and "is lost; the job goes on" in said[0]
+    assert written == ["one"] and len(said) == 1 and "is lost; the job continues" in said[0]
 
 
 @pytest.mark.parametrize("code", [401, 403])

@@ -284,7 +284,7 @@ def test_a_connection_that_is_lost_is_tried_again_and_nothing_is_written_twice(c
 
     cluster.get_job_info = info
     assert jobs.follow("mine", written.append, said.append).status == "SUCCEEDED"
-    assert "".join(written) == "one two three" and len(said) == 1 and "is lost; the job goes on" in said[0]
+    assert "".join(written) == "one two three" and len(said) == 1 and "is lost; the job continues" in said[0]
 
 
 def test_a_job_that_failed_gives_its_exit_code(cluster, capsys):
@@ -333,4 +333,4 @@ def test_jobs_are_listed_shown_and_stopped(cluster, capsys):
     assert run_command(["jobs", "logs", "mine", "--follow", "--to", URL]) == 0 and capsys.readouterr().out == "all"
     cluster.tails = [(["all"], KeyboardInterrupt())]
     assert run_command(["jobs", "logs", "mine", "--follow", "--to", URL]) == 130
-    assert "goes on" in capsys.readouterr().err
+    assert "continues" in capsys.readouterr().err

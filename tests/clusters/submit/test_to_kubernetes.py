@@ -263,7 +263,7 @@ def test_a_job_is_followed_through_waiting_a_lost_connection_and_a_second_try(ku
     assert ended.status == "SUCCEEDED" and "".join(written) == "one\ntwo\nthree\nfour\n"
     assert said[0].startswith("pending: the quota of the namespace is used up") and "describe resourcequota" in said[0]
     assert [line for line in said if "is lost" in line] == [
-        "the connection to lab is lost; the job goes on, trying again ..."
+        "the connection to lab is lost; the job continues, trying again ..."
     ]
 
 

@@ -227,7 +227,7 @@ def test_a_connection_that_is_lost_is_tried_again_and_nothing_is_written_twice(s
     jobs.cluster = SlurmCluster(name="lab", kind="slurm", folder=str(shared), ssh="login")
     written, said = [], []
     assert jobs.follow("mine", written.append, said.append).status == "SUCCEEDED"
-    assert written == ["one\n"] and said == ["the connection to lab is lost; the job goes on, trying again ..."]
+    assert written == ["one\n"] and said == ["the connection to lab is lost; the job continues, trying again ..."]
 
 
 def test_a_job_whose_number_could_not_be_written_does_not_break_the_list(slurm, shared, capsys):

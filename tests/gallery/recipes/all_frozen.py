@@ -3,7 +3,7 @@
 from recipe import Recipe, X, Y
 from torch import nn
 
-REFUSED = r"without trainable parameters"
+REFUSED = r"has no trainable parameters"
 
 
 class Workload(Recipe):

@@ -3,7 +3,7 @@
 from recipe import Recipe, X, Y
 from torch import nn
 
-REFUSED_ON_TWO = r"a trained parameter is without a gradient.*find-unused-parameters"
+REFUSED_ON_TWO = r"a trained parameter has no gradient.*find-unused-parameters"
 
 
 class Workload(Recipe):

@@ -53,7 +53,7 @@ def test_the_process_says_why_it_cannot_count(monkeypatch, capsys):
     monkeypatch.setattr(module.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(given)))
     monkeypatch.setattr(module.os, "nice", lambda by: None)
     assert module.main() == 0
-    assert "build_model() is failing" in json.loads(capsys.readouterr().out)["problem"]
+    assert "build_model() failed" in json.loads(capsys.readouterr().out)["problem"]
 
 
 @pytest.mark.parametrize("flags", [{}, {**PEAK, "monitoring.flops_per_sample": 9.0}], ids=["no peak", "given"])

@@ -147,7 +147,7 @@ class TestFingerprint:
         runs = [a_run(name, data={"train": facts}) for name in ("a", "b")]
         result = fingerprint_gate(runs[:1], runs[1:], policy=FingerprintPolicy())
         (check,) = [check for check in result.checks if check.answer != "pass"]
-        assert check.answer == "inconclusive" and "nobody hashed the bytes of train of a" in check.words
+        assert check.answer == "inconclusive" and "no run hashed the bytes of train of a" in check.words
         assert "fingerprint.may_differ: [data.train]" in check.remedy
         allowed = FingerprintPolicy(may_differ=("data.train",))
         assert fingerprint_gate(runs[:1], runs[1:], policy=allowed).answer == "pass"

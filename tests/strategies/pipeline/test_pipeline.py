@@ -329,9 +329,9 @@ class FrozenStart(Deep):
 @pytest.mark.parametrize(
     ("workload", "flags", "says"),
     [
-        (NoBlocks(), {}, "without blocks"),
+        (NoBlocks(), {}, "lacks blocks"),
         (Classify(), {"pipeline.schedule": "interleaved_1f1b"}, "made of 3 blocks"),
-        (FrozenStart(), {}, "without a trained parameter on worker 0"),
+        (FrozenStart(), {}, "has no trained parameter on worker 0"),
         (TwoPasses(), {}, "called 2 times"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_failure_is_said_once_and_the_watcher_left_alone():
     guard = Guard(said.append)
     assert [guard(Watcher.MEMORY, looks, {}) for _ in range(3)] == [{}, {}, {}]
     assert looks.call_count == 1
-    assert said == ["memory report: not watched any more (ValueError: first line); the training goes on without"]
+    assert said == ["memory report: not watched any more (ValueError: first line); the training continues without"]
     assert guard(Watcher.MEMORY, lambda: 1, 0, part="another") == 1, "parts fail alone"
 
 

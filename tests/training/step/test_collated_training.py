@@ -238,7 +238,7 @@ def test_verify_finds_steps_of_tokens_equal_on_two_workers(gloo):
         ({"shares.by": "speed", "scale.workers": 2}, "steps of tokens have a varying number of rows"),
         ({"data.shuffle": False}, "keeps the order of the file"),
         ({"batch.drop_last": True}, "no partial batch to drop"),
-        ({"batch.global_size": 7}, "the longest row has 8 tokens"),
+        ({"batch.global_size": 7}, "the longest row has 8, so some steps would get no row"),
         ({"batch.micro_size": 7}, "counts tokens, as batch.unit says, and the longest row has 8"),
         ({"batch.micro_size": 9, "memory.on_out_of_memory": "halve"}, "other sizes are tried in rows"),
     ],

@@ -210,7 +210,7 @@ def test_a_column_that_the_loss_wants_and_the_rows_lack_is_named_beside_those_th
         def loss(self, model, batch):
             return super().loss(model, {**batch, "x": batch["features"]})
 
-    with pytest.raises(WorkloadError, match="reading column 'features': the batch has 'x', 'y'") as caught:
+    with pytest.raises(WorkloadError, match="reads column 'features': the batch has 'x', 'y'") as caught:
         train_alone(Asking(), STEP)
     assert 'batch["features"]' in str(caught.value), "the user's line"
 

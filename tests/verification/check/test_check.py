@@ -48,8 +48,8 @@ def test_a_workload_without_a_mistake_is_ready_to_train():
         ("RaisesInTheLoss", "loss", ["wrong_workloads.py", "KeyError: 'labels'"]),
         ("Gaps", "loss", ["column x of the first batch", "NaN or infinite in 8 of 8 rows"]),
         ("OneIsAMean", "loss", ["other", "a mean", "reduction='sum'"]),
-        ("WrongArguments", "metrics", ["metrics()['auroc'] is failing while being given to MulticlassAUROC"]),
-        ("NeedsAMissingColumn", "evaluation", ["loss() is failing while evaluating val", "KeyError: 'noise'"]),
+        ("WrongArguments", "metrics", ["metrics()['auroc'] failed while being given to MulticlassAUROC"]),
+        ("NeedsAMissingColumn", "evaluation", ["loss() failed while evaluating val", "KeyError: 'noise'"]),
     ],
 )
 def test_a_mistake_is_named_with_its_place(name, subject, says):
