@@ -72,7 +72,7 @@ def test_a_run_that_ends_before_they_are_counted_ends_their_process_and_hears_no
     monkeypatch.setattr(module.subprocess, "Popen", lambda *a, **more: started.append(popen(*a, **more)) or started[0])
     job, sources = make_job(Classify(), PEAK)
     with counted_flops(job, sources, told.extend):
-        pass
+        wait_until(lambda: started)
     started[0].wait(timeout=60)
     wait_until(lambda: not any(thread.name == "scaleray-flops" for thread in threading.enumerate()), seconds=60)
     assert told == []
