@@ -43,7 +43,7 @@ types: $(INSTALLED)
 floors: $(INSTALLED)
 	$(BIN)/lint-imports --no-cache
 
-unit: without-ray on-ray
+unit: on-ray without-ray  # the tests on Ray first: they take longest and wait most
 
 on-ray: $(INSTALLED)  ## from the files with such tests alone: to collect the others imports everything
 	$(BIN)/python -m pytest -m 'ray and not gpu and not slow' $$(grep -rlw 'mark\.ray' tests --include='test_*.py')

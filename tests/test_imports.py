@@ -57,6 +57,7 @@ def imported_by(words, modules):
     return done.stdout.splitlines()[-1].split()[1:]
 
 
+@pytest.mark.always("[train", "[study", "[plan")
 @pytest.mark.parametrize(
     "words",
     [

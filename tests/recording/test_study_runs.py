@@ -275,6 +275,7 @@ def test_a_continued_study_keeps_its_points_and_makes_half_written_ones_anew(uri
     assert known.run_id == first.run_id
 
 
+@pytest.mark.combination
 def test_a_trial_whose_writing_failed_half_way_has_one_child(uri, monkeypatch):
     from mlflow import MlflowClient
 

@@ -60,6 +60,7 @@ BUCKETS = {"strategy.bucket_size_mib": 1e-4}
 """Two kilobytes fill several buckets."""
 
 
+@pytest.mark.always("[ddp", "[fsdp", "[tensor")
 @pytest.mark.parametrize(
     ("workload", "flags", "ranks", "operations"),
     [

@@ -141,6 +141,7 @@ def test_buffers_are_equal_on_all_ranks_before_an_evaluation(gloo, strategy):
     assert after_0["1.num_batches_tracked"] == 3
 
 
+@pytest.mark.always("ddp", "fsdp", "pipeline")
 @pytest.mark.parametrize("strategy", FOR_MANY)
 def test_batch_norm_trains_on_several_workers_and_evaluates_alike(gloo, strategy):
     flags = {"strategy.name": strategy, "stop.after": "10 epochs", "batch.drop_last": True}

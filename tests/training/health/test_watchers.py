@@ -347,6 +347,7 @@ def with_a_broken_meter(place, workload, flags, number):
         return train(place, workload, flags), plain
 
 
+@pytest.mark.always("ddp", "[fsdp-in")
 @pytest.mark.parametrize(
     ("way", "since"),
     [*((way, "in the first step") for way in WAYS), ("ddp", "as the meter is made"), ("fsdp", "later")],

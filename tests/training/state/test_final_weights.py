@@ -168,6 +168,7 @@ def end_and_look(place, flags, folder):
     return own, max(layers.values()), sum(layers.values()), kinds, {p.device.type for p in share.tensors.values()}
 
 
+@pytest.mark.always("fsdp")
 @pytest.mark.parametrize(("world_size", "name"), [(2, n) for n in SHARDED] + [(4, n) for n in ON_FOUR])
 def test_every_rank_writes_its_share_and_together_they_are_the_model(gloo, tmp_path, world_size, name):
     flags, path = {**SHARDED, **ON_FOUR}[name], tmp_path / "run"

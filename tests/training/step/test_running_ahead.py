@@ -69,6 +69,7 @@ STEADY = [
 ]  # fmt: skip
 
 
+@pytest.mark.always("'fsdp'", "'ddp'", "pipeline")
 @pytest.mark.parametrize(("flags", "expected"), STEADY, ids=[str(flags) for flags, _ in STEADY])
 def test_a_steady_step_waits_for_nothing_that_the_device_computes(gloo, flags, expected):
     for of_rank in gloo.run(2, reads_by_step, {"strategy.name": "ddp", **flags}):
@@ -118,6 +119,7 @@ SAME = [
 ]
 
 
+@pytest.mark.always("'fsdp', 'optimizer.name'", "fp16", "topk")
 @pytest.mark.parametrize("flags", SAME, ids=str)
 def test_a_run_ahead_is_the_same_training_to_the_bit(gloo, flags):
     flags = {"batch.global_size": 12, "stop.after": "9 steps", "evaluation.every": "4 steps", **flags}
