@@ -7,11 +7,10 @@ that apply to it: its end, its disk, MLflow, and, of the workers of a study, lat
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import threading
 from collections.abc import Callable
 
+from scaleray.common.stop_signals import interrupt
 from scaleray.config.base import without_password
 from scaleray.live.publisher import Publisher
 from scaleray.live.run_alerts import RunAlerts
@@ -85,4 +84,4 @@ class MeasuredMetrics(Publisher):
 
     def _act(self, alert: Alert) -> None:
         if alert.action == "stop":  # as Ctrl-C does: what is measured is kept
-            os.kill(os.getpid(), signal.SIGINT)
+            interrupt()

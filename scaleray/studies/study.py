@@ -13,6 +13,7 @@ from typing import Any
 
 from scaleray.common.options import takes
 from scaleray.common.progress import stage
+from scaleray.common.stop_signals import sigterm_like_ctrl_c
 from scaleray.config import RunConfig
 from scaleray.data import RaySources, load_sources
 from scaleray.data.source import Source
@@ -36,7 +37,6 @@ from scaleray.launch.session.opened import (
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.ray_train import fit_group
-from scaleray.launch.workers.stop_signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.telling import handing_over
 from scaleray.recording import store
 from scaleray.recording.study_runs import key_of

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.common.options import takes
+from scaleray.common.stop_signals import sigterm_like_ctrl_c
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
 from scaleray.data import TRAIN, load_sources
@@ -28,7 +29,6 @@ from scaleray.launch.session.data_sources import check_same_data
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.opened import check_started_once, with_absolute_paths
 from scaleray.launch.session.run_folder import RunFolder, unique_name
-from scaleray.launch.workers.stop_signals import sigterm_like_ctrl_c
 from scaleray.recording import store
 from scaleray.recording.study_runs import key_of
 from scaleray.records.run_record import Say

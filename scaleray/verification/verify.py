@@ -19,6 +19,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.common.options import takes
 from scaleray.common.printed import quantity
 from scaleray.common.progress import stage
+from scaleray.common.stop_signals import sigterm_like_ctrl_c
 from scaleray.data.source import TRAIN, Source
 from scaleray.errors import RunFailedError, WorkloadError
 from scaleray.launch.session.config_argument import Config, resolved
@@ -27,7 +28,6 @@ from scaleray.launch.session.run_folder import RunFolder
 from scaleray.launch.workers.gloo import TELL, GlooProcesses, OnFirst, gloo_processes
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.ray_train import fit_group
-from scaleray.launch.workers.stop_signals import sigterm_like_ctrl_c
 from scaleray.launch.workers.telling import handing_over
 from scaleray.records.run_record import Say
 from scaleray.training.setup.place import Place

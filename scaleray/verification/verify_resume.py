@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.common.progress import stage
+from scaleray.common.stop_signals import sigterm_like_ctrl_c
 from scaleray.config import RunConfig
 from scaleray.data import TRAIN
 from scaleray.data.source import Source
@@ -16,7 +17,6 @@ from scaleray.errors import ConfigError
 from scaleray.launch.workers.gloo import gloo_processes
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.ray_train import fit_group
-from scaleray.launch.workers.stop_signals import sigterm_like_ctrl_c
 from scaleray.records.run_record import Say
 from scaleray.training.setup.place import Place
 from scaleray.verification.certificate import Certificate, common_facts, keep, recorded

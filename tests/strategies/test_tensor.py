@@ -143,7 +143,7 @@ class TiedApart(Classify):
     [
         (NoPlan(), "lacks tensor_plan"),
         (Misspelt(), "no such module"),
-        (LeavesOut(), "without 2.weight"),
+        (LeavesOut(), "lacks 2.weight"),
         (TiedApart(), "must be split alike"),
     ],
 )

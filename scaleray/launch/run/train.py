@@ -21,6 +21,7 @@ from scaleray.common.fingerprint import environment
 from scaleray.common.options import takes
 from scaleray.common.own_folder import keep_compiled_code_here
 from scaleray.common.progress import stage
+from scaleray.common.stop_signals import sigterm_like_ctrl_c
 from scaleray.common.watchers import Guard, Watcher
 from scaleray.config import RunConfig
 from scaleray.config.base import without_password
@@ -70,7 +71,6 @@ from scaleray.launch.session.opened import check_learning_rate, check_started_on
 from scaleray.launch.session.run_folder import RunFolder
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
-from scaleray.launch.workers.stop_signals import sigterm_like_ctrl_c
 from scaleray.live.metrics_endpoint import chosen_port
 from scaleray.recording import store
 from scaleray.recording.find_record import ARTIFACTS

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from scaleray.common.printed import quantity
 from scaleray.common.progress import stage
+from scaleray.common.stop_signals import on_sigterm
 from scaleray.data import RaySources, Split
 from scaleray.data.source import Source
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
@@ -37,7 +38,6 @@ from scaleray.launch.workers.lost_workers import (
 )
 from scaleray.launch.workers.ray_train import torch_trainer, without_watcher_notice
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
-from scaleray.launch.workers.stop_signals import on_sigterm
 from scaleray.records.run_record import EventRecord, Heartbeat, Show
 from scaleray.training.setup.job import TrainJob
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from scaleray.checkpoints.catalog import Catalog
+from scaleray.common.stop_signals import on_sigterm
 from scaleray.common.watchers import Guard
 from scaleray.data.source import Source
 from scaleray.launch.workers.gloo import refuse_streams
-from scaleray.launch.workers.stop_signals import on_sigterm
 from scaleray.recording.recorder import Recorder
 from scaleray.records.run_record import Emit, EventRecord, Heartbeat, Show, WorkerMessage
 from scaleray.records.wishes import Wish

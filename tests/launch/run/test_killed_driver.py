@@ -155,3 +155,20 @@ def test_a_signal_before_there_is_a_run_neither_blames_the_users_code_nor_claims
     lines = said(tmp_path).splitlines()
     assert lines[-1] == "stopped", lines
     assert "datasets()" not in said(tmp_path) and "SIGTERM received" not in said(tmp_path)
+
+
+def test_sigterm_ends_a_command_that_ignores_sigint_as_a_background_job_of_a_script_does():
+    code = (
+        "import time; from scaleray.common.stop_signals import sigterm_like_ctrl_c\n"
+        "with sigterm_like_ctrl_c():\n    print('here', flush=True)\n    time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as command:
+        assert command.stdout.readline() == "here\n"
+        command.send_signal(signal.SIGTERM)
+        assert "KeyboardInterrupt" in command.communicate(timeout=60)[1]

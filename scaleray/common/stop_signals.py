@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -35,4 +36,17 @@ def on_sigterm(handle: Callable[[], None], *, once: bool = False) -> Iterator[No
 
 def sigterm_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
     """A context in which SIGTERM ends things as Ctrl-C does, which frees the workers."""
-    return on_sigterm(lambda: signal.raise_signal(signal.SIGINT))
+    return on_sigterm(_interrupt_here)
+
+
+def interrupt() -> None:
+    """End this command as Ctrl-C does, from any thread; by SIGTERM if SIGINT is ignored, as in a background job of a
+    script."""
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)
+
+
+def _interrupt_here() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        raise KeyboardInterrupt
+    signal.raise_signal(signal.SIGINT)
