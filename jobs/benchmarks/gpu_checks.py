@@ -162,7 +162,7 @@ def certificate(task: Task, place: Member) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     references: Any = {}
     if place.rank == 0:  # the certificate of the CPU: one process, whose trace is the reference of all others
-        alone = Assignment(plan.reference, tuple(plan.groups[1]), question.bound, box[0])
+        alone = Assignment(plan.reference, tuple(plan.groups[1]), question.allowed, box[0])
         outcomes, references = verify_group(Place(), alone, {}, sources=sources)
         found |= {o.strategy + f" x 1, {o.accumulation}": {"cpu": shown(o)} for o in outcomes}
     sizes = sorted({1, task.workers}) if task.device == "cuda" else [task.workers]
@@ -172,12 +172,12 @@ def certificate(task: Task, place: Member) -> dict[str, Any]:
         if task.workers == 1:  # then strategies have a group of one, so that the device's collectives run at least
             variants = [*variants, *(in_a_group(v, name) for v in variants for name in IN_A_GROUP_OF_ONE)]
         if place.rank < size:
-            group = Assignment(plan.reference, tuple(variants), question.bound, box[0])
+            group = Assignment(plan.reference, tuple(variants), question.allowed, box[0])
             outcomes, references = verify_group(here, group, references, sources=sources)
             for o in outcomes:
                 found.setdefault(f"{o.strategy} x {size}, {o.accumulation}", {})[task.device] = shown(o)
         dist.barrier()
-    return {"bound": question.bound, "steps": plan.reference.job.recipe.total_steps, "variants": found}
+    return {"bound": question.allowed, "steps": plan.reference.job.recipe.total_steps, "variants": found}
 
 
 def in_a_group(variant: Variant, strategy: str) -> Variant:

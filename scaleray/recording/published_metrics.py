@@ -10,7 +10,7 @@ from scaleray.config.base import without_password
 from scaleray.config.hardware.catalogue import find_gpu
 from scaleray.errors import UsageError
 from scaleray.live.publisher import Publisher
-from scaleray.live.state.run_series import Beside, RunSeries
+from scaleray.live.state.run_series import RecorderSnapshot, RunSeries
 from scaleray.live.state.run_state import RunState
 from scaleray.live.state.series import Series
 from scaleray.live.steps_file import StepsFile
@@ -63,10 +63,10 @@ class PublishedMetrics(Publisher):
 
     def own_series(self) -> list[Series]:
         """Series that exist once a run: under Ray each rank publishes its own."""
-        return self._series.of_run(self._beside())
+        return self._series.of_run(self._snapshot())
 
-    def _beside(self) -> Beside:
-        return Beside(
+    def _snapshot(self) -> RecorderSnapshot:
+        return RecorderSnapshot(
             now=steady_time(),
             nonfinite_steps=self._steps.num_nonfinite,
             spooled_points=len(self._spool.points()),

@@ -109,7 +109,7 @@ def _examined(subject: Subject, *, address: str | None, local: bool, say: Callab
         raise ClusterError.problem("--address", text, "leave one of them out")
     address = None if local else address or os.environ.get("RAY_ADDRESS")
     if not address or address == HERE:
-        begin_imports(("scaleray.clusters.doctor.fleet",))  # beside what this process looks at meanwhile
+        begin_imports(("scaleray.clusters.doctor.fleet",))  # while this process makes its own checks
         nodes: Any = this_machine()
     else:
         from scaleray.clusters.doctor.on_ray import ray_nodes

@@ -1,1 +1,1 @@
-"""Series of the metrics of a run that lives, from what its recorder hears."""
+"""State of a run while it trains, made of its messages, and the series of it that Prometheus reads."""

@@ -43,7 +43,7 @@ LINKS_KEPT_S = 660.0
 
 
 @dataclass(frozen=True)
-class Beside:
+class RecorderSnapshot:
     """Facts that the recorder has in addition to the messages, at the time of reading. None: not known."""
 
     now: float
@@ -86,16 +86,16 @@ class RunSeries:
         """Series of the ranks on themselves."""
         return [one for sample in self.state.ranks.samples.values() for one in rank_series(sample, **self.named)]
 
-    def of_run(self, beside: Beside) -> list[Series]:
+    def of_run(self, snapshot: RecorderSnapshot) -> list[Series]:
         """Series that exist once a run, and those that only a comparison of its ranks shows."""
         with self.state.lock:
-            self._long_phases.look(beside.beats, beside.now)
+            self._long_phases.look(snapshot.beats, snapshot.now)
             return [
                 *self._of_steps(),
                 *self._of_speed(),
-                *self._of_course(beside),
-                *self._of_end(beside),
-                *self._of_links(beside.now),
+                *self._of_course(snapshot),
+                *self._of_end(snapshot),
+                *self._of_links(snapshot.now),
                 *self._long_phases.series(**self.named),
                 *self.state.ranks.series(**self.named),
             ]
@@ -141,7 +141,7 @@ class RunSeries:
             return None
         return samples_per_s * flops / (peak * self.state.last.world_size)
 
-    def _of_course(self, beside: Beside) -> list[Series]:
+    def _of_course(self, snapshot: RecorderSnapshot) -> list[Series]:
         goodput, share = self.state.goodput(), None
         if goodput is not None and goodput.elapsed_s > 0:
             share = goodput.seconds["productive"] / goodput.elapsed_s
@@ -150,18 +150,18 @@ class RunSeries:
             *self._one(live.STEPS_REPEATED, goodput.repeated_steps if goodput else None),
             *self._one(live.STEPS_PLANNED, self.total_steps),
             *self._one(live.RESTARTS, goodput.attempts - 1 if goodput else None),
-            *self._one(names.NONFINITE_STEPS, beside.nonfinite_steps),
+            *self._one(names.NONFINITE_STEPS, snapshot.nonfinite_steps),
             *self._one(names.GOODPUT, share),
-            *self._of_checkpoints(beside),
-            *self._one(live.RECORDER_SPOOLED_POINTS, beside.spooled_points),
-            *self._one(live.DISK_FREE, beside.disk_free),
+            *self._of_checkpoints(snapshot),
+            *self._one(live.RECORDER_SPOOLED_POINTS, snapshot.spooled_points),
+            *self._one(live.DISK_FREE, snapshot.disk_free),
         ]
 
-    def _of_checkpoints(self, beside: Beside) -> list[Series]:
+    def _of_checkpoints(self, snapshot: RecorderSnapshot) -> list[Series]:
         every_steps, every_s = self.facts.checkpoint_every_steps, self.facts.checkpoint_every_s
         step_s, newest = self.state.window.rates().get("step_time_s"), self.state.checkpoint
-        saves = bool(beside.beats) and beside.beats[0].phase == Phase.CHECKPOINT
-        age_s = self.state.unsaved_s(beside.now if saves else None)
+        saves = bool(snapshot.beats) and snapshot.beats[0].phase == Phase.CHECKPOINT
+        age_s = self.state.unsaved_s(snapshot.now if saves else None)
         by_steps = every_steps * step_s if every_steps is not None and step_s is not None else None
         interval_s = None if age_s is None else min((s for s in (every_s, by_steps) if s is not None), default=None)
         return [
@@ -181,10 +181,10 @@ class RunSeries:
             *self._one(live.SLOWEST_LINK, ratio, **ends),
         ]
 
-    def _of_end(self, beside: Beside) -> list[Series]:
-        links = {"mlflow_run": "", "report": "", **beside.links}
+    def _of_end(self, snapshot: RecorderSnapshot) -> list[Series]:
+        links = {"mlflow_run": "", "report": "", **snapshot.links}
         return [
             *self._one(live.RUN_INFO, 1.0, **links, strategy=self.strategy, job=self.facts.job),
-            *self._one(live.RUN_FINISHED, beside.status in ("FINISHED", "KILLED")),
-            *self._one(live.RUN_FAILED, beside.status == "FAILED"),
+            *self._one(live.RUN_FINISHED, snapshot.status in ("FINISHED", "KILLED")),
+            *self._one(live.RUN_FAILED, snapshot.status == "FAILED"),
         ]
