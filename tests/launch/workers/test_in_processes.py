@@ -29,7 +29,8 @@ class Tells:
     def ask(self, told, saying):
         with saying:
             TOLD.append(told)
-        return WISHES.pop(0) if WISHES and told.rank == 0 and told.step else Wish.NOTHING
+        is_asked = told.rank == 0 and told.phase == Phase.EVALUATION
+        return WISHES.pop(0) if WISHES and is_asked else Wish.NOTHING
 
 
 class EvaluatesUntilSeen(Classify):
