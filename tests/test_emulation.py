@@ -243,6 +243,7 @@ def test_small_buckets_are_reduced_while_layers_still_compute_and_one_bucket_is_
             assert (overlap_s > 0) == (num_early > 0)
 
 
+@pytest.mark.combination
 def test_a_slow_link_reduces_to_the_same_gradients_as_none(gloo):
     for bucket_mib in (4 * PARAMETERS / 2**20, 100):
         (_, first), (_, second) = gloo.run(2, ddp_steps, bucket_mib, {})

@@ -25,6 +25,7 @@ def test_every_rank_gives_its_result_in_groups_of_any_size(gloo, world_size):
     assert gloo.run(world_size, sum_of_ranks, 10) == [(rank, world_size, total) for rank in range(world_size)]
 
 
+@pytest.mark.combination
 def test_the_error_of_a_rank_arrives_and_the_next_group_works(gloo):
     outcomes = gloo.attempt(2, fails_on_rank_1)
     assert all(isinstance(outcome, Failure) for outcome in outcomes)

@@ -55,6 +55,7 @@ def test_both_sides_are_told_the_same():
     assert (on_a_card.compilation.backend, on_a_card.compilation.must_succeed) == ("inductor", True)
 
 
+@pytest.mark.combination
 def test_the_report_counts_utilisation_from_the_planners_peak():
     arguments = Namespace(
         peak_tflops=None, variants=["plain", "scaleray"], accumulation=1, steps=3, warmup_steps=1, seed=0, repeats=1

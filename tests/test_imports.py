@@ -90,6 +90,7 @@ def test_help_imports_neither_the_config_nor_what_computes(words):
     assert imported_by(words, NOT_FOR_WORDS) == []
 
 
+@pytest.mark.always("config keys")
 @pytest.mark.parametrize("words", ["config keys", "plan --model gpt2 --cluster h100:8x2 --json"])
 def test_words_and_plans_about_configs_import_nothing_that_computes(words):
     assert imported_by(words, (*HEAVY, "numpy", "scipy", "pandas", "pyarrow")) == []

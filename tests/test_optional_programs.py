@@ -107,7 +107,8 @@ def test_programs_that_jobs_and_the_package_look_for_are_on_a_list():
         argument.value
         for folder in ("jobs", "scaleray")
         for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "which" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("which", "shutil.which")
         for argument in node.args
         if isinstance(argument, ast.Constant)
@@ -140,6 +141,7 @@ def test_a_program_that_is_on_no_list_is_refused():
         optional_programs.needs("chromium|jq")
 
 
+@pytest.mark.always("words1")
 @pytest.mark.parametrize("words", [["-m", "not slow"], []])
 def test_what_make_test_runs_does_not_find_them(tmp_path, words):
     """A run of pytest in which `fish` and `promtool` are installed."""

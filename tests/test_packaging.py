@@ -45,6 +45,7 @@ def without_train(statements, folder, *, without=OF_TRAIN):
     return done.stdout + done.stderr
 
 
+@pytest.mark.combination
 def test_the_wheel_has_every_file_and_its_command_trains_far_from_the_checkout(tmp_path, mlflow_database):
     built = wheel.check(tmp_path, tracking_uri=f"sqlite:///{mlflow_database}")
     with zipfile.ZipFile(built) as archive:
@@ -73,6 +74,7 @@ def test_plan_config_and_reports_need_nothing_of_the_extra_train(tmp_path):
     assert (tmp_path / "plan.html").exists() and (tmp_path / "study" / "report.html").exists()
 
 
+@pytest.mark.combination
 def test_plan_and_config_need_no_extra_and_others_name_theirs(tmp_path):
     (tmp_path / "study").mkdir()
     (tmp_path / "study" / "record.json").write_text(study_examples.study().to_json())
@@ -93,6 +95,7 @@ def test_plan_and_config_need_no_extra_and_others_name_theirs(tmp_path):
     assert shown.count("pip install 'scaleray[reports]'") == len(lacking) and "Traceback" not in shown, shown
 
 
+@pytest.mark.combination
 def test_a_command_that_lacks_its_libraries_says_what_to_install(tmp_path):
     database = f"sqlite:///{tmp_path}/mlflow.db"
     commands = [

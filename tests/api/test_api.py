@@ -109,6 +109,7 @@ def test_plans_are_made_by_arithmetic():
     assert advice.best.layout.num_gpus == 16 and advice.choices
 
 
+@pytest.mark.combination
 def test_records_are_compared_and_reported(tmp_path):
     folders = []
     for name in ("a", "b"):

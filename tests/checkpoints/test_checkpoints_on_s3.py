@@ -74,6 +74,7 @@ def bucket(server, monkeypatch, request):
     server.refuses = lambda method, path: False
 
 
+@pytest.mark.combination
 def test_a_run_in_a_bucket_is_saved_pruned_and_resumed(bucket):
     whole = train_alone(Classify(), FLAGS)
     folder = f"{bucket.root}/run"
@@ -139,6 +140,7 @@ def test_training_goes_on_while_the_server_answers_500(bucket):
     assert all(catalog.check(m) == [] for m in catalog.complete())
 
 
+@pytest.mark.combination
 def test_shares_of_final_weights_lie_in_the_bucket_and_come_to_mlflow_as_files(bucket):
     folder = f"{bucket.root}/finished"
     tensors = {"a": torch.arange(6.0), "b": torch.ones(2, dtype=torch.bfloat16)}

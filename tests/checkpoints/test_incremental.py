@@ -42,6 +42,7 @@ def test_a_fine_tune_with_90_percent_frozen_writes_a_quarter_of_the_bytes_at_mos
     assert_equal(incremental.weights, full.weights)
 
 
+@pytest.mark.always("[3]")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_leave_out_what_is_unchanged_as_well(gloo, tmp_path, world_size):
     flags = {**FLAGS, "batch.global_size": 12, "stop.after": "4 steps"}

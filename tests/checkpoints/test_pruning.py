@@ -84,6 +84,7 @@ actions = st.lists(
 )
 
 
+@pytest.mark.combination
 @settings(max_examples=60)
 @given(actions, st.integers(1, 5), st.booleans())
 def test_everything_kept_can_be_read_after_any_sequence(sequence, full_every, is_copied):

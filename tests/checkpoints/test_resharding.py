@@ -54,6 +54,7 @@ def load_in(place, folder, is_collective, other_placements):
     ]
 
 
+@pytest.mark.always("[1]")
 @pytest.mark.parametrize("saved_by", [4, 1])
 def test_what_4_ranks_saved_is_read_by_any_number(gloo, tmp_path, saved_by):
     gloo.run(saved_by, save_in, str(tmp_path))

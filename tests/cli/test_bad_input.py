@@ -124,6 +124,7 @@ def test_the_config_of_these_tests_runs(folder, capsys):
     assert not any(name.startswith(("fsdp.", "pruning.", "gossip.")) for name in run.data.params)
 
 
+@pytest.mark.combination
 def test_a_report_that_fails_is_a_warning_and_not_asked_for_there_is_none(folder, capsys, monkeypatch):
     from scaleray.launch.run import kept_page
 
@@ -251,6 +252,7 @@ def test_a_slip_leaves_no_run_folder_and_no_run(folder, empty_database, capsys):
     assert (folder / "mlflow.db").read_bytes() == empty_database.read_bytes()
 
 
+@pytest.mark.combination
 def test_json_prints_the_record_and_nothing_else_on_stdout(folder, capsys):
     import json
 
@@ -327,6 +329,7 @@ def test_a_nonfinite_run_fails_with_exit_code_1(folder, capsys):
     assert "step 2" in err
 
 
+@pytest.mark.combination
 def test_a_reader_that_has_seen_enough_gets_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)

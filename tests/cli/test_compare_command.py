@@ -125,6 +125,7 @@ def repeated(root: Path, name: str, number: int = 3, *, first_seed: int = 0, **m
 NEWER = {**ENVIRONMENT, "environment": {**ENVIRONMENT["environment"], "git": {"commit": "bbb"}}}
 
 
+@pytest.mark.combination
 def test_a_slower_training_is_found_with_its_interval(tmp_path, capsys):
     fast = repeated(tmp_path, "fast")
     slow = repeated(tmp_path, "slow", first_seed=10, step_time_s=0.12, environment=NEWER)

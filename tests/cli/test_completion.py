@@ -39,6 +39,7 @@ def script(tmp_path_factory):
     return write
 
 
+@pytest.mark.always("words1-rebuild")
 @pytest.mark.parametrize(("words", "whole"), CASES)
 def test_bash_completes_commands_options_keys_and_their_values(script, words, whole):
     done = subprocess.run(

@@ -76,6 +76,7 @@ def test_what_is_looked_at_is_what_the_config_says_unless_an_option_does(seen, t
     assert asked["subject"].storage_path == f"{tmp_path}/other"
 
 
+@pytest.mark.combination
 def test_measured_all_reduces_are_what_plan_reads(seen, tmp_path, capsys):
     seen(healthy())
     file = tmp_path / "measured.csv"

@@ -38,6 +38,7 @@ def test_lists_of_keys_and_configs_are_objects_with_a_version(capsys):
     assert shown["schema_version"] == 1 and shown["config"]["batch"]["global_size"]
 
 
+@pytest.mark.combination
 def test_a_plan_names_the_files_that_it_wrote(capsys, tmp_path):
     page, best = tmp_path / "plan.html", tmp_path / "best.yaml"
     shown = asked(capsys, *PLAN, "--html", page, "--write", best)
@@ -52,6 +53,7 @@ def test_a_report_names_its_page_and_what_is_beside_it(capsys, study, tmp_path):
     assert all(Path(path).is_absolute() and Path(path).exists() for path in shown["written"].values())
 
 
+@pytest.mark.combination
 def test_a_comparison_has_a_version_and_wrote_nothing(capsys, study, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(study, other)

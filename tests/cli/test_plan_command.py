@@ -159,6 +159,7 @@ def test_a_workload_that_cannot_be_counted_is_one_message(capsys, tmp_path, monk
     assert not list(tmp_path.rglob("*.json"))
 
 
+@pytest.mark.combination
 def test_what_is_recommended_and_written_fits_and_a_faster_layout_that_may_not_is_named_beside_it(capsys, tmp_path):
     words = [
         "--model",
@@ -203,6 +204,7 @@ def test_what_is_recommended_and_written_fits_and_a_faster_layout_that_may_not_i
     assert tried.strategy.name == "fsdp" and tried.batch.micro_size == rival["layout"]["micro_batch"]
 
 
+@pytest.mark.combination
 def test_where_none_surely_fits_terminal_page_and_written_config_say_so(capsys, tmp_path):
     code, out, _ = run(
         capsys,
@@ -295,6 +297,7 @@ def test_without_a_batch_a_usual_one_is_assumed_and_said(capsys):
     assert code == 0 and "1024 samples a step, as --global-batch is not given" in out  # 4 million tokens
 
 
+@pytest.mark.combination
 def test_a_plan_is_recorded_where_that_is_asked_for_and_held_against_the_teams_policy(
     capsys, tmp_path, uri, monkeypatch
 ):

@@ -118,6 +118,7 @@ def test_a_slip_is_one_message_and_exit_code_2(capsys, words, says):
     assert code == 2 and says in err and "Traceback" not in err
 
 
+@pytest.mark.combination
 def test_a_page_shows_the_ways(capsys, tmp_path):
     page = tmp_path / "plan.html"
     code, _, _ = run(

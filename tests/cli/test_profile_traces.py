@@ -35,6 +35,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.combination
 def test_a_folder_of_traces_becomes_tables_one_file_for_perfetto_and_a_page(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     said = said_of(capsys, folder)

@@ -45,6 +45,7 @@ def test_a_study_is_found_by_its_folder_its_file_and_its_name(tmp_path, small, c
     assert (folder / "points.csv").exists() and (folder / "figures" / "speedup-weak.png").exists()
 
 
+@pytest.mark.combination
 def test_json_alone_is_on_stdout_and_out_takes_the_files(tmp_path, capsys):
     record = study_examples.sweep(batches=(32, 64), rules=("sqrt",))
     folder = saved(record, tmp_path / "sweep")

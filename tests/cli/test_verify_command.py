@@ -83,6 +83,7 @@ def test_a_correct_training_passes_and_prints_its_certificate(folder, capsys):
     assert "repeats itself to the bit" in (stored.parent / "verification.txt").read_text()
 
 
+@pytest.mark.combination
 def test_a_mismatch_is_explained_and_ends_with_1(folder, capsys):
     code, out, _ = verify(capsys, "--workload.name", "work.py:CountsOne", "--world-sizes", "1", "--steps", "3")
     assert code == 1
@@ -91,6 +92,7 @@ def test_a_mismatch_is_explained_and_ends_with_1(folder, capsys):
     assert "not the same training: 1 of 2 variants differ (loss normalisation)" in out
 
 
+@pytest.mark.combination
 def test_a_workload_that_does_not_run_is_bad_usage(folder, capsys):
     code, _, err = verify(capsys, "--workload.name", "work.py:Broken", "--world-sizes", "1")
     assert code == 2

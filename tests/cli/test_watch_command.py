@@ -178,6 +178,7 @@ def on_a_terminal(storage):
     os.close(its)
 
 
+@pytest.mark.combination
 def test_a_page_changes_with_the_run_and_ends_with_it(storage, on_a_terminal):
     write(storage)
     process, terminal = on_a_terminal()
@@ -189,6 +190,7 @@ def test_a_page_changes_with_the_run_and_ends_with_it(storage, on_a_terminal):
     assert process.wait(timeout=60) == 0
 
 
+@pytest.mark.combination
 def test_ctrl_c_ends_the_page_and_leaves_the_run_alone(storage, on_a_terminal):
     write(storage)
     process, terminal = on_a_terminal()

@@ -160,6 +160,7 @@ def test_the_config_that_is_mutated_loads(write):
     assert isinstance(outcome(write(TEXT)), RunConfig)
 
 
+@pytest.mark.combination
 @examples(300)
 @given(seed=st.integers(0, 2**32), num=st.integers(1, 4))
 def test_a_mutated_file_loads_or_names_the_key(write, seed, num):
@@ -170,6 +171,7 @@ def test_a_mutated_file_loads_or_names_the_key(write, seed, num):
     check(outcome(write(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))), file_name="job.yaml")
 
 
+@pytest.mark.combination
 @examples(400)
 @given(seed=st.integers(0, 2**32), num=st.integers(1, 4))
 def test_mutated_overrides_load_or_name_the_key(seed, num):
@@ -182,6 +184,7 @@ def test_mutated_overrides_load_or_name_the_key(seed, num):
     check(outcome(flags=flags), file_name="override")
 
 
+@pytest.mark.combination
 @examples(400)
 @example(cuts=[(0, 10_000, LAUGHS)])
 @example(cuts=[(0, 10_000, MERGED_LAUGHS)])
@@ -228,6 +231,7 @@ def test_any_flags_load_or_name_the_word(write, words):
         check(found, file_name="job.yaml")
 
 
+@pytest.mark.combination
 def test_truncated_files_load_or_name_the_file(write):
     for length in range(0, len(TEXT), 3):
         check(outcome(write(TEXT[:length])), file_name="job.yaml")

@@ -146,6 +146,7 @@ def test_rows_that_differ_when_they_are_iterated_again_are_named_and_not_verifie
         make_plan(job.config, VerifyOptions(strategies=("ddp",)), job.workload, sources)
 
 
+@pytest.mark.combination
 def test_trainings_are_equal_on_two_workers_and_after_a_resume(gloo, tmp_path):
     flags = {"stop.after": "8 steps", "checkpoint.every": "1 steps", "data.window_rows": 10}
     whole = train_alone(Streamed(Noisy()), {**flags, "deterministic": True})

@@ -191,6 +191,7 @@ def test_drop_last_changes_nothing_where_the_batch_divides_the_samples():
     assert np.array_equal(all_indices(kept, range(6)), all_indices(dropped, range(6)))
 
 
+@pytest.mark.combination
 @settings(max_examples=60)
 @given(groups=group_lists, window_rows=st.integers(1, 100), epoch=st.integers(0, 3))
 def test_windows_hold_whole_row_groups_that_follow_one_another(groups, window_rows, epoch):

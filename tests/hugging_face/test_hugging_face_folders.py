@@ -40,6 +40,7 @@ def test_a_runs_export_is_read_by_from_pretrained_and_gives_the_same_logits(text
         workload.export({"x": torch.zeros(1)}, tmp_path / "other")
 
 
+@pytest.mark.combination
 def test_a_run_is_exported_by_its_name_as_a_folder_and_as_an_adapter(texts, tmp_path, mlflow_database, capsys):
     import peft
     import transformers

@@ -153,6 +153,7 @@ def test_training_is_that_of_transformers_own_trainer_on_the_same_rows(tmp_path)
     assert largest_difference(ours.weights, own) < 1e-3  # Adam's first steps turn rounding into parts of the rate
 
 
+@pytest.mark.combination
 def test_classes_of_texts_are_named_in_the_config_and_learned(texts):
     workload = SequenceClassification(
         BERT, tokenizer="bytes", data={"train": texts}, sequence_length=32, validation_share=0.2

@@ -151,6 +151,7 @@ def trained(place, flags, folder=None, kill_at=None):
     return finished.weights, [step.learning_rate for step in finished.steps], logged
 
 
+@pytest.mark.combination
 def test_on_several_workers_values_are_those_of_one(gloo):
     flags = {"stop.after": "28 steps", "evaluation.every": "1 epoch"}
     (weights, rates, logged), *_ = gloo.run(1, trained, flags)
@@ -160,6 +161,7 @@ def test_on_several_workers_values_are_those_of_one(gloo):
     assert rest[0][2] == {}  # rank 0 tells
 
 
+@pytest.mark.combination
 def test_an_interrupted_training_goes_on_to_the_bit(gloo, tmp_path):
     flags = {
         "stop.after": "28 steps",

@@ -108,6 +108,7 @@ def test_metric_objects_have_lightnings_values():
     assert found["train/acc_epoch"] == pytest.approx(float(trainer.callback_metrics["train_acc"]), rel=1e-5)
 
 
+@pytest.mark.always("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_on_several_workers_they_are_those_of_one_whatever_rows_a_worker_has(gloo, strategy):
     [(alone, logged)] = gloo.run(1, measured)

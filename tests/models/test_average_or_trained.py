@@ -34,6 +34,7 @@ def final(record):
     return read_weights(record.run_dir), read_weights(record.run_dir, TRAINED_WEIGHTS)
 
 
+@pytest.mark.combination
 def test_both_are_in_the_run_folder_and_the_trained_ones_are_those_of_a_run_without(averaged, trained):
     average, weights = final(averaged)
     plain = read_weights(trained.run_dir)

@@ -95,6 +95,7 @@ def test_a_program_runs_without_the_code_of_the_model_for_any_number_of_rows(run
     assert found.any_rows and torch.allclose(program(rows), scaleray.load(run).module(rows), atol=1e-6)
 
 
+@pytest.mark.combination
 def test_weights_that_are_tied_stay_so_and_are_written_once(tied, tmp_path):
     from safetensors import safe_open
 

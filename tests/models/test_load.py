@@ -160,6 +160,7 @@ def preprocessed(tmp_path_factory, trained, empty_database):
     return scaleray.train(config, local=True)
 
 
+@pytest.mark.combination
 def test_a_preprocessor_comes_with_the_model_and_changes_what_is_predicted_and_evaluated(
     preprocessed, tmp_path, classes
 ):
@@ -189,6 +190,7 @@ def test_a_missing_column_that_the_model_needs_is_no_label(preprocessed, tmp_pat
         scaleray.predict(preprocessed.run_dir, tmp_path / "b.csv", local=True)
 
 
+@pytest.mark.combination
 def test_adapters_are_merged_or_kept_as_the_run_says(tmp_path, classes, empty_database):
     database = shutil.copy(empty_database, tmp_path / "mlflow.db")
     for merge in (True, False):
@@ -219,6 +221,7 @@ def test_what_is_sent_to_other_processes_builds_the_same_model(run):
     assert_same(parts.build().module, dict(parts.weights.tensors))
 
 
+@pytest.mark.combination
 def test_a_workloads_own_state_comes_back_with_the_weights_of_its_step(trained, tmp_path):
     config = {
         **trained.config,

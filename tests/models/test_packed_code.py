@@ -76,6 +76,7 @@ def said(model):
     return model.predict(ROWS)["said"][0].tolist()
 
 
+@pytest.mark.combination
 def test_the_code_in_the_folder_is_what_runs(packed, monkeypatch):
     folder, checkout = packed
     write(checkout, 2)  # the working tree goes on

@@ -188,6 +188,7 @@ def test_actors_predict_what_one_process_does_in_the_same_order(ray_session, run
         scaleray.predict(run, data, **{**options, "skip_failed": False})
 
 
+@pytest.mark.combination
 def test_a_folder_of_images_is_predicted_with_the_names_of_its_files_and_evaluated_where_it_has_classes(
     tmp_path, mlflow_database, capsys
 ):

@@ -69,6 +69,7 @@ def stored(uri):
     return uri
 
 
+@pytest.mark.combination
 def test_runs_studies_and_points_are_listed_newest_first_with_what_the_team_must_know(stored):
     found = read_experiments(stored)
     assert names(found)[0] == "run" and len(found) == 6

@@ -62,6 +62,7 @@ def assert_as_in_the_table(samples):
         assert kind == metric.kind and set(labels) == set(metric.all_labels), name
 
 
+@pytest.mark.combination
 def test_a_run_serves_the_table_while_it_trains_and_nothing_when_it_has_ended(tmp_path, uri):
     found, urls = {}, []
     expected = set(names.IN_PROMETHEUS) - {prometheus_name(metric) for metric in ABSENT} - BY_CHANCE - OF_STUDIES
@@ -127,6 +128,7 @@ def serving(tmp_path, uri):
         recorder.finish("FINISHED", metrics={}, tags={}, files={})
 
 
+@pytest.mark.combination
 def test_the_end_of_a_run_that_is_looked_at_waits_for_a_last_look(serving, monkeypatch):
     """Who never hears of a run's end takes it for lost."""
     url, recorder = serving(step(1))
@@ -142,6 +144,7 @@ def test_the_end_of_a_run_that_is_looked_at_waits_for_a_last_look(serving, monke
     assert not closing.is_alive()
 
 
+@pytest.mark.combination
 def test_the_end_of_a_run_that_nobody_looks_at_waits_for_nobody(serving, monkeypatch):
     _, recorder = serving(step(1))
     recorder.finish("FINISHED", metrics={}, tags={}, files={})

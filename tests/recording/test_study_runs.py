@@ -384,6 +384,7 @@ def test_opening_names_a_database_that_cannot_be_written(tmp_path):
         open_study(f"sqlite:///{tmp_path / 'file' / 'mlflow.db'}")
 
 
+@pytest.mark.combination
 def test_a_thousand_trials_cost_three_writes_each_and_few_more(uri, monkeypatch):
     from mlflow import MlflowClient
 

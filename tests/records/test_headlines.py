@@ -71,6 +71,7 @@ def test_an_efficiency_beyond_all_of_it_has_a_number_on_the_axis_only_where_it_w
     assert (max(ticks) > 100) is is_there
 
 
+@pytest.mark.combination
 def test_a_page_follows_the_systems_dark_setting_and_tables_say_that_they_go_on():
     html = render(study_page(study_examples.study()))
     assert (

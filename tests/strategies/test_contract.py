@@ -175,6 +175,7 @@ def test_dropout_differs_between_ranks_and_steps_but_not_between_runs(gloo, stra
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.always("local_sgd")
 @pytest.mark.parametrize("strategy", FOR_MANY)
 def test_a_model_with_dropout_trains_the_same_way_twice(gloo, strategy):
     flags = {"strategy.name": strategy, "deterministic": strategy == "async_sgd"}  # else it is a matter of time

@@ -264,6 +264,7 @@ class InPlain(DataDecides):
         return sum(total for total, _ in parts), sum(count for _, count in parts)
 
 
+@pytest.mark.combination
 def test_a_path_that_only_some_ranks_take_is_trained_with_reduce_unused(gloo):
     # without momentum, which a gradient of zero keeps going and none does not: some steps take the path on no rank
     flags = {"batch.global_size": 2, "batch.micro_size": 1, "optimizer.momentum": 0.0}

@@ -123,6 +123,7 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_pa
     assert largest_difference(whole.weights, run.weights) < 1e-9
 
 
+@pytest.mark.always("diloco")
 @pytest.mark.parametrize("flags", [LOCAL, DILOCO, LATE, ASYNC_SGD], ids=lambda flags: flags["strategy.name"])
 def test_replicas_on_another_number_of_workers_start_from_their_mean(gloo, tmp_path, flags):
     flags = {**SAVED, **flags, "batch.global_size": 12}

@@ -38,6 +38,7 @@ def test_a_transformer_equals_one_process(gloo, tie_head, sequence_parallel, wor
     assert finished.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-12)
 
 
+@pytest.mark.combination
 @pytest.mark.parametrize(("size", "num_kv_heads"), [pytest.param(4, 4, marks=pytest.mark.slow), (2, 2)])
 def test_heads_that_share_keys(gloo, size, num_kv_heads):
     recipe = {**ADAMW, "stop.after": "3 steps"}
@@ -67,6 +68,7 @@ def placements(place, flags):
     return found, plain
 
 
+@pytest.mark.combination
 def test_each_worker_holds_its_part_of_every_layer_until_close(gloo):
     for found, after in gloo.run(2, placements, {}):
         assert found["embedding.weight"] == ((32, 16), (16, 16))
@@ -157,6 +159,7 @@ def test_modules_that_a_plan_leaves_out_are_whole_on_every_worker_without_sequen
     assert_same_training(finished, train_in_plain_torch(LeavesOut()))
 
 
+@pytest.mark.combination
 def test_a_setting_of_fsdp_that_has_no_effect_here_is_said(gloo):
     flags = {
         **TENSOR,

@@ -54,6 +54,7 @@ class Embedded(Tokens):
         return model
 
 
+@pytest.mark.always("one bucket-2")
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("options", [{}, {"strategy.bucket_size_mib": 1e-4}], ids=["one bucket", "many buckets"])
 def test_it_is_verified_with_accumulation_and_clipping(gloo, world_size, options):
@@ -157,6 +158,7 @@ def test_a_parameter_that_the_model_does_not_register_is_refused(gloo):
         gloo.run(2, train, MoreInTheOptimizer(), ZERO1)
 
 
+@pytest.mark.combination
 def test_fewer_parameters_than_ranks_leave_a_rank_without_work(gloo):
     class_flags = {**ZERO1, **ADAMW}
     for flags in (class_flags, {**class_flags, "precision.dtype": "fp16"}):

@@ -129,6 +129,7 @@ def kind_of(told, kind):
     return [result for _, result in told if isinstance(result, kind)]
 
 
+@pytest.mark.combination
 def test_a_ladder_measures_every_turn_of_every_rung(gloo):
     workload = Classify(num_rows=48)
     rungs = (
@@ -185,6 +186,7 @@ def test_a_training_to_the_target_is_told_with_its_evaluations(gloo):
     assert all(value < 0.5 for _, _, value in result.curve[:-1])
 
 
+@pytest.mark.always("1-flags2-consecutive steps")
 @pytest.mark.parametrize(
     ("workers", "flags", "way"),
     [(2, {}, "workers"), (1, {"batch.micro_size": 2}, "first micro-batch"), (1, {}, "consecutive steps")],

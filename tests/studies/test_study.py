@@ -114,6 +114,7 @@ def points_of(record):
     return {(curve.mode, at.point.workers): at.point for curve in record.curves for at in curve.points}
 
 
+@pytest.mark.combination
 def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(study):
     from mlflow import MlflowClient
 
@@ -160,6 +161,7 @@ def test_a_study_says_how_many_turns_it_has_taken_and_how_long_the_others_will(s
     )
 
 
+@pytest.mark.combination
 def test_what_was_measured_is_reused_and_named_and_can_be_forced_anew(study):
     first = study()
     said, nobody = [], Workers()
@@ -173,6 +175,7 @@ def test_what_was_measured_is_reused_and_named_and_can_be_forced_anew(study):
     assert {p.reused_from for p in points_of(forced).values()} == {None}
 
 
+@pytest.mark.combination
 def test_a_larger_ladder_measures_only_what_is_new(study):
     study(StudyOptions(world_sizes=[1, 2], repeats=3))
     workers = Workers()
@@ -192,6 +195,7 @@ def test_other_conditions_are_measured_anew(study, flags, is_reused):
     assert (workers.groups == []) == is_reused
 
 
+@pytest.mark.always("RunningStudy.published")
 @pytest.mark.parametrize("moment", ["KnownTurns.turns", "RunningStudy.published", "ParentRun.log_point"])
 def test_a_study_that_is_interrupted_just_after_its_run_was_made_is_marked(study, tmp_path, monkeypatch, moment):
     """The run was RUNNING for ever, and "marked KILLED"."""
@@ -229,6 +233,7 @@ def test_a_study_whose_record_cannot_be_written_is_marked(study, tmp_path, monke
     assert run.info.status == "FAILED"
 
 
+@pytest.mark.always("<lambda>-FAILED")
 @pytest.mark.parametrize(
     ("error", "status"), [(KeyboardInterrupt, "KILLED"), (lambda: RunFailedError("rank 1 died"), "FAILED")]
 )
@@ -292,6 +297,7 @@ def test_sizes_without_a_core_for_each_worker_are_said_and_left_out(study):
     assert f"  {record.words[-1]}" in said
 
 
+@pytest.mark.combination
 def test_a_training_to_the_target_stands_beside_the_speed(study):
     question = StudyOptions(world_sizes=[1, 2], repeats=2, to_target=True)
     flags = {"stop.at": "val/loss <= 0.5", "evaluation.every": "1 epoch"}
@@ -340,6 +346,7 @@ def test_noise_that_no_size_can_measure_is_said_to_be_missing(study):
     assert record.noise == [] and len(record.words) == 1  # one size needs no law either
 
 
+@pytest.mark.combination
 def test_points_of_another_study_stand_on_the_curve_if_it_is_the_same_measurement(study, tmp_path):
     first = study(StudyOptions(world_sizes=[4], repeats=2))
     record = study(StudyOptions(world_sizes=[1, 2], repeats=2), points_of=[first.folder])
@@ -357,6 +364,7 @@ def test_points_of_another_study_stand_on_the_curve_if_it_is_the_same_measuremen
         study(points_of=[str(tmp_path / "nothing")])
 
 
+@pytest.mark.combination
 def test_mfu_is_that_of_the_peak_in_the_config_and_never_more_than_all_of_it(study):
     record = study(flags={"study.peak_tflops": 1e-7})
     point = points_of(record)["strong", 2]
@@ -408,6 +416,7 @@ def test_a_study_in_gloo_processes_measures_and_reports(tmp_path, uri):
     assert sum("ms a step" in line for line in said) == 4
 
 
+@pytest.mark.combination
 @pytest.mark.timeout(900)
 def test_an_error_of_the_workload_ends_the_study_and_is_what_the_user_reads(tmp_path, uri):
     flags = {"tracking.uri": uri, "workload.args.at_call": 2, "workload.args.rank": 0}

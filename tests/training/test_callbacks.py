@@ -129,6 +129,7 @@ def counted(place, kind, folder, kill_at=None):
     return callback.began_with, [event for event in finished.events if "callback" in event]
 
 
+@pytest.mark.always("AddsUp-18-0")
 @pytest.mark.parametrize(("kind", "on_one", "num_warnings"), [(Counts, 6, 1), (AddsUp, 18, 0)])
 def test_every_workers_state_is_kept_and_another_number_of_workers_goes_on_from_all_or_the_first(
     gloo, tmp_path, kind, on_one, num_warnings

@@ -509,6 +509,7 @@ def test_another_seed_is_another_run():
 # the reference workload
 
 
+@pytest.mark.combination
 def test_digits_reaches_97_percent_on_images_it_has_not_seen():
     config = load_config(ROOT / "jobs/digits.yaml", environ={})
     job, sources = job_of(config, load_workload("jobs/digits.py:Digits", {}, base_dir=ROOT))

@@ -140,6 +140,7 @@ def test_convolutions_are_counted_and_small_filters_told_apart(kernel, stride, s
     assert sum(part.winograd_flops for part in found.parts) == (conv if is_small else 0)
 
 
+@pytest.mark.combination
 def test_a_profile_is_the_same_after_writing_and_reading():
     found = profile(SmallTransformer())
     assert WorkloadProfile.from_json(found.to_json()) == found

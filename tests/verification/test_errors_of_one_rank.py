@@ -56,6 +56,7 @@ def test_a_slip_of_one_rank_while_passes_communicate_ends_a_verification(gloo, m
     check(gloo.attempt(2, judge, FailsOnOne(), {"strategy.name": "fsdp"})[1])
 
 
+@pytest.mark.combination
 def test_a_slip_of_one_rank_ends_the_check_of_a_resume(gloo, monkeypatch, tmp_path):
     monkeypatch.setattr(gloo_pool, "GRACE_S", 0.5)
     check(gloo.attempt(2, resume, {"strategy.name": "tensor"}, str(tmp_path))[1])

@@ -47,6 +47,7 @@ class LossInFloat32(Classify):
         return F.cross_entropy(model(batch["x"]).float(), batch["y"], reduction="sum"), len(batch["y"])
 
 
+@pytest.mark.combination
 def test_what_float32_inside_of_a_training_rounds_is_no_mistake_and_names_the_line(gloo):
     outcome = gloo.run(2, judge, LossInFloat32(), {})[0]
     assert outcome.verdict == "equal" and "fewer digits than float64" in outcome.words, outcome
@@ -63,6 +64,7 @@ def a_little_too_small():
         yield
 
 
+@pytest.mark.always("chaotic")
 @pytest.mark.parametrize(
     ("workload", "cause"), [(Chaotic(), "loss normalisation"), (LossInFloat32(), "dtype")], ids=["chaotic", "float32"]
 )

@@ -94,10 +94,12 @@ def test_data_that_cannot_be_had_again_are_named_in_the_run_and_refused_where_bi
 # verify
 
 
+@pytest.mark.combination
 def test_verify_finds_random_transforms_equal_on_two_workers(gloo):
     assert gloo.run(2, judge, noisy(), {})[0].verdict == "equal"
 
 
+@pytest.mark.combination
 def test_verify_tells_data_that_are_not_repeatable_from_another_order(gloo):
     outcome = gloo.run(2, judge, Training(OwnGenerator(only=1)), {})[0]
     assert found(outcome)[0] == "data not repeatable"

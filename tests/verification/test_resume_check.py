@@ -79,6 +79,7 @@ def test_a_good_resume_is_bit_identical(tmp_path, flags):
     assert outcome.comparison.largest == 0.0
 
 
+@pytest.mark.always("[2]")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_good_resume_on_several_workers_is_bit_identical(gloo, tmp_path, world_size):
     outcomes = gloo.run(world_size, check, Everything(num_rows=54), tmp_path, {"batch.global_size": 12})
@@ -161,6 +162,7 @@ def without(item):
     return plant
 
 
+@pytest.mark.always("schedule-learning-rate schedule-7")
 @pytest.mark.parametrize(
     ("item", "words", "first"),
     [
@@ -199,6 +201,7 @@ def test_a_wrong_data_position_is_named(tmp_path):
     assert (outcome.comparison.divergence.step, outcome.comparison.divergence.quantity) == (6, "rows")
 
 
+@pytest.mark.combination
 def test_a_guilty_state_on_one_rank_alone_is_named(gloo, tmp_path):
     outcomes = gloo.run(2, broken_on_rank_1, tmp_path)
     assert all(o.guilty == ["random number generators"] and not o.is_equal for o in outcomes)

@@ -40,6 +40,7 @@ def test_correct_training_is_equal_within_1e_9_and_to_rounding_in_float32(gloo, 
     assert outcome.own.largest < 1e-4
 
 
+@pytest.mark.combination
 def test_one_process_repeats_itself_to_the_bit_and_with_accumulation_within_rounding(gloo):
     assert gloo.run(1, judge, Tokens(), {})[0].comparison.largest == 0
     accumulating = gloo.run(1, judge, Tokens(), {}, 2)[0]
@@ -193,11 +194,13 @@ def no_warm_up():
         yield
 
 
+@pytest.mark.combination
 def test_replicas_that_do_not_agree_after_their_averaging_are_found(gloo):
     outcome = gloo.run(2, judge_with, forgets_to_average, Classify(), {"local_sgd.sync_every": 2})[0]
     assert found(outcome)[:2] == ("averaging of replicas", 2)
 
 
+@pytest.mark.combination
 def test_a_warm_up_that_is_not_ddp_is_found_in_its_first_step(gloo):
     flags = {"local_sgd.sync_every": 2, "local_sgd.warmup_steps": 2}
     outcome = gloo.run(2, judge_with, no_warm_up, Classify(), flags)[0]

@@ -50,6 +50,7 @@ def plan(tmp_path, question, **more):
 # the plan
 
 
+@pytest.mark.combination
 def test_patience_and_a_target_are_no_part_of_the_compared_steps(tmp_path):
     ends = {"evaluation.every": "1 epoch", "stop.patience": 1, "stop.watch": "val/loss min", "stop.at": "val/loss <= 9"}
     workload = WithDropout(num_rows=32)
@@ -61,6 +62,7 @@ def test_patience_and_a_target_are_no_part_of_the_compared_steps(tmp_path):
     assert {outcome.verdict for outcome in outcomes} == {"equal"}, outcomes
 
 
+@pytest.mark.combination
 def test_a_model_with_dropout_is_equal_on_one_worker_that_goes_on_from_the_references_checkpoint(tmp_path):
     workload = WithDropout(num_rows=32)
     sources = load_sources(workload)
@@ -202,6 +204,7 @@ def leave(place, what):
     return place.world_size
 
 
+@pytest.mark.combination
 def test_processes_run_groups_of_any_size_and_report_what_ended_them():
     with gloo_processes(2, UserCode(None, {}, None), timeout_s=30) as processes:
         assert [processes.run(n, leave, "", workload=object()) for n in (1, 2, 1)] == [1, 2, 1]

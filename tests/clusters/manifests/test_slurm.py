@@ -21,6 +21,7 @@ SCRIPTS = sorted(path for path in CLUSTER.rglob("*") if path.suffix in (".sh", "
 BATCH = sorted((CLUSTER / "slurm").glob("*.sbatch"))
 
 
+@pytest.mark.combination
 def test_shellcheck_finds_nothing_in_any_script():
     found = subprocess.run([program("shellcheck"), *map(str, SCRIPTS)], capture_output=True, text=True, timeout=60)
     assert found.returncode == 0, found.stdout
@@ -91,6 +92,7 @@ def test_a_ray_that_does_not_start_is_a_failure_though_symmetric_run_ends_with_0
     assert done.returncode == 1 and "Ray did not start on 10.0.0.9:21234" in done.stderr
 
 
+@pytest.mark.always("2026-11-23T22:10:40-True")
 @pytest.mark.parametrize(("preempted", "waits"), [("2026-11-23T22:10:40", True), ("None", False)])
 def test_a_job_that_is_preempted_waits_to_be_queued_again_and_one_that_is_cancelled_ends(tmp_path, preempted, waits):
     body = f"run_on_all_nodes bash -c '{UNTIL_KNOWN}; kill -KILL $PPID; sleep 5'"

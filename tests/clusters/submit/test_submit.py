@@ -82,6 +82,7 @@ def submitted(*words):
     return run_command(["submit", "-c", "jobs/work.yaml", "--to", URL, *words])
 
 
+@pytest.mark.combination
 def test_a_job_is_the_command_in_the_working_directory(cluster, capsys):
     assert submitted("--scale.workers", "2", "--name", "mine") == 0
     probe, job = cluster.submitted

@@ -76,6 +76,7 @@ print(get_authentication_mode() == AuthenticationMode.TOKEN)
 """
 
 
+@pytest.mark.always("[True]")
 @pytest.mark.parametrize("is_connected", [False, True])
 def test_a_script_that_imports_ray_first_talks_to_our_cluster_with_its_token(is_connected):
     # Ray reads the mode when it is imported; without it the driver could not reach the head that it starts

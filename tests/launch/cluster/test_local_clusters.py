@@ -96,6 +96,7 @@ def test_down_ends_the_nodes_with_all_that_is_below_them_and_no_other_cluster(st
     assert local_clusters.cluster_down("local") is None and local_clusters.cluster_down("other") == 2
 
 
+@pytest.mark.combination
 def test_down_ends_what_a_node_has_left_that_was_killed(started):
     state = started()
     family = below(state.nodes[0].pid)

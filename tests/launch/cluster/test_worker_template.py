@@ -92,6 +92,7 @@ def in_environment(**context):
     )
 
 
+@pytest.mark.combination
 def test_a_worker_is_a_fork_with_everything_imported_and_no_gpu_touched(template, started):
     seen = started(template.socket)
     assert not seen["is_itself"]
@@ -108,6 +109,7 @@ def test_a_fork_has_the_arguments_environment_folder_streams_and_niceness_of_the
     assert seen["torch_threads"] == int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
+@pytest.mark.combination
 def test_a_fork_has_the_environment_of_its_job_without_rays_set_up(template, started, tmp_path):
     folder = tmp_path / "working directory"
     folder.mkdir()
@@ -133,6 +135,7 @@ def test_a_fork_has_the_threads_that_ray_gives_its_task(template, started, monke
     assert started(template.socket, "--threads")["torch_threads"] == 2
 
 
+@pytest.mark.combination
 def test_two_forks_draw_other_numbers(template, started):
     one, two = started(template.socket), started(template.socket)
     assert one["numpy"] != two["numpy"] and one["group"] != two["group"]

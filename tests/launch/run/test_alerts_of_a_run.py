@@ -56,6 +56,7 @@ def everything_below(folder):
     return b"".join(path.read_bytes() for path in Path(folder).rglob("*") if path.is_file())
 
 
+@pytest.mark.combination
 def test_an_alert_of_a_training_reaches_terminal_mlflow_record_and_webhook_and_its_secret_nobody(
     tmp_path, uri, monkeypatch
 ):
@@ -89,6 +90,7 @@ def test_an_alert_of_a_training_reaches_terminal_mlflow_record_and_webhook_and_i
     assert SECRET.encode() not in everything_below(tmp_path)
 
 
+@pytest.mark.combination
 def test_a_webhook_in_the_config_is_stored_without_its_secret(tmp_path, uri):
     shown = []
     with receiving() as receiver:
@@ -104,6 +106,7 @@ def test_a_webhook_in_the_config_is_stored_without_its_secret(tmp_path, uri):
 HANGS_ON = {"alerts.timeout_s": 600}
 
 
+@pytest.mark.always("never answers")
 @pytest.mark.parametrize(
     ("answer", "settings", "problem"),
     [
@@ -150,6 +153,7 @@ def test_an_alert_can_make_a_checkpoint(tmp_path, uri):
     assert (alert.name, alert.action) == ("nonfinite", "checkpoint")
 
 
+@pytest.mark.combination
 def test_an_alert_can_stop_a_training_which_saves_before_and_says_why(tmp_path, uri):
     folder = tmp_path / "runs" / "one"
     flags = flags_of(

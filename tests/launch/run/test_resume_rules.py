@@ -192,6 +192,7 @@ class TestFinished:
         assert any("finished already" in line for line in said)
         assert (tmp_path / "runs" / "whole" / "record.json").read_bytes() == record
 
+    @pytest.mark.combination
     def test_it_can_be_made_longer_if_one_says_so(self, tmp_path):
         from workloads import Line
 
@@ -204,6 +205,7 @@ class TestFinished:
         )
         assert record.steps == 5 and record.resumed_after == [3]
 
+    @pytest.mark.combination
     def test_another_model_is_refused_and_nothing_is_overwritten(self, tmp_path):
 
         self.run(tmp_path)

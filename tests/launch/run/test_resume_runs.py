@@ -234,6 +234,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.combination
 def test_auto_starts_anew_where_nothing_is_unfinished_and_else_takes_the_newest_of_the_same_training(tmp_path):
     settings = config(tmp_path)
     assert resume.find("auto", load_config(flags=settings)) is None
@@ -250,6 +251,7 @@ def test_auto_starts_anew_where_nothing_is_unfinished_and_else_takes_the_newest_
     assert resume.find(newer.name, load_config(flags=settings)).path == str(newer), "a run can be named"
 
 
+@pytest.mark.combination
 def test_harmless_changes_are_listed_and_others_refused(tmp_path):
     folder = interrupted(tmp_path)
     before = contents(folder)
@@ -304,6 +306,7 @@ def test_other_data_is_refused(tmp_path):
     assert scaleray.train(config(tmp_path), Stumbling(False, str(path)), resume=str(folder), local=True).steps == 40
 
 
+@pytest.mark.combination
 def test_a_run_that_another_process_writes_is_refused(tmp_path):
     folder = interrupted(tmp_path)
     other = RunFolder.reopen(str(folder))  # a lock belongs to an open file: this is as good as another process
@@ -319,6 +322,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
     assert not (tmp_path / "run.json").exists()
 
 
+@pytest.mark.combination
 def test_a_password_lands_in_no_file(tmp_path, monkeypatch):
     real, database = store.open_client, f"sqlite:///{tmp_path / 'mlflow.db'}"
     uri = "http://somebody:hunter2@127.0.0.1:9"

@@ -21,6 +21,7 @@ from scaleray.records.sweep_record import SweepRecord
 HERE = Path(__file__).parent.parent
 
 
+@pytest.mark.combination
 def test_a_run_reads_parquet_from_s3_and_keeps_its_files_there(bucket, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -22,6 +22,7 @@ def conditions(topology=None, **flags):
     return conditions_of(config, Classify(), topology or NODES)
 
 
+@pytest.mark.combination
 def test_where_a_study_is_kept_and_on_how_many_workers_do_not_matter():
     plain = conditions()
     for flags in (
@@ -36,6 +37,7 @@ def test_where_a_study_is_kept_and_on_how_many_workers_do_not_matter():
     assert key_of(plain) == key_of(conditions())
 
 
+@pytest.mark.combination
 def test_what_decides_the_speed_matters():
     plain = conditions()
     for flags in ({"batch.global_size": 16}, {"precision.dtype": "fp32"}, {"scale.cpus_per_worker": 2.0}, {"seed": 1}):

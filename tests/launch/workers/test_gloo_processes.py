@@ -8,6 +8,7 @@ import time
 import types
 
 import psutil
+import pytest
 
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 
@@ -23,6 +24,7 @@ def deaf(place):
     return os.getpid()
 
 
+@pytest.mark.combination
 def test_a_process_that_hears_no_sigterm_is_ended_all_the_same():
     with gloo_processes(1, UserCode(None, {}, None), timeout_s=60) as processes:
         pid = processes.run(1, deaf, workload=None)

@@ -62,6 +62,7 @@ def test_blooms_layouts_are_judged_as_they_went(model, pipeline, data, micro_bat
     assert verdict(memory(model, layout), A100) in expected
 
 
+@pytest.mark.combination
 @settings(max_examples=40)
 @given(
     st.sampled_from(["gpt2-xl", "llama-7b", "resnet-50"]),

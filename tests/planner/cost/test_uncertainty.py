@@ -100,6 +100,7 @@ def run(capsys, *words):
     return code, captured.out, captured.err
 
 
+@pytest.mark.combination
 def test_terminal_page_and_json_say_why_an_interval_is_wide(capsys, tmp_path):
     words = [
         *PLAN,
@@ -155,6 +156,7 @@ def test_a_run_on_another_kind_of_gpu_is_named_and_widens_the_interval(capsys, t
     assert other["step_time_s"]["high"] > 1.3 * same["step_time_s"]["high"] and not other["is_trusted"]
 
 
+@pytest.mark.combination
 def test_a_model_of_which_only_the_size_is_known_says_so_everywhere(capsys, tmp_path):
     words = ["plan", "--model", "gpt-350m", "--cluster", "h100:8", "--global-batch", "64", "--strategies", "ddp"]
     code, out, err = run(capsys, *words, "--html", str(tmp_path / "plan.html"), "--json")

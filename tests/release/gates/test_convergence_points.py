@@ -19,6 +19,7 @@ def test_without_any_spread_no_mean_below_the_reference_is_allowed():
     assert ReferencePoint.of(32, [4.0] * 6).slowest_allowed(4) == 4.0
 
 
+@pytest.mark.combination
 def test_every_shipped_record_of_mlperf_gives_what_its_own_code_gives():
     checker = pytest.importorskip("mlperf_logging.rcp_checker.rcp_checker", reason="mlperf-logging is not installed")
     compared, at_the_floor, no_longer_known = 0, [], []

@@ -107,6 +107,7 @@ def test_runs_that_fall_into_one_step_of_the_evaluations_differ_by_its_rounding(
     assert exact is not None and exact.answer == "pass"
 
 
+@pytest.mark.combination
 def test_the_power_and_the_needed_runs_are_those_of_a_simulation():
     base, margin = Runs(100.0, 5.0, 6), Margin(0.08, is_relative=True)
     random = np.random.default_rng(0)
@@ -157,6 +158,7 @@ SKEWED_NOISE = {
 }
 
 
+@pytest.mark.always("sides1-normal")
 @pytest.mark.parametrize("noise", SKEWED_NOISE)
 @pytest.mark.parametrize(
     "sides", [((5, 1), (5, 1)), ((5, 5), (5, 1)), ((5, 1), (5, 5)), ((3, 1), (30, 1)), ((3, 5), (30, 1))]

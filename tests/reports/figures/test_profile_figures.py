@@ -54,6 +54,7 @@ def test_every_part_and_every_class_of_time_has_a_colour():
     assert len(set(COLOURS.values())) == len(PARTS)
 
 
+@pytest.mark.combination
 def test_the_parts_of_a_step_are_drawn_by_name_and_the_caption_says_whether_they_close():
     parts = drawn(profile(), "parts-by-rank")
     assert all(words in parts.svg for words in ("forward", "backward", "exposed communication", "host, launching"))
@@ -68,6 +69,7 @@ def test_one_step_is_that_of_the_slowest_rank_without_parts_too_small_to_see():
     assert "50 ms · 50%" in step.svg and "host, launching" not in step.svg and "1 parts below" in step.caption
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("late", [False, True])
 def test_ranks_over_time_have_lateness_where_it_is_known(late):
     heat_map = drawn(profile(4, late=late), "ranks-over-time")
@@ -80,6 +82,7 @@ def test_of_many_ranks_the_slowest_are_drawn():
     assert "32 slowest of 100 ranks" in parts.caption and ">98<" in parts.svg.replace("\n", "")
 
 
+@pytest.mark.combination
 def test_goodput_is_drawn_with_the_shares_of_what_there_was():
     goodput = Goodput(10.0, {"productive": 6.0, "start": 3.0, "repeated": 1.0, "restart": 0.0}, 2, 5)
     found = drawn(profile(goodput=goodput), "goodput")
@@ -88,6 +91,7 @@ def test_goodput_is_drawn_with_the_shares_of_what_there_was():
     assert all(one.name != "goodput" for one in profile_drawings(profile()))
 
 
+@pytest.mark.combination
 def test_memory_that_cannot_be_measured_is_told_as_such_and_not_as_0():
     (section,) = section_of(profile(1, notes=["rank 0: no arrivals"]))
     table, notes = section.tables

@@ -96,6 +96,7 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
+@pytest.mark.always("[run]")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_page_is_one_small_file_that_loads_nothing(pages, name):
     _, html = pages[name]
@@ -240,6 +241,7 @@ def test_a_study_of_any_number_of_points_has_a_page(sizes):
     Tags(render(study_page(study_examples.study(sizes=tuple(sizes), modes=("strong",)))))
 
 
+@pytest.mark.combination
 def test_a_study_without_fit_price_noise_or_target_has_a_page_without_these():
     record = study_examples.study(modes=("weak",), price=None)
     curve = dataclasses.replace(record.curves[0], fits=[], best_law=None, next_doubling=None, verdict="")
@@ -270,6 +272,7 @@ def test_a_sweep_whose_trials_all_failed_says_why_once():
     assert page.drawings == [] and html.count("ValueError: boom") == 1
 
 
+@pytest.mark.combination
 def test_a_sweep_without_a_target_is_coloured_by_its_metric():
     record = study_examples.sweep(batches=(32, 64), rules=("sqrt", "none"))
     trials = [dataclasses.replace(t, samples_to_target=None, time_to_target_s=None) for t in record.trials]
@@ -331,6 +334,7 @@ def test_noise_scales_have_their_intervals_and_open_ends_an_arrow():
     assert [(row["noise_scale_low"], row["noise_scale_high"]) for row in rows] == [(200.0, 450.0), (250.0, None)]
 
 
+@pytest.mark.combination
 def test_a_long_training_keeps_its_page_small_and_says_what_is_drawn():
     page = a_run_page(20_000)
     assert len(render(page).encode()) < LARGEST_PAGE_BYTES
@@ -364,6 +368,7 @@ def test_an_empty_page_is_a_page():
     Tags(render(Page(kind="Study", name="n", when="now", headline="nothing")))
 
 
+@pytest.mark.combination
 def test_a_record_read_from_its_file_gives_the_same_page(tmp_path):
     record = dataclasses.replace(study_examples.study(modes=("weak",), price=None), noise=[])
     (tmp_path / "record.json").write_text(record.to_json())

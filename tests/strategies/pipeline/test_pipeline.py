@@ -73,6 +73,7 @@ def test_a_transformer_equals_one_process(gloo, schedule, tie_head):
     assert all(0 <= step.more["perf/bubble_share"] < 1 and step.sent_bytes > 0 for step in finished.steps)
 
 
+@pytest.mark.combination
 def test_four_stages_on_four_workers_and_a_rest_of_odd_size(gloo):
     # 27 rows in batches of 12: the last has 3, so with micro-batches of 2 there are a whole one and a half
     recipe, workload = {**ADAMW, "batch.global_size": 12, "batch.micro_size": 2}, SmallTransformer(num_rows=27)
@@ -80,6 +81,7 @@ def test_four_stages_on_four_workers_and_a_rest_of_odd_size(gloo):
     assert_same_training(gloo.run(4, train, workload, flags)[0], train_in_plain_torch(workload, recipe))
 
 
+@pytest.mark.combination
 def test_a_number_of_micro_batches_that_a_schedule_cannot_order_goes_through_in_parts(gloo):
     # a last batch of 5 single rows, which would be two rounds of 2.5
     recipe, workload = {"batch.micro_size": 1}, Deep(num_rows=21)
@@ -158,6 +160,7 @@ def test_code_around_the_blocks_and_parameters_beside_them_are_those_of_one_proc
     assert_same_training(gloo.run(4, train, ChainTask(), flags)[0], train_in_plain_torch(ChainTask(), recipe))
 
 
+@pytest.mark.combination
 def test_stages_split_by_measured_time_train_the_same(gloo):
     flags = {**ADAMW, "strategy.name": "pipeline", "pipeline.split": "measured"}
     finished = gloo.run(2, train, SmallTransformer(), flags)[0]

@@ -63,6 +63,7 @@ def initial(place, flags):
     return setup.initial_hash, most[0] if builds else None, size, others
 
 
+@pytest.mark.combination
 def test_a_model_built_in_pages_has_the_initial_values_of_an_ordinary_build(gloo):
     whole = initial(Place(), {})
     assert whole[1] is None

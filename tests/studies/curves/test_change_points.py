@@ -7,6 +7,7 @@ from scaleray.records.experiment import Experiment
 from scaleray.studies.curves.history import change_points, courses
 
 
+@pytest.mark.combination
 def test_noise_alone_is_rarely_taken_for_a_change():
     random = np.random.default_rng(1)
     wrong = sum(bool(change_points(random.normal(0, 1, 16), seed=trial)) for trial in range(60))

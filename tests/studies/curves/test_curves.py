@@ -70,6 +70,7 @@ def test_the_peak_of_the_usl_is_found_and_told_from_amdahl():
     assert kappa.low > 0
 
 
+@pytest.mark.combination
 @given(f=st.floats(0, 0.4), count=st.integers(2, 4), seed=st.integers(0, 99))
 @settings(max_examples=6, deadline=None)
 def test_bands_surround_their_law_and_reach_one_doubling_further(f: float, count: int, seed: int):

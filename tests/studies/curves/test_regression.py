@@ -63,6 +63,7 @@ def test_three_launches_of_the_same_show_the_spread_that_two_do_not():
     assert (change.verdict, change.basis) == ("no difference", "launches")
 
 
+@pytest.mark.combination
 def test_the_spread_between_launches_causes_no_more_false_alarms_than_nominal():
     # 5 %, and 3 standard errors of as many comparisons; of steps, which are resampled, few, and of sweeps, many
     found = [

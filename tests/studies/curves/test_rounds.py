@@ -55,6 +55,7 @@ def test_the_order_of_turns_does_not_matter_but_their_rounds_do():
     assert width(curve_points([one, mixed])[1].speedup) > 3 * width(curve_points([one, two])[1].speedup)
 
 
+@pytest.mark.always("0.2-3")
 @pytest.mark.parametrize("rounds", [3, 5])
 @pytest.mark.parametrize("drift", [0.0, 0.02, 0.2])
 def test_intervals_hold_the_truth_whatever_the_rounds_share(drift, rounds, monkeypatch):
@@ -118,6 +119,7 @@ def test_two_short_turns_that_disagree_leave_wide_but_finite_intervals():
     assert curve.next_doubling is None
 
 
+@pytest.mark.combination
 def test_laws_and_the_next_doubling_are_surer_without_the_shared_drift():
     points = in_rounds({n: 0.1 * (0.05 + 0.95 / n) for n in (1, 2, 4, 8)}, drift=0.2, seed=4)
     paired, apart = as_curve("strong", points), as_curve("strong", unpaired(points))

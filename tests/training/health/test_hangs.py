@@ -67,6 +67,7 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_line_that_it_left_out(
     assert first_trouble(dumps) == (3, {1})
 
 
+@pytest.mark.combination
 def test_a_rank_in_a_loop_that_holds_pythons_lock_is_named_by_the_others_and_its_line_by_the_fault_handler(tmp_path):
     case = hanging_group.holds_the_lock
     _, dumps, text = explained(case, tmp_path, kind=Kind.ABSENT, number=2, missing=(1,), waiting=(0, 2), mute=(1,))

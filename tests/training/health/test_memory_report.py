@@ -46,6 +46,7 @@ def test_activations_grow_with_the_micro_batch_and_shrink_with_checkpointing():
     assert 1.8 * whole < twice < 2.2 * whole
 
 
+@pytest.mark.combination
 def test_the_memory_of_compiled_code_is_not_guessed():
     memory = train_alone(Blocks(), {"compilation.what": "blocks", "compilation.backend": "eager"}).summary.memory
     assert memory["activations_bytes"] is None and memory["peak_bytes"] is None

@@ -71,6 +71,7 @@ def assert_same_bits(left, right):
     assert all(torch.equal(left[name], right[name]) for name in right)
 
 
+@pytest.mark.always("notes-after")
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("watcher", [w for w in Watcher if w not in OF_LAUNCH | ASKED_FOR])
 def test_a_watcher_that_fails_costs_the_training_nothing(tmp_path, monkeypatch, caplog, hasty, watcher, when):
@@ -91,6 +92,7 @@ def test_a_watcher_that_fails_costs_the_training_nothing(tmp_path, monkeypatch, 
         assert [c.step for c in finished.checkpoints] == [2, 4, 6]
 
 
+@pytest.mark.always("recorded messages")
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("mlflow_database")
 @pytest.mark.parametrize("watcher", sorted(OF_LAUNCH))

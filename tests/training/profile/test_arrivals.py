@@ -117,6 +117,7 @@ def test_a_delay_in_the_forward_pass_is_named_as_one_of_the_forward_pass(gloo, s
     assert (found.rank, found.phase, found.bucket, found.layers) == (1, "forward", None, layers)
 
 
+@pytest.mark.always("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_in_a_healthy_run_nobody_is_named_and_lateness_is_measured_all_the_same(gloo, strategy):
     profile = profile_of(gloo, "", STRATEGIES[strategy][0])
@@ -133,6 +134,7 @@ def weights(place, flags, is_watched):
     return finished.weights, finished.summary.profile.arrivals is not None
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize(
     "flags",
     [

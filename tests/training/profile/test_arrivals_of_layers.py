@@ -60,6 +60,7 @@ def weights_and_waits(place):
     return finished.weights, _functional_collectives.wait_tensor is before
 
 
+@pytest.mark.combination
 def test_torch_waits_as_before_when_a_training_has_ended(gloo):
     for _, is_as_before in gloo.run(2, weights_and_waits):
         assert is_as_before
@@ -112,6 +113,7 @@ def slow(gradient):
     return gradient
 
 
+@pytest.mark.combination
 def test_a_straggler_of_a_model_in_one_bucket_is_named_with_the_only_layer_that_there_is(gloo):
     finished = gloo.run(2, train, OneLayer(128), {**FLAGS, "strategy.bucket_size_mib": 25})
     (found,) = run_profile([one.summary.profile for one in finished]).stragglers

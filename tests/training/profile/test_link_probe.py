@@ -35,6 +35,7 @@ def trained(place, slow, probes):
     return finished.summary.profile, finished.weights
 
 
+@pytest.mark.combination
 def test_the_ranks_at_a_slow_link_are_found_when_the_training_has_ended(gloo):
     profile = run_profile([one for one, _ in gloo.run(3, trained, {0, 2}, True)])
     assert {(row.sender, row.receiver) for row in profile.links} == {(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)}

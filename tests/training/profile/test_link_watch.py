@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 from small_runs import Classify, make_job, train_job
 
 from scaleray.profiling.links import EVERY_OTHER, slowest
@@ -41,6 +42,7 @@ def trained(place, folder, one_way, asks):
     return told, events, finished.weights
 
 
+@pytest.mark.combination
 def test_the_pair_of_a_slow_link_is_named_with_its_direction_and_no_weight_changes(gloo, tmp_path):
     (told, events, weights), *others = gloo.run(3, trained, str(tmp_path / "asked"), (2, 1), True)
     (links,) = told

@@ -2,10 +2,13 @@
 
 import gc
 
+import pytest
+
 from scaleray.training.profile import phase_times
 from scaleray.training.profile.phase_times import Pauses
 
 
+@pytest.mark.combination
 def test_collections_count_until_the_watch_is_closed(monkeypatch):
     clock = iter(range(0, 1000, 2))  # every look at the clock is two seconds later
     before = list(gc.callbacks)

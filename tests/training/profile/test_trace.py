@@ -54,6 +54,7 @@ def read_folder(folder):
     return ranks_of(traces)
 
 
+@pytest.mark.always("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_traced_ranks_train_the_same_weights_and_their_traces_close_and_meet(gloo, tmp_path, strategy):
     flags = {**FLAGS, "strategy.name": strategy}

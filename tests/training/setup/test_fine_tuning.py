@@ -198,6 +198,7 @@ def loaded_in_shards(place, folder):
     return {name: full(value.detach()).clone() for name, value in model.state_dict().items()}
 
 
+@pytest.mark.combination
 def test_each_rank_reads_its_shards(gloo, tmp_path):
     _, weights = make_folder(tmp_path / "llama", tied=False, files=2)
     for state in gloo.run(4, loaded_in_shards, str(tmp_path / "llama")):
@@ -206,6 +207,7 @@ def test_each_rank_reads_its_shards(gloo, tmp_path):
         assert torch.equal(state["head.weight"], weights["lm_head.weight"])
 
 
+@pytest.mark.always("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_training_starts_from_a_folder_on_any_number_of_workers(gloo, tmp_path, strategy):
     config, weights = make_folder(tmp_path / "llama", tied=True)
@@ -350,6 +352,7 @@ def test_an_adapter_adds_alpha_over_rank_times_b_a():
     torch.testing.assert_close(F.linear(x, plain["top.weight"], plain["top.bias"]), expected, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.always("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_adapters_train_the_same_on_any_number_of_workers_and_merge(gloo, tmp_path, strategy):
     make_folder(tmp_path / "llama", tied=True)
@@ -379,6 +382,7 @@ def killed(place, flags, folder, kill_at):
     return finished
 
 
+@pytest.mark.combination
 def test_adapters_resume_and_a_checkpoint_writes_the_base_once(gloo, tmp_path):
     flags = {
         **LORA,

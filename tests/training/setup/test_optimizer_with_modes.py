@@ -95,6 +95,7 @@ def test_evaluations_and_checkpoints_leave_the_training_as_it_was_to_the_bit(tmp
         assert all(torch.equal(value, run.weights[name]) for name, value in quiet.weights.items())
 
 
+@pytest.mark.always("ddp")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_workers_keep_what_one_keeps(gloo, strategy):
     alone = train_alone(WithModes(), FLAGS)

@@ -143,6 +143,7 @@ def end_with_slow_removals(place, folder):
     return seen
 
 
+@pytest.mark.combination
 def test_ranks_wait_for_the_removal_of_old_checkpoints_where_waiting_has_an_hour(gloo, tmp_path):
     first, _ = gloo.run(2, end_with_slow_removals, str(tmp_path))
     assert first == [False]
@@ -236,6 +237,7 @@ def end_on_a_full_disk(place, folder):
         Store.write = write
 
 
+@pytest.mark.combination
 def test_a_full_disk_on_one_rank_is_that_ranks_error_and_the_weights_are_not_whole(gloo, tmp_path):
     first, second = gloo.run(2, end_on_a_full_disk, str(tmp_path))
     assert first is None

@@ -66,6 +66,7 @@ def assert_same_bits(left, right):
         assert torch.equal(left[name], right[name]), name
 
 
+@pytest.mark.always("flags1-13")
 @pytest.mark.parametrize("kill_at", [4, 6, 11, 13])
 @pytest.mark.parametrize(
     "flags", [{}, {"optimizer.name": "sgd", "optimizer.momentum": 0.9}, {"precision.dtype": "fp16"}]

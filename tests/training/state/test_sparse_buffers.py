@@ -55,6 +55,7 @@ class Constant(Graph):
         return model
 
 
+@pytest.mark.always("gossip")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1", "local_sgd", "gossip"])
 def test_workers_with_a_sparse_buffer_train_what_one_does(gloo, strategy):
     outcome = gloo.run(2, judge, Constant(), {"strategy.name": strategy}, 1, 4)[0]

@@ -85,6 +85,7 @@ def test_the_curve_counts_samples_and_seconds_of_training():
     assert stepwise.training.course.samples_per_s > 0
 
 
+@pytest.mark.combination
 def test_time_that_it_waits_is_not_time_of_training():
     stepwise = Stepwise()
     stepwise.training.advance(timeout_s=60)

@@ -143,6 +143,7 @@ def test_a_training_that_ends_on_patience_is_compared_as_one_without():
     assert record.passed and "equal one process" in record.findings[-1].text, record.findings[-1]
 
 
+@pytest.mark.combination
 def test_the_command_prints_findings_and_verdict_and_writes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "c.yaml").write_text(
