@@ -109,7 +109,7 @@ def fresh_job(plan: SweepPlan, settings: Settings) -> TrainJob:
 
     job = plan.job(settings, started_at=steady_time())
     # from the driver of this sweep, not from outside
-    return dataclasses.replace(job, workload=cloudpickle.loads(job.workload))
+    return job.changed(workload=cloudpickle.loads(job.workload))
 
 
 @contextlib.contextmanager

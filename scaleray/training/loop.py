@@ -374,7 +374,7 @@ class _Run:
         if was_halved:
             self.micro_sizes.say_halved(self.job.recipe, recipe, step=self.state.step)
         self.micro_sizes.now = recipe.micro_batch_size
-        self.state.job = dataclasses.replace(self.job, recipe=recipe)
+        self.state.job = self.job.changed(recipe=recipe)
         self.evaluations.prepare(self.job, setup)
 
     def _end(self, setup: Setup) -> dict[str, Any]:

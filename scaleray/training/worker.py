@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import sys
 import threading
@@ -58,7 +57,7 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     start = StartClock(assignment.job.started_at, assignment.job.start_ends)
     start.end(PROCESSES, psutil.Process().create_time())
     start.end(WORKER_IMPORTS)
-    job = dataclasses.replace(assignment.job.on(ray.train.get_context().get_world_size()), start_ends=start.ends)
+    job = assignment.job.on(ray.train.get_context().get_world_size()).changed(start_ends=start.ends)
     context = context_under_ray(uses_gpu=job.config.scale.gpus > 0)
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
     publisher = RankPublisher(*assignment.published_as) if assignment.published_as else None

@@ -189,7 +189,7 @@ def run_training(
                 refuse_unsendable(sources)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start, port)
             traced = None if trace is None else trace.into(folder.path)
-            run.job = dataclasses.replace(run.job, trace=traced, probes_links=probes_links)
+            run.job = run.job.changed(trace=traced, probes_links=probes_links)
             expect_steps(run.recipe.total_steps)
             lines = announcement(request, run.job, data=run.data, folder=folder, local=local, port=port)
             for line in (*lines, *run.prediction.lines()):
