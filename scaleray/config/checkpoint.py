@@ -10,13 +10,13 @@ from pydantic import Field, field_validator, model_validator
 from scaleray.config.base import Count, Duration, NonNegative, Positive, Settings, above_zero, absolute_path
 
 NOTHING_SAVED: dict[str, Any] = {
-    "save_final": False,
-    "every": None,
-    "every_minutes": None,
-    "best": None,
-    "keep_every": None,
-    "copies": 1,
-    "copy_path": None,
+    "checkpoint.save_final": False,
+    "checkpoint.every": None,
+    "checkpoint.every_minutes": None,
+    "checkpoint.best": None,
+    "checkpoint.keep_every": None,
+    "checkpoint.copies": 1,
+    "checkpoint.copy_path": None,
 }
 """Settings of a training that leaves no files, as it is only measured or compared."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -154,6 +155,16 @@ class RunConfig(Settings):
             return self.fsdp.parameter_dtype
         # wider ones would be cast where they are used, and the copies kept until the backward pass
         return self.precision.dtype if self.precision.dtype in ("bf16", "fp16") else None
+
+    def changed(self, settings: Mapping[str, Any]) -> RunConfig:
+        """The same config with other values of keys such as `scale.workers` or of whole sections. They are not checked:
+        a strategy of the table need not be one that a config file may name."""
+        sections: dict[str, Any] = {}
+        for key, value in settings.items():
+            section, _, name = key.partition(".")
+            before = sections.get(section, getattr(self, section))
+            sections[section] = before.model_copy(update={name: value}) if name else value
+        return self.model_copy(update=sections)
 
     def to_dict(self) -> dict[str, Any]:
         """The config as plain values, as written in a YAML file. Passwords in URIs, and a webhook except for its host,

@@ -235,14 +235,18 @@ def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunCo
             "stop": {"after": "1 steps"},
         }
     )
-    return untouched.model_copy(
-        update={
-            "evaluation": config.evaluation.model_copy(update={"every": None, "micro_size": size}),
-            "scale": config.scale.model_copy(update={"workers": workers}),
+    return untouched.changed(
+        {
+            "evaluation": config.evaluation,
+            "evaluation.every": None,
+            "evaluation.micro_size": size,
+            "scale": config.scale,
+            "scale.workers": workers,
             "precision": config.precision,
             "data": config.data,
             "tracking": config.tracking,
-            "checkpoint": config.checkpoint.model_copy(update=NOTHING_SAVED),
+            "checkpoint": config.checkpoint,
+            **NOTHING_SAVED,
             "fine_tuning": config.fine_tuning if parts.keeps_adapters else FineTuningSettings(),
             "seed": config.seed,
             "deterministic": config.deterministic,
@@ -259,9 +263,7 @@ def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Sourc
         )
     first = next(iter(sources.values()))
     if first.tokens_per_row is None:  # rows of unequal length are evaluated in their order, some at a time
-        batch = config.batch.model_copy(update={"unit": "samples"})
-        data = config.data.model_copy(update={"bucket_by_length": None})
-        config = config.model_copy(update={"batch": batch, "data": data})
+        config = config.changed({"batch.unit": "samples", "data.bucket_by_length": None})
     recipe = derive(config, DataSize(max(config.batch.global_size, first.num_rows), first.tokens_per_row))
     evaluated = {f"evaluated {name}": split for name, split in splits.items()}  # keys: `train` alone is not evaluated
     return TrainJob(config, recipe, workload, {TRAIN: next(iter(splits.values())), **evaluated}, steady_time())
@@ -320,12 +322,12 @@ def _measured(
 def _on_what_is_there(config: RunConfig, *, local: bool, say: Say) -> RunConfig:
     """The config for the devices that there are, which need not be those of the training."""
     gpus = "auto" if config.scale.gpus and not local else 0
-    config = config.model_copy(update={"scale": config.scale.model_copy(update={"gpus_per_worker": gpus})})
+    config = config.changed({"scale.gpus_per_worker": gpus})
     if not local:
         config = with_gpus_decided(config, cluster.alive_nodes(), say=say)
     if config.scale.gpus:
         return config
-    return config.model_copy(update={"precision": PrecisionSettings(dtype=config.precision.dtype)})  # TF32, float8
+    return config.changed({"precision": PrecisionSettings(dtype=config.precision.dtype)})  # TF32, float8
 
 
 @contextlib.contextmanager

@@ -232,8 +232,8 @@ def _here(parts: PredictorParts, rows: Any, batch_size: int) -> Iterator[Any]:
 def _under_ray(
     parts: PredictorParts, rows: Source | Files, config: RunConfig, *, batch_size: int, workers: int
 ) -> Iterator[Any]:
-    asked = {"workers": workers, "gpus_per_worker": "auto" if config.scale.gpus else 0}
-    config = config.model_copy(update={"scale": config.scale.model_copy(update=asked)})
+    gpus = "auto" if config.scale.gpus else 0
+    config = config.changed({"scale.workers": workers, "scale.gpus_per_worker": gpus})
     with cluster.connected(config):
         import ray
 

@@ -31,7 +31,7 @@ def nodes_of(config: RunConfig, sizes: Sequence[int], workload: Any, *, oversubs
     workers = max(sizes)
     if config.scale.wait_for_nodes_s and (oversubscribe or sleeps(workload)):
         workers = min(sizes)
-    asked = config.model_copy(update={"scale": config.scale.model_copy(update={"workers": workers})})
+    asked = config.changed({"scale.workers": workers})
     return nodes_for(asked, option="--world-sizes")
 
 
@@ -137,12 +137,12 @@ def launch_config(config: RunConfig, room: Room, nodes: Sequence[Node] | None) -
     if nodes is None:
         return config
     workers = room.sizes[-1]
-    scale: dict[str, Any] = {"workers": workers, "max_failures": 0}
+    scale: dict[str, Any] = {"scale.workers": workers, "scale.max_failures": 0}
     if room.shares_cores:
         cpus = sum(n.resources.get("CPU", 0.0) for n in nodes) - config.data.reserved_cpus
         if 0 < cpus < workers * config.scale.cpus_per_worker:
-            scale["cpus_per_worker"] = max(0.01, int(100 * cpus / workers) / 100)
-    spread = config.model_copy(update={"scale": config.scale.model_copy(update=scale)})
+            scale["scale.cpus_per_worker"] = max(0.01, int(100 * cpus / workers) / 100)
+    spread = config.changed(scale)
     where = "without GPUs: --scale.gpus-per-worker 0" if config.scale.gpus else "on this machine alone with --local"
     check_option_fits("--world-sizes", spread, nodes, hint=f"leave the size out, or measure {where}")
     return spread

@@ -6,7 +6,6 @@ every rung alike. Runs under plain gloo processes and inside Ray Train; results 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import random
@@ -25,9 +24,9 @@ from scaleray.records.run_record import EvaluationRecord, Say, StepRecord, Worke
 from scaleray.records.start import steady_time
 from scaleray.records.study_record import Mode, NoiseCourse, ToTarget, Turn
 from scaleray.studies.subgroups import LOOPBACK, SubGroups
-from scaleray.studies.turn import emit_to, shortened, take_turn
+from scaleray.studies.turn import AT_USUAL_SPEED, emit_to, take_turn
 from scaleray.training import loop
-from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.job import WITHOUT_FILES, TrainJob
 from scaleray.training.setup.place import Place
 
 # The noise scale of a rung of a ladder: over the first steps of its training, apart from the turns that are timed.
@@ -42,9 +41,7 @@ def measure_noise(job: TrainJob, place: Place, *, num_steps: int, sources: Sourc
 
     The result is None where the training does not measure noise.
     """
-    noise = job.config.noise_scale.model_copy(update={"every_steps": 1})  # nobody counts the time
-    short = shortened(job, num_steps)
-    short = dataclasses.replace(short, config=short.config.model_copy(update={"noise_scale": noise}))
+    short = job.changed({"noise_scale.every_steps": 1}, first_steps=num_steps)  # its time does not count
     summary = loop.run(short, place, sources=sources, emit=emit_to([], say, place))
     return course_of(summary.noise, covers="its first steps")
 
@@ -169,7 +166,7 @@ def climb(place: Place, rungs: Sequence[Rung], seed: int, tell: Tell, sources: S
     for number, rung in order_of_turns(rungs, seed):
         with groups.of(rung.workers) as mine:
             if mine is not None:
-                job, say = shortened(rung.job, num_steps[rung.name]), partial(tell_of, rung)
+                job, say = rung.job.changed(AT_USUAL_SPEED, first_steps=num_steps[rung.name]), partial(tell_of, rung)
                 samples: list[RankSample] = []
                 turn = take_turn(job, mine, round=number, sources=sources, say=say, samples=samples)
                 for sample in samples[-1:]:  # after the turn, whose steps are timed; each worker's
@@ -198,7 +195,7 @@ def _rehearse(rung: Rung, groups: SubGroups, sources: Sources) -> int:
         if place is not None:
             steps: list[StepRecord] = []
             emit = emit_to(steps, lambda text: None, place)
-            loop.run(shortened(rung.job, length), place, sources=sources, emit=emit)
+            loop.run(rung.job.changed(AT_USUAL_SPEED, first_steps=length), place, sources=sources, emit=emit)
             times = [step.step_time_s for step in steps]
             step_time_s = statistics.median(times[length // 2 :]) if times else 0.0
     return rung.steps_of_a_turn(float(groups.share(repr(step_time_s))))
@@ -222,7 +219,7 @@ def train_to_target(job: TrainJob, place: Place, sources: Sources) -> list[ToTar
             curve.append((samples, seconds, message.metrics[target.metric]))
             recorded_at.append(message.recorded_at)
 
-    job = dataclasses.replace(job.without_files(), started_at=steady_time())
+    job = job.changed(WITHOUT_FILES, started_at=steady_time())
     summary = loop.run(job, place, sources=sources, emit=emit)
     value = curve[-1][2] if curve else math.nan
     is_reached = target.is_reached({target.metric: value}) if curve else False

@@ -19,7 +19,7 @@ def with_noise(config: RunConfig) -> RunConfig:
     """The config with its noise measured where that can be done."""
     if config.noise_scale.measure is not False:
         return config
-    return config.model_copy(update={"noise_scale": config.noise_scale.model_copy(update={"measure": "auto"})})
+    return config.changed({"noise_scale.measure": "auto"})
 
 
 def source_of(job: TrainJob) -> NoiseSource:

@@ -84,17 +84,12 @@ def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bo
     as_given: with the learning rate that follows from it; a step's time needs none, so that a rule which refuses the
     batch need not stop a study.
     """
-    updates: dict[str, Any] = {
-        "scale": config.scale.model_copy(update={"workers": workers, "max_failures": 0}),
-        "batch": config.batch.model_copy(update={"global_size": batch_size}),
-    }
+    settings: dict[str, Any] = {"scale.workers": workers, "scale.max_failures": 0, "batch.global_size": batch_size}
     if workers == 1:
-        updates["compression"] = CompressionSettings()  # one process sends nothing
-        updates["shares"] = SharesSettings()
+        settings |= {"compression": CompressionSettings(), "shares": SharesSettings()}  # one process sends nothing
     if not as_given:
-        updates["optimizer"] = config.optimizer.model_copy(update={"rule": "none"})
-        updates["schedule"] = config.schedule.model_copy(update={"warmup": Duration(0, "steps"), "length": None})
-    return config.model_copy(update=updates)
+        settings |= {"optimizer.rule": "none", "schedule.warmup": Duration(0, "steps"), "schedule.length": None}
+    return config.changed(settings)
 
 
 def period_of(config: RunConfig, strategy: str) -> int:

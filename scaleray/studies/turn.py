@@ -9,12 +9,11 @@ all parameters instead of a share, so that they come out a little better than th
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -42,13 +41,15 @@ from scaleray.workload import built_model
 STATE_BYTES = 16  # bytes of a parameter with its gradient and two moments, in fp32
 MOST_MEMORY = 0.8  # share of the free memory
 LEAST_ALONE_STEPS = 10
+AT_USUAL_SPEED: Mapping[str, Any] = {"noise_scale": NoiseScaleSettings()}
+"""Settings of timed steps: they measure no noise, for which a worker that does its share alone has another method."""
 NUM_TRANSFERS = 7
 
 
 def take_turn(
     job: TrainJob, place: Place, *, round: int, sources: Sources, say: Say, samples: list[RankSample] | None = None
 ) -> Turn:
-    """Train a job that was `shortened` and measure its steps. Collective over the place's group; rank 0's result is
+    """Train some steps and time them. Collective over the place's group; rank 0's result is
     the group's. samples: gets how this worker did.
 
     In every second round the work without communication comes first, so that a drift of the machine favours neither.
@@ -89,13 +90,6 @@ def take_turn(
         round=round,
         placement=dict(Counter(fact["node"] for fact in facts)),
     )
-
-
-def shortened(job: TrainJob, num_steps: int) -> TrainJob:
-    """The first steps of a training at their usual speed: without its gradient noise, which a worker that does its
-    share alone would measure by another method."""
-    job = job.first_steps(num_steps)
-    return dataclasses.replace(job, config=job.config.model_copy(update={"noise_scale": NoiseScaleSettings()}))
 
 
 class _Watcher:
@@ -174,25 +168,20 @@ def _step_alone(job: TrainJob, place: Place, sources: Sources) -> list[float] | 
 
 def alone(job: TrainJob, rank: int) -> TrainJob:
     """This worker's share of each step as a training of one worker."""
-    recipe, config = job.recipe, job.config
+    recipe = job.recipe
     rows = recipe.worker_shares[rank] if recipe.worker_shares else recipe.per_worker_batch_size
-    recipe = dataclasses.replace(
-        recipe,
-        strategy="single",
-        global_batch_size=rows,
-        per_worker_batch_size=rows,
-        worker_shares=None,
-        measure_shares_every_steps=None,
-        model_parallel_size=1,
-        total_steps=max(LEAST_ALONE_STEPS, recipe.total_steps // 2),
-        accumulation_steps=math.ceil(rows / recipe.micro_batch_size),
-    )
-    updates = {
-        "scale": config.scale.model_copy(update={"workers": 1}),
-        "shares": SharesSettings(),
-        "compression": CompressionSettings(),
+    values = {
+        "strategy": "single",
+        "global_batch_size": rows,
+        "per_worker_batch_size": rows,
+        "worker_shares": None,
+        "measure_shares_every_steps": None,
+        "model_parallel_size": 1,
+        "total_steps": max(LEAST_ALONE_STEPS, recipe.total_steps // 2),
+        "accumulation_steps": math.ceil(rows / recipe.micro_batch_size),
     }
-    return dataclasses.replace(job, config=config.model_copy(update=updates), recipe=recipe, workers=1)
+    settings = {"scale.workers": 1, "shares": SharesSettings(), "compression": CompressionSettings()}
+    return job.changed(settings, values=values, workers=1)
 
 
 def _fits_whole(job: TrainJob, place: Place) -> bool:

@@ -189,7 +189,6 @@ def check_data_of(before: AskedSweep, now: Mapping[str, str | None]) -> None:
 
 @contextlib.contextmanager
 def _connected(config: RunConfig, question: SweepQuestion) -> Iterator[list[cluster.Node]]:
-    workers = config.scale.model_copy(update={"workers": question.workers_per_trial})
-    config = config.model_copy(update={"scale": workers})
+    config = config.changed({"scale.workers": question.workers_per_trial})
     with cluster.connected(config):
         yield nodes_for(config, option="--workers-per-trial")

@@ -36,11 +36,11 @@ from scaleray.training import loop
 from scaleray.training.health import flight_recorder
 from scaleray.training.health.stall_watch import StallWatch
 from scaleray.training.health.worker_progress import WATCHDOG_SHARE, Progress, Watchdog
+from scaleray.training.rank import HANG_EXIT_CODE
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.stores import OwnedStore, StorePlace, open_store
 from scaleray.training.state.pausable_training import AskingCheckpointing, Decision, Ended, Paused, StepwiseTraining
-from scaleray.training.worker import HANG_EXIT_CODE
 from scaleray.workload import no_exit
 
 BEAT_S = 0.5
@@ -109,7 +109,7 @@ def fresh_job(plan: SweepPlan, settings: Settings) -> TrainJob:
 
     job = plan.job(settings, started_at=steady_time())
     # from the driver of this sweep, not from outside
-    return dataclasses.replace(job, workload=cloudpickle.loads(job.workload))
+    return job.changed(workload=cloudpickle.loads(job.workload))
 
 
 @contextlib.contextmanager

@@ -86,10 +86,9 @@ class Callbacks(Observer):
     def after_step(self, taken: TakenStep) -> None:
         if not self.callbacks:
             return
-        result = taken.result
-        metrics = {LOSS.name: result.loss, LEARNING_RATE.name: taken.learning_rate, **by_loss(LOSS_OF, result.losses)}
-        if result.grad_norm is not None:
-            metrics[GRAD_NORM.name] = result.grad_norm
+        metrics = {LOSS.name: taken.loss, LEARNING_RATE.name: taken.learning_rate, **by_loss(LOSS_OF, taken.losses)}
+        if taken.grad_norm is not None:
+            metrics[GRAD_NORM.name] = taken.grad_norm
         self._call("on_step", step=taken.number, epoch=taken.epoch, metrics=metrics)
 
     def evaluated(self, record: EvaluationRecord, *, at_end: bool = False) -> str | None:

@@ -281,8 +281,15 @@ class _Run:
         self.under_way.wait_for_room()
         step_s, waited_s = self.clock.tick(stream.waited_s)
         self.progress.enter(Phase.OTHER)
-        made = partial(TakenStep, number, num_samples, learning_rate, self.plan.epochs(number), step_s, waited_s)
-        self.under_way.add(launched, made)
+        self.under_way.add(
+            launched,
+            number=number,
+            num_samples=num_samples,
+            learning_rate=learning_rate,
+            epoch=self.plan.epochs(number),
+            step_s=step_s,
+            waited_s=waited_s,
+        )
 
     def _know(self, knows_all: bool) -> tuple[float, ...]:
         """Take note of the results of steps that are known, in order, and return their signals, summed. knows_all: wait
@@ -292,7 +299,7 @@ class _Run:
             self.observers.after_step(taken)
             if self.state.ends_with(taken, partial(self.input.look_at_step, self.job.splits[TRAIN], self.plan)):
                 self.under_way.forget()
-            told = self.fixed.check_shapes(taken.result.signals)
+            told = self.fixed.check_shapes(taken.signals)
             signals = tuple(map(sum, zip(signals, told, strict=True))) if signals else told
             # whoever leaves, or saves by the clock, does so with what is known of every step
             knows_all = knows_all or any(signals)
@@ -374,7 +381,7 @@ class _Run:
         if was_halved:
             self.micro_sizes.say_halved(self.job.recipe, recipe, step=self.state.step)
         self.micro_sizes.now = recipe.micro_batch_size
-        self.state.job = dataclasses.replace(self.job, recipe=recipe)
+        self.state.job = self.job.changed(recipe=recipe)
         self.evaluations.prepare(self.job, setup)
 
     def _end(self, setup: Setup) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Facts of a step that was taken, and the one way in which a training is observed.
+"""A step that was taken, and the one way in which a training is observed.
 
 An observer reads and reports; without it the weights are the same to the bit. Everything that decides about the
 training (its target, its checkpoints, the shares of its workers) is in the loop itself.
@@ -14,8 +14,10 @@ from scaleray.training.setup.model_setup import Setup
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """Result of a step over all workers. grad_norm: before clipping; None unless it was requested."""
+class TakenStep:
+    """An optimizer step that is complete: its result over all workers, and, where the loop took it, its number and its
+    cost on this worker. grad_norm: before clipping; None unless it was requested.
+    """
 
     loss: float
     count: float
@@ -36,25 +38,18 @@ class StepResult:
     """Each of a workload's several losses, of which `loss` is the sum; nothing where there is one."""
     grad_norms: Mapping[str, float] = field(default_factory=dict)
     """Norm of each one's gradient, in the same way; `grad_norm` is that of all together."""
-
-
-@dataclass(frozen=True)
-class TakenStep:
-    """An optimizer step that is complete, its place in the training, and its cost on this worker."""
-
-    number: int
+    number: int = 0
     """Number of this step, from 1."""
-    num_samples: int
+    num_samples: int = 0
     """Samples of the global batch."""
-    learning_rate: float
+    learning_rate: float = 0.0
     """Learning rate that the step was taken with, in the optimizer's first group."""
-    epoch: float
+    epoch: float = 0.0
     """Epochs that are complete after this step, with the part of the one that runs."""
-    step_s: float
+    step_s: float = 0.0
     """Seconds since the step before, without evaluations; what observers spent on that one is among them."""
-    waited_s: float
+    waited_s: float = 0.0
     """Seconds of `step_s` spent waiting for input."""
-    result: StepResult
 
 
 class Observer:

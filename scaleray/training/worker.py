@@ -1,11 +1,9 @@
-"""The function that Ray Train runs on every worker: finds its place, opens the input, runs the loop, sends records."""
+"""The function that Ray Train runs on every worker, and its connection to the recorder's actor."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import os
 import sys
 import threading
 import time
@@ -17,27 +15,20 @@ from typing import Any
 import psutil
 import torch
 
-from scaleray.checkpoints.catalog import Catalog
 from scaleray.common.idle_warnings import leave_out_idle_warnings
-from scaleray.common.watchers import Guard
 from scaleray.data import RaySources
 from scaleray.errors import WorkloadError
-from scaleray.records.run_record import EventRecord, Heartbeat, WorkerMessage, WorkerSummary
+from scaleray.records.run_record import Heartbeat, WorkerMessage, WorkerSummary
 from scaleray.records.start import PROCESSES, WORKER_IMPORTS, StartClock
 from scaleray.records.wishes import Wish
-from scaleray.training import loop
-from scaleray.training.health.stall_watch import StallWatch
-from scaleray.training.health.worker_progress import HANG, WATCHDOG_SHARE, Progress, Tail, TailHandler, Watchdog
+from scaleray.training.health.worker_progress import Tail, TailHandler
+from scaleray.training.rank import Channel, run_rank
 from scaleray.training.ray_metrics import RankPublisher
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
-from scaleray.training.state.checkpointing import Checkpointing, Control
-from scaleray.training.state.weights import save_weights
-from scaleray.workload import no_exit
+from scaleray.training.state.checkpointing import Control
 
-BEAT_S = 0.5  # seconds between two signs of life
 TAIL_LINES = 20
-HANG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h
 
 
 @dataclass(frozen=True)
@@ -66,65 +57,28 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     start = StartClock(assignment.job.started_at, assignment.job.start_ends)
     start.end(PROCESSES, psutil.Process().create_time())
     start.end(WORKER_IMPORTS)
-    job = dataclasses.replace(assignment.job.on(ray.train.get_context().get_world_size()), start_ends=start.ends)
-    scale = job.config.scale
-    uses_gpu = scale.gpus > 0
-    place = place_under_ray(uses_gpu=uses_gpu)
-    if not uses_gpu:
-        torch.set_num_threads(max(1, int(scale.cpus_per_worker)))
+    job = assignment.job.on(ray.train.get_context().get_world_size()).changed(start_ends=start.ends)
+    context = context_under_ray(uses_gpu=job.config.scale.gpus > 0)
     sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
-    progress = Progress()
-    life = SignsOfLife(assignment.recorder, place, sender, progress, tail=_keep_tail())
-    control = Control(notice=_nodes_to_go if assignment.can_be_preempted else None)
-    checkpointing = Checkpointing(
-        job,
-        place,
-        Catalog.of_run(assignment.run_path, job.config.checkpoint.copy_path),
-        emit=sender,
-        control=control,
-        facts=assignment.facts,
-        before_publishing=lambda: {"mlflow": sender.durable()},
-    )
     publisher = RankPublisher(*assignment.published_as) if assignment.published_as else None
 
-    def emit(message: WorkerMessage) -> None:
+    def send(message: WorkerMessage) -> None:
         sender(message)
         if publisher is not None:
             publisher.hear(message)
 
-    interval_s = max(BEAT_S, place.world_size / 100)
-    stalls = StallWatch(
-        progress,
-        place,
-        assignment.run_path,
-        collective_timeout_s=scale.collective_timeout_s,
-        look_every_s=interval_s,
-        guard=Guard(lambda text: sender(EventRecord(text, kind="warning"))),
-    )
-    watchdog = Watchdog(
-        progress,
-        interval_s=interval_s,
-        beat=life.beat,
-        limit_s=WATCHDOG_SHARE * scale.collective_timeout_s,
-        on_leave=control.wants_leave.set,
-        on_save=control.wants_save.set,
-        on_links=control.wants_links.set,
-        on_hang=lambda what: life.die(progress.step, what),
-        look=stalls.look,
-    )
-    try:
-        with stalls, watchdog, publisher or contextlib.nullcontext(), no_exit("the workload's code"):
-            return loop.run(
-                job,
-                place,
-                sources=assignment.sources,
-                emit=emit,
-                checkpointing=checkpointing,
-                progress=progress,
-                save_weights=lambda share, name: save_weights(share, assignment.run_path, name, rank=place.rank),
-            )
-    finally:
-        sender.flush()
+    with publisher or contextlib.nullcontext():
+        return run_rank(
+            job,
+            context,
+            Channel(send, sender.beat, sender.flush, sender.durable),
+            sources=assignment.sources,
+            run_path=assignment.run_path,
+            facts=assignment.facts,
+            control=Control(notice=_nodes_to_go if assignment.can_be_preempted else None),
+            tail=_keep_tail(),
+            ends_hangs=True,
+        )
 
 
 def received(task: Any) -> Any:
@@ -168,40 +122,6 @@ def _nodes_to_go() -> frozenset[str]:
     return frozenset(info.preempted_node_to_ranks) if info is not None else frozenset()
 
 
-class SignsOfLife:
-    """Messages of a worker to the recorder about its own state: its place in a step, and that it hangs."""
-
-    def __init__(self, recorder: Any, place: Place, sender: Sender, progress: Progress, *, tail: deque[str]) -> None:
-        self.recorder, self.place, self.sender, self.progress, self.tail = recorder, place, sender, progress, tail
-
-    def beat(self, step: int, phase: str, since_s: float) -> Wish:
-        """Tell of this worker's phase; gives what the recorder asks of it."""
-        import ray
-
-        place = self.place
-        heartbeat = Heartbeat(
-            place.rank,
-            place.node,
-            os.getpid(),
-            step,
-            phase,
-            since_s,
-            tuple(self.tail),
-            place.world_size,
-            recent=self.progress.recent,
-        )
-        return Wish(ray.get(self.recorder.beat.remote(heartbeat), timeout=30))
-
-    def die(self, step: int, what: str) -> None:
-        """Tell that the worker hangs, and end its process."""
-        # whatever the recorder does, this process must end
-        threading.Timer(10.0, os._exit, [HANG_EXIT_CODE]).start()
-        with contextlib.suppress(Exception):
-            self.beat(step, HANG + what, 0.0)
-        self.sender.flush()
-        os._exit(HANG_EXIT_CODE)  # the training thread cannot be ended otherwise
-
-
 class Sender:
     """Sends messages to the recorder in batches, without waiting for it."""
 
@@ -220,6 +140,12 @@ class Sender:
             self._num_taken += 1
         if time.monotonic() - self._sent_at >= self.interval_s:
             self._send()
+
+    def beat(self, heartbeat: Heartbeat) -> Wish:
+        """Deliver a sign of life at once, and return the recorder's request."""
+        import ray
+
+        return Wish(ray.get(self.recorder.beat.remote(heartbeat), timeout=30))
 
     def flush(self) -> bool:
         """Send what is there and wait until it has arrived; whether it has.
@@ -282,20 +208,20 @@ class Sender:
         return True
 
 
-def place_under_ray(*, uses_gpu: bool) -> Place:
+def context_under_ray(*, uses_gpu: bool) -> Place:
     """This process among Ray Train's workers; its GPU, if it uses one, becomes the current device."""
     import ray
     import ray.train.torch
 
-    context, device = ray.train.get_context(), torch.device("cpu")
+    own, device = ray.train.get_context(), torch.device("cpu")
     if uses_gpu:
         device = ray.train.torch.get_device()
         torch.cuda.set_device(device)
     return Place(
-        rank=context.get_world_rank(),
-        world_size=context.get_world_size(),
-        local_rank=context.get_local_rank(),
-        local_world_size=context.get_local_world_size(),
+        rank=own.get_world_rank(),
+        world_size=own.get_world_size(),
+        local_rank=own.get_local_rank(),
+        local_world_size=own.get_local_world_size(),
         node=ray.util.get_node_ip_address(),
         device=device,
     )

@@ -26,15 +26,12 @@ def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> Tra
 
     precision: number format in place of the config's.
     """
-    job = job.first_steps(min(steps, job.recipe.total_steps))
-    config = job.config
-    updates: dict[str, Any] = {"tracking": config.tracking.model_copy(update={"every_steps": 1})}
+    settings: dict[str, Any] = {"tracking.every_steps": 1}
     if precision is not None:
         # float8 is seen in the run's own precision, as bf16 is
-        updates["precision"] = config.precision.model_copy(
-            update={"dtype": precision, "float8": "none", "float8_leave_out": (), "emulate_float8": False}
-        )
-    return dataclasses.replace(job, config=config.model_copy(update=updates))
+        other = {"dtype": precision, "float8": "none", "float8_leave_out": (), "emulate_float8": False}
+        settings |= {f"precision.{name}": value for name, value in other.items()}
+    return job.changed(settings, first_steps=min(steps, job.recipe.total_steps))
 
 
 def steps_gone_on(half: int) -> int:
@@ -116,7 +113,7 @@ def with_rows(job: TrainJob, rows: int, *, evaluated: int = 0) -> TrainJob:
     splits = {TRAIN: first_rows(job.splits[TRAIN], rows)}
     if evaluated:
         splits.update({n: first_rows(s, evaluated) for n, s in job.splits.items() if n != TRAIN and not s.is_streamed})
-    return dataclasses.replace(job, splits=splits)
+    return job.changed(splits=splits)
 
 
 def first_rows(split: Split, rows: int) -> Split:
@@ -138,19 +135,17 @@ def first_part(job: TrainJob, steps: int, *, goes_on_for: int = 0) -> TrainJob:
     so many steps after them."""
     # an evaluation lies among the steps, so that what it leaves behind is seen
     every = max((n for n in range(1, steps) if steps % n == 0), default=None)
-    recipe = dataclasses.replace(
-        job.recipe, total_steps=steps + goes_on_for, checkpoint_every_steps=steps, evaluate_every_steps=every
-    )
-    return dataclasses.replace(job, recipe=recipe)
+    total = steps + goes_on_for
+    return job.changed(values={"total_steps": total, "checkpoint_every_steps": steps, "evaluate_every_steps": every})
 
 
 def later_part(job: TrainJob, earlier: TrainJob, *, first: int, last: int) -> TrainJob:
     """The job of the steps after `first` up to `last`, resumed from a checkpoint of `earlier`."""
     if job.recipe.global_batch_size == earlier.recipe.global_batch_size:
-        return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, total_steps=last))
+        return job.changed(values={"total_steps": last})
     # a resumed job counts its total in steps of its own size, as if the training before had been in them
     before = position_after(earlier, first, in_steps_of=job)
-    return dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, total_steps=last - first + before))
+    return job.changed(values={"total_steps": last - first + before})
 
 
 def position_after(earlier: TrainJob, step: int, *, in_steps_of: TrainJob) -> int:

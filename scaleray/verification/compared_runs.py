@@ -84,7 +84,7 @@ class Variant:
         split = self.with_statistics
         if split is None:
             return self
-        return self.mapped(lambda job: dataclasses.replace(job, splits={**job.splits, TRAIN: split}))
+        return self.mapped(lambda job: job.changed(splits={**job.splits, TRAIN: split}))
 
 
 def partition_of(job: TrainJob) -> Partition:
@@ -194,7 +194,7 @@ class Runs:
         ) -> tuple[Trace, TraceProbe]:
             partition = key.later_partition if due.first else key.partition
             workload = self._workload(job.workload, key.quiet, partition, masks, is_reference=is_reference)
-            job = dataclasses.replace(job, workload=workload)
+            job = job.changed(workload=workload)
             probe = watched_by(place, job, masks=masks, due=due, take_apart_at=take_apart_at, last=last, **options)
             began(probe)
             return self._run(job, place, probe, folder=catalog, hands_on=last == total), probe
@@ -229,7 +229,7 @@ class Runs:
         assert half is not None
         job, due = _resumed(reference, half, last=half + 1)
         workload = self._workload(job.workload, key.quiet, key.later_partition, None, is_reference=True)
-        job = dataclasses.replace(job, splits={TRAIN: job.splits[TRAIN]}, workload=workload)
+        job = job.changed(splits={TRAIN: job.splits[TRAIN]}, workload=workload)
         alone = Place(device=self.place.device)
         probe = TraceProbe(alone, job, due=due, last=half + 1)
         return self._run(job, alone, probe, folder=self._folder(_name(variant)))
@@ -241,16 +241,15 @@ class Runs:
         assert half is not None
         job = first_part(variant.job, half, goes_on_for=steps_gone_on(half))
         workload = self._workload(job.workload, key.quiet, key.partition, masks, is_reference=False)
-        job = dataclasses.replace(job, workload=workload)
+        job = job.changed(workload=workload)
         probe = TraceProbe(self.place, job, masks=masks, due=DueRates(job, half, half))
         return self._run(job, self.place, probe, folder=self._folder(_name(variant)))
 
     def measured_alone(self, values: dict[str, torch.Tensor], key: Key) -> dict[str, float]:
         """Metrics that one process measures for a model with these values. On rank 0."""
         job, alone = self._changed(self.variant, key).job, Place(device=self.place.device)
-        job = dataclasses.replace(job, recipe=dataclasses.replace(job.recipe, total_steps=0))
         workload = self._workload(job.workload, key.quiet, key.partition, None, is_reference=True)
-        job = dataclasses.replace(job, workload=workload)
+        job = job.changed(values={"total_steps": 0}, workload=workload)
         probe = _Given(alone, job, values)
         return dict(self._run(job, alone, probe, folder=None).evaluations.get(0, {}))
 
@@ -270,12 +269,8 @@ class Runs:
         steps = min(OWN_STEPS, job.recipe.total_steps)
         is_alone = place.world_size == 1
         workload = self._workload(job.workload, key.quiet, key.partition, None, is_reference=is_alone)
-        job = dataclasses.replace(
-            job,
-            recipe=dataclasses.replace(job.recipe, total_steps=steps),
-            splits={TRAIN: job.splits[TRAIN]},
-            workload=workload,
-        )
+        splits = {TRAIN: job.splits[TRAIN]}
+        job = job.changed(values={"total_steps": steps}, splits=splits, workload=workload)
         probe = TraceProbe(place, job, stands_still=True)
         return Watched(self._run(job, place, probe, folder=None), (probe,))
 
@@ -301,8 +296,7 @@ class Runs:
         checkpointing = None
         options: dict[str, Any] = {}
         if hands_on:
-            checkpoint = job.config.checkpoint.model_copy(update={"save_final": True})
-            job = dataclasses.replace(job, config=job.config.model_copy(update={"checkpoint": checkpoint}))
+            job = job.changed({"checkpoint.save_final": True})
             options["save_weights"] = probe.take_weights
         if folder is not None:
             checkpointing = _Watched(probe, job, place, Catalog.of_run(folder), emit=lambda message: None)
@@ -395,5 +389,4 @@ def _name(variant: Variant) -> str:
 
 
 def _without_clipping(job: TrainJob) -> TrainJob:
-    optimizer = job.config.optimizer.model_copy(update={"clip_norm": None})
-    return dataclasses.replace(job, config=job.config.model_copy(update={"optimizer": optimizer}))
+    return job.changed({"optimizer.clip_norm": None})

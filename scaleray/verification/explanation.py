@@ -158,7 +158,7 @@ class Explanation:
             return False
         size = variant.job.recipe.micro_batch_size
         cut = self.runs.variant.mapped(
-            lambda job: dataclasses.replace(job, recipe=with_micro_size(job.recipe, size, why="as the variant's"))
+            lambda job: job.changed(recipe=with_micro_size(job.recipe, size, why="as the variant's"))
         )
         trace = self.runs.compared(cut, key, place=Place(device=self.runs.place.device)).trace
         found = compare(self.runs.reference(key), trace, bound=self.bound).divergence

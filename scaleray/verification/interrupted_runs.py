@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -69,11 +68,11 @@ def verify_resume(place: Place, interruption: Interruption, *, sources: Sources)
     nothing = Catalog.of_run(f"{interruption.folder}/none")
     catalog = Catalog.of_run(interruption.folder)
     # replicas that train apart meet where a checkpoint is due, and it is saved there alone
-    recipe = dataclasses.replace(interruption.job.recipe, checkpoint_every_steps=at)
+    recipe, values = interruption.job.recipe, {"checkpoint_every_steps": at}
 
     def run(catalog: Catalog, **options: Any) -> tuple[Trace, _Observed]:
         # a copy: a workload may keep state of its own, which must not pass from run to run but by the checkpoint
-        job = dataclasses.replace(interruption.job, recipe=recipe, workload=copy.deepcopy(interruption.job.workload))
+        job = interruption.job.changed(values=values, workload=copy.deepcopy(interruption.job.workload))
         probe = TraceProbe(place, job)
         observed = _Observed(job, place, catalog, emit=lambda message: None, **options)
         # what came before must not help: a new process starts with whatever state its generators have
@@ -162,5 +161,4 @@ def _anywhere(place: Place, mine: list[str]) -> list[str]:
 
 def interruption_job(job: TrainJob) -> TrainJob:
     """A short job with deterministic algorithms, without which the same bits are not guaranteed."""
-    config = job.config.model_copy(update={"deterministic": True})
-    return dataclasses.replace(job, config=config)
+    return job.changed({"deterministic": True})

@@ -91,4 +91,4 @@ def _check_every_group_fits(plan: Plan, nodes: Sequence[Node]) -> None:
 
 def _alone(config: RunConfig) -> RunConfig:
     """The config without CPUs that stay free for input tasks, of which none run here."""
-    return config.model_copy(update={"data": config.data.model_copy(update={"reserved_cpus": 0.0})})
+    return config.changed({"data.reserved_cpus": 0.0})

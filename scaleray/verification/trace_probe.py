@@ -18,7 +18,7 @@ from scaleray.data import RankBatch
 from scaleray.records.run_record import EvaluationRecord, WorkerMessage
 from scaleray.strategies.contract.parallel import full
 from scaleray.strategies.contract.weight_shares import WeightShare
-from scaleray.training.observer import StepResult
+from scaleray.training.observer import TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.optimizers import Schedule
@@ -149,7 +149,7 @@ class TraceProbe:
         if self.parts is not None:
             self.parts.see(whole, correction)
 
-    def on_step(self, result: StepResult, learning_rate: float) -> None:
+    def on_step(self, result: TakenStep, learning_rate: float) -> None:
         after, random_before = self._signatures(), self._random_before
         assert self._gradients is not None
         replica = self._replica() if self._setup.parallel.replicas_differ else None

@@ -152,17 +152,14 @@ class _Trainings:
         a_sample = self.size.tokens_per_sample or 1 if spread.batch.unit == "tokens" else 1
         # steps that are packed with tokens are cut by rows here, into so many parts
         is_packed = self.size.packed_steps(spread) is not None
-        batch = spread.batch.model_copy(
-            update={"micro_size": None if is_packed else recipe.micro_batch_size * a_sample}
-        )
-        spread = spread.model_copy(update={"batch": batch})
+        spread = spread.changed({"batch.micro_size": None if is_packed else recipe.micro_batch_size * a_sample})
         return TrainJob(spread, recipe, self.workload, self.splits, steady_time())
 
     def _compared(self, job: TrainJob) -> TrainJob:
         """The few steps of the job that are compared."""
         short = short_job(job, steps=self.options.steps, precision=self.options.precision)
         # so few that a worker has a row less than another, and the last batch of some none
-        return with_rows(dataclasses.replace(short, splits=self.splits), self.rows.epoch, evaluated=self.batch_size + 3)
+        return with_rows(short.changed(splits=self.splits), self.rows.epoch, evaluated=self.batch_size + 3)
 
 
 def _groups(options: VerifyOptions, trainings: _Trainings) -> tuple[dict[int, list[Variant]], list[Outcome]]:
@@ -251,8 +248,7 @@ def _check_world_size(world_size: int, batch_size: int) -> None:
 
 def _with_batch(config: RunConfig, samples: int, of: int) -> RunConfig:
     """The config with a global batch of `samples`, which is one of `of` samples now."""
-    batch = config.batch.model_copy(update={"global_size": config.batch.global_size // of * samples})
-    return config.model_copy(update={"batch": batch})
+    return config.changed({"batch.global_size": config.batch.global_size // of * samples})
 
 
 def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bool) -> Recipe:
@@ -270,7 +266,7 @@ def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bo
     # what a config refuses, it refuses for any number of micro-batches above one
     divisor = (largest_divisor(share, at_most=micro_size) or 1) * (config.batch.global_size // recipe.global_batch_size)
     if size.packed_steps(config) is None:
-        derive(config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": divisor})}), size)
+        derive(config.changed({"batch.micro_size": divisor}), size)
     if recipe.strategy == "pipeline":
         check_schedule(config, -(-share // micro_size))
     return with_micro_size(recipe, micro_size, why=f"at most {accumulation} micro-batches in each step")
@@ -278,20 +274,16 @@ def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bo
 
 def on_workers(config: RunConfig, strategy: str, world_size: int) -> RunConfig:
     """The config of the training on other workers."""
-    # model_copy checks nothing: a strategy of the table need not be one that a config file may name
-    cpus = min(CPUS_PER_WORKER, config.scale.cpus_per_worker)
-    scale = {"workers": world_size, "cpus_per_worker": cpus, "max_failures": 0}
-    shares = config.shares
-    if shares.by != "equal":  # measured shares would hardly differ here, and not twice in the same way
+    settings: dict[str, Any] = {
+        "scale.workers": world_size,
+        "scale.cpus_per_worker": min(CPUS_PER_WORKER, config.scale.cpus_per_worker),
+        "scale.max_failures": 0,
+        "strategy.name": strategy,  # not checked: one of the table need not be one that a config file may name
+        "batch.micro_size": None,
+    }
+    if config.shares.by != "equal":  # measured shares would hardly differ here, and not twice in the same way
         speeds = tuple(1 + rank / max(1, world_size - 1) for rank in range(world_size))
-        shares = shares.model_copy(update={"by": "given", "speeds": speeds})
-    compression = CompressionSettings() if world_size == 1 else config.compression  # one process sends nothing
-    return config.model_copy(
-        update={
-            "shares": shares,
-            "compression": compression,
-            "scale": config.scale.model_copy(update=scale),
-            "strategy": config.strategy.model_copy(update={"name": strategy}),
-            "batch": config.batch.model_copy(update={"micro_size": None}),
-        }
-    )
+        settings |= {"shares.by": "given", "shares.speeds": speeds}
+    if world_size == 1:
+        settings["compression"] = CompressionSettings()  # one process sends nothing
+    return config.changed(settings)

@@ -14,7 +14,7 @@ from scaleray.records.published import RankSample
 from scaleray.records.study_record import NoiseCourse, ToTarget, Turn
 from scaleray.studies.ladder import Rung, climb, order_of_turns
 from scaleray.studies.subgroups import SubGroups
-from scaleray.studies.turn import alone, shortened
+from scaleray.studies.turn import AT_USUAL_SPEED, alone
 from scaleray.training.setup.place import Place
 
 SHORT = {"steps": 4, "seconds": 0.0}
@@ -226,9 +226,14 @@ def test_the_noise_of_a_training_to_the_target_is_that_of_its_whole_course(gloo)
 
 def test_alone_is_this_workers_share_as_a_training_of_one():
     job = rung(2, flags={"batch.micro_size": 2}).job
-    own = alone(shortened(job, 40), rank=1)
+    own = alone(job.changed(AT_USUAL_SPEED, first_steps=40), rank=1)
     assert rung(2, flags={"noise_scale.measure": True}).job.config.noise_scale.measure is True
-    assert shortened(rung(2, flags={"noise_scale.measure": True}).job, 4).config.noise_scale.measure is False
+    assert (
+        rung(2, flags={"noise_scale.measure": True})
+        .job.changed(AT_USUAL_SPEED, first_steps=4)
+        .config.noise_scale.measure
+        is False
+    )
     recipe = own.recipe
     assert (recipe.strategy, recipe.global_batch_size, recipe.micro_batch_size, recipe.accumulation_steps) == (
         "single",

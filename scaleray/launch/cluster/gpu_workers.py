@@ -29,7 +29,7 @@ def with_gpus_decided(config: RunConfig, nodes: Sequence[Node] | None, *, say: S
         gpus = 1.0 if num_gpus and has_cuda else 0.0
     if note := idle_gpus(num_gpus, gpus, has_cuda=has_cuda):
         say(f"  {note}")
-    return config.model_copy(update={"scale": config.scale.model_copy(update={"gpus_per_worker": gpus})})
+    return config.changed({"scale.gpus_per_worker": gpus})
 
 
 def idle_gpus(num_gpus: float, gpus_per_worker: float, *, has_cuda: bool) -> str:

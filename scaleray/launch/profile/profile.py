@@ -116,13 +116,17 @@ def short(config: RunConfig, steps: int) -> RunConfig:
     # the learning rate has no part in the time, but a rate that comes at once might end in NaN
     warmup = Duration(steps - 1, "steps") if config.schedule.warmup.value else config.schedule.warmup
     name = config.tracking.experiment
-    updates: dict[str, Any] = {
-        "stop": config.stop.model_copy(update={"after": Duration(steps, "steps"), "at": None, "patience": None}),
-        "schedule": config.schedule.model_copy(update={"warmup": warmup, "length": None}),
-        "tracking": config.tracking.model_copy(update={"experiment": f"{name[:190]} profiles"}),
-        "checkpoint": config.checkpoint.model_copy(update={"save_final": False}),
-    }
-    return config.model_copy(update=updates)
+    return config.changed(
+        {
+            "stop.after": Duration(steps, "steps"),
+            "stop.at": None,
+            "stop.patience": None,
+            "schedule.warmup": warmup,
+            "schedule.length": None,
+            "tracking.experiment": f"{name[:190]} profiles",
+            "checkpoint.save_final": False,
+        }
+    )
 
 
 def _profiled(record: RunRecord) -> Profiled:

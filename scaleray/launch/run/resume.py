@@ -112,7 +112,7 @@ def make_request(
         return Request(config, base_dir, None, [])
     if config.scale.gpus_per_worker == "auto":  # as it was decided
         known = float(before.config.get("scale", {}).get("gpus_per_worker", 0.0))
-        config = config.model_copy(update={"scale": config.scale.model_copy(update={"gpus_per_worker": known})})
+        config = config.changed({"scale.gpus_per_worker": known})
     changed = check_changes(before, config, allow_change)
     if base_dir is None and before.about.get("base_dir"):
         base_dir = Path(before.about["base_dir"])

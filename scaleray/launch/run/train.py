@@ -69,6 +69,7 @@ from scaleray.launch.session.data_sources import check_same_data, is_in_steps, s
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.opened import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
 from scaleray.launch.session.run_folder import RunFolder
+from scaleray.launch.workers import local_run
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.recorder_actor import RemoteRecorder
 from scaleray.live.metrics_endpoint import chosen_port
@@ -188,7 +189,7 @@ def run_training(
                 refuse_unsendable(sources)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start, port)
             traced = None if trace is None else trace.into(folder.path)
-            run.job = dataclasses.replace(run.job, trace=traced, probes_links=probes_links)
+            run.job = run.job.changed(trace=traced, probes_links=probes_links)
             expect_steps(run.recipe.total_steps)
             lines = announcement(request, run.job, data=run.data, folder=folder, local=local, port=port)
             for line in (*lines, *run.prediction.lines()):
@@ -362,14 +363,10 @@ class _Run:
         facts = checkpoint_facts(self.folder.name, self.config, self.data, self.facts)
         common: dict[str, Any] = {"run_path": self.folder.path, "facts": facts, "show": self.show}
         if local:
-            if self.config.scale.max_workers > 1:
-                from scaleray.launch.workers.in_processes import run_in_processes as run_here
-            else:  # the loop, which a driver on Ray does without
-                from scaleray.launch.workers.in_process import run_here
-
             recorder = Recorder(description)
             recorder.start()
-            return recorder, partial(run_here, self.job, self.sources, recorder, **common)
+            run = local_run.run_in_processes if self.config.scale.max_workers > 1 else local_run.run_here
+            return recorder, partial(run, self.job, self.sources, recorder, **common)
         with stage("preparing the launch"):
             ship_user_code(self.job.workload)
             remote = RemoteRecorder(description, publishes=cluster.publishes_metrics(self.config))

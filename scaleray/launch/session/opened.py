@@ -55,18 +55,15 @@ def check_started_once(say: Say) -> None:
 def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The config with paths that mean the same in every process, whatever folder that was started in."""
     checkpoint, workload = config.checkpoint, config.workload
-    paths = {"storage_path": absolute_path(checkpoint.storage_path)}
+    storage_path = absolute_path(checkpoint.storage_path)
+    paths = {"checkpoint.storage_path": storage_path}
     if checkpoint.copy_path is not None:
-        paths["copy_path"] = absolute_path(checkpoint.copy_path)
-    weights = _path_of_weights(workload.weights, paths["storage_path"]) if workload.weights is not None else None
-    policy = absolute_path(config.tracking.policy) if config.tracking.policy is not None else None
-    return config.model_copy(
-        update={
-            "checkpoint": checkpoint.model_copy(update=paths),
-            "workload": workload.model_copy(update={"weights": weights}),
-            "tracking": config.tracking.model_copy(update={"policy": policy}),
-        }
-    )
+        paths["checkpoint.copy_path"] = absolute_path(checkpoint.copy_path)
+    if workload.weights is not None:
+        paths["workload.weights"] = _path_of_weights(workload.weights, storage_path)
+    if config.tracking.policy is not None:
+        paths["tracking.policy"] = absolute_path(config.tracking.policy)
+    return config.changed(paths)
 
 
 def _path_of_weights(weights: str, storage_path: str) -> str:

@@ -134,12 +134,12 @@ def run_function(config: dict[str, Any]) -> Any:
     import ray
 
     from scaleray.training.health.group_watch import GroupWatch
-    from scaleray.training.worker import place_under_ray, quieten_ray, received
+    from scaleray.training.worker import context_under_ray, quieten_ray, received
 
     quieten_ray()
     task = received(config["task"])
     arguments = [ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in task["arguments"]]
-    place = place_under_ray(uses_gpu=task["uses_gpu"])
+    place = context_under_ray(uses_gpu=task["uses_gpu"])
     with GroupWatch(place, *task["watch"], collective_timeout_s=task["timeout_s"]):
         return task["function"](place, *arguments)
 

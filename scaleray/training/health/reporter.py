@@ -109,27 +109,26 @@ class Reporter(Observer):
             self.say(text, is_warning=True)
 
     def _record(self, taken: TakenStep, sent_bytes: float, figures: Metrics) -> StepRecord:
-        result = taken.result
         return StepRecord(
             step=taken.number,
-            loss=result.loss,
-            count=result.count,
+            loss=taken.loss,
+            count=taken.count,
             num_samples=taken.num_samples,
             learning_rate=taken.learning_rate,
-            grad_norm=result.grad_norm,
+            grad_norm=taken.grad_norm,
             step_time_s=taken.step_s,
             input_wait_s=taken.waited_s,
             epoch=taken.epoch,
-            is_finite=result.is_finite,
-            loss_scale=result.loss_scale,
+            is_finite=taken.is_finite,
+            loss_scale=taken.loss_scale,
             world_size=self.place.world_size,
             sent_bytes=sent_bytes,
             more={
-                **by_loss(LOSS_OF, result.losses),
-                **by_loss(GRAD_NORM_OF, result.grad_norms),
+                **by_loss(LOSS_OF, taken.losses),
+                **by_loss(GRAD_NORM_OF, taken.grad_norms),
                 **self.guard(Watcher.FIGURES, lambda: known(figures), {}, part=self.job.recipe.strategy),
             },
-            losses=dict(result.losses),
+            losses=dict(taken.losses),
         )
 
     def _figures(self) -> Metrics:

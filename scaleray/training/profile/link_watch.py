@@ -39,7 +39,7 @@ class LinkWatch(Observer):
 
     def after_step(self, taken: TakenStep) -> None:
         """Measure, if all ranks were asked to with this step. Collective then."""
-        if self.asks is None or self.place.world_size == 1 or not self.asks.asks_for_links(taken.result.signals):
+        if self.asks is None or self.place.world_size == 1 or not self.asks.asks_for_links(taken.signals):
             return
         self._guard(Watcher.FIGURES, lambda: self._measure(taken.number), None, part="links")
 

@@ -25,6 +25,18 @@ MANY_EPOCHS = 200
 histograms of every epoch there (measured: 44 to 83 kB an epoch, and 11 ms on quiet cores; ray-project/ray#65029)."""
 
 
+WITHOUT_FILES: Mapping[str, Any] = {**NOTHING_SAVED, "tracking.system_metrics": False}
+"""Settings of a training that is only measured or compared: no checkpoints, and no monitoring of the node."""
+FIRST_STEPS: Mapping[str, Any] = {
+    **WITHOUT_FILES,
+    "stop.at": None,
+    "stop.patience": None,
+    "stop.watch": None,
+    "evaluation.every": None,
+}
+"""Settings of the first steps of a training, which nothing ends and nothing interrupts."""
+
+
 @dataclass(frozen=True)
 class TrainJob:
     """One training, ready to run anywhere. started_at: wall clock of the command's start, in seconds."""
@@ -118,34 +130,30 @@ class TrainJob:
             rescaled(self.config, self.recipe, workers) if self.config.scale.on_resize == "rescale" else self.config
         )
         recipe = derive(config, train.size, workers=workers)
-        return dataclasses.replace(self, recipe=recipe, workers=workers)
+        return self.changed(recipe=recipe, workers=workers)
 
-    def without_files(self) -> TrainJob:
-        """The same training without checkpoints and without monitoring of the node: it is only measured or compared."""
-        config = self.config
-        updates = {
-            "checkpoint": config.checkpoint.model_copy(update=NOTHING_SAVED),
-            "tracking": config.tracking.model_copy(update={"system_metrics": False}),
-        }
-        return dataclasses.replace(self, config=config.model_copy(update=updates))
+    def changed(
+        self,
+        settings: Mapping[str, Any] | None = None,
+        *,
+        first_steps: int | None = None,
+        values: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> TrainJob:
+        """The same training with other settings (see `RunConfig.changed`), values of its recipe, and fields.
 
-    def first_steps(self, num_steps: int) -> TrainJob:
-        """The first steps of this training, over its end if need be: no target, no patience, no evaluations, no
-        files."""
-        job = self.without_files()
-        updates = {
-            "stop": job.config.stop.model_copy(update={"at": None, "patience": None, "watch": None}),
-            "evaluation": job.config.evaluation.model_copy(update={"every": None}),
-        }
-        recipe = dataclasses.replace(
-            job.recipe,
-            total_steps=num_steps,
-            evaluate_every_steps=None,
-            checkpoint_every_steps=None,
-            keep_checkpoint_every_steps=None,
-        )
-        splits = {TRAIN: job.splits[TRAIN]}
-        return dataclasses.replace(job, config=job.config.model_copy(update=updates), recipe=recipe, splits=splits)
+        first_steps: train so many steps, over its end if need be: no target, no patience, no evaluations, no files.
+        """
+        if first_steps is not None:
+            settings = {**FIRST_STEPS, **(settings or {})}
+            no_files = dict.fromkeys(("checkpoint_every_steps", "keep_checkpoint_every_steps"))
+            values = {"total_steps": first_steps, "evaluate_every_steps": None, **no_files, **(values or {})}
+            fields = {"splits": {TRAIN: self.splits[TRAIN]}, **fields}
+        if settings:
+            fields["config"] = self.config.changed(settings)
+        if values:
+            fields["recipe"] = dataclasses.replace(self.recipe, **values)
+        return dataclasses.replace(self, **fields)
 
     def continued(self, progress: Mapping[str, Any]) -> TrainJob:
         """The rest of a training that a checkpoint's progress describes, whose global batch may have had another
@@ -156,9 +164,8 @@ class TrainJob:
             origin = Origin(progress["step"], progress["epoch"], progress["sample_in_epoch"])
         if origin is None:
             return self
-        job = dataclasses.replace(self, origin=origin)
-        total = origin.step + self.recipe.total_steps - job.steps_before()
-        return dataclasses.replace(job, recipe=dataclasses.replace(self.recipe, total_steps=total))
+        job = self.changed(origin=origin)
+        return job.changed(values={"total_steps": origin.step + self.recipe.total_steps - job.steps_before()})
 
     def steps_before(self) -> int:
         """Number of steps of today's size that the training before the origin would have been."""
@@ -230,12 +237,11 @@ def rescaled(config: RunConfig, full: Recipe, workers: int) -> RunConfig:
     warmup = config.schedule.warmup
     if warmup.unit == "steps":  # stays in steps, which no rule stretches
         warmup = Duration(round(warmup.value * config.scale.max_workers / workers), "steps")
-    return config.model_copy(
-        update={
-            "batch": config.batch.model_copy(update={"global_size": share * workers}),
-            "stop": config.stop.model_copy(update={"after": in_epochs(config.stop.after)}),
-            "schedule": config.schedule.model_copy(
-                update={"warmup": warmup, "length": in_epochs(config.schedule.length)}
-            ),
+    return config.changed(
+        {
+            "batch.global_size": share * workers,
+            "stop.after": in_epochs(config.stop.after),
+            "schedule.warmup": warmup,
+            "schedule.length": in_epochs(config.schedule.length),
         }
     )

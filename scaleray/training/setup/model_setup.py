@@ -276,8 +276,7 @@ def _with_fixed_buckets(config: RunConfig) -> RunConfig:
         return config
     # DDP lays its buckets out anew after the first step, which changes the order of its sums: a resumed run would start
     # with the first layout again. It does not do so while it looks for unused parameters.
-    strategy = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
-    return config.model_copy(update={"strategy": strategy})
+    return config.changed({"strategy.find_unused_parameters": True, "strategy.static_graph": False})
 
 
 def _differs_between_ranks(parallel: Parallel) -> bool:

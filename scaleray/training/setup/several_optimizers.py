@@ -160,5 +160,4 @@ def config_for(losses: Collection[str] | None, config: RunConfig, strategy: str)
             value = getattr(getattr(config, section), name)
             raise ConfigError(key, value, f"{why}, and {reason}", f"leave {key} out")
     # a loss leaves the parameters of others' optimizers without a gradient
-    unused = config.strategy.model_copy(update={"find_unused_parameters": True, "static_graph": False})
-    return config.model_copy(update={"strategy": unused})
+    return config.changed({"strategy.find_unused_parameters": True, "strategy.static_graph": False})

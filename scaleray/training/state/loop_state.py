@@ -32,11 +32,10 @@ class LoopState:
     def ends_with(self, taken: TakenStep, look: Look) -> bool:
         """Count steps that were not finite; whether the training ends with this one, and then the verdict says why.
         look: at the rows of a step that ends it. Raises NonFiniteLossError where it fails."""
-        result, policy = taken.result, self.job.config.on_nonfinite
-        self.nonfinite_steps += result.nonfinite_steps
-        if not result.nonfinite_steps or not stops_at(taken.number, result, policy, look):
+        self.nonfinite_steps += taken.nonfinite_steps
+        if not taken.nonfinite_steps or not stops_at(taken, self.job.config.on_nonfinite, look):
             return False
-        self.step, self.verdict = taken.number, verdict_of(taken.number, result, look)
+        self.step, self.verdict = taken.number, verdict_of(taken, look)
         return True
 
 

@@ -4,65 +4,57 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from scaleray.errors import WorkloadError
 from scaleray.strategies.contract.numbers import Number, Truth, Unread
-from scaleray.training.observer import StepResult, TakenStep
+from scaleray.training.observer import TakenStep
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Numbers of a step, of which one that runs ahead reads none."""
+@dataclass
+class LaunchedStep:
+    """A step that this worker has given to its device: numbers that one which runs ahead does not read. `result` waits
+    for them. is_own: whether loss and count are those of this rank's samples alone.
+    """
 
     loss: Number
     count: Number
     grad_norm: Number | None
     is_finite: Truth
-    nonfinite: tuple[Number, Number] = (0, 0)
-    """See `StepResult.nonfinite_steps` and `nonfinite_in_a_row`."""
-    loss_scale: Number | None = None
+    nonfinite: tuple[Number, Number]
+    """See `TakenStep.nonfinite_steps` and `nonfinite_in_a_row`."""
+    loss_scale: Number | None
+    is_own: bool = False
 
-
-class LaunchedStep:
-    """A step that this worker has given to its device. `result` waits for it. is_own: whether loss and count are those
-    of this rank's samples alone. signals: values that the ranks shared.
-    """
-
-    def __init__(self, figures: Figures, signals: Sequence[Number], *, is_own: bool) -> None:
-        self._is_own = is_own
-        f = figures
-        self._numbers = Unread([f.loss, f.count, f.grad_norm, f.is_finite, f.loss_scale, *f.nonfinite, *signals])
-        self._result: StepResult | None = None
+    def begin_copy(self, signals: Sequence[Number]) -> None:
+        """Copy the numbers to the host, with signals that the ranks shared; does not wait."""
+        numbers = [self.loss, self.count, self.grad_norm, self.is_finite, self.loss_scale, *self.nonfinite, *signals]
+        self._numbers = Unread(numbers)
 
     def wait(self) -> None:
         """Wait until the device has computed the step's numbers."""
         self._numbers.wait()
 
-    def result(self) -> StepResult:
-        """Result of the step. Raises WorkloadError if its count is 0."""
-        if self._result is None:
-            self._result = self._read()
-        return self._result
-
-    def _read(self) -> StepResult:
+    def result(self, **facts: Any) -> TakenStep:
+        """The step with its result, and with facts that the loop knows. Raises WorkloadError if its count is 0."""
         loss, count, grad_norm, is_finite, loss_scale, nonfinite_steps, in_a_row, *signals = self._numbers.read()
-        if not self._is_own and not 0 < count < math.inf:
+        if not self.is_own and not 0 < count < math.inf:
             raise WorkloadError(
                 "loss()", f"a total count of {count:g}", "at least one sample or token must count in every global batch"
             )
-        return StepResult(
+        return TakenStep(
             loss=loss,
             count=count,
             grad_norm=grad_norm,
             is_finite=is_finite > 0,
-            is_own=self._is_own,
+            is_own=self.is_own,
             nonfinite_steps=int(nonfinite_steps),
             nonfinite_in_a_row=int(in_a_row),
             signals=tuple(signals),
             loss_scale=loss_scale,
+            **facts,
         )
 
 
@@ -71,7 +63,7 @@ class Launched(Protocol):
 
     def wait(self) -> None: ...
 
-    def result(self) -> StepResult: ...
+    def result(self, **facts: Any) -> TakenStep: ...
 
 
 class StepsUnderWay:
@@ -80,11 +72,11 @@ class StepsUnderWay:
 
     def __init__(self, ahead: int) -> None:
         self.ahead = ahead
-        self._steps: deque[tuple[Launched, Callable[[StepResult], TakenStep]]] = deque()
+        self._steps: deque[tuple[Launched, dict[str, Any]]] = deque()
 
-    def add(self, launched: Launched, made: Callable[[StepResult], TakenStep]) -> None:
-        """Add the next step. made: gives what the training tells of it, once its result is known."""
-        self._steps.append((launched, made))
+    def add(self, launched: Launched, **facts: Any) -> None:
+        """Add the next step, with the loop's facts of it."""
+        self._steps.append((launched, facts))
 
     def wait_for_room(self) -> None:
         """Wait until the device is no further behind than it may be: steps then take the time that it needs for
@@ -96,8 +88,8 @@ class StepsUnderWay:
         """The next step with its result, or None while the host may be ahead of it. knows_all: read what there is."""
         if len(self._steps) <= (0 if knows_all else self.ahead):
             return None
-        launched, made = self._steps.popleft()
-        return made(launched.result())
+        launched, facts = self._steps.popleft()
+        return launched.result(**facts)
 
     def forget(self) -> None:
         """Forget the steps behind one that has ended the training: they changed nothing."""

@@ -194,8 +194,7 @@ class _Search:
 
     def _train(self, size: int, rows: int) -> None:
         recipe = with_micro_size(self.recipe, size, why="a trial")
-        memory = self.config.memory.model_copy(update={"on_out_of_memory": "raise"})
-        config = self.config.model_copy(update={"memory": memory})
+        config = self.config.changed({"memory.on_out_of_memory": "raise"})
         step = TrainStep(
             self.workload, self.setup, config, recipe, self.place, gives_tuples=self.gives_tuples, enter=self.enter
         )

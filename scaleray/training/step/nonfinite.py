@@ -7,36 +7,36 @@ from collections.abc import Callable
 
 from scaleray.data import RowsOfStep
 from scaleray.errors import NonFiniteLossError
-from scaleray.training.observer import StepResult
+from scaleray.training.observer import TakenStep
 
 Look = Callable[[int], RowsOfStep | None]
 """Description of the rows of a step, by its number from 1; None if it is not known."""
 MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training any more
 
 
-def stops_at(step: int, result: StepResult, policy: str, look: Look) -> bool:
+def stops_at(taken: TakenStep, policy: str, look: Look) -> bool:
     """Whether the run ends in good order after a step that was not finite. Raises NonFiniteLossError where it fails."""
     if policy == "raise":
-        rows = look(step)
+        rows = look(taken.number)
         advice = "Lower the learning rate, clip gradients (optimizer.clip_norm), or set on_nonfinite to skip or stop."
         if rows is not None and rows.bad is not None:
             advice = "Clean the data or fill the gaps; with on_nonfinite skip such steps are left out."
-        raise NonFiniteLossError(f"{what_was_nonfinite(step, result)}{_in_rows(rows)}. {advice}")
+        raise NonFiniteLossError(f"{_what_was_nonfinite(taken)}{_in_rows(rows)}. {advice}")
     if policy == "stop":
         return True
-    if result.nonfinite_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+    if taken.nonfinite_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise NonFiniteLossError(
-            f"{result.nonfinite_in_a_row} steps in a row up to step {step} were not finite and skipped: "
+            f"{taken.nonfinite_in_a_row} steps in a row up to step {taken.number} were not finite and skipped: "
             "the model is lost"
         )
     return False
 
 
-def verdict_of(step: int, result: StepResult, look: Look) -> str:
+def verdict_of(taken: TakenStep, look: Look) -> str:
     """Why a run has stopped in good order."""
-    rows = look(step)
+    rows = look(taken.number)
     because = f": {rows.bad}" if rows is not None and rows.bad is not None else ""
-    return f"stopped: {what_was_nonfinite(step, result)}{because}"
+    return f"stopped: {_what_was_nonfinite(taken)}{because}"
 
 
 def _in_rows(rows: RowsOfStep | None) -> str:
@@ -47,11 +47,13 @@ def _in_rows(rows: RowsOfStep | None) -> str:
     return ", and every number in the rows of that step is finite" if rows.is_whole else ""
 
 
-def what_was_nonfinite(step: int, result: StepResult) -> str:
+def _what_was_nonfinite(taken: TakenStep) -> str:
     """Value that was not finite, and its place."""
-    if not math.isfinite(result.loss):
-        return f"the loss became {result.loss} at step {step}"
-    if result.grad_norm is not None and not math.isfinite(result.grad_norm):
-        return f"the gradient norm became {result.grad_norm} at step {step}"
+    if not math.isfinite(taken.loss):
+        return f"the loss became {taken.loss} at step {taken.number}"
+    if taken.grad_norm is not None and not math.isfinite(taken.grad_norm):
+        return f"the gradient norm became {taken.grad_norm} at step {taken.number}"
     # replicas that train apart learn of each other's losses only where they meet
-    return f"the loss or gradient of a worker was not finite in {result.nonfinite_steps} step(s) up to step {step}"
+    return (
+        f"the loss or gradient of a worker was not finite in {taken.nonfinite_steps} step(s) up to step {taken.number}"
+    )

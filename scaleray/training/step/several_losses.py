@@ -19,7 +19,7 @@ from scaleray.config.strategy_traits import traits_of
 from scaleray.data import RankBatch
 from scaleray.errors import WorkloadError
 from scaleray.training.noise.meter import NoiseMeter
-from scaleray.training.observer import StepResult
+from scaleray.training.observer import TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
 from scaleray.training.setup.weighted_losses import OneLoss, losses_of
@@ -167,9 +167,9 @@ class LaunchedSteps:
         for step in self._by_name.values():
             step.wait()
 
-    def result(self) -> StepResult:
+    def result(self, **facts: Any) -> TakenStep:
         """Result of the step: the losses are summed, and the norm is that of all gradients together."""
-        found: dict[str, StepResult] = {}
+        found: dict[str, TakenStep] = {}
         for name, step in self._by_name.items():
             with named(name):
                 found[name] = step.result()
@@ -185,6 +185,7 @@ class LaunchedSteps:
             loss_scale=last.loss_scale,
             losses={name: result.loss for name, result in found.items()},
             grad_norms=norms,
+            **facts,
         )
 
 
@@ -206,7 +207,7 @@ class _Part:
                 parameter.grad = None  # another loss's, or computed on the way
         self.probe.on_gradients(correction)
 
-    def on_step(self, result: StepResult, learning_rate: float) -> None: ...
+    def on_step(self, result: TakenStep, learning_rate: float) -> None: ...
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ The gradient is the sum over all micro-batches and workers divided by the total 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -22,12 +21,12 @@ from scaleray.records.phases import Phase
 from scaleray.strategies.contract.numbers import Number, Truth, as_factor, choose, is_finite, ratio, together
 from scaleray.strategies.contract.parallel import MicroBatch, Run
 from scaleray.training.noise.meter import NoiseMeter
-from scaleray.training.observer import StepResult
+from scaleray.training.observer import TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.back_off import BackOff, MemoryRanOut
 from scaleray.training.step.guarded_update import GuardedUpdate
-from scaleray.training.step.launched import Figures, LaunchedStep
+from scaleray.training.step.launched import LaunchedStep
 from scaleray.training.step.micro_batches import micro_batches, most_micro_batches, user_batch
 from scaleray.training.step.sum_and_count import check_sum_and_count
 
@@ -48,7 +47,7 @@ class Probe(Protocol):
         """Look at gradients that are synchronised and unscaled, and not yet clipped; times `correction` they are what
         is meant."""
 
-    def on_step(self, result: StepResult, learning_rate: float) -> None:
+    def on_step(self, result: TakenStep, learning_rate: float) -> None:
         """Look at the training after the optimizer has taken the step, with this learning rate in its first group."""
 
 
@@ -119,7 +118,7 @@ class TrainStep:
         """Change nothing more where another one, whose step comes before, has ended the training."""
         self._has_ended = other._has_ended
 
-    def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> StepResult:
+    def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> TakenStep:
         """Train on one global batch, and wait for the result. See `launch`."""
         return self.launch(batch, num_rows=num_rows, want_norm=want_norm, meets=meets).result()
 
@@ -164,35 +163,31 @@ class TrainStep:
             # a rank of which no row counts has no gradient
             correction = choose(own_count > 0, ratio(expected, own_count), 0.0)
             own_count_or_one = choose(own_count > 0, own_count, 1.0)
-            figures = update(own_sum, own_count_or_one, correction=correction, num_rows=batch.num_rows)
+            launched = update(own_sum, own_count_or_one, correction=correction, num_rows=batch.num_rows)
             if meets:
-                figures = self._met(figures, loss_sum, count)
+                self._meet(launched, loss_sum, count)
             else:
-                figures = dataclasses.replace(figures, count=own_count, nonfinite=(0, 0))
+                launched.count, launched.nonfinite, launched.is_own = own_count, (0, 0), True
         else:
-            figures = update(loss_sum, count, correction=ratio(expected, count), num_rows=num_rows)
+            launched = update(loss_sum, count, correction=ratio(expected, count), num_rows=num_rows)
             self._begin_count()
         if self.noise is not None:
             self.noise.settle(num_rows)
-        launched = LaunchedStep(figures, signals_of_all if meets else [], is_own=is_local and not meets)
+        launched.begin_copy(signals_of_all if meets else [])
         if self.probe is not None:
             self.probe.on_step(launched.result(), float(setup.schedule.get_last_lr()[0]))
         return launched
 
-    def _met(self, figures: Figures, loss_sum: Number, count: Number) -> Figures:
-        """The figures of a local step in which the ranks met: loss and count of all, and what happened since.
-
-        Collective.
-        """
+    def _meet(self, launched: LaunchedStep, loss_sum: Number, count: Number) -> None:
+        """Give a local step in which the ranks meet the loss and count of all, and what happened since. Collective."""
         if self.place.world_size > 1:
             worst = together(self._nonfinite, self.place.device)
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
             steps, in_a_row = self._each(worst)
             self._nonfinite = (steps, in_a_row)
-        nonfinite, loss = self._nonfinite, ratio(loss_sum, count)
+        launched.loss, launched.count, launched.nonfinite = ratio(loss_sum, count), count, self._nonfinite
+        launched.is_finite = launched.is_finite & is_finite(launched.loss)
         self._begin_count()
-        is_sound = figures.is_finite & is_finite(loss)
-        return dataclasses.replace(figures, loss=loss, count=count, is_finite=is_sound, nonfinite=nonfinite)
 
     def _begin_count(self) -> None:
         """Restart the count of steps that are not finite, after the ranks have shared them."""
@@ -282,7 +277,7 @@ class TrainStep:
 
     def _update(
         self, loss_sum: Number, count: Number, *, correction: Number, want_norm: bool, own_count: Number, num_rows: int
-    ) -> Figures:
+    ) -> LaunchedStep:
         setup, clip_norm = self.setup, self.config.optimizer.clip_norm
         self.enter(Phase.OPTIMIZER)
         scaler = setup.precision.scaler
@@ -334,7 +329,7 @@ class TrainStep:
         self.enter(Phase.HOST)
         self._prune()
         norm = norm if want_norm else None
-        return Figures(ratio(loss_sum, count), count, norm, is_good, self._nonfinite, loss_scale=new_scale)
+        return LaunchedStep(ratio(loss_sum, count), count, norm, is_good, self._nonfinite, new_scale)
 
     def _loss_scale(self) -> Number | None:
         scale = self.setup.precision.loss_scale()

@@ -113,13 +113,8 @@ class _Check:
     def _job(self, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
         """The training on one worker; the config's own number of workers must fit as well."""
         recipe = derive(self.config, size_of(sources))
-        config = self.config.model_copy(
-            update={
-                "scale": self.config.scale.model_copy(update={"workers": 1, "gpus_per_worker": 0}),
-                "strategy": self.config.strategy.model_copy(update={"name": "auto"}),
-                "checkpoint": self.config.checkpoint.model_copy(update=NOTHING_SAVED),
-            }
-        )
+        here = {"scale.workers": 1, "scale.gpus_per_worker": 0, "strategy.name": "auto", **NOTHING_SAVED}
+        config = self.config.changed(here)
         splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
         alone = replace(recipe, strategy="single", model_parallel_size=1)
         job = TrainJob(config, alone, workload, splits, steady_time())

@@ -51,10 +51,9 @@ def _compared(
 ) -> Finding:
     options = VerifyOptions(strategies=("ddp",), world_sizes=(2,), accumulation=(1,), steps=STEPS, precision=precision)
     train = {TRAIN: sources[TRAIN]}  # an evaluation of all rows may take longer than everything else
-    updates: dict[str, Any] = {"stop": config.stop.model_copy(update={"at": None})}
+    config = config.changed({"stop.at": None})
     if config.batch.unit == "samples" and config.batch.global_size > ROWS:
-        updates["batch"] = config.batch.model_copy(update={"global_size": ROWS, "micro_size": None})
-    config = config.model_copy(update=updates)
+        config = config.changed({"batch.global_size": ROWS, "batch.micro_size": None})
     plan = make_plan(config, options, workload, train)
     variants = [variant for group in plan.groups.values() for variant in group]
     if not variants:

@@ -23,7 +23,7 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.storage import Store
 from scaleray.errors import CheckpointError, StorageError
 from scaleray.launch.run import train as run
-from scaleray.launch.workers import in_process
+from scaleray.launch.workers import local_run
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare, shared_out
 from scaleray.training import loop
 from scaleray.training.health.worker_progress import Progress
@@ -396,8 +396,8 @@ def sharded_run(tmp_path, monkeypatch, mlflow_database):
             real(*args, run_path=run_path, **options)
             left.append((run_path, in_two_shares(run_path, torn=torn)))
 
-        real = in_process.run_here
-        monkeypatch.setattr(in_process, "run_here", run_here)
+        real = local_run.run_here
+        monkeypatch.setattr(local_run, "run_here", run_here)
         flags = {
             **DEFAULTS,
             "stop.after": "2 steps",

@@ -10,11 +10,12 @@ from small_runs import Classify, make_job
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.errors import LeftEarly
-from scaleray.launch.workers import in_processes
+from scaleray.launch.workers import local_run
 from scaleray.records.phases import Phase
 from scaleray.records.published import LinksMeasured
 from scaleray.records.run_record import EventRecord, Heartbeat
 from scaleray.records.wishes import Wish
+from scaleray.training import rank
 
 TOLD, WISHES = [], []
 """What this process has told while it trained, and what it is asked for."""
@@ -50,11 +51,11 @@ def evaluations():
 def trained(place, folder, wish):
     TOLD.clear()
     WISHES[:] = [wish]
-    in_processes.BEAT_S = 0.02
+    rank.BEAT_S = 0.02
     flags = {"evaluation.every": "2 steps", "stop.after": "4 steps", "data.readers": "worker"}
     job, sources = make_job(EvaluatesUntilSeen(26, 8), flags, world_size=2)
     try:
-        in_processes._train(place, pickle.dumps((job, sources, folder, {})), Tells())
+        local_run._train(place, pickle.dumps((job, sources, folder, {})), Tells())
     except LeftEarly as left:
         return str(left)
     num_told = len(TOLD)
@@ -95,7 +96,7 @@ def test_signs_of_life_reach_the_recorder_and_the_first_one_is_shown(monkeypatch
 
         yield SimpleNamespace(run=run)
 
-    monkeypatch.setattr(in_processes, "gloo_processes", processes)
+    monkeypatch.setattr(local_run, "gloo_processes", processes)
     logged, beaten, shown = [], [], []
 
     def beat(heartbeat):
@@ -104,6 +105,6 @@ def test_signs_of_life_reach_the_recorder_and_the_first_one_is_shown(monkeypatch
 
     recorder = SimpleNamespace(log=logged.extend, beat=beat, alerts=SimpleNamespace())
     job, sources = make_job(Classify(), {}, world_size=2)
-    in_processes.run_in_processes(job, sources, recorder, run_path=str(tmp_path), facts={}, show=shown.extend)
+    local_run.run_in_processes(job, sources, recorder, run_path=str(tmp_path), facts={}, show=shown.extend)
     assert logged == [event] and beaten == beats and shown == [event, beats[0]]
     assert answers == [None, Wish.LINKS, Wish.LINKS]

@@ -1,16 +1,17 @@
-"""A run in gloo processes of this machine, one a worker, without Ray: short trainings that are profiled."""
+"""A run on this machine without Ray: in this process, for a debugger and for tests, or in gloo processes, one a worker,
+for short trainings that are profiled."""
 
 from __future__ import annotations
 
-import math
-import os
 import pickle
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from scaleray.checkpoints.catalog import Catalog
+import torch
+
+from scaleray.common.stop_signals import on_sigterm
 from scaleray.data.source import Source
 from scaleray.launch.workers.gloo import TELL, Teller, UserCode, gloo_processes, refuse_streams
 from scaleray.launch.workers.loaded_workload import ship_user_code
@@ -20,8 +21,41 @@ from scaleray.records.wishes import Wish
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 
-BEAT_S = 0.5
-"""Seconds between two signs of life of each process."""
+
+def run_here(
+    job: TrainJob,
+    sources: Mapping[str, Source],
+    recorder: Recorder,
+    *,
+    run_path: str,
+    facts: Mapping[str, Any],
+    show: Show,
+) -> None:
+    """Train with one worker in this process and this thread."""
+    from scaleray.training.rank import Channel, run_rank
+    from scaleray.training.state.checkpointing import Control
+
+    refuse_streams(job)
+
+    def send(message: WorkerMessage) -> None:
+        recorder.log([message])
+        show([message])
+
+    def beat(heartbeat: Heartbeat) -> Wish:
+        show([heartbeat])
+        return recorder.beat(heartbeat)
+
+    recorder.alerts.show = lambda event: show([event])
+    context, control = Place(device=torch.device("cuda" if job.config.scale.gpus else "cpu")), Control()
+    channel = Channel(send, beat, durable=recorder.durable)
+    threads, was_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        # SIGTERM asks the loop to save and leave after its step
+        with on_sigterm(control.wants_leave.set, once=True):
+            run_rank(job, context, channel, sources=sources, run_path=run_path, facts=facts, control=control)
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(was_deterministic)
 
 
 def run_in_processes(
@@ -57,59 +91,15 @@ def run_in_processes(
         processes.run(workers, _train, assignment, TELL, workload=None, on_message=take)
 
 
-def _train(place: Place, assignment: bytes, tell: Teller) -> None:
+def _train(context: Place, assignment: bytes, tell: Teller) -> None:
     """Main function of each process."""
-    import torch
-
-    from scaleray.training import loop
-    from scaleray.training.health.worker_progress import Progress, Watchdog
-    from scaleray.training.state.checkpointing import Checkpointing, Control
-    from scaleray.training.state.weights import save_weights
+    from scaleray.training.rank import Channel, run_rank
 
     job, sources, run_path, facts = pickle.loads(assignment)  # made by the process that started this one
-    torch.set_num_threads(max(1, int(job.config.scale.cpus_per_worker)))
-    emit = _InBatches(tell, job.config.tracking.interval_s)
-    catalog = Catalog.of_run(run_path, job.config.checkpoint.copy_path)
-    progress, control = Progress(), Control()
-
-    def beat(step: int, phase: str, since_s: float) -> Wish:
-        return emit.beat(
-            Heartbeat(
-                place.rank,
-                place.node,
-                os.getpid(),
-                step,
-                phase,
-                since_s,
-                world_size=place.world_size,
-                recent=progress.recent,
-            )
-        )
-
-    # it ends nothing: the collectives' limit does, and `GroupWatch` writes down where the others stand
-    life = Watchdog(
-        progress,
-        interval_s=BEAT_S,
-        limit_s=math.inf,
-        beat=beat,
-        on_leave=control.wants_leave.set,
-        on_save=control.wants_save.set,
-        on_links=control.wants_links.set,
-        on_hang=lambda what: None,
-    )
-    try:
-        with life:
-            loop.run(
-                job,
-                place,
-                sources=sources,
-                emit=emit,
-                checkpointing=Checkpointing(job, place, catalog, emit=emit, control=control, facts=facts),
-                progress=progress,
-                save_weights=lambda share, name: save_weights(share, run_path, name, rank=place.rank),
-            )
-    finally:
-        emit.close()
+    batches = _InBatches(tell, job.config.tracking.interval_s)
+    channel = Channel(batches, batches.beat, flush=batches.close)
+    # a hang ends by the collectives' limit, and `GroupWatch` records where the others are
+    run_rank(job, context, channel, sources=sources, run_path=run_path, facts=facts, is_watched=True)
 
 
 class _InBatches:
