@@ -141,6 +141,7 @@ def test_trials_that_can_never_fit_are_refused_at_once(ray_session, tmp_path):
     assert not list((tmp_path / "runs").glob("*")) and not placement_groups()
 
 
+@pytest.mark.combination
 def test_when_all_trials_failed_the_most_common_cause_is_said_once(ray_session, tmp_path):
     with pytest.raises(RunFailedError) as caught:
         run(tmp_path, {"workload.args": {"fail_at": 2}}, batch_sizes="8,16")

@@ -220,6 +220,7 @@ def test_processes_run_groups_of_any_size_and_report_what_ended_them():
 # under Ray
 
 
+@pytest.mark.combination
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_a_verification_on_ray_leaves_its_certificate_in_mlflow(ray_session, tmp_path):

@@ -25,6 +25,7 @@ def test_a_cluster_that_is_well_has_nothing_red(ray_session, tmp_path, monkeypat
     assert record["address"] == ray_session.address and not (tmp_path / "runs").exists()
 
 
+@pytest.mark.combination
 @pytest.mark.ray
 def test_a_wrong_token_is_one_message_without_the_token(ray_head, tmp_path):
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "a-wrong-one" * 6}

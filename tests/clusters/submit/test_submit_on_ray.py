@@ -52,6 +52,7 @@ def test_a_training_is_submitted_followed_and_recorded_and_a_wrong_token_is_refu
 
 
 @pytest.mark.combination
+@pytest.mark.combination
 def test_rays_own_command_runs_a_training_and_fails_where_that_does(ray_head, words, tmp_path):
     ray = [str(Path(sys.executable).parent / "ray"), "job", "submit", "--address", ray_head.dashboard]
     training = ["python", "-m", "scaleray", "train", "-c", "run.yaml", *words]
@@ -63,6 +64,7 @@ def test_rays_own_command_runs_a_training_and_fails_where_that_does(ray_head, wo
     assert failed.returncode == 1 and "batch.global_size is 0" in failed.stdout, failed.stdout[-2000:]
 
 
+@pytest.mark.combination
 @pytest.mark.combination  # a minute: Ray itself kills after three seconds, so that a checkpoint must take longer
 def test_a_training_that_is_stopped_saves_first_however_long_that_takes(ray_head, words, tmp_path):
     marker, slow = tmp_path / "marker", tmp_path / "slow"

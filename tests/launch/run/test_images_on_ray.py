@@ -30,6 +30,7 @@ def losses(tmp_path, folder, name, **more):
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
+@pytest.mark.combination
 def test_ray_tasks_cut_the_same_pieces_and_a_broken_image_ends_the_run_with_its_path(ray_session, tmp_path):
     folder = write_images(tmp_path / "train", 32)
     here = losses(tmp_path, folder, "here", local=True)

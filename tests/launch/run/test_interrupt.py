@@ -94,6 +94,7 @@ def test_a_signal_ends_the_run_as_killed_and_frees_everything(ray_session, tmp_p
     wait_for_no_actors()
 
 
+@pytest.mark.combination
 def test_ray_job_stop_ends_the_run_as_killed_and_frees_everything(ray_session, tmp_path):
     ray_cli = [sys.executable, "-m", "ray.scripts.scripts", "job"]
     name = f"stop-{os.getpid()}"

@@ -11,6 +11,7 @@ from scaleray.training.state.weights import read_weights
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.combination
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_the_job_of_a_lightning_module_trains_under_ray_what_one_process_trains(ray_session, tmp_path, uri):

@@ -43,6 +43,7 @@ for cell in %r:
 """
 
 
+@pytest.mark.combination
 @pytest.mark.ray
 def test_a_class_of_a_cell_trains_on_two_workers(ray_head, tmp_path):
     pytest.importorskip("IPython")

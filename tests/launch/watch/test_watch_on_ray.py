@@ -20,6 +20,7 @@ def stack():
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("mlflow_database")]
 
 
+@pytest.mark.combination
 def test_a_run_that_trains_is_found_in_its_cluster_and_ends_as_its_folder_says(
     ray_session, tmp_path, monkeypatch, stack
 ):

@@ -48,6 +48,7 @@ def test_a_killed_worker_is_named_once_with_its_last_lines(ray_session, tmp_path
     assert not any("rank 1 on" in line for line in said), "the error says it, and nothing else"
 
 
+@pytest.mark.combination
 @pytest.mark.ray
 def test_a_worker_that_sleeps_is_named_with_the_collective_that_the_others_wait_in(ray_session, tmp_path):
     options = {
@@ -67,6 +68,7 @@ def test_a_worker_that_sleeps_is_named_with_the_collective_that_the_others_wait_
     assert {path.name for path in folder.iterdir()} >= {"rank-00000.json", "rank-00001.json"}
 
 
+@pytest.mark.combination
 @pytest.mark.ray
 def test_an_error_of_the_workload_is_not_tried_again_unless_training_got_further(ray_session, tmp_path):
     said = []

@@ -16,6 +16,7 @@ from scaleray.release.promote.promote import promote
 from tests.release.promote.conftest import POLICY
 
 
+@pytest.mark.combination
 @pytest.mark.ray
 @pytest.mark.combination
 def test_the_champions_weights_answer_through_the_workload_of_a_config_over_ray_data(
