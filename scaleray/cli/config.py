@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from scaleray.cli.options import ConfigFile, Json, Overrides
 from scaleray.cli.output import print_json
@@ -15,17 +15,26 @@ config_app = App(name="config", help="Look at configs.", help_format="plaintext"
 
 
 @config_app.command
-def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, data: bool = True) -> int:
-    """Print the resolved config and every derived value with how it was derived.
+def show(
+    *overrides: Overrides,
+    config: ConfigFile = None,
+    all_: Annotated[bool, Parameter(name="--all", negative="")] = False,
+    json: Json = False,
+    data: bool = True,
+) -> int:
+    """Print the keys that differ from their defaults, and every derived value with how it was derived.
 
     Parameters
     ----------
+    all_
+        Print all keys.
     data
         Load the workload's data, which the number of steps depends on. --no-data leaves those values out.
     """
     import yaml
 
     from scaleray.config import load_config
+    from scaleray.config.reference import changed_values, unlike_torch
     from scaleray.launch.session.shown_config import show_config
 
     resolved = load_config(config, flags=overrides)
@@ -34,7 +43,11 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
         print_json({key: shown[key] for key in ("config", "hash", "derived", "how")})
         return 0
     values, explanations = shown["derived"], shown["how"]
-    print(yaml.safe_dump(shown["config"], sort_keys=False), end="")
+    print(yaml.safe_dump(shown["config"] if all_ else changed_values(resolved), sort_keys=False), end="")
+    if not all_:
+        print("# every other key has its default: --all prints them")
+    for line in unlike_torch(resolved):
+        print(f"# {line}")
     print(f"\n# config hash {shown['hash']}")
     if not data:
         print("# derived values need the data: leave out --no-data")
@@ -42,6 +55,8 @@ def show(*overrides: Overrides, config: ConfigFile = None, json: Json = False, d
         print(f"# derived, for {shown['rows']} training samples")
     width = max((len(name) for name in values), default=0)
     for name, value in values.items():
+        if value is None and not all_:
+            continue
         text = (
             ", ".join(f"{v:.6g}" for v in value)
             if isinstance(value, tuple)

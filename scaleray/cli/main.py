@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from cyclopts import App, CycloptsError, UnusedCliTokensError
+from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnusedCliTokensError
 
 from scaleray import __version__
 from scaleray.cli.check import check
@@ -22,6 +22,20 @@ from scaleray.cli.doctor import doctor
 from scaleray.cli.evaluate import evaluate
 from scaleray.cli.export import export
 from scaleray.cli.gate import gate
+from scaleray.cli.help import (
+    CLUSTERS,
+    LOOK,
+    OTHER,
+    PRODUCTION,
+    PROVE,
+    START,
+    TRAIN_KEYS,
+    USE,
+    Pages,
+    add_in_order,
+    missing,
+    shown_default,
+)
 from scaleray.cli.init import init
 from scaleray.cli.jobs import jobs_app
 from scaleray.cli.output import STOPPED
@@ -30,7 +44,6 @@ from scaleray.cli.plan import plan_app
 from scaleray.cli.predict import predict
 from scaleray.cli.profile import profile
 from scaleray.cli.promote import promote, rollback
-from scaleray.cli.registry import registry_app
 from scaleray.cli.report import report
 from scaleray.cli.study import study
 from scaleray.cli.submit import submit
@@ -40,50 +53,31 @@ from scaleray.cli.train import train
 from scaleray.cli.verify import verify
 from scaleray.cli.watch import watch
 from scaleray.common.installed import missing_library
-from scaleray.errors import MARKED_KILLED, ScaleRayError
+from scaleray.errors import MARKED_KILLED, ConfigError, ScaleRayError, UsageError
 
 Shell = Literal["bash", "zsh", "fish"]
 
 app = App(
     name="scaleray",
     version=__version__,
-    help="Take a PyTorch recipe from one GPU to many, and prove each step.",
+    help="Train a PyTorch recipe on one worker or on many, with the same weights, shown step by step.",
     help_format="plaintext",
+    help_formatter=Pages(),
+    default_parameter=Parameter(show_default=shown_default),
     suppress_keyboard_interrupt=False,  # a stopped run says so, and exits with 1
 )
-for command in (
-    train,
-    config_app,
-    tracking_app,
-    checkpoint_app,
-    verify,
-    study,
-    sweep,
-    plan_app,
-    compare,
-    report,
-    evaluate,
-    predict,
-    export,
-    check,
-    profile,
-    watch,
-    dashboards_app,
-    gate,
-    path_app,
-    promote,
-    rollback,
-    registry_app,
-    submit,
-    jobs_app,
-    init,
-    cluster_app,
-    doctor,
-):
-    app.command(command)
+app.command(train, group=START, sort_key=-1, help_epilogue=TRAIN_KEYS)
+add_in_order(app, START, init, check, config_app)
+add_in_order(app, PROVE, verify, study, profile, sweep, plan_app)
+add_in_order(app, LOOK, watch, report, compare, tracking_app, dashboards_app)
+add_in_order(app, USE, evaluate, predict, export, checkpoint_app)
+add_in_order(app, CLUSTERS, submit, jobs_app, doctor, cluster_app)
+add_in_order(app, PRODUCTION, gate, promote, rollback, path_app)
+for flag in ("--help", "--version"):
+    app[flag].group = OTHER
 
 
-@app.command(name="--install-completion")
+@app.command(name="--install-completion", group=OTHER)
 def install_completion(*, shell: Shell | None = None, output: Path | None = None) -> int:
     """Install completion of commands, options and keys of the config. Again after an update, which may bring new ones.
 
@@ -146,6 +140,8 @@ def run_command(arguments: list[str]) -> int:
     except CycloptsError as exc:
         return _fail(_usage(exc), 2)
     except ScaleRayError as exc:
+        if _lacks_config(exc, arguments):
+            exc = UsageError.problem("Give", "a config with -c FILE", "scaleray init writes one that trains as it is")
         return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
     except ModuleNotFoundError as exc:
         missing = missing_library(exc)
@@ -160,9 +156,17 @@ def run_command(arguments: list[str]) -> int:
         return _fail(f"stopped; {MARKED_KILLED}" if MARKED_KILLED in exc.args else "stopped", STOPPED)
 
 
+def _lacks_config(exc: ScaleRayError, arguments: list[str]) -> bool:
+    """Whether a command that needs a config was given none: neither a file nor the first key of one."""
+    is_lacking = isinstance(exc, ConfigError) and exc.found is None and exc.key == "workload.name"
+    return is_lacking and not any(word.partition("=")[0] in ("-c", "--config") for word in arguments)
+
+
 def _usage(exc: CycloptsError) -> str:
     """The fault in the words of a command line, and how its command is called."""
     command = " ".join(["scaleray", *(exc.command_chain or ())])
+    if isinstance(exc, MissingArgumentError) and exc.argument is not None:
+        return f"UsageError: {missing(exc)}.\n  see {command} --help"
     if isinstance(exc, UnusedCliTokensError) and exc.unused_tokens:
         words = " ".join(exc.unused_tokens)
         name = inspect.signature(exc.target).parameters.get("name") if exc.target else None

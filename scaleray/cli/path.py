@@ -9,7 +9,7 @@ from cyclopts import App, Parameter
 
 from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
 from scaleray.cli.output import Output, print_json
-from scaleray.errors import ConfigError
+from scaleray.errors import UsageError
 
 if TYPE_CHECKING:
     from scaleray.records.path_record import PathRecord
@@ -65,7 +65,7 @@ def start(
         Run everything that can be without Ray: all but trainings of several workers and the sweep.
     """
     if config is None:
-        raise ConfigError("--config", None, "a path is of a training", "scaleray path start -c FILE --target ...")
+        raise UsageError.problem("Give", "a config with -c FILE", "scaleray path start -c FILE --target ...")
     from scaleray.release.path.path_state import start_path
 
     path = start_path(

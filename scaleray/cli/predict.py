@@ -58,7 +58,7 @@ def _model(run: str | None, config: Path | None, options: PredictOptions) -> tup
     if config is None:
         if run is None:
             given = "scaleray predict RUN, or scaleray predict -c FILE --weights RUN"
-            raise UsageError("RUN", None, "a model is that of a run, or models:/NAME@ALIAS", given)
+            raise UsageError.problem("Give", "a RUN, or models:/NAME@ALIAS", given)
         return run, options
     if run is not None or options.workload is not None:
         said = "RUN" if run is not None else "--workload"

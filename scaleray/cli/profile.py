@@ -98,12 +98,9 @@ def print_traced(traced: Traced, *, is_error: bool) -> None:
 
 def _run_name(words: tuple[str, ...], *, is_training: bool) -> str:
     if not words or words[0].startswith("-") or is_training:
-        raise UsageError(
-            "what to profile",
-            " ".join(words) or "missing",
-            "it is a training with -c FILE, or a RUN alone",
-            "such as scaleray profile -c jobs/digits.yaml --local, or scaleray profile RUN_FOLDER",
-        )
+        given = f", not {' '.join(words)}" if words else ""
+        hint = "such as scaleray profile -c jobs/digits.yaml --local, or scaleray profile RUN_FOLDER"
+        raise UsageError.problem("Give", f"a training with -c FILE, or a RUN alone{given}", hint)
     if len(words) > 1:
         raise UsageError("RUN", " ".join(words), "one run is profiled at a time", "scaleray compare takes several")
     return words[0]

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from scaleray.cli.gate import EXIT_CODES
 from scaleray.cli.options import AS_OPTIONS, Json, Uri
 from scaleray.cli.output import Output, print_json
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, UsageError
 from scaleray.models.model_options import ModelChoice
 
 
@@ -66,7 +66,7 @@ def promote(
             raise ConfigError("--verify", verify, "it promotes nothing and takes no RUN")
         return _verify(verify, output, pipeline=pipeline, uri=options.uri, json=json)
     if not runs:
-        raise ConfigError("RUN", None, "a promotion is of a training", "scaleray promote RUN --as champion")
+        raise UsageError.problem("Give", "the RUN of a training", "scaleray promote RUN --as champion")
     from scaleray.release.promote.promote import promote as run_promotion
 
     with output.running():

@@ -1,15 +1,19 @@
-"""`scaleray tracking`: what MLflow lacks, and its pages."""
+"""`scaleray tracking`: what MLflow lacks, its pages, and figures of a team's experiments over time."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
 
 from cyclopts import App
 
-from scaleray.cli.options import Json
+from scaleray.cli.options import Json, Uri
 from scaleray.cli.output import print_json
 
-tracking_app = App(name="tracking", help="Look at recorded runs, and repair records.", help_format="plaintext")
+tracking_app = App(
+    name="tracking", help="MLflow's pages, figures over time, repairs of records.", help_format="plaintext"
+)
 
 
 @tracking_app.command
@@ -49,3 +53,73 @@ def ui(*, uri: str | None = None, port: int = 5000) -> int:
     from scaleray.recording.ui import tracking_ui
 
     return tracking_ui(uri=uri, port=port)
+
+
+@tracking_app.command
+def invalidate(run: str, *, reason: str, uri: Uri = None, json: Json = False) -> int:
+    """Mark a run, study, sweep or point as invalid. It stays in MLflow with the reason, and nothing uses it any more.
+
+    Parameters
+    ----------
+    run
+        Its id or name in MLflow; of a point or trial its id.
+    reason
+        What was wrong, such as "the fan was off".
+    """
+    from scaleray.studies.invalidate import invalidate_experiment
+
+    lines = invalidate_experiment(run, reason, uri=uri)
+    if json:
+        print_json({"run": run, "done": lines})
+        return 0
+    print("\n".join(lines))
+    return 0
+
+
+@tracking_app.command
+def curve(
+    *,
+    model: str | None = None,
+    gpus: int | None = None,
+    since: str | None = None,
+    figure: str = "efficiency",
+    html: Path | None = None,
+    rows: int = 20,
+    uri: Uri = None,
+    json: Json = False,
+) -> int:
+    """Show a figure of the same training on the same machines by date, with changes beyond noise marked.
+
+    Parameters
+    ----------
+    model
+        Part of the workload's name.
+    gpus
+        Number of workers.
+    since
+        A date such as 2026-11-01, or how long ago: 12h, 7d, 2w.
+    figure
+        efficiency, samples_per_s, mfu, speedup or step_time_s.
+    html
+        File for one page with the curves.
+    rows
+        Newest points to show of each curve; changes are shown anyway.
+    """
+    from rich.console import Console
+
+    from scaleray.config.alerts import without_secrets
+    from scaleray.reports.terminal.printed_record import print_whole, width_of
+    from scaleray.reports.terminal.terminal_tables import as_rich
+    from scaleray.studies.history_page import course_headline, course_table, experiment_curves
+
+    command = f"scaleray {shlex.join(without_secrets(sys.argv[1:]))}"
+    found = experiment_curves(model=model, gpus=gpus, since=since, figure=figure, html=html, uri=uri, command=command)
+    if json:
+        written = {} if html is None else {"page": str(html.absolute())}
+        print_json({"curves": [one.to_dict() for one in found]}, written=written)
+        return 0
+    console = Console()
+    for course in found:
+        print_whole(console, as_rich(course_table(course, rows=rows), width=width_of(console)))
+    print(course_headline(found) + (f"\npage: {html}" if html is not None else ""))
+    return 0

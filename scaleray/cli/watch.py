@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from scaleray.cli.options import Flag
 from scaleray.cli.output import print_json
-from scaleray.errors import ConfigError
+from scaleray.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from scaleray.records.live_state import LiveState
@@ -49,8 +49,10 @@ def watch(
     uri
         MLflow's tracking URI, for a run that is found there.
     """
-    if (run is None) == (not all_):
-        raise ConfigError("RUN", run, "it is one run, or --all", "for example: scaleray watch digits-w002")
+    if run is None and not all_:
+        raise UsageError.problem("Give", "a RUN, or --all", "for example: scaleray watch digits-w002")
+    if run is not None and all_:
+        raise UsageError("RUN", run, "with --all no run is named", "leave one of them out")
     if interval is not None and not LEAST_S <= interval < float("inf"):
         raise ConfigError("--interval", interval, f"it must be at least {LEAST_S} seconds")
     if hasattr(sys.stdout, "reconfigure"):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from scaleray.config.base import Count, Duration, NonNegative, Positive, Probability, Settings, Target, above_zero
 from scaleray.errors import ConfigError
@@ -93,9 +93,9 @@ class BatchSettings(Settings):
 class OptimizerSettings(Settings):
     """Values as tuned at `reference_batch_size`; the rule carries them to `batch.global_size`."""
 
-    name: Literal["adamw", "sgd", "lars", "lamb"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "lars", "lamb"] = "adamw"
     """Name of the optimizer: adamw (decoupled weight decay), sgd (with momentum), or their layer-wise relatives for
-    large batches: lars and lamb."""
+    large batches: lars and lamb. adam is adamw without weight decay."""
     learning_rate: Annotated[float, Field(gt=0, le=1e6)] | None = None
     """Peak learning rate, tuned at the reference batch. None: that of the workload's own optimizer, where it brings
     one."""
@@ -110,9 +110,9 @@ class OptimizerSettings(Settings):
     """Epsilon of adamw and lamb at the reference batch. LAMB's paper has 1e-6."""
     weight_decay: NonNegative = 0.0
     """Weight decay: decoupled for adamw, L2 for sgd, part of the layer's step for lars and lamb. Not scaled with the
-    batch."""
+    batch. torch's AdamW has 0.01 by default."""
     momentum: Probability = 0.9
-    """sgd and lars: momentum."""
+    """sgd and lars: momentum. torch's SGD has 0 by default."""
     nesterov: bool = False
     """sgd: use Nesterov momentum."""
     trust_coefficient: Positive = 0.001
@@ -122,6 +122,16 @@ class OptimizerSettings(Settings):
     """lars and lamb: adapt and decay parameters of one dimension too, which are biases and the scales of norms."""
     clip_norm: Positive | None = None
     """Largest global norm of the gradient. None: no clipping."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adam_without_decay(cls, values: Any) -> Any:
+        """Read adam as adamw, which is the same without weight decay."""
+        if not isinstance(values, dict) or values.get("name") != "adam":
+            return values
+        if values.get("weight_decay"):
+            raise ValueError("name: adam has no decoupled weight decay; write adamw, or leave weight_decay out")
+        return {**values, "name": "adamw"}
 
 
 def missing_rate(why: str) -> ConfigError:

@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from scaleray.config.base import LARGEST_COUNT, Duration, Target, WorkerRange
 from scaleray.config.loading import hint_for, known_keys
+from scaleray.config.run import RunConfig
 from scaleray.config.synonyms import meant_by
 from scaleray.errors import ConfigError
 
@@ -23,6 +24,10 @@ PLAIN: dict[Any, str] = {
     Target: "a target such as val/accuracy >= 0.97",
     WorkerRange: "a range such as {min: 1, max: 4}",
 }
+
+
+TORCH_DEFAULTS = (("adamw", "AdamW", "weight_decay", 0.01), ("sgd", "SGD", "momentum", 0.0))
+"""Optimizer, its class in torch, and the key whose default differs there."""
 
 
 def type_in_words(field: FieldInfo) -> str:
@@ -131,6 +136,32 @@ def key_rows() -> list[KeyRow]:
         meaning = " ".join((info.description or "").split())
         rows.append(KeyRow(key, type_in_words(info), shown, meaning, choices_of(info)))
     return rows
+
+
+def changed_values(config: RunConfig) -> dict[str, Any]:
+    """Keys of the config without a default or with another value, as written in a file."""
+    found: dict[str, Any] = {}
+    shown = config.to_dict()
+    for key, info in known_keys().items():
+        section, _, name = key.rpartition(".")
+        value = getattr(getattr(config, section) if section else config, name)
+        if value == info.get_default(call_default_factory=True):
+            continue
+        if section:
+            found.setdefault(section, {})[name] = shown[section][name]
+        else:
+            found[name] = shown[name]
+    return found
+
+
+def unlike_torch(config: RunConfig) -> list[str]:
+    """A sentence for each key of the optimizer that has scaleray's default where torch has another."""
+    settings = config.optimizer
+    return [
+        f"optimizer.{name} is {yaml_word(ours)}, the default of scaleray; that of torch's {title} is {theirs}"
+        for optimizer, title, name, theirs in TORCH_DEFAULTS
+        if settings.name == optimizer and getattr(settings, name) == (ours := type(settings).model_fields[name].default)
+    ]
 
 
 def rows_of(word: str) -> list[KeyRow]:

@@ -18,10 +18,10 @@ LONGEST_REASON = 1000
 
 
 def invalidate_experiment(run: str, reason: str, *, uri: str | None = None) -> list[str]:
-    """Mark a run, study, sweep or a single point as invalid in MLflow: `scaleray registry invalidate`.
+    """Mark a run, study, sweep or a single point as invalid in MLflow: `scaleray tracking invalidate`.
 
     run: its id or name in MLflow; of a point or trial its id. It stays in MLflow with the reason, and nothing uses
-    it: not by `registry curve`, not by `plan --learn`, not by a later study of
+    it: not by `tracking curve`, not by `plan --learn`, not by a later study of
     the same conditions, which would take its turns over. Returns lines on what was done. Raises UsageError for a run
     that is not there, or marked already.
     """

@@ -45,7 +45,7 @@ COMMANDS = {
     "gate": "gate", "promote": "promote", "path start": "start_path", "path next": "next_on_path",
     "path skip": "skip_on_path", "path redo": "redo_on_path", "path status": "find_path",
     "rollback": "rollback", "submit": "submit", "jobs list": "list_jobs", "jobs logs": "job_logs", "jobs stop": "stop_job", "doctor": "doctor",
-    "registry curve": "experiment_curves", "registry invalidate": "invalidate_experiment",
+    "tracking curve": "experiment_curves", "tracking invalidate": "invalidate_experiment",
 }  # fmt: skip
 OTHER_NAMES = {
     "kind": "kinds", "path": ("run", "folder"), "run": "what", "config": "what", "from_": "kind", "file": "out",

@@ -338,8 +338,8 @@ def test_slips_have_one_clear_message(tmp_path, capsys):
     (tmp_path / "broken" / "record.json").write_text("{}")
     none = f"sqlite:///{tmp_path}/none.db"
     for words, message in (
-        ((), "it takes at least two"),
-        ((run,), "it takes at least two"),
+        ((), "Give two RUNs or more, not 0."),
+        ((run,), "Give two RUNs or more, not 1."),
         ((run, str(tmp_path / "study")), "run is a training"),
         ((run, run), "it may be given once"),
         ((run, str(tmp_path / "nothing"), "--uri", none), "no folder with a record.json"),

@@ -21,8 +21,8 @@ COMMANDS = {
     "promote": ["promote", "none", "--as", "champion"],
     "rollback": ["rollback", MODEL],
     "export": ["export", "none", "--out", "x.safetensors"],
-    "registry invalidate": ["registry", "invalidate", "none", "--reason", "x"],
-    "registry curve": ["registry", "curve"],
+    "tracking invalidate": ["tracking", "invalidate", "none", "--reason", "x"],
+    "tracking curve": ["tracking", "curve"],
 }
 
 

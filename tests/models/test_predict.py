@@ -234,7 +234,7 @@ def test_with_a_config_its_workload_answers_with_the_weights_of_the_run(run, row
     [
         (["-c", "a.yaml"], "it names the run whose weights are taken"),
         (["a", "-c", "a.yaml", "--weights", "b"], "the config names the workload"),
-        ([], "a model is that of a run"),
+        ([], "Give a RUN, or models:/NAME@ALIAS."),
     ],
 )
 def test_a_prediction_of_nothing_or_of_two_things_says_what_to_give(words, message, capsys):

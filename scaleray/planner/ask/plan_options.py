@@ -76,7 +76,7 @@ class PlanOptions(LayoutOptions):
     html: File | None = None
     """Write the plan as one HTML page."""
     record: bool = False
-    """Record the plan in MLflow, for `scaleray registry`; a team with a policy (tracking.policy) has all recorded."""
+    """Record the plan in MLflow; a team with a policy (tracking.policy) has all recorded."""
 
     @property
     def interval_s(self) -> float | None:

@@ -77,8 +77,7 @@ def _judged(
     if days is not None:
         raise UsageError("--days", days, "it is of runs against a registered version", "--against NAME@ALIAS")
     if not runs:
-        hint = "scaleray gate RUN --against BASELINE"
-        raise ConfigError("RUN", None, "a gate judges a training or a study", hint)
+        raise UsageError.problem("Give", "the RUN of a training or a study", "scaleray gate RUN --against BASELINE")
     gates = GATES if gates is None else gates
     for name in gates:
         if name not in GATES:

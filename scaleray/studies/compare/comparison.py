@@ -145,8 +145,7 @@ def compared(found: Sequence[FoundRun]) -> Comparison:
 
 def _check(found: Sequence[FoundRun]) -> None:
     if len(found) < 2:
-        shown = found[0].record.name if found else "none"
-        raise UsageError("what is to be compared", shown, "it takes at least two", "scaleray compare RUN RUN")
+        raise UsageError.problem("Give", f"two RUNs or more, not {len(found)}", "scaleray compare RUN RUN")
     first = type(found[0].record)
     for one in found[1:]:
         if type(one.record) is not first:

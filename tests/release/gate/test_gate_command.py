@@ -227,7 +227,7 @@ def test_a_study_alone_is_asked_for_scaling_and_equality_and_the_others_are_name
 def test_an_unknown_gate_and_no_run_name_what_there_is(tmp_path):
     with pytest.raises(ConfigError, match="gates are fingerprint, equality"):
         judge(str(tmp_path), gates=["fingerprints"])
-    with pytest.raises(ConfigError, match="a gate judges a training or a study"):
+    with pytest.raises(UsageError, match="Give the RUN of a training or a study"):
         gate()
 
 

@@ -88,5 +88,5 @@ def test_a_page_shows_each_course():
 
     found = courses(points([0.9, 0.91, 0.92, 0.9, 0.91, 0.6, 0.61, 0.6, 0.62, 0.61]), figure="efficiency")
     assert course_headline(found) == "10 points on 1 curve: 1 change beyond noise, 1 for the worse"
-    page = history_page(found, command="scaleray registry curve")
+    page = history_page(found, command="scaleray tracking curve")
     assert "<svg" in page and "digits.Digits, 8 workers, strong" in page and "worse: 91.0% to 61.0%" in page
