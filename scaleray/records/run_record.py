@@ -101,6 +101,14 @@ class DerivedRecord:
 
 
 @dataclass(frozen=True)
+class ModelRecord:
+    """Size of the model that the first worker has built, and its device."""
+
+    num_parameters: int
+    device: str
+
+
+@dataclass(frozen=True)
 class EventRecord:
     """Something a user should know, said once: a warning, a restart, a promise that is weaker than usual."""
 
@@ -199,6 +207,7 @@ WorkerMessage = (
     | SystemRecord
     | CheckpointRecord
     | DerivedRecord
+    | ModelRecord
     | EventRecord
     | LoggedMetrics
     | LoggedFile

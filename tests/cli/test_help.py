@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -37,7 +38,7 @@ def test_a_page_has_the_lines_of_80_columns_and_not_those_of_the_source(help_of)
     for command in ("train", "study", "gate"):
         paragraphs = help_of(command).split("╭─")[0].split("\n\n")[1:]
         for lines in (one.splitlines() for one in paragraphs):
-            for line, following in zip(lines, lines[1:], strict=False):
+            for line, following in itertools.pairwise(lines):
                 assert len(line.rstrip()) + 1 + len(following.split()[0]) > 80, (command, line)
 
 

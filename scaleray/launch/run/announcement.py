@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN
 from scaleray.data.iterable import ENDLESS
 from scaleray.launch.run.resume import Request
@@ -36,10 +37,8 @@ def announcement(
     return [
         f"{start} {folder.name}: {config.workload.name}",
         f"  {config.scale.workers!s} worker{'s' if config.scale.max_workers > 1 else ''}, {r.strategy}, "
-        f"{config.precision.dtype}, "
-        f"global batch {r.global_batch_size} = {config.scale.max_workers} x {r.accumulation_steps} x "
-        f"{r.micro_batch_size}, "
-        f"{r.total_steps} steps ({_an_epoch(job)}), {_learning_rate(config, job)}",
+        f"{config.precision.dtype}, {r.total_steps} steps ({_an_epoch(job)}), {_learning_rate(config, job)}",
+        f"  {_global_batch(config, r)}",
         f"  sample order: {job.sample_order}",
         f"  rows are read by {READERS[data[TRAIN]['read_by']]}",
         *(f"  the {name} data: {note}" for name, facts in data.items() for note in facts.get("notes", ())),
@@ -47,6 +46,18 @@ def announcement(
         *([f"  metrics for Prometheus: http://{HOST}:{port}/metrics"] if port is not None else []),
         *(f"  changed: {change}" for change in request.changed),
     ]
+
+
+def _global_batch(config: RunConfig, recipe: Recipe) -> str:
+    """Parts of the global batch: replicas of the model, micro-batches of each, and their rows."""
+    replicas = config.scale.max_workers // recipe.model_parallel_size
+    name = "worker" if recipe.model_parallel_size == 1 else "replica"
+    micro_batches, rows = recipe.accumulation_steps, recipe.micro_batch_size
+    most = "" if replicas * micro_batches * rows == recipe.global_batch_size else "at most "
+    return (
+        f"global batch {recipe.global_batch_size} = {replicas} {name}{'s' if replicas > 1 else ''} x {micro_batches} "
+        f"micro-batch{'es' if micro_batches > 1 else ''} of {most}{rows} {config.batch.unit}"
+    )
 
 
 def _an_epoch(job: TrainJob) -> str:

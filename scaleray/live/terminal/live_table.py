@@ -23,6 +23,7 @@ from scaleray.records.run_record import (
     EvaluationRecord,
     EventRecord,
     Heartbeat,
+    ModelRecord,
     RunRecord,
     StepRecord,
     WorkerMessage,
@@ -48,6 +49,7 @@ class Terminal:
         self._status: Stage | None = None
         self._evaluation_s: float | None = None
         self._printed_at = time.monotonic() - interval_s
+        self._has_model = False
         self._state = RunState()
         self._new: list[StepRecord] = []
         """Steps since the last line."""
@@ -103,6 +105,9 @@ class Terminal:
             )
         elif isinstance(message, EventRecord):
             self.say(f"{message.kind}: {message.text}")
+        elif isinstance(message, ModelRecord) and not self._has_model:  # once, although a restart builds it again
+            self._has_model = True
+            self.say(f"  model: {message.num_parameters:,} parameters on {message.device}")
 
     def _take_heartbeat(self, beat: Heartbeat) -> None:
         """Show what takes long: everything before the first step, an evaluation, and a step of seconds."""

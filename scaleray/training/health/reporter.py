@@ -14,7 +14,7 @@ from scaleray.common.metric_names import GRAD_NORM_OF, LOSS_OF, by_loss
 from scaleray.common.watchers import Guard, Watcher
 from scaleray.config.idle_settings import idle_settings
 from scaleray.config.recipe.lr_rules import MOVED_BY_RULES
-from scaleray.records.run_record import DerivedRecord, Emit, EventRecord, StepRecord, SystemRecord
+from scaleray.records.run_record import DerivedRecord, Emit, EventRecord, ModelRecord, StepRecord, SystemRecord
 from scaleray.strategies.contract.parallel import Metrics, known
 from scaleray.training.health.system_metrics import SystemMetrics
 from scaleray.training.observer import Observer, TakenStep
@@ -65,6 +65,7 @@ class Reporter(Observer):
         self._setup = setup
         self.notes()
         if self._is_first:
+            self.emit(ModelRecord(setup.num_parameters, str(self.place.device)))
             self._say_values_in_use()
             strategy = self.job.recipe.strategy
             idle = self.guard(Watcher.NOTES, lambda: idle_settings(self.config, strategy), [], part="settings")

@@ -10,7 +10,7 @@ from scaleray.common import progress
 from scaleray.common.progress import Stage
 from scaleray.live.terminal.live_table import Terminal
 from scaleray.records.phases import Phase, in_words
-from scaleray.records.run_record import EvaluationRecord, Heartbeat, StepRecord
+from scaleray.records.run_record import EvaluationRecord, Heartbeat, ModelRecord, StepRecord
 from scaleray.reports.terminal import progress_line
 from scaleray.reports.terminal.progress_line import StageDisplay, duration, so_far
 
@@ -149,6 +149,12 @@ def test_a_run_says_what_is_long_in_coming_before_its_first_step_and_between_ste
     assert lines[0] == "  building the model: 7.4 s"
     assert lines[1].startswith("step   1/100")
     assert lines[2:] == ["  evaluating: 9.1 s", "step  10/100 | val/loss 0.5"]
+
+
+def test_the_model_of_a_run_is_shown_once():
+    terminal = Terminal(Console(file=io.StringIO(), width=200), interval_s=2.0)
+    terminal.show([ModelRecord(1_106_432, "cpu"), ModelRecord(1_106_432, "cpu")])
+    assert terminal.console.file.getvalue() == "  model: 1,106,432 parameters on cpu\n"
 
 
 def test_the_lines_of_a_pipe_say_when_the_training_will_be_over(clock):
