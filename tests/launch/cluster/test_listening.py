@@ -51,6 +51,7 @@ def started(tmp_path, command, word, *, timeout_s=300):
 
 
 @pytest.mark.ray
+@pytest.mark.combination
 def test_a_training_on_a_ray_of_its_own_has_no_port_for_another_host_and_none_of_ray_without_a_token(tmp_path):
     own = ["--checkpoint.storage-path", str(tmp_path / "runs"), "--tracking.uri", f"sqlite:///{tmp_path}/mlflow.db"]
     with started(tmp_path, [*SCALERAY, "train", *LONG, "--scale.workers", "2", *own], "step ") as mark:
