@@ -1,7 +1,9 @@
 """Records of trainings with a commit, an environment and data, for what judges or compares them."""
 
 import copy
+import time
 
+from scaleray.records.certificate import DATE, EqualityCertificate
 from tests import study_examples
 
 ENVIRONMENT = {
@@ -23,6 +25,18 @@ def workers_on(environment, *, device="cuda:0", number=2):
     """What workers of this environment tell of their machines."""
     about = {"device": device, "cpu": environment["cpu"]["model"], "accelerators": environment["accelerators"]}
     return [{"rank": rank, "node": "10.0.0.1", **copy.deepcopy(about)} for rank in range(number)]
+
+
+def a_certificate(**more):
+    """A certificate of two workers with ddp in this environment, written today."""
+    values = {
+        "passed": True, "verdict": "the same training", "bound": 1e-9, "strategies": ["ddp"], "world_sizes": [1, 2],
+        "config": CONFIG, "environment": ENVIRONMENT, "date": time.strftime(DATE), "workload": "jobs/digits.py:Digits",
+        "config_hash": "aa", "environment_hash": "bb", "precision": "fp64", "own_precision": "fp32", "steps": 20,
+        "where": "Ray", "duration_s": 3.0, "outcomes": [], "run_dir": "/verify", "tracking_uri": "", "run_id": "",
+        "mlflow_link": "", "accumulation": [1], "global_batch_size": 64, "data": {},
+    }  # fmt: skip
+    return EqualityCertificate(**{**values, **more})
 
 
 def a_run(name="candidate", *, environment=None, workers_told=None, config=None, data=None, **more):

@@ -11,11 +11,12 @@ from unittest import mock
 from small_runs import make_job, with_strategy
 
 from scaleray.data import Input, Part, Split, StepStream
+from scaleray.records.certificate import Outcome
 from scaleray.strategies import STRATEGIES
 from scaleray.training import loop
 from scaleray.training.setup.place import Place
 from scaleray.verification import variants as verification
-from scaleray.verification.variants import Assignment, Outcome, Variant, short_job, verify_group
+from scaleray.verification.variants import Assignment, Variant, short_job, verify_group
 
 STEPS = 6  # of 8 rows; the fourth has the 2 that are left of 26
 TRAINING_ON = [1]

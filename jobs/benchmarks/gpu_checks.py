@@ -39,13 +39,14 @@ from scaleray.config import load_config
 from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import DataSize
 from scaleray.data import TRAIN, Split, as_source
+from scaleray.records.certificate import Outcome
 from scaleray.records.run_record import CheckpointRecord, StepRecord
 from scaleray.strategies.contract.later import STEPS_AHEAD
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.step.step import TrainStep
-from scaleray.verification.variants import Assignment, Outcome, Variant, verify_group
+from scaleray.verification.variants import Assignment, Variant, verify_group
 from scaleray.verification.verification_plan import make_plan
 from scaleray.verification.verify_options import VerifyOptions
 

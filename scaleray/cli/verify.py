@@ -31,7 +31,7 @@ def verify(
     output = Output(json=json, width=WIDTH)
     with output.running():
         with stage("importing"):
-            from scaleray.verification.certificate import EqualityCertificate
+            from scaleray.records.certificate import EqualityCertificate
             from scaleray.verification.verify import verify as run
 
         base_dir = config.resolve().parent if config else None

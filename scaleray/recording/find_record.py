@@ -18,6 +18,7 @@ from scaleray.errors import TrackingError, first_line
 from scaleray.recording.store import check_reachable, open_client, resolve_uri, sqlite_path, without_password
 from scaleray.records.accepted_names import acceptable_name
 from scaleray.records.alert_record import ALERTS_FILE
+from scaleray.records.json_record import first_problem
 from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run_record import RunRecord
 
@@ -89,7 +90,7 @@ def record_of(text: str | bytes, *, where: str) -> AnyRecord:
         return parse_record(text)
     except (ValueError, TypeError) as exc:  # pydantic's errors are ValueErrors
         raise TrackingError(
-            "the record", where, f"it is not one of a run, study or sweep of this version: {first_line(exc)}"
+            "the record", where, f"it is not one of a run, study or sweep of this version: {first_problem(exc)}"
         ) from exc
 
 

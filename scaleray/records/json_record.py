@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from scaleray.common.parsing import inert_json, load_json
 from scaleray.common.printed import Printed
+from scaleray.errors import first_line
 
 SCHEMA_VERSION = 1
 """Version of the keys of every record and of what `--json` prints. Raised when a key goes or changes its meaning; new
@@ -76,11 +77,18 @@ def check_types(kind: type, values: Mapping[str, Any]) -> None:
         _adapter(kind).validate_python(values)
     except ValidationError as exc:
         for error in exc.errors():
-            if error["type"] == "float_type" and error["input"] is None:
-                continue
-            key = ".".join(str(part) for part in error["loc"])
-            what = "is missing" if error["type"] == "missing" else f"is {error['input']!r:.80}: {error['msg']}"
-            raise TypeError(f"{key} {what}") from exc
+            if error["type"] != "float_type" or error["input"] is not None:
+                raise TypeError(_problem(error)) from exc
+
+
+def first_problem(exc: Exception) -> str:
+    """Reason for which a text is not a record, in one line: `steps is missing`."""
+    return _problem(exc.errors()[0]) if isinstance(exc, ValidationError) else first_line(exc)
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in error["loc"]) or "it"
+    return f"{key} is missing" if error["type"] == "missing" else f"{key} is {error['input']!r:.80}: {error['msg']}"
 
 
 def jsonable(value: Any) -> Any:

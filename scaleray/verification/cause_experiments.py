@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from scaleray.records.certificate import Divergence
 from scaleray.verification.causes import Cause, Finding, Layout, count_finding
-from scaleray.verification.compare_traces import Divergence
 from scaleray.verification.run_trace import Trace
 
 EVALUATION_MODE, NO_CLIPPING = "evaluation mode", "no clipping"

@@ -13,14 +13,8 @@ from enum import StrEnum
 
 import numpy as np
 
-from scaleray.verification.compare_traces import (
-    IDLE_GRADIENT,
-    Divergence,
-    gradient_differences,
-    narrower,
-    other_buffer,
-    same_rows,
-)
+from scaleray.records.certificate import Divergence
+from scaleray.verification.compare_traces import IDLE_GRADIENT, gradient_differences, narrower, other_buffer, same_rows
 from scaleray.verification.run_trace import Layer, StepTrace, Trace
 
 SAME_RATIO = 1e-6

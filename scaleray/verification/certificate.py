@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,68 +17,14 @@ from scaleray.launch.session.opened import own_folder
 from scaleray.launch.session.run_folder import RunFolder
 from scaleray.recording import store
 from scaleray.recording.store import RunStore
+from scaleray.records.certificate import DATE, FILE, Certificate, EqualityCertificate, Outcome
 from scaleray.records.experiment import CERTIFICATE_SHA256
-from scaleray.records.json_record import JsonRecord
 from scaleray.records.mlflow_operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
 from scaleray.records.run_record import Say
 from scaleray.records.start import steady_time
 from scaleray.verification.preparation import Verification
-from scaleray.verification.variants import Outcome
 from scaleray.verification.verification_plan import course
 from scaleray.verification.verify_options import VerifyOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class Certificate(JsonRecord):
-    """Common fields of every certificate, readable without the code that wrote it."""
-
-    passed: bool
-    verdict: str
-    workload: str
-    config_hash: str
-    environment_hash: str
-    bound: float
-    precision: str
-    steps: int
-    where: str
-    """Where workers ran: under Ray, or as gloo processes."""
-    date: str
-    duration_s: float
-    outcomes: list[Any]
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    run_dir: str
-    tracking_uri: str
-    run_id: str
-    mlflow_link: str
-
-    def lines(self) -> list[str]:
-        """The verdict, what it is of, and where the certificate is."""
-        return [
-            f"{'passed' if self.passed else 'failed'}: {self.verdict}",
-            f"{self.workload}: {self.steps} steps in {self.precision}, bound {self.bound:g}, {len(self.outcomes)} "
-            f"variants, {self.where}, {self.duration_s:.0f} s",
-            f"MLflow: {self.mlflow_link}",
-            f"certificate: {self.run_dir}/certificate.json",
-        ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EqualityCertificate(Certificate):
-    """Whether distributed runs are the training of one process."""
-
-    outcomes: list[Outcome]
-    own_precision: str
-    strategies: list[str]
-    """Names of those that ran, as a training records its own; `auto` is decided."""
-    world_sizes: list[int]
-    accumulation: list[int]
-    global_batch_size: int
-    data: dict[str, Any]
-    course: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Events within the compared steps: rows of an epoch, the step of the resume, its batch size, rows of each
-    evaluation.
-    """
 
 
 @contextlib.contextmanager
@@ -122,7 +66,7 @@ def common_facts(verification: Verification, folder: RunFolder, run: RunStore) -
         "environment": facts,
         "environment_hash": environment_hash({"environment": facts}),
         "where": "gloo processes" if verification.options.local else "Ray",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "date": time.strftime(DATE),
         "duration_s": steady_time() - verification.started_at,
         "run_dir": folder.path,
         "tracking_uri": store.without_password(run.uri),
@@ -198,7 +142,7 @@ def keep(
     more_files: Mapping[str, str] | None = None,
 ) -> None:
     """Write the certificate to the folder and to MLflow. params: names of its fields that become params of the run."""
-    files = {"certificate.json": certificate.to_json(), **(more_files or {})}
+    files = {FILE: certificate.to_json(), **(more_files or {})}
     for name, text in files.items():
         Path(folder.work_dir, name).write_text(text)
     now = int(time.time() * 1000)
@@ -206,7 +150,7 @@ def keep(
         "scaleray.verdict": certificate.verdict,
         "scaleray.environment_hash": certificate.environment_hash,
         "scaleray.passed": str(certificate.passed).lower(),
-        CERTIFICATE_SHA256: hashlib.sha256(files["certificate.json"].encode()).hexdigest(),
+        CERTIFICATE_SHA256: hashlib.sha256(files[FILE].encode()).hexdigest(),
     }
     operations: list[Operation] = [
         LogParams({key: getattr(certificate, key) for key in params}),

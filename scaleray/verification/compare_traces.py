@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from scaleray.records.certificate import Comparison, Divergence
 from scaleray.verification.run_trace import Restored, StepTrace, Trace
 
 BOUND = 1e-9
@@ -25,42 +25,6 @@ WIDTHS = ("bf16", "fp16", "fp32", "")
 IDLE_GRADIENT = 1e-10
 """Share of the whole gradient's norm below which a parameter's gradient is only rounding, such as a bias before a
 normalisation."""
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Place where two runs part. step: from 1; 0 is before the first.
-    parameter: the first that differs, in model order."""
-
-    step: int
-    quantity: str
-    """Quantity that differs: `model`, `dtype`, `initial parameters`, `parameters before`, `state before`, `buffers
-    before`, `replicas before`, `rows`, `inputs`, `layers`, `count`, `loss`, `gradient`, `buffers`, `learning rate`,
-    `parameters`, `final values`, `final weights`, `steps`, `restored parameters`, `restored state`, `restored buffers`,
-    `evaluation`, `masks`, `averaging`, `own gradient`, `sent gradient` or `resume`."""
-    difference: float
-    parameter: str | None = None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Largest relative differences of a whole run, and where it first left the other. NaN: not compared."""
-
-    loss: float = math.nan
-    grad_norm: float = math.nan
-    parameters: float = math.nan
-    """Largest difference of the final values, relative to each tensor's largest value."""
-    divergence: Divergence | None = field(default=None)
-
-    @property
-    def is_equal(self) -> bool:
-        """Whether everything stayed within the bound."""
-        return self.divergence is None
-
-    @property
-    def largest(self) -> float:
-        """The largest of the differences."""
-        return max((d for d in (self.loss, self.grad_norm, self.parameters) if not math.isnan(d)), default=math.nan)
 
 
 def compare(reference: Trace, other: Trace, *, bound: float = BOUND) -> Comparison:

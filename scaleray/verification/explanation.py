@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from scaleray.config.recipe.values import with_micro_size
+from scaleray.records.certificate import Divergence
 from scaleray.training.setup.place import Place
 from scaleray.verification.cause_experiments import (
     EVALUATION_MODE,
@@ -29,7 +30,7 @@ from scaleray.verification.causes import (
     is_near,
     ratio_finding,
 )
-from scaleray.verification.compare_traces import Divergence, compare
+from scaleray.verification.compare_traces import compare
 from scaleray.verification.compared_runs import Key, Runs, Variant
 from scaleray.verification.decided import on_first
 from scaleray.verification.gradient_values import from_values

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from scaleray.data import TRAIN
+from scaleray.records.certificate import Divergence
 from scaleray.training.setup.model_setup import Setup
-from scaleray.verification.compare_traces import Divergence, largest_difference
+from scaleray.verification.compare_traces import largest_difference
 from scaleray.verification.compared_runs import Key, Runs
 from scaleray.verification.narrow_casts import narrow_casts
 from scaleray.verification.trace_probe import TraceProbe

@@ -11,20 +11,21 @@ import contextlib
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.common.seeding import seed_everything
 from scaleray.data import Sources
 from scaleray.errors import WorkloadError
+from scaleray.records.certificate import ResumeOutcome
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.items import IN_WORDS, ITEMS
 from scaleray.training.state.training_state import TrainState
-from scaleray.verification.compare_traces import Comparison, compare
+from scaleray.verification.compare_traces import compare
 from scaleray.verification.decided import Failures
 from scaleray.verification.run_trace import Trace
 from scaleray.verification.trace_probe import TraceProbe
@@ -43,22 +44,6 @@ class Interruption:
     interrupt_at: int
     folder: str
     """Folder of the checkpoint, seen by all workers."""
-
-
-@dataclass(frozen=True)
-class ResumeOutcome:
-    """Result of one interruption. guilty: parts of the state that were not as before, in words; empty when all were."""
-
-    label: str
-    world_size: int
-    interrupt_at: int
-    steps: int
-    is_equal: bool
-    guilty: list[str]
-    comparison: Comparison = field(default_factory=Comparison)
-    duration_s: float = 0.0
-    not_run: str = ""
-    """Why this variant cannot run the workload, where one process can; empty where it ran."""
 
 
 def verify_resume(place: Place, interruption: Interruption, *, sources: Sources) -> ResumeOutcome:

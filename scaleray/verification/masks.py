@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 
+from scaleray.records.certificate import Divergence
 from scaleray.verification.causes import Cause, Finding
-from scaleray.verification.compare_traces import Divergence
 from scaleray.verification.run_trace import StepTrace, Trace
 
 WHOLE_STEP = ""

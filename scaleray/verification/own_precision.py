@@ -13,13 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scaleray.verification.compare_traces import (
-    IDLE_GRADIENT,
-    Divergence,
-    gradient_differences,
-    narrower,
-    signature_differences,
-)
+from scaleray.records.certificate import Divergence
+from scaleray.verification.compare_traces import IDLE_GRADIENT, gradient_differences, narrower, signature_differences
 from scaleray.verification.run_trace import StepTrace, Trace
 
 Trio = tuple[StepTrace, StepTrace, StepTrace]

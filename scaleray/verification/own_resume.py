@@ -7,9 +7,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from scaleray.records.certificate import Divergence
 from scaleray.training.state.items import IN_WORDS, ITEMS, RANDOM, SCHEDULE
 from scaleray.verification.causes import Cause, Finding, Layout, from_traces
-from scaleray.verification.compare_traces import Divergence, divergences, restored_differences
+from scaleray.verification.compare_traces import divergences, restored_differences
 from scaleray.verification.compared_runs import Key, Runs, Variant, Watched
 from scaleray.verification.decided import on_first
 from scaleray.verification.run_trace import Trace

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 
+from scaleray.records.certificate import Mismatch, Outcome
 from scaleray.records.text.tables import Table
 from scaleray.reports.terminal.terminal_tables import as_rich
-from scaleray.verification.variants import Mismatch, Outcome
 
 if TYPE_CHECKING:
-    from scaleray.verification.certificate import EqualityCertificate
+    from scaleray.records.certificate import EqualityCertificate
 
 WIDTH = 110
 QUANTITIES = {

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaleray.config import RunConfig
+from scaleray.records.certificate import Divergence
 from scaleray.strategies.apart.graphs import mixing_matrix
-from scaleray.verification.compare_traces import Divergence
 from scaleray.verification.run_trace import StepTrace, Trace
 
 Groups = list[list[int]] | None

@@ -11,16 +11,16 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from scaleray.common.fingerprint import hardware
 from scaleray.data import Sources
 from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossError, UsageError, WorkloadError
+from scaleray.records.certificate import Comparison, Divergence, Outcome
 from scaleray.training import loop
 from scaleray.training.setup.place import Place
 from scaleray.verification.causes import Cause, Finding, Layout, from_traces
-from scaleray.verification.compare_traces import Comparison, Divergence, compare, divergences, restored_differences
+from scaleray.verification.compare_traces import compare, divergences, restored_differences
 from scaleray.verification.compared_job import short_job
 from scaleray.verification.compared_runs import (
     EXACT,
@@ -45,12 +45,12 @@ from scaleray.verification.run_trace import Trace
 from scaleray.verification.trace_probe import TraceProbe
 from scaleray.verification.verdicts import (
     Found,
-    Mismatch,
     beyond_rounding,
     failure,
     handed_on_wrongly,
     judged,
     mean_of,
+    mismatch_of,
     own_gradients,
     promised,
     rounding_of,
@@ -59,38 +59,13 @@ from scaleray.verification.verdicts import (
     without_statistics,
 )
 
-__all__ = [
-    "PROMISES", "Assignment", "Mismatch", "Outcome", "Promise", "References", "Variant", "loop", "short_job",
-    "verify_group",
-]  # fmt: skip
+__all__ = ["PROMISES", "Assignment", "Promise", "References", "Variant", "loop", "short_job", "verify_group"]
 
 UNSAVED = "the state of the"
 """Beginning of an error that says which part of a training's state cannot be saved."""
 
 Tell = Callable[["Outcome | None"], None]
 """Function that gets each outcome as soon as it is there; before the first one None, once the reference has run."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of one variant. verdict: equal, as promised, differs, or refused."""
-
-    strategy: str
-    world_size: int
-    accumulation: int
-    verdict: str
-    words: str = ""
-    """Extent of the judgement, if it is less than the whole; for a refusal its reason."""
-    comparison: Comparison = field(default_factory=Comparison)
-    own: Comparison | None = None
-    """Comparison in the run's own precision, over steps that all start from the initial parameters; judged by
-    what rounding explains."""
-    mismatch: Mismatch | None = None
-    bound: float | None = None
-    """Largest relative difference that counted as equal, wider than the one asked for where rounding grows."""
-    duration_s: float = 0.0
-    workers: list[dict[str, Any]] = field(default_factory=list)
-    """Each kind of hardware that its workers ran on, with their device."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +167,7 @@ class _Group:
             if isinstance(exc, UsageError) and not any(p.has_begun for p in probes):  # the workload is refused
                 return dataclasses.replace(outcome, verdict="refused", words=" ".join(str(exc).split()))
             before = on_first(self.place, lambda: self._before_failure(variant, key, promise, probes))
-            mismatch = Mismatch.of(*before) if before is not None else failure(exc, variant, probes)
+            mismatch = mismatch_of(*before) if before is not None else failure(exc, variant, probes)
             outcome = dataclasses.replace(outcome, verdict="differs", mismatch=mismatch)
         words = "; ".join(text for text in (outcome.words, self.unsaved) if text)
         return dataclasses.replace(outcome, words=words, duration_s=time.perf_counter() - started)
@@ -377,5 +352,5 @@ class _Group:
 
     def _with(self, outcome: Outcome, found: Found | None) -> Outcome:
         return (
-            outcome if found is None else dataclasses.replace(outcome, verdict="differs", mismatch=Mismatch.of(*found))
+            outcome if found is None else dataclasses.replace(outcome, verdict="differs", mismatch=mismatch_of(*found))
         )

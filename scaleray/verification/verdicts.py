@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,8 +13,8 @@ from scaleray.checkpoints.model_layout import FINAL_WEIGHTS
 from scaleray.config import RunConfig
 from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import CheckpointError, InitialisationError
+from scaleray.records.certificate import Divergence, Mismatch
 from scaleray.verification.causes import Cause, Finding
-from scaleray.verification.compare_traces import Divergence
 from scaleray.verification.compared_runs import Key, Variant, Watched, partition_of
 from scaleray.verification.own_precision import Excess, Rounding
 from scaleray.verification.promises import Promise, promise_of
@@ -26,22 +25,10 @@ from scaleray.verification.trace_probe import TraceProbe
 Found = tuple[Divergence, Finding]
 
 
-@dataclass(frozen=True)
-class Mismatch:
-    """Step and quantity in which a variant left the reference, and the class of the mismatch."""
-
-    step: int
-    quantity: str
-    parameter: str | None
-    difference: float
-    cause: str
-    why: str
-
-    @classmethod
-    def of(cls, divergence: Divergence, finding: Finding) -> Mismatch:
-        """Combine a divergence with the finding on it."""
-        name = finding.parameter or divergence.parameter
-        return cls(divergence.step, divergence.quantity, name, divergence.difference, str(finding.cause), finding.why)
+def mismatch_of(divergence: Divergence, finding: Finding) -> Mismatch:
+    """Combine a divergence with the finding on it."""
+    name = finding.parameter or divergence.parameter
+    return Mismatch(divergence.step, divergence.quantity, name, divergence.difference, str(finding.cause), finding.why)
 
 
 def own_gradients(variant: Variant, watched: Watched, config: RunConfig, bound: float) -> Found | None:

@@ -16,13 +16,13 @@ from scaleray.data import TRAIN, Split
 from scaleray.data.source import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data_sources import size_of
+from scaleray.records.certificate import Outcome
 from scaleray.records.start import steady_time
 from scaleray.strategies import STRATEGIES
 from scaleray.training.setup.job import TrainJob
 from scaleray.verification.compared_job import Rows, first_rows, later_batch_size, rows_of_epoch, short_job, with_rows
 from scaleray.verification.compared_runs import Variant
 from scaleray.verification.quieted import Partition
-from scaleray.verification.variants import Outcome
 from scaleray.verification.verify_options import VerifyOptions
 
 CPUS_PER_WORKER = 0.25

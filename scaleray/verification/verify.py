@@ -29,18 +29,19 @@ from scaleray.launch.workers.gloo import TELL, GlooProcesses, OnFirst, gloo_proc
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.ray_train import fit_group
 from scaleray.launch.workers.telling import handing_over
+from scaleray.records.certificate import EqualityCertificate, Outcome, ResumeCertificate
 from scaleray.records.run_record import Say
 from scaleray.training.setup.place import Place
-from scaleray.verification.certificate import EqualityCertificate, keep, largest_differences, make_certificate, recorded
+from scaleray.verification.certificate import keep, largest_differences, make_certificate, recorded
 from scaleray.verification.narrow_casts import in_words as casts_in_words
 from scaleray.verification.narrow_casts import narrow_casts
 from scaleray.verification.preparation import Verification, prepared
 from scaleray.verification.printed_certificate import as_text
-from scaleray.verification.variants import Assignment, Outcome, References, Tell, verify_group
+from scaleray.verification.variants import Assignment, References, Tell, verify_group
 from scaleray.verification.verdicts import lost
 from scaleray.verification.verification_plan import course_in_words
 from scaleray.verification.verify_options import VerifyOptions
-from scaleray.verification.verify_resume import ResumeCertificate, verify_resumes
+from scaleray.verification.verify_resume import verify_resumes
 
 RunGroup = Callable[[int, Assignment, References, Tell], tuple[list[Outcome], References]]
 """Function that runs the variants of one number of workers, and tells of each that is done."""

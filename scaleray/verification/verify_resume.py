@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +16,14 @@ from scaleray.errors import ConfigError
 from scaleray.launch.workers.gloo import gloo_processes
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.launch.workers.ray_train import fit_group
+from scaleray.records.certificate import ResumeCertificate, ResumeOutcome
 from scaleray.records.run_record import Say
 from scaleray.training.setup.place import Place
-from scaleray.verification.certificate import Certificate, common_facts, keep, recorded
-from scaleray.verification.interrupted_runs import Interruption, ResumeOutcome, interruption_job, verify_resume
+from scaleray.verification.certificate import common_facts, keep, recorded
+from scaleray.verification.interrupted_runs import Interruption, interruption_job, verify_resume
 from scaleray.verification.preparation import Verification, prepared
 from scaleray.verification.verification_plan import Plan
 from scaleray.verification.verify_options import VerifyOptions
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumeCertificate(Certificate):
-    """Whether interrupted and resumed runs are the run that was not interrupted.
-
-    seed: random seed of the steps to interrupt at.
-    """
-
-    outcomes: list[ResumeOutcome]
-    seed: int
 
 
 def verify_resumes(

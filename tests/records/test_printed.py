@@ -4,8 +4,8 @@ import pytest
 import study_examples
 from test_records import VALUES
 
+from scaleray.records.certificate import EqualityCertificate
 from scaleray.records.run_record import RunRecord
-from scaleray.verification.certificate import EqualityCertificate
 
 MANY = {f"key {number}": "x" * 200 for number in range(500)}
 

@@ -6,8 +6,11 @@ import math
 
 import pytest
 import study_examples
+from pydantic import ValidationError
 
 from scaleray.common import metric_names
+from scaleray.records.certificate import Comparison, EqualityCertificate, Mismatch, Outcome
+from scaleray.records.json_record import first_problem
 from scaleray.records.profile_record import (
     Buckets,
     CollectiveRow,
@@ -19,6 +22,7 @@ from scaleray.records.profile_record import (
     Spread,
 )
 from scaleray.records.run_record import RunRecord
+from tests import recorded_runs
 
 STEP = Spread(2.0, 0.1, 0.12, [0.1, 0.1])
 PROFILE = RunProfile(
@@ -80,6 +84,21 @@ def test_a_record_reads_what_it_wrote(tmp_path):
     (tmp_path / "record.json").write_text(record.to_json())
     assert RunRecord.read(tmp_path / "record.json") == record
     assert set(VALUES) == {field.name for field in dataclasses.fields(RunRecord)}
+
+
+def test_a_certificate_reads_what_it_wrote_and_names_a_key_that_is_missing():
+    mismatch = Mismatch(3, "gradient", "weight", 0.5, "dtype", "narrower")
+    outcomes = [Outcome("ddp", 2, 1, "differs", comparison=Comparison(loss=0.5), mismatch=mismatch)]
+    certificate = recorded_runs.a_certificate(outcomes=outcomes)
+    read = EqualityCertificate.from_json(certificate.to_json())
+    (outcome,) = read.outcomes
+    assert math.isnan(outcome.comparison.grad_norm) and outcome.comparison.loss == 0.5 and outcome.mismatch == mismatch
+    assert dataclasses.replace(read, outcomes=[]) == dataclasses.replace(certificate, outcomes=[])
+    values = certificate.to_dict()
+    for more, problem in (({}, "bound is missing"), ({"bound": 0.0, "date": "today"}, "date is 'today': ")):
+        with pytest.raises(ValidationError) as error:
+            EqualityCertificate.from_json(json.dumps({k: v for k, v in values.items() if k != "bound"} | more))
+        assert first_problem(error.value).startswith(problem)
 
 
 def test_a_record_of_before_profiles_has_none():

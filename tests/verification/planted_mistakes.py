@@ -23,8 +23,9 @@ from verified import knows_who_trains
 
 from scaleray.config import load_config
 from scaleray.data import as_source
+from scaleray.records.certificate import Outcome
 from scaleray.training.setup.place import Place
-from scaleray.verification.variants import Assignment, Outcome, verify_group
+from scaleray.verification.variants import Assignment, verify_group
 from scaleray.verification.verification_plan import make_plan
 from scaleray.verification.verify_options import VerifyOptions
 

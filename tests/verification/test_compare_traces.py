@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scaleray.records.certificate import Divergence
 from scaleray.verification.cause_experiments import (
     EVALUATION_MODE,
     NO_CLIPPING,
@@ -17,7 +18,7 @@ from scaleray.verification.cause_experiments import (
     without_experiment,
 )
 from scaleray.verification.causes import Layout, from_traces
-from scaleray.verification.compare_traces import Divergence, compare
+from scaleray.verification.compare_traces import compare
 from scaleray.verification.explanation import from_shares
 from scaleray.verification.run_trace import Restored, StepTrace, Trace
 from scaleray.verification.signatures import Signer, number_format

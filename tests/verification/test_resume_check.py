@@ -13,16 +13,11 @@ from test_resume import FLAGS, Everything, WithState
 
 from scaleray import Workload
 from scaleray.data import Input
+from scaleray.records.certificate import ResumeOutcome
 from scaleray.training.state import training_state as state_module
 from scaleray.training.state.items import IN_WORDS, ITEMS
 from scaleray.training.state.training_state import TrainState
-from scaleray.verification.interrupted_runs import (
-    DATA_POSITION,
-    Interruption,
-    ResumeOutcome,
-    interruption_job,
-    verify_resume,
-)
+from scaleray.verification.interrupted_runs import DATA_POSITION, Interruption, interruption_job, verify_resume
 from scaleray.verification.variants import short_job
 from scaleray.verification.verify_resume import line, verdict
 

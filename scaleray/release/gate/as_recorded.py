@@ -11,7 +11,7 @@ from scaleray.recording.store import resolve_uri, without_password
 from scaleray.records.gate_answer import Check
 from scaleray.records.study_record import StudyRecord
 from scaleray.release.gate.evidence import Evidence, alerts_of, training
-from scaleray.release.gates.equality import CertificateFacts
+from scaleray.release.gates.equality import NamedCertificate
 
 NAME_IT = "name the MLflow that it was recorded in: --uri URI"
 
@@ -40,9 +40,9 @@ def study_as_recorded(study: StudyRecord, uri: str | None) -> Check:
     return _check(what, study.name, study_differences(study, uri=uri), uri)
 
 
-def certificate_as_recorded(certificate: CertificateFacts, uri: str | None) -> Check:
+def certificate_as_recorded(certificate: NamedCertificate, uri: str | None) -> Check:
     """Whether the certificate is the one that `scaleray verify` recorded."""
-    differs = certificate_differences(certificate.run_id, certificate.sha256, uri=uri)
+    differs = certificate_differences(certificate.record.run_id, certificate.sha256, uri=uri)
     return _check("the certificate as MLflow has it", certificate.name, differs, uri)
 
 

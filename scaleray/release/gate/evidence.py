@@ -11,23 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.storage import Store
-from scaleray.common.parsing import inert_json, load_json
 from scaleray.config.base import Target, without_password
 from scaleray.config.decides import Decides, decides
 from scaleray.errors import TrackingError, UsageError
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.recording.find_record import FoundRun, find_run
 from scaleray.records.alert_record import Alert, parse_alerts
+from scaleray.records.certificate import FILE as CERTIFICATE
+from scaleray.records.certificate import EqualityCertificate
 from scaleray.records.conditions import repeat_key
-from scaleray.records.json_record import jsonable, leaves
+from scaleray.records.json_record import first_problem, jsonable, leaves
 from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run_record import RunRecord
 from scaleray.records.study_record import StudyRecord
 from scaleray.release.gates.convergence import Learning
-from scaleray.release.gates.equality import CertificateFacts
+from scaleray.release.gates.equality import NamedCertificate
 from scaleray.release.gates.operations import faults_survived
 
-CERTIFICATE = "certificate.json"
 NO_CERTIFICATE = f"it holds no {CERTIFICATE} of `scaleray verify`"
 READERS = 8
 """Number of neighbouring folders that are read at once, as a bucket answers each request late."""
@@ -41,7 +41,7 @@ class Evidence:
 
     candidates: list[FoundRun]
     baselines: list[FoundRun]
-    certificates: list[CertificateFacts]
+    certificates: list[NamedCertificate]
     study: StudyRecord | None = None
     notes: list[str] = field(default_factory=list)
     """Notes on evidence that was found without being named."""
@@ -113,7 +113,7 @@ def refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun] =
         known |= dict.fromkeys(filter(None, (one.where, training(one).run_id)), side)
 
 
-def certificates_for(found: FoundRun, named: Sequence[str]) -> list[CertificateFacts]:
+def certificates_for(found: FoundRun, named: Sequence[str]) -> list[NamedCertificate]:
     """The certificates that are named, or those in the folders next to that of a run or study."""
     return [_named_certificate(name) for name in named] or _certificates(_neighbours(found))
 
@@ -153,7 +153,7 @@ class _Neighbour:
 
     place: Store
     record: AnyRecord | None
-    certificate: CertificateFacts | None
+    certificate: NamedCertificate | None
 
 
 def _neighbours(found: FoundRun) -> list[_Neighbour]:
@@ -220,16 +220,17 @@ def _runs(beside: Sequence[_Neighbour], status: str) -> Iterator[tuple[Store, Ru
             yield one.place, one.record
 
 
-def _certificate(where: str, text: bytes) -> CertificateFacts:
+def _certificate(where: str, text: bytes) -> NamedCertificate:
     """The certificate in the text of a certificate.json. Raises TrackingError for anything else."""
     where = without_password(where)
     try:
-        return CertificateFacts.of(load_json(inert_json(text)), name=where, sha256=hashlib.sha256(text).hexdigest())
-    except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise TrackingError("--certificates", where, f"{NO_CERTIFICATE}: {type(exc).__name__} {exc}") from exc
+        record = EqualityCertificate.from_json(text)
+    except ValueError as exc:
+        raise TrackingError("--certificates", where, f"{NO_CERTIFICATE}: {first_problem(exc)}") from exc
+    return NamedCertificate(record, where, hashlib.sha256(text).hexdigest())
 
 
-def _named_certificate(name: str) -> CertificateFacts:
+def _named_certificate(name: str) -> NamedCertificate:
     """The certificate in a folder, a bucket or a file. Raises TrackingError."""
     place = Store(name.removesuffix(f"/{CERTIFICATE}")) if "://" in name else None
     if place is None:
@@ -244,7 +245,7 @@ def _named_certificate(name: str) -> CertificateFacts:
         raise TrackingError("--certificates", without_password(name), f"{NO_CERTIFICATE}: {exc}") from exc
 
 
-def _certificates(beside: Sequence[_Neighbour]) -> list[CertificateFacts]:
+def _certificates(beside: Sequence[_Neighbour]) -> list[NamedCertificate]:
     return [one.certificate for one in beside if one.certificate is not None]
 
 

@@ -14,12 +14,13 @@ from scaleray.common.parsing import load_json
 from scaleray.errors import TrackingError
 from scaleray.recording.find_record import FoundRun, read_alerts, record_of
 from scaleray.records.alert_record import ALERTS_FILE
+from scaleray.records.certificate import EqualityCertificate
 from scaleray.records.json_record import jsonable
 from scaleray.records.read import FILE
 from scaleray.records.study_record import StudyRecord
 from scaleray.release.gate.evidence import Evidence, training
 from scaleray.release.gate.policy_file import policy_of
-from scaleray.release.gates.equality import CertificateFacts
+from scaleray.release.gates.equality import NamedCertificate
 from scaleray.release.gates.policy import Policy
 
 EVIDENCE = "evidence"
@@ -80,6 +81,6 @@ def _read_run(folder: Path, where: str) -> FoundRun:
     return FoundRun(record, where, folder, None, evaluations, read_alerts(Store(str(folder))))
 
 
-def _certificate(values: dict[str, Any]) -> CertificateFacts:
-    lists = {name: tuple(values.get(name, ())) for name in ("strategies", "world_sizes", "workers")}
-    return CertificateFacts(**{**values, **lists})
+def _certificate(values: dict[str, Any]) -> NamedCertificate:
+    record = EqualityCertificate.from_json(json.dumps(values["record"]))
+    return NamedCertificate(record, values["name"], values["sha256"])

@@ -16,7 +16,7 @@ from scaleray.records.study_record import Point, StudyRecord
 from scaleray.release.gate.as_recorded import certificate_as_recorded, study_as_recorded
 from scaleray.release.gates import data_fingerprint, equality, scaling
 from scaleray.release.gates.environment import facts_of_environment, uses_gpus
-from scaleray.release.gates.equality import CertificateFacts, Verified
+from scaleray.release.gates.equality import NamedCertificate, Verified
 from scaleray.release.gates.policy import Policy
 
 OF_STUDY = (equality.GATE, scaling.GATE)
@@ -25,7 +25,7 @@ OF_STUDY = (equality.GATE, scaling.GATE)
 def judge_study(
     found: FoundRun,
     policy: Policy,
-    certificates: Sequence[CertificateFacts],
+    certificates: Sequence[NamedCertificate],
     *,
     gates: Sequence[str],
     policy_name: str | None = None,
@@ -82,7 +82,7 @@ def _scaling(study: StudyRecord, largest: Point, policy: Policy, *, uri: str | N
 def _equality(
     study: StudyRecord,
     largest: Point,
-    certificates: Sequence[CertificateFacts],
+    certificates: Sequence[NamedCertificate],
     policy: Policy,
     *,
     now: float,
@@ -101,7 +101,7 @@ def _equality(
 
 
 def equality_of(
-    run: Verified, certificates: Sequence[CertificateFacts], policy: Policy, *, now: float, uri: str | None
+    run: Verified, certificates: Sequence[NamedCertificate], policy: Policy, *, now: float, uri: str | None
 ) -> GateResult:
     """The gate `equality` of a kind of training, with whether its certificate is the one that was recorded."""
     may_differ = policy.fingerprint.may_differ

@@ -6,11 +6,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 from scaleray.common.printed import quantity
 from scaleray.config.decides import Decides, decides
+from scaleray.records.certificate import EqualityCertificate
 from scaleray.records.gate_answer import Answer, Check, GateResult, gate_of
 from scaleray.records.json_record import jsonable, leaves
 from scaleray.records.run_record import RunRecord
@@ -25,44 +25,12 @@ on them."""
 
 
 @dataclass(frozen=True)
-class CertificateFacts:
-    """Fields of a certificate that the gate reads. date: seconds since 1970."""
+class NamedCertificate:
+    """A certificate with the folder that it was read from, and the SHA-256 of its file, which MLflow has as well."""
 
+    record: EqualityCertificate
     name: str
-    passed: bool
-    verdict: str
-    bound: float
-    date: float
-    strategies: tuple[str, ...]
-    world_sizes: tuple[int, ...]
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    run_id: str = ""
-    """Where it is in MLflow, which keeps a copy and its hash."""
-    tracking_uri: str = ""
     sha256: str = ""
-    """SHA-256 of the certificate.json that this was read from."""
-    workers: tuple[Mapping[str, Any], ...] = ()
-    """Hardware of the workers that were compared; empty in certificates that know only the machine that asked."""
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any], *, name: str, sha256: str = "") -> CertificateFacts:
-        """The facts in a certificate.json. Raises KeyError, TypeError or ValueError for anything else."""
-        return cls(
-            name,
-            bool(values["passed"]),
-            str(values["verdict"]),
-            float(values["bound"]),
-            datetime.strptime(values["date"], "%Y-%m-%dT%H:%M:%S%z").timestamp(),
-            tuple(values["strategies"]),
-            tuple(map(int, values["world_sizes"])),
-            dict(values["config"]),
-            dict(values["environment"]),
-            str(values.get("run_id") or ""),
-            str(values.get("tracking_uri") or ""),
-            sha256,
-            tuple(worker for one in values.get("outcomes") or () for worker in one.get("workers") or ()),
-        )
 
 
 @dataclass(frozen=True)
@@ -88,7 +56,7 @@ class Verified:
 
 def equality_gate(
     run: Verified,
-    certificates: Sequence[CertificateFacts],
+    certificates: Sequence[NamedCertificate],
     *,
     policy: EqualityPolicy,
     may_differ: Sequence[str] = (),
@@ -105,36 +73,34 @@ def equality_gate(
     moment = time.time() if now is None else now
     chosen = belonging(run, certificates, policy=policy, may_differ=may_differ, now=moment)
     if chosen is None:
-        reasons = {one.name: _why_not(one, run, policy, may_differ, moment) for one in certificates}
+        reasons = {one.name: _why_not(one.record, run, policy, may_differ, moment) for one in certificates}
         name, why = min(reasons.items(), key=lambda item: len(item[1]))
         words = f"none of {len(certificates)} certificates belongs to it; {name}: {'; '.join(why[:3])}"
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
-    answer: Answer = "pass" if chosen.passed else "fail"
-    words = f"{chosen.name}: {chosen.verdict}"
-    age = (moment - chosen.date) / DAY_S
-    numbers = {"bound": chosen.bound, "age in days": age}
-    return gate_of(
-        GATE, [Check(what=what, answer=answer, words=words, numbers=numbers, remedy="" if chosen.passed else remedy)]
-    )
+    record = chosen.record
+    answer: Answer = "pass" if record.passed else "fail"
+    numbers = {"bound": record.bound, "age in days": (moment - record.written_at) / DAY_S}
+    words, remedy = f"{chosen.name}: {record.verdict}", "" if record.passed else remedy
+    return gate_of(GATE, [Check(what=what, answer=answer, words=words, numbers=numbers, remedy=remedy)])
 
 
 def belonging(
     run: Verified,
-    certificates: Sequence[CertificateFacts],
+    certificates: Sequence[NamedCertificate],
     *,
     policy: EqualityPolicy,
     may_differ: Sequence[str],
     now: float,
-) -> CertificateFacts | None:
+) -> NamedCertificate | None:
     """The newest certificate that counts for this training; None for one worker, of which none is asked."""
     if run.workers == 1:
         return None
-    newest_first = sorted(certificates, key=lambda one: -one.date)
-    return next((one for one in newest_first if not _why_not(one, run, policy, may_differ, now)), None)
+    newest_first = sorted(certificates, key=lambda one: -one.record.written_at)
+    return next((one for one in newest_first if not _why_not(one.record, run, policy, may_differ, now)), None)
 
 
 def _why_not(
-    one: CertificateFacts, run: Verified, policy: EqualityPolicy, may_differ: Sequence[str], now: float
+    one: EqualityCertificate, run: Verified, policy: EqualityPolicy, may_differ: Sequence[str], now: float
 ) -> list[str]:
     """Reasons for which a certificate does not count; none where it does."""
     reasons = []
@@ -144,7 +110,7 @@ def _why_not(
         reasons.append(f"it is of {', '.join(map(str, one.world_sizes))} workers")
     if one.bound > policy.max_bound:
         reasons.append(f"its bound {one.bound:g} is above equality.max_bound {policy.max_bound:g}")
-    age = (now - one.date) / DAY_S
+    age = (now - one.written_at) / DAY_S
     if policy.max_age_days is not None and age > policy.max_age_days:
         reasons.append(f"it is {age:.0f} days old, and equality.max_age_days is {policy.max_age_days:g}")
     reasons += unlike(_trained(one.config), _trained(run.config), may_differ)

@@ -16,13 +16,12 @@ from typing import Any
 
 from scaleray.common import metric_names as names
 from scaleray.common.filesystems import lock
-from scaleray.common.parsing import load_json
 from scaleray.config.base import Target
 from scaleray.errors import ScaleRayError
 from scaleray.live.steps_file import step_rows
 from scaleray.recording.find_record import FoundRun, find_run
 from scaleray.records.path_record import PathRecord, PathTask
-from scaleray.records.read import FILE
+from scaleray.records.read import read_record
 from scaleray.records.run_record import RunRecord
 from scaleray.release.gate.evidence import learning
 from scaleray.release.path.tasks import log_of
@@ -116,12 +115,19 @@ def folder_of(words: Sequence[str]) -> Path | None:
     return Path(words[words.index("--checkpoint.storage-path") + 1]) / words[words.index("--tracking.run-name") + 1]
 
 
+def record_in(folder: Path) -> RunRecord | None:
+    """The record of the training in a folder; None if it has none yet."""
+    try:
+        record = read_record(folder)
+    except (OSError, ValueError, TypeError):
+        return None
+    return record if isinstance(record, RunRecord) else None
+
+
 def is_finished(folder: Path) -> bool:
     """Whether the training in a folder has come to its end."""
-    try:
-        return bool(load_json((folder / FILE).read_bytes()).get("status") == "FINISHED")
-    except (OSError, ValueError):
-        return False
+    record = record_in(folder)
+    return record is not None and record.status == "FINISHED"
 
 
 def of_training(folder: Path, target: str) -> dict[str, float]:

@@ -20,11 +20,19 @@ from scaleray.config.base import Target
 from scaleray.errors import ScaleRayError
 from scaleray.live.steps_file import step_rows
 from scaleray.records.path_record import PathRecord, PathTask
-from scaleray.records.read import read_record
-from scaleray.records.run_record import RunRecord
 from scaleray.release.gate.policy_file import read_policy
 from scaleray.release.gates.policy import Policy
-from scaleray.release.path.commands import LOOK_S, Outcome, finite, folder_of, held, is_finished, of_training, ran
+from scaleray.release.path.commands import (
+    LOOK_S,
+    Outcome,
+    finite,
+    folder_of,
+    held,
+    is_finished,
+    of_training,
+    ran,
+    record_in,
+)
 from scaleray.release.path.tasks import CANDIDATE, POLICY, log_of, run_folder
 
 LIMIT_S = 3600.0
@@ -54,7 +62,7 @@ def _was_killed(folder: Path) -> bool:
     """
     if not is_finished(folder):
         return _has_checkpoint(folder)
-    record = _record(folder)
+    record = record_in(folder)
     return record is not None and bool(record.resumed_after)
 
 
@@ -88,7 +96,7 @@ def _has_checkpoint(folder: Path) -> bool:
 
 def _compared(path: PathRecord, folder: Path) -> Outcome:
     metric, policy = Target.parse(path.target).metric, _policy(path)
-    record, other = _record(folder), _record(Path(run_folder(path, f"{CANDIDATE}-0")))
+    record, other = record_in(folder), record_in(Path(run_folder(path, f"{CANDIDATE}-0")))
     if record is None or not record.resumed_after:
         return Outcome(1, "its record does not say that it went on from a checkpoint")
     value = record.metrics.get(metric)
@@ -107,7 +115,7 @@ def judged_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Out
     """A long training that has ended, judged by its alerts, its steps that were not finite, and how its speed
     drifted."""
     folder = folder_of(words)
-    record = None if folder is None else _record(folder)
+    record = None if folder is None else record_in(folder)
     if outcome.code or record is None or folder is None:
         return outcome
     operations = _policy(path).operations
@@ -132,14 +140,6 @@ def _drift(folder: Path) -> float | None:
         return None
     quarter = len(times) // 4
     return median(times[-quarter:]) / median(times[quarter : 2 * quarter]) if quarter else None
-
-
-def _record(folder: Path) -> RunRecord | None:
-    try:
-        record = read_record(folder)
-    except (OSError, ValueError, TypeError):
-        return None
-    return record if isinstance(record, RunRecord) else None
 
 
 def _policy(path: PathRecord) -> Policy:

@@ -13,10 +13,11 @@ from scaleray.config import RunConfig
 from scaleray.data.source import TRAIN, Source
 from scaleray.errors import WorkloadError
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
+from scaleray.records.certificate import Outcome
 from scaleray.records.check_record import DOUBTFUL, GOOD, WRONG, Finding
 from scaleray.records.hangs import HANGS
 from scaleray.verification.causes import Cause
-from scaleray.verification.variants import Assignment, Outcome
+from scaleray.verification.variants import Assignment
 from scaleray.verification.verification_plan import make_plan
 from scaleray.verification.verify import verify_here
 from scaleray.verification.verify_options import VerifyOptions

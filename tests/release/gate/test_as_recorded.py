@@ -7,7 +7,6 @@ import hashlib
 import json
 import shutil
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from scaleray.records.mlflow_operations import EndRun, LogArtifact, SetTags
 from scaleray.release.gate.gate import gate as judge
 from scaleray.studies.invalidate import invalidate_experiment
 from tests import study_examples
-from tests.recorded_runs import CONFIG, ENVIRONMENT, a_run, workers_on
+from tests.recorded_runs import CONFIG, ENVIRONMENT, a_certificate, a_run, workers_on
 
 ALERT = Alert("loss_spike", "warning", "resolved", 5.0, 9.0, "it rose", recorded_at=6.0)
 
@@ -65,11 +64,7 @@ def recorded(empty_database, tmp_path_factory):
     (root / "study/record.json").write_text(known.to_json())
     assert parent.finish(known, files=[root / "study/record.json"]) is None
     store = RunStore.create(uri, experiment="gates", run_name="verify", tags={"scaleray.kind": "verify"})
-    text = json.dumps({
-        "passed": True, "verdict": "the same training", "bound": 1e-9, "config": CONFIG, "environment": ENVIRONMENT,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "strategies": ["ddp"], "world_sizes": [1, 2],
-        "run_id": store.run_id, "tracking_uri": uri,
-    })  # fmt: skip
+    text = a_certificate(run_id=store.run_id, tracking_uri=uri).to_json()
     (root / "verify").mkdir()
     (root / "verify/certificate.json").write_text(text)
     store.send(LogArtifact(str(root / "verify/certificate.json")))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shlex
-import time
 from pathlib import Path
 
 import pyarrow.fs
@@ -19,7 +18,7 @@ from scaleray.release.gate.kept_evidence import keep_evidence, read_evidence
 from scaleray.release.gate.policy_file import policy_of, read_policy
 from scaleray.release.gates.policy import Policy
 from tests import study_examples
-from tests.recorded_runs import CONFIG, ENVIRONMENT, a_run
+from tests.recorded_runs import a_certificate, a_run
 
 
 def write(folder, record):
@@ -111,13 +110,10 @@ def test_runs_that_are_named_are_all_there_are(tmp_path):
 
 def test_a_certificate_beside_the_run_is_found_and_one_of_another_kind_is_passed_over(tmp_path):
     (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
-    for name, more in (("verify-1", {"strategies": ["ddp"], "world_sizes": [1, 2]}), ("verify-resume", {})):
+    for name, left_out in (("verify-1", ()), ("verify-resume", ("strategies", "world_sizes"))):
         (tmp_path / name).mkdir()
-        values = {
-            "passed": True, "verdict": "the same training", "bound": 1e-9, "config": CONFIG, "environment": ENVIRONMENT,
-            "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }  # fmt: skip
-        (tmp_path / name / "certificate.json").write_text(json.dumps({**values, **more}))
+        values = {key: value for key, value in a_certificate().to_dict().items() if key not in left_out}
+        (tmp_path / name / "certificate.json").write_text(json.dumps(values))
     record = judge(run, gates=["equality"])
     assert [check.answer for check in record.gates[0].checks] == ["pass", "inconclusive"], "MLflow has no copy of it"
 
@@ -130,11 +126,7 @@ def test_what_lies_beside_a_run_in_a_bucket_is_found_and_so_are_its_alerts(tmp_p
         alert = Alert("loss spike", "critical", "firing", 0.0, 9.0, "it rose")
         Path(run, "alerts.jsonl").write_text(json.dumps(dataclasses.asdict(alert)) + "\n" if run is runs[2] else "")
     (tmp_path / "verify-1").mkdir()
-    values = {
-        "passed": True, "verdict": "the same training", "bound": 1e-9, "config": CONFIG, "environment": ENVIRONMENT,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "strategies": ["ddp"], "world_sizes": [1, 2], "outcomes": [],
-    }  # fmt: skip
-    (tmp_path / "verify-1" / "certificate.json").write_text(json.dumps(values))
+    (tmp_path / "verify-1" / "certificate.json").write_text(a_certificate().to_json())
     root = f"bucket/{tmp_path.name}"  # the server keeps what other tests have left in the bucket
     pyarrow.fs.copy_files(str(tmp_path), root, destination_filesystem=bucket)
     runs = [f"s3://{root}/candidate{seed}" for seed in range(3)]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 
 import numpy as np
 import pytest
@@ -9,13 +10,14 @@ import pytest
 from scaleray.config.base import Target
 from scaleray.errors import ConfigError
 from scaleray.records.alert_record import Alert
+from scaleray.records.certificate import DATE, Outcome
 from scaleray.records.gate_answer import together
 from scaleray.records.profile_record import Goodput, RunProfile
 from scaleray.records.study_record import Estimate
 from scaleray.release.gate.policy_file import policy_of
 from scaleray.release.gates.convergence import Learning, convergence_gate
 from scaleray.release.gates.data_fingerprint import fingerprint_gate
-from scaleray.release.gates.equality import DAY_S, CertificateFacts, Verified, equality_gate
+from scaleray.release.gates.equality import DAY_S, NamedCertificate, Verified, equality_gate
 from scaleray.release.gates.noisy_means import SUCCESSIVE, Runs, above, power_above, runs_needed_above
 from scaleray.release.gates.operations import Operated, operations_gate
 from scaleray.release.gates.policy import (
@@ -27,18 +29,15 @@ from scaleray.release.gates.policy import (
     ScalingPolicy,
 )
 from scaleray.release.gates.scaling import scaling_gate
-from tests import study_examples
+from tests import recorded_runs, study_examples
 from tests.recorded_runs import CONFIG, DATA, ENVIRONMENT, a_run, workers_on
 
 NOW = 1.8e9
 
 
-def a_certificate(**more):
-    values = {
-        "name": "verify-1", "passed": True, "verdict": "the same training", "bound": 1e-9, "date": NOW - 5 * DAY_S,
-        "strategies": ("ddp",), "world_sizes": (1, 2), "config": CONFIG, "environment": ENVIRONMENT,
-    }  # fmt: skip
-    return CertificateFacts(**{**values, **more})
+def a_certificate(name="verify-1", *, at=NOW - 5 * DAY_S, **more):
+    date = time.strftime(DATE, time.localtime(at))
+    return NamedCertificate(recorded_runs.a_certificate(date=date, **more), name)
 
 
 def words_of(result):
@@ -165,7 +164,7 @@ class TestEquality:
     @pytest.mark.parametrize(
         ("planted", "named"),
         [
-            ({"date": NOW - 100 * DAY_S}, "100 days old"),
+            ({"at": NOW - 100 * DAY_S}, "100 days old"),
             ({"strategies": ("fsdp",)}, "it is of fsdp"),
             ({"world_sizes": (1, 4)}, "it is of 1, 4 workers"),
             ({"bound": 1e-3}, "max_bound"),
@@ -182,12 +181,12 @@ class TestEquality:
         run = Verified.of_run(a_run(environment=head, workers_told=workers_on(ENVIRONMENT)))
         other = workers_on({**ENVIRONMENT, "accelerators": {"names": ["L4"]}})
         for workers, answer in ((workers_on(ENVIRONMENT), "pass"), (other, "inconclusive"), ([], "inconclusive")):
-            certificate = a_certificate(environment=head, workers=tuple(workers))
+            certificate = a_certificate(environment=head, outcomes=[Outcome("ddp", 2, 1, "equal", workers=workers)])
             assert equality_gate(run, [certificate], policy=EqualityPolicy(), now=NOW).answer == answer
 
     def test_the_newest_certificate_that_belongs_to_the_run_counts(self):
-        old, new = a_certificate(passed=False), a_certificate(name="verify-2", date=NOW - DAY_S)
-        other = a_certificate(name="verify-3", date=NOW, world_sizes=(8,), passed=False)
+        old, new = a_certificate(passed=False), a_certificate("verify-2", at=NOW - DAY_S)
+        other = a_certificate("verify-3", at=NOW, world_sizes=(8,), passed=False)
         assert (
             equality_gate(Verified.of_run(a_run()), [old, other, new], policy=EqualityPolicy(), now=NOW).answer
             == "pass"

@@ -1,0 +1,182 @@
+"""Certificates of `scaleray verify`: the question, each variant's outcome, the verdict, and the environment."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
+
+from scaleray.records.json_record import JsonRecord
+
+FILE = "certificate.json"
+DATE = "%Y-%m-%dT%H:%M:%S%z"
+Difference = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+"""A difference, which JSON has as null if it is not finite."""
+
+
+def _with_date(text: str) -> str:
+    datetime.strptime(text, DATE)
+    return text
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Place where two runs part. step: from 1; 0 is before the first.
+    parameter: the first that differs, in model order."""
+
+    step: int
+    quantity: str
+    """Quantity that differs: `model`, `dtype`, `initial parameters`, `parameters before`, `state before`, `buffers
+    before`, `replicas before`, `rows`, `inputs`, `layers`, `count`, `loss`, `gradient`, `buffers`, `learning rate`,
+    `parameters`, `final values`, `final weights`, `steps`, `restored parameters`, `restored state`, `restored buffers`,
+    `evaluation`, `masks`, `averaging`, `own gradient`, `sent gradient` or `resume`."""
+    difference: Difference
+    parameter: str | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest relative differences of a whole run, and where it first left the other. NaN: not compared."""
+
+    loss: Difference = math.nan
+    grad_norm: Difference = math.nan
+    parameters: Difference = math.nan
+    """Largest difference of the final values, relative to each tensor's largest value."""
+    divergence: Divergence | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether everything stayed within the bound."""
+        return self.divergence is None
+
+    @property
+    def largest(self) -> float:
+        """The largest of the differences."""
+        return max((d for d in (self.loss, self.grad_norm, self.parameters) if not math.isnan(d)), default=math.nan)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Step and quantity in which a variant left the reference, and the class of the mismatch."""
+
+    step: int
+    quantity: str
+    parameter: str | None
+    difference: Difference
+    cause: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one variant. verdict: equal, as promised, differs, or refused."""
+
+    strategy: str
+    world_size: int
+    accumulation: int
+    verdict: str
+    words: str = ""
+    """Extent of the judgement, if it is less than the whole; for a refusal its reason."""
+    comparison: Comparison = field(default_factory=Comparison)
+    own: Comparison | None = None
+    """Comparison in the run's own precision, over steps that all start from the initial parameters; judged by
+    what rounding explains."""
+    mismatch: Mismatch | None = None
+    bound: float | None = None
+    """Largest relative difference that counted as equal, wider than the one asked for where rounding grows."""
+    duration_s: float = 0.0
+    workers: list[dict[str, Any]] = field(default_factory=list)
+    """Each kind of hardware that its workers ran on, with their device."""
+
+
+@dataclass(frozen=True)
+class ResumeOutcome:
+    """Result of one interruption. guilty: parts of the state that were not as before, in words; empty when all were."""
+
+    label: str
+    world_size: int
+    interrupt_at: int
+    steps: int
+    is_equal: bool
+    guilty: list[str]
+    comparison: Comparison = field(default_factory=Comparison)
+    duration_s: float = 0.0
+    not_run: str = ""
+    """Why this variant cannot run the workload, where one process can; empty where it ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate(JsonRecord):
+    """Common fields of every certificate, readable without the code that wrote it."""
+
+    passed: bool
+    verdict: str
+    workload: str
+    config_hash: str
+    environment_hash: str
+    bound: float
+    precision: str
+    steps: int
+    where: str
+    """Where workers ran: under Ray, or as gloo processes."""
+    date: Annotated[str, AfterValidator(_with_date)]
+    duration_s: float
+    outcomes: list[Any]
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    run_dir: str
+    tracking_uri: str
+    run_id: str
+    mlflow_link: str
+
+    def lines(self) -> list[str]:
+        """The verdict, what it is of, and where the certificate is."""
+        return [
+            f"{'passed' if self.passed else 'failed'}: {self.verdict}",
+            f"{self.workload}: {self.steps} steps in {self.precision}, bound {self.bound:g}, {len(self.outcomes)} "
+            f"variants, {self.where}, {self.duration_s:.0f} s",
+            f"MLflow: {self.mlflow_link}",
+            f"certificate: {self.run_dir}/{FILE}",
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EqualityCertificate(Certificate):
+    """Whether distributed runs are the training of one process."""
+
+    outcomes: list[Outcome]
+    own_precision: str
+    strategies: list[str]
+    """Names of those that ran, as a training records its own; `auto` is decided."""
+    world_sizes: list[int]
+    accumulation: list[int]
+    global_batch_size: int
+    data: dict[str, Any]
+    course: dict[str, int] = field(default_factory=dict)
+    """Events within the compared steps: rows of an epoch, the step of the resume, its batch size, rows of each
+    evaluation.
+    """
+
+    @property
+    def written_at(self) -> float:
+        """Seconds since 1970."""
+        return datetime.strptime(self.date, DATE).timestamp()
+
+    @property
+    def workers(self) -> list[dict[str, Any]]:
+        """Hardware of the workers that were compared; nothing where only that of the driver is known."""
+        return [worker for outcome in self.outcomes for worker in outcome.workers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeCertificate(Certificate):
+    """Whether interrupted and resumed runs are the run that was not interrupted.
+
+    seed: random seed of the steps to interrupt at.
+    """
+
+    outcomes: list[ResumeOutcome]
+    seed: int
