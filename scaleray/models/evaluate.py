@@ -173,7 +173,7 @@ def evaluate(
     if record and found.about.get("tracking_uri") is None:
         allowed = "its folder names another MLflow than the one in use, which is not asked unless you name it"
         raise TrackingError("the run in MLflow", found.about.get("run_id"), allowed, "add --uri URI, or --no-record")
-    parts = find_parts(run, **options.parts)
+    parts = find_parts(found, **options.parts)
     sources = _sources(parts, data, split)
     config = evaluation_config(parts, found, workers)
     many = f"{workers} worker{'s' * (workers > 1)}"

@@ -153,7 +153,7 @@ def _writable(column: Any) -> Any:
 
 
 def find_parts(
-    run: str | Path,
+    run: str | Path | TrainedRun,
     *,
     step: int | str | None = None,
     which: str | None = None,
@@ -161,7 +161,7 @@ def find_parts(
     uri: str | None = None,
 ) -> ModelParts:
     """Workload, config and weights of a run, as `load` finds them."""
-    found = find_trained(run, uri=uri)
+    found = run if isinstance(run, TrainedRun) else find_trained(run, uri=uri)
     made = workload_of(found, workload)
     weights = weights_of(found, step, which)
     if weights.workload_state is not None and callable(getattr(made, "load_state_dict", None)):

@@ -34,7 +34,7 @@ from scaleray.models.registry import (
     Named,
     check_alias,
 )
-from scaleray.models.trained_run import find_trained
+from scaleray.models.trained_run import TrainedRun, find_trained
 from scaleray.records.gates import GateRecord
 from scaleray.records.promotion import Promotion
 from scaleray.records.run_record import RunRecord, Say
@@ -107,25 +107,26 @@ def promote(
         registry = ModelRegistry(uri)
         _refuse_deleted(registry, run)
         say(f"packing the model of {run.name}")
-        words = _write(names[0], out, Path(place), gates, run, options)
+        trained = find_trained(evidence.candidates[0].folder or names[0], uri=uri)  # the run that was judged
+        words = _write(trained, out, Path(place), gates, run, options)
         if alias is not None:
             write_pipeline(evidence.candidates, out / MODEL, out / FOLDER, model=str(Named(name, alias)),
                            cluster=cluster, policy=held, uri=registry.uri)  # fmt: skip
-        chosen = dataclasses.replace(found, promotion=_id(out, name, held), weights=words)
-        done = _registered(registry, chosen, out, run, gates, say=say)
+        files = digests(out)
+        chosen = dataclasses.replace(found, promotion=_id(files, name, held), weights=words)
+        done = _registered(registry, chosen, out, files, run, gates, say=say)
         if pipeline is not None:
             copy_pipeline(out / FOLDER, pipeline)
         return done
 
 
-def _write(name: str, out: Path, place: Path, gates: GateRecord, run: RunRecord, options: ModelChoice) -> str:
+def _write(trained: TrainedRun, out: Path, place: Path, gates: GateRecord, run: RunRecord, options: ModelChoice) -> str:
     """Write MLflow's model with evidence and answers of the gates next to it, and return which
     weights it has, as text.
     """
     from scaleray.models.served import save_for_mlflow
 
-    trained = find_trained(name, uri=options.uri)
-    parts = find_parts(name, **options.parts)
+    parts = find_parts(trained, **options.parts)
     if not parts.weights.has_hash:
         advice = "promote a checkpoint, which has hashes: --step N; or train it again"
         raise CheckpointError(parts.weights.words, f"those of {run.name}", "they have no recorded hash", advice)
@@ -147,11 +148,11 @@ def _not_passed(gates: GateRecord) -> list[str]:
     ]
 
 
-def _id(out: Path, model: str, policy: Policy) -> str:
-    """Id of a promotion: the same for the same weights, code, evidence, policy and name."""
+def _id(files: Mapping[str, str], model: str, policy: Policy) -> str:
+    """Id of a promotion: the same for the same weights, code, evidence, policy and name. files: SHA-256 by path."""
     steady = {
         name: digest
-        for name, digest in digests(out).items()
+        for name, digest in files.items()
         if name.startswith((f"{EVIDENCE}/", "data/", f"{FOLDER}/"))  # MLflow's own files have the time in them
     }
     text = json.dumps([model, policy.model_dump(mode="json"), sorted(steady.items())])
@@ -159,13 +160,20 @@ def _id(out: Path, model: str, policy: Policy) -> str:
 
 
 def _registered(
-    registry: ModelRegistry, found: Promotion, out: Path, run: RunRecord, gates: GateRecord, *, say: Say
+    registry: ModelRegistry,
+    found: Promotion,
+    out: Path,
+    files: Mapping[str, str],
+    run: RunRecord,
+    gates: GateRecord,
+    *,
+    say: Say,
 ) -> Promotion:
     by = user_or_somebody()
     before = registry.expected(found.model, found.alias) if found.alias else None
     version = registry.of_promotion(found.model, str(found.promotion))
     if version is None:
-        version = _made(registry, found, out, run, gates, by=by)
+        version = _made(registry, found, out, files, run, gates, by=by)
         say(f"made version {version.number} of {found.model}")
     else:
         say(f"version {version.number} of {found.model} is this promotion's already")
@@ -183,11 +191,18 @@ def _registered(
 
 
 def _made(
-    registry: ModelRegistry, found: Promotion, out: Path, run: RunRecord, gates: GateRecord, *, by: str
+    registry: ModelRegistry,
+    found: Promotion,
+    out: Path,
+    files: Mapping[str, str],
+    run: RunRecord,
+    gates: GateRecord,
+    *,
+    by: str,
 ) -> ModelVersion:
     assert found.promotion is not None and found.weights is not None
     statement = statement_of(
-        digests(out),
+        files,
         run,
         gates,
         promotion=found.promotion,
