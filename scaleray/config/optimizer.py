@@ -66,12 +66,19 @@ class StopSettings(Settings):
 class EvaluationSettings(Settings):
     """When the splits other than `train` are evaluated; they always are at the end."""
 
+    test: Literal["with_others", "at_end"] = "with_others"
+    """When the split `test` is evaluated: with the others, or at the end only, so that no decision depends on it."""
     every: Duration | None = None
     """Distance between evaluations. None: at the end only."""
     micro_size: Annotated[int, Field(ge=1, le=2**40)] | None = None
     """Samples in one forward pass of one worker during evaluation. None: that of training."""
 
     _check_every = field_validator("every")(above_zero)
+
+    @property
+    def only_at_end(self) -> str | None:
+        """Name of the split that is evaluated at the end only."""
+        return "test" if self.test == "at_end" else None
 
 
 class BatchSettings(Settings):

@@ -190,7 +190,11 @@ def _metric(base: RunConfig, question: SweepQuestion, splits: Mapping[str, Split
     text = question.metric
     if text is None and target is not None:
         text = f"{target.metric} {'max' if target.comparison == '>=' else 'min'}"
-    evaluated = [name for name in splits if name != TRAIN]
+    evaluated = [name for name in splits if name not in (TRAIN, base.evaluation.only_at_end)]
+    if not evaluated:
+        raise ConfigError(
+            "evaluation.test", "at_end", "trials are compared by it: there is no other split", "leave it out"
+        )
     text = text or base.checkpoint.best or f"{evaluated[0]}/loss min"
     metric, _, direction = text.strip().partition(" ")
     if direction not in ("min", "max") or "/" not in metric:

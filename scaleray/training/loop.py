@@ -306,12 +306,13 @@ class _Run:
         return signals
 
     def _evaluate_if_due(self, setup: Setup, *, at_end: bool = False) -> bool:
-        if not self.evaluations.are_due(self.state.step, at_end=at_end):
+        evaluators = self.evaluations.due(self.state.step, at_end=at_end)
+        if not evaluators:
             return False
         self.progress.enter(Phase.COMMUNICATION)
         if self.checkpointing is not None and (setup.parallel.replicas_differ or setup.averaging.is_on):
             self.checkpointing.before_update()  # a mean takes the place of the weights while it is evaluated
-        record = self.evaluations.run(self.state.step)
+        record = self.evaluations.run(self.state.step, evaluators)
         if self.place.rank == 0:
             self.reporter.emit(record)
         self.state.verdict = self.callbacks.evaluated(record, at_end=at_end) or self.state.verdict

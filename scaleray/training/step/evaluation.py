@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -172,35 +172,46 @@ class Evaluations:
     def prepare(self, job: TrainJob, setup: Setup) -> None:
         """Evaluate this job from now on, with micro-batches of its size. Collective.
 
-        Raises ConfigError for the target of no split, and for an `evaluate` that has no room under the strategy.
+        Raises ConfigError for a split that does not exist, and for an `evaluate` that has no room under the strategy.
         """
         if self._own is None:
             self._own = OwnEvaluation(job, setup, self.place)
         self.setup, self.target, self.every = setup, job.config.stop.at, job.recipe.evaluate_every_steps
+        self.only_at_end = job.config.evaluation.only_at_end
         self.evaluators = [self._evaluator(job, split) for split in job.evaluation_splits()]
+        if self.only_at_end is not None and self.only_at_end not in (evaluator.name for evaluator in self.evaluators):
+            raise ConfigError("evaluation.test", "at_end", "the workload has no such split", "leave it out")
         if self.best.patience is not None:
             check_split(self.best.key, self.best.metric, job)
         if self.target is not None:
             check_split("stop.at", str(self.target), job)
 
-    def are_due(self, step: int, *, at_end: bool) -> bool:
-        """Whether to evaluate after `step`, which may have been done already."""
-        is_due = at_end or (self.every is not None and step % self.every == 0)
-        return is_due and self.step != step and bool(self.evaluators)
+    def due(self, step: int, *, at_end: bool) -> list[Evaluator]:
+        """Evaluators of the splits to evaluate after `step`, without those that were evaluated after it already."""
+        if not at_end and (self.every is None or step % self.every != 0):
+            return []
+        measured = {metric.partition("/")[0] for metric in self.metrics} if self.step == step else set()
+        return [
+            evaluator
+            for evaluator in self.evaluators
+            if evaluator.name not in measured and (at_end or evaluator.name != self.only_at_end)
+        ]
 
-    def run(self, step: int) -> EvaluationRecord:
-        """Evaluate every split, with the mean of replicas that differ. Collective."""
+    def run(self, step: int, evaluators: Sequence[Evaluator]) -> EvaluationRecord:
+        """Evaluate these splits, with the mean of replicas that differ. Collective."""
         assert self._own is not None
         started = time.perf_counter()
         parallel = self.setup.parallel
         with parallel.averaged(False), self.setup.averaging.in_place(), self._own.with_weights():
             parallel.before_evaluation()
             found: dict[str, float] = {}
-            for evaluator in self.evaluators:
+            for evaluator in evaluators:
                 self.enter(Phase.INPUT)
                 found.update(evaluator.run())
-        self.best.take(step, found)
-        self.metrics, self.step = found, step  # nothing of older evaluations: a metric belongs to its step
+        if self.step != step:
+            self.best.take(step, found)
+            self.metrics = {}  # nothing of older evaluations: a metric belongs to its step
+        self.metrics, self.step = {**self.metrics, **found}, step
         return EvaluationRecord(step, dict(self.metrics), time.perf_counter() - started)
 
     def check_target(self) -> None:
@@ -372,7 +383,7 @@ def whole(batch: RankBatch) -> list[tuple[int, int]]:
 
 def check_split(key: str, text: str, job: TrainJob) -> None:
     """Raise ConfigError where `text`, the value of `key`, begins with a metric of no split that is evaluated."""
-    names = [split.name for split in job.evaluation_splits()]
+    names = [split.name for split in job.evaluation_splits() if split.name != job.config.evaluation.only_at_end]
     if text.partition("/")[0] not in names:
         raise unknown_metric(key, text, [f"{name}/loss" for name in names])
 
