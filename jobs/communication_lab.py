@@ -41,7 +41,7 @@ from scaleray.config import RunConfig, load_config
 from scaleray.config.compression import OWNERS
 from scaleray.config.recipe.derive import derive
 from scaleray.data import Split, load_sources
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError, ScaleRayError
 from scaleray.launch.session.data_sources import size_of
 from scaleray.launch.workers.gloo import UserCode, gloo_processes

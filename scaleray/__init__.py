@@ -38,7 +38,7 @@ _HOMES = {
     "evaluate": "scaleray.models.evaluate",
     "predict": "scaleray.models.predict",
     "export_model": "scaleray.models.exported",
-    "show_config": "scaleray.launch.session.shown_config",
+    "show_config": "scaleray.launch.session.config_argument",
     "config_keys": "scaleray.config.reference",
     "config_schema": "scaleray.records.schemas",
     "replay": "scaleray.recording.send",
@@ -147,7 +147,7 @@ if TYPE_CHECKING:
     from scaleray.errors import ConfigError, ScaleRayError
     from scaleray.launch.profile.profile import profile
     from scaleray.launch.run.train import train
-    from scaleray.launch.session.shown_config import show_config
+    from scaleray.launch.session.config_argument import show_config
     from scaleray.launch.watch.find import live_state, watch
     from scaleray.live.grafana.grafana_client import install_dashboards
     from scaleray.live.grafana.written_dashboards import write_dashboards

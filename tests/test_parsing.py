@@ -17,7 +17,7 @@ from scaleray.config.hardware.hardware_file import read_hardware_file
 from scaleray.config.loading import parse_yaml
 from scaleray.errors import ConfigError, ScaleRayError
 from scaleray.planner.answers.measurement import read_measurement
-from scaleray.planner.models.from_counted_workload import read_profile
+from scaleray.planner.models.flop_count_as_model import read_profile
 from scaleray.planner.models.names import find_model
 from scaleray.recording.find_record import record_of
 from scaleray.recording.replay import replay

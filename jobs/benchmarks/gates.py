@@ -26,7 +26,7 @@ import numpy as np
 import scaleray
 from scaleray.config.base import Target
 from scaleray.data import ArraySource
-from scaleray.data.described import columns_of
+from scaleray.data.column_distributions import columns_of
 from scaleray.data.ragged import Ragged
 from scaleray.records.gate_answer import Check, GateResult
 from scaleray.release.gates import compared, drift, operations

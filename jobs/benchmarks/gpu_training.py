@@ -197,7 +197,7 @@ def measure(name: str, size: str, arguments: argparse.Namespace) -> harness.Meas
 
 def counted(size: str) -> WorkloadProfile:
     """What a sequence costs this size, counted once."""
-    from scaleray.training.model_profile import profile_workload
+    from scaleray.training.flop_counter import profile_workload
 
     length, _ = SHAPES[size]
     name = f"{harness.REPOSITORY / 'jobs' / 'benchmarks' / 'gpu_workload.py'}:RandomTokens"

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from scaleray.common.callbacks import Callback
-from scaleray.config.tracking import MonitoringSettings
+from scaleray.config.tracking_monitoring_study import MonitoringSettings
 from scaleray.live.state.rank_series import rank_series
 from scaleray.records.published import RankSample
 from scaleray.training.profile.rank_samples import TOLD_EVERY_S, RankSamples

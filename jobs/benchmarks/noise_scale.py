@@ -23,7 +23,7 @@ sys.path.insert(0, str(harness.REPOSITORY))
 from pathlib import Path
 
 from scaleray.config import load_config
-from scaleray.config.optimizer import NoiseScaleSettings
+from scaleray.config.batch_noise_scale import NoiseScaleSettings
 from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import DataSize
 from scaleray.data import Split, as_source

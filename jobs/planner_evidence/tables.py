@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jobs.planner_evidence.published.rows import Skipped
 from jobs.planner_evidence.transfers import TransferScore
 from jobs.planner_evidence.validate import Score
-from scaleray.records.text.tables import Table
+from scaleray.records.text.study_sweep_tables import Table
 
 
 def score_table(title: str, lines: Sequence[Score]) -> Table:

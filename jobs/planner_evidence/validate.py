@@ -18,8 +18,7 @@ from jobs.planner_evidence.published.rows import Observation
 from scaleray.planner.answers.calibration import calibrate
 from scaleray.planner.cost.block_pass import Measured
 from scaleray.planner.cost.constants import DEFAULT, Constants
-from scaleray.planner.cost.fits_in_memory import HEADROOM
-from scaleray.planner.cost.memory import memory
+from scaleray.planner.cost.memory import HEADROOM, memory
 from scaleray.planner.cost.step_time import StepTime, step_time
 from scaleray.planner.cost.uncertainty import Anchor, Reason, doubts, interval, reasons
 from scaleray.records.text.units import GIB

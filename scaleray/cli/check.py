@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from rich.console import Console
+
 from scaleray.cli.options import ConfigFile, Json, Overrides
 from scaleray.cli.output import Output, print_json
+from scaleray.records.check_record import CheckRecord
+from scaleray.records.text.study_sweep_tables import Table
+from scaleray.reports.terminal.printed_record import print_whole, width_of
+from scaleray.reports.terminal.terminal_tables import as_rich
 
 
 def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = True, json: Json = False) -> int:
@@ -26,7 +32,8 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
 
         begin_imports(OF_A_CHECK)  # beside this process's own imports
     from scaleray.verification.check.check import check as run
-    from scaleray.verification.check.printed_check import show_check
+
+    pass  # DROPPED
 
     output = Output(json=json)
     with output.running():
@@ -38,3 +45,19 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
     if json:
         print_json(record.to_dict())
     return 0 if record.passed else 1
+
+
+def show_check(console: Console, record: CheckRecord) -> None:
+    """Print the first batch's columns and the verdict; the findings were said as they were made."""
+    rows = tuple(
+        (column.name, column.shape, column.dtype, _number(column.low), _number(column.high))
+        for column in record.columns
+    )
+    if rows:
+        table = Table("The first batch", ("column", "shape", "type", "smallest", "largest"), rows)
+        print_whole(console, as_rich(table, width=width_of(console)))
+    console.print(f"{record.verdict} ({record.duration_s:.1f} s)", highlight=False, markup=False, soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"

@@ -35,7 +35,7 @@ def show(
 
     from scaleray.config import load_config
     from scaleray.config.reference import changed_values, unlike_torch
-    from scaleray.launch.session.shown_config import show_config
+    from scaleray.launch.session.config_argument import show_config
 
     resolved = load_config(config, flags=overrides)
     shown = show_config(resolved, data=data, base_dir=config.resolve().parent if config else None)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
+
+from rich.console import Console
 
 from scaleray.cli.options import AS_OPTIONS, Json, Run
 from scaleray.cli.output import Output, print_json
 from scaleray.models.model_options import EvaluateOptions
+from scaleray.records.text.study_sweep_tables import Table
+from scaleray.reports.terminal.printed_record import print_whole, width_of
+from scaleray.reports.terminal.terminal_tables import as_rich
+
+if TYPE_CHECKING:
+    from scaleray.models.evaluate import Evaluation
 
 
 def evaluate(
@@ -30,7 +38,8 @@ def evaluate(
         Write the metrics to the run in MLflow.
     """
     from scaleray.models.evaluate import evaluate as run_evaluation
-    from scaleray.models.printed_evaluation import show_evaluation
+
+    pass  # DROPPED
 
     output = Output(json=json)
     with output.running():
@@ -39,3 +48,15 @@ def evaluate(
     if json:
         print_json(result.to_dict())
     return 0
+
+
+def show_evaluation(console: Console, result: Evaluation) -> None:
+    """Print the metrics of every split as a table, and where they were written."""
+    rows = []
+    for name, value in sorted(result.metrics.items()):
+        split, _, metric = name.partition("/")
+        rows.append((split, metric, f"{value:.6g}", f"{result.rows[split]}"))
+    table = Table(f"{result.run}: {result.weights}", ("split", "metric", "value", "rows"), tuple(rows))
+    print_whole(console, as_rich(table, width=width_of(console)))
+    if result.recorded:
+        console.print(f"MLflow:  {', '.join(result.recorded.values())}", highlight=False, markup=False, soft_wrap=True)

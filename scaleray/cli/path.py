@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -10,6 +11,9 @@ from cyclopts import App, Parameter
 from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
 from scaleray.cli.output import Output, print_json
 from scaleray.errors import UsageError
+from scaleray.records.path_record import STEPS, PathRecord, PathTask
+from scaleray.records.text.study_sweep_tables import Table
+from scaleray.records.text.units import seconds
 
 if TYPE_CHECKING:
     from scaleray.records.path_record import PathRecord
@@ -172,7 +176,7 @@ def _printed(name: str | None, until: str | None, *, json: bool) -> int:
 
 def _shown(path: PathRecord, *, json: bool, tables: bool = False) -> int:
     """Show a path. tables: with all of its tasks."""
-    from scaleray.release.path.printed_path import path_tables
+    pass  # DROPPED
     from scaleray.reports.terminal.printed_record import print_whole, width_of
     from scaleray.reports.terminal.terminal_tables import as_rich
 
@@ -184,3 +188,24 @@ def _shown(path: PathRecord, *, json: bool, tables: bool = False) -> int:
     if json:
         print_json(path.to_dict(), written={"folder": path.folder})
     return 0
+
+
+def path_tables(path: PathRecord) -> list[Table]:
+    """A table of the tasks of each step, and one of the decisions."""
+    heads = ("task", "state", "began", "took", "by", "result")
+    found = [
+        Table(step, heads, tuple(_row(task) for task in path.tasks if task.step == step), has_words=True)
+        for step in STEPS
+    ]
+    rows = tuple((one.what, _when(one.at), one.by, one.why) for one in path.decisions)
+    return [*found, Table("decisions", ("decision", "when", "by", "reason"), rows, has_words=True)] if rows else found
+
+
+def _row(task: PathTask) -> tuple[str, ...]:
+    took = "" if task.duration_s is None else seconds(task.duration_s)
+    name = task.key.partition("/")[2]
+    return (name, task.status, _when(task.started_at), took, task.by, task.words or task.what)
+
+
+def _when(at: float | None) -> str:
+    return time.strftime("%m-%d %H:%M", time.localtime(at)) if at else ""

@@ -10,30 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from scaleray.config.alerts import AlertSettings, without_secret
+from scaleray.config.averaging_pruning_fine_tuning import AveragingSettings, FineTuningSettings, PruningSettings
 from scaleray.config.base import Settings, without_password
+from scaleray.config.batch_noise_scale import BatchSettings, NoiseScaleSettings
 from scaleray.config.checkpoint import CheckpointSettings
+from scaleray.config.compilation_activation_memory import ActivationSettings, CompilationSettings, MemorySettings
 from scaleray.config.compression import CompressionSettings
 from scaleray.config.data import DataSettings
 from scaleray.config.decides import is_beside_training
 from scaleray.config.fsdp import FsdpSettings
-from scaleray.config.optimizer import (
-    BatchSettings,
-    EvaluationSettings,
-    NoiseScaleSettings,
-    OptimizerSettings,
-    ScheduleSettings,
-    StopSettings,
-)
-from scaleray.config.precision import (
-    ActivationSettings,
-    AveragingSettings,
-    CompilationSettings,
-    FineTuningSettings,
-    MemorySettings,
-    PrecisionSettings,
-    PruningSettings,
-)
+from scaleray.config.optimizer_schedule import OptimizerSettings, ScheduleSettings
+from scaleray.config.precision import PrecisionSettings
 from scaleray.config.scale import ScaleSettings
+from scaleray.config.stop_evaluation import EvaluationSettings, StopSettings
 from scaleray.config.strategy import (
     GossipSettings,
     LocalSgdSettings,
@@ -43,7 +32,7 @@ from scaleray.config.strategy import (
     TensorSettings,
 )
 from scaleray.config.strategy_traits import traits_of
-from scaleray.config.tracking import MonitoringSettings, StudySettings, TrackingSettings
+from scaleray.config.tracking_monitoring_study import MonitoringSettings, StudySettings, TrackingSettings
 from scaleray.config.workload_section import WorkloadSettings
 
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from scaleray.data.as_given import TURNS
 from scaleray.data.iterable import IterableSource
-from scaleray.data.part import Part
 from scaleray.data.ragged import Ragged, concatenated
+from scaleray.data.rank_part import Part
 from scaleray.data.row_values import read_alone, row_values_of
 from scaleray.data.sample_order import StepPlan
-from scaleray.data.source import Columns, Source, rows_in
+from scaleray.data.source_interface import Columns, Source, rows_in
 from scaleray.data.sources import IN_MEMORY, STORED, DatasetSource
 from scaleray.data.transformed import Transformed
+from scaleray.data.user_dataset import TURNS
 from scaleray.workload import no_exit
 
 COPIED_BYTES = 2**19  # rows copied at once: into memory that a core's cache holds, and that earlier rows have left

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from scaleray.data.ragged import Ragged
-from scaleray.data.source import Columns, as_column, rows_in
+from scaleray.data.source_interface import Columns, as_column, rows_in
 from scaleray.errors import DataError
 from scaleray.workload import call_user_code
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from scaleray.config.data import DataSettings
 from scaleray.data.blocks import LocalBlocks
-from scaleray.data.collating import CollateAhead
+from scaleray.data.collate_ahead import CollateAhead
 from scaleray.data.local_start import LOCAL_CHUNK_STEPS, LOCAL_START_S, Demand, start_locally
 from scaleray.data.not_finite import RowsOfStep, look_at_step
-from scaleray.data.part import Part
+from scaleray.data.rank_part import Part
 from scaleray.data.ray_blocks import ray_blocks, starvation_reason, stream_blocks, transformed_blocks
 from scaleray.data.sample_order import StepPlan
-from scaleray.data.source import TRAIN, Columns, Source
-from scaleray.data.split import Split
+from scaleray.data.source_interface import TRAIN, Columns, Source
+from scaleray.data.split_facts import Split
 from scaleray.data.stream import StepStream
 from scaleray.records.text.units import MIB
 

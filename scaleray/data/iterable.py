@@ -25,12 +25,12 @@ import torch.utils.data
 
 from scaleray.common.progress import stage
 from scaleray.common.seeding import seed_row
-from scaleray.data.as_given import AsGiven
-from scaleray.data.part import Part
+from scaleray.data.rank_part import Part
 from scaleray.data.row_values import RowValues, first_difference, generator_states, generators_kept, have_moved
 from scaleray.data.sample_order import StepPlan, stream_key
-from scaleray.data.source import Columns
+from scaleray.data.source_interface import Columns
 from scaleray.data.sources import DatasetSource, length_of
+from scaleray.data.user_dataset import AsGiven
 from scaleray.errors import DataError, WorkloadError
 from scaleray.workload import call_user_code
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from scaleray.data.blocks import close_blocks
-from scaleray.data.source import Columns, rows_in
+from scaleray.data.source_interface import Columns, rows_in
 
 LOCAL_START_S = 30.0  # a worker reads for itself so long, until a late pipeline counts as late
 LOCAL_CHUNK_STEPS = (

@@ -10,7 +10,7 @@ import numpy as np
 
 from scaleray.data.ragged import flat_values
 from scaleray.data.sample_order import StepPlan
-from scaleray.data.source import Columns, Source
+from scaleray.data.source_interface import Columns, Source
 from scaleray.data.transformed import Transformed, under_transforms
 
 LOOK_S = 5.0

@@ -11,7 +11,7 @@ import numpy as np
 
 from scaleray.common.filesystems import open_filesystem
 from scaleray.data.ragged import Ragged
-from scaleray.data.source import HASH_LIMIT_BYTES, Columns, as_numbers, hash_blocks, hash_names
+from scaleray.data.source_interface import HASH_LIMIT_BYTES, Columns, as_numbers, hash_blocks, hash_names
 from scaleray.errors import DataError
 
 

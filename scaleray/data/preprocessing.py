@@ -24,7 +24,7 @@ from scaleray.data.parquet import ParquetSource, column_to_numpy
 from scaleray.data.plain_state import decoded, encoded
 from scaleray.data.ragged import Ragged
 from scaleray.data.row_random import RowRandom
-from scaleray.data.source import Columns, Source, rows_in
+from scaleray.data.source_interface import Columns, Source, rows_in
 from scaleray.data.transformed import checked_rows, place_of
 from scaleray.errors import CheckpointError, ClusterError, WorkloadError
 from scaleray.workload import call_user_code

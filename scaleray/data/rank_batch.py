@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from scaleray.data.source import Columns
+from scaleray.data.source_interface import Columns
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from scaleray.data.blocks import chunks, read_chunk
-from scaleray.data.part import Part
+from scaleray.data.rank_part import Part
+from scaleray.data.ray_dataset_source import seeds_of_values
 from scaleray.data.row_random import RowRandom
 from scaleray.data.sample_order import StepPlan, stream_key
-from scaleray.data.source import Columns, Source, as_column, rows_in
-from scaleray.data.stream_source import seeds_of_values
+from scaleray.data.source_interface import Columns, Source, as_column, rows_in
 from scaleray.data.transformed import Step
 from scaleray.errors import ScaleRayError
 

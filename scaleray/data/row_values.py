@@ -25,7 +25,7 @@ import torch
 
 from scaleray.common.seeding import seed_row
 from scaleray.data.ragged import Ragged, flat_values, joined
-from scaleray.data.source import Columns, Source
+from scaleray.data.source_interface import Columns, Source
 
 ROWS_LOOKED_AT = 8
 READS = 3  # reads of each row: a flip with a chance of one half shows with probability 1 - 4^-8

@@ -16,11 +16,10 @@ from typing import Any
 import numpy as np
 
 from scaleray.common.seeding import seed_row
-from scaleray.data.as_given import TURNS, AsGiven
 from scaleray.data.parquet import ParquetSource
 from scaleray.data.ragged import Ragged, flat_values
 from scaleray.data.row_values import generators_kept, look_at_rows, spread_rows
-from scaleray.data.source import (
+from scaleray.data.source_interface import (
     HASH_LIMIT_BYTES,
     Columns,
     array_blocks,
@@ -30,6 +29,7 @@ from scaleray.data.source import (
     hash_blocks,
     hash_names,
 )
+from scaleray.data.user_dataset import TURNS, AsGiven
 from scaleray.errors import DataError, WorkloadError, first_line
 from scaleray.workload import call_user_code, no_exit
 

@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from scaleray.data.blocks import LocalBlocks, close_blocks, rebatch
-from scaleray.data.collating import CollateAhead
+from scaleray.data.collate_ahead import CollateAhead
 from scaleray.data.local_start import LOCAL_CHUNK_STEPS, Demand, put_while_wanted
-from scaleray.data.part import Part
 from scaleray.data.rank_batch import RankBatch
-from scaleray.data.source import Columns
+from scaleray.data.rank_part import Part
+from scaleray.data.source_interface import Columns
 from scaleray.errors import InputStarvedError, ScaleRayError
 
 FIRST_EXPLANATION_S = 15.0  # a cold cluster takes about 5 s for its first batch

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.common.filesystems import open_filesystem
-from scaleray.data.source import hash_names
+from scaleray.data.source_interface import hash_names
 from scaleray.data.sources import DatasetSource
 from scaleray.errors import DataError
 

@@ -31,7 +31,7 @@ from scaleray.data.row_values import (
     rows_to_look_at,
 )
 from scaleray.data.sample_order import mixed
-from scaleray.data.source import Columns, Source, as_column
+from scaleray.data.source_interface import Columns, Source, as_column
 from scaleray.errors import WorkloadError
 from scaleray.workload import call_user_code, own_method, user_frames
 

@@ -14,14 +14,32 @@ from scaleray.data import TRAIN, ArraySource
 from scaleray.errors import DataError, WorkloadError
 from scaleray.hugging_face import pretrained_models, text_files
 from scaleray.hugging_face.base_workload import LABELS, HuggingFaceWorkload
-from scaleray.hugging_face.label_kinds import ONE_CLASS, LabelKind, check_name, in_order_of, label_kind, named_classes
+from scaleray.hugging_face.classifier_losses import ONE_CLASS, LabelKind, OneClass, check_name, in_order_of, label_kind
 from scaleray.hugging_face.language_models import TextWorkload
-from scaleray.images.classifier import class_answers, dtype_of
+from scaleray.images.classifier import dtype_of
 from scaleray.images.image_data import PIXELS, ImageData
 from scaleray.images.image_folder import ImageFiles, ImageFolder
 
 
-class SequenceClassification(TextWorkload):
+class _Classifier(HuggingFaceWorkload):
+    """Loss and metrics of a model that sorts rows into classes, by the kind of its labels."""
+
+    @property
+    def kind(self) -> LabelKind:
+        raise NotImplementedError
+
+    def labels(self, batch: Any) -> torch.Tensor:
+        labels: torch.Tensor = batch[LABELS]
+        return labels
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+        return self.kind.loss(*self.predictions(model, batch))
+
+    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        return self.kind.metrics(*self.predictions(model, batch))
+
+
+class SequenceClassification(_Classifier, TextWorkload):
     """Sort texts, or pairs of texts, into classes, or learn numbers of them.
 
     label: column of the label. pair: column of a second text. labels: names of the classes in the order of the model's
@@ -98,16 +116,6 @@ class SequenceClassification(TextWorkload):
         rows.beside = {name: [record.get(name) for record in records] for name in records[0]}
         return rows
 
-    def labels(self, batch: Any) -> torch.Tensor:
-        labels: torch.Tensor = batch[LABELS]
-        return labels
-
-    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
-        return self.kind.loss(*self.predictions(model, batch))
-
-    def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        return self.kind.metrics(*self.predictions(model, batch))
-
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """The most likely class of each row, its name and its probability; or the classes of each row and their
         probabilities; or its numbers."""
@@ -125,7 +133,7 @@ class SequenceClassification(TextWorkload):
         return ArraySource(columns)
 
 
-class ImageClassification(HuggingFaceWorkload):
+class ImageClassification(_Classifier):
     """Sort the images of folders into classes with a vision model, a folder for each class.
 
     Classes are in the order of the model's id2label, where it has them. Size and channels are the config's; mean and
@@ -155,8 +163,12 @@ class ImageClassification(HuggingFaceWorkload):
         order = partial(in_order_of, config, is_trained=self.folder is not None, argument="classes")
         self.images = ImageData(data, **{**own, **images}, order=order)
 
+    @property
+    def kind(self) -> LabelKind:
+        return OneClass(self.images.classes)
+
     def config_changes(self) -> dict[str, Any]:
-        return named_classes(self.images.classes)
+        return self.kind.config_changes()
 
     def datasets(self) -> dict[str, ImageFolder]:
         return self.images.datasets()
@@ -169,7 +181,7 @@ class ImageClassification(HuggingFaceWorkload):
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """The most likely class of each row, its name, and its probability."""
-        return class_answers(self._logits(model, batch), self.images.classes)
+        return self.kind.answers(self._logits(model, batch))
 
     def predictions(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return self._logits(model, batch), self.labels(batch)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.data import ArraySource
-from scaleray.data.source import hash_names
+from scaleray.data.source_interface import hash_names
 from scaleray.errors import DataError
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm")

@@ -10,7 +10,7 @@ import torch
 
 from scaleray.common.callbacks import Callback
 from scaleray.errors import WorkloadError
-from scaleray.lightning.classes import is_overridden, place_of
+from scaleray.lightning.hooks_refused import is_overridden, place_of
 from scaleray.lightning.lightning_metrics import computed, connect, restore_states, states_of
 from scaleray.lightning.lightning_optimizers import Due, LightningSchedule
 from scaleray.lightning.logs import Logged, recorded_name, step_values

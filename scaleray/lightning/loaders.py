@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from scaleray.data import ArraySource, IterableSource
-from scaleray.data.source import TRAIN
+from scaleray.data.source_interface import TRAIN
 from scaleray.data.sources import DatasetSource
 from scaleray.errors import DataError
 from scaleray.lightning.lightning_batches import columns_of

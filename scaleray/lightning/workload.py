@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from scaleray.data.collation import Columnwise, refuse_ragged
-from scaleray.data.source import TRAIN, Columns, rows_in
+from scaleray.data.source_interface import TRAIN, Columns, rows_in
 from scaleray.errors import DataError, WorkloadError
 from scaleray.lightning import loaders
-from scaleray.lightning.classes import (
+from scaleray.lightning.hooks import LightningHooks
+from scaleray.lightning.hooks_refused import (
     arguments_of,
     check_data_class,
     check_module,
@@ -29,7 +30,6 @@ from scaleray.lightning.classes import (
     lightning_base,
     place_of,
 )
-from scaleray.lightning.hooks import LightningHooks
 from scaleray.lightning.lightning_batches import batch_of, items_of, split_of
 from scaleray.lightning.lightning_metrics import computed, left_alone
 from scaleray.lightning.lightning_optimizers import LightningSchedule, configured, give_rate, without_schedule

@@ -18,16 +18,17 @@ from scaleray.checkpoints.storage import Store
 from scaleray.common.options import takes
 from scaleray.common.progress import stage
 from scaleray.config import RunConfig
+from scaleray.config.averaging_pruning_fine_tuning import FineTuningSettings
 from scaleray.config.checkpoint import NOTHING_SAVED
-from scaleray.config.precision import FineTuningSettings, PrecisionSettings
+from scaleray.config.precision import PrecisionSettings
 from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import DataSize
 from scaleray.data import TRAIN, Input, Split, load_sources
+from scaleray.data.as_source import as_source, for_workload
 from scaleray.data.iterable import refuse_endless
-from scaleray.data.loading import as_source, for_workload
 from scaleray.data.parquet import ParquetSource
 from scaleray.data.ragged import joined
-from scaleray.data.source import Columns, Source
+from scaleray.data.source_interface import Columns, Source
 from scaleray.data.sources import ArraySource
 from scaleray.errors import DataError, TrackingError, UsageError, first_line
 from scaleray.launch.cluster import connection as cluster

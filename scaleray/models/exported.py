@@ -15,7 +15,7 @@ from torch import nn
 
 from scaleray.common.options import takes
 from scaleray.common.progress import stage
-from scaleray.data.source import Columns, rows_in
+from scaleray.data.source_interface import Columns, rows_in
 from scaleray.errors import CheckpointError, DataError, StorageError, UsageError, first_line
 from scaleray.models import export_formats as formats
 from scaleray.models.export_folder import write_folder

@@ -16,14 +16,14 @@ from scaleray.common.options import takes
 from scaleray.common.seeding import same_random_numbers
 from scaleray.config import RunConfig
 from scaleray.data import preprocessing
-from scaleray.data.loading import reads_text
+from scaleray.data.as_source import reads_text
 from scaleray.data.preprocessing import Preprocess
 from scaleray.data.ragged import Ragged
 from scaleray.data.row_random import RowRandom
 from scaleray.data.sample_order import mixed
-from scaleray.data.source import Columns, as_column, rows_in
+from scaleray.data.source_interface import Columns, as_column, rows_in
 from scaleray.data.transformed import Transform
-from scaleray.models.answers import Answers
+from scaleray.models.batch_predictions import Answers
 from scaleray.models.model_options import ModelChoice
 from scaleray.models.packed_code import own_name
 from scaleray.models.stored_weights import Weights, fill, read_run_weights

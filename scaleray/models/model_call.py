@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scaleray.data.source import Columns, rows_in
+from scaleray.data.source_interface import Columns, rows_in
 from scaleray.errors import WorkloadError
 from scaleray.models.load import TrainedModel
 

@@ -21,12 +21,13 @@ from scaleray.common.parsing import load_json
 from scaleray.common.user_code import import_root, is_installed, modules_beside
 from scaleray.config.base import without_password
 from scaleray.data import preprocessing
-from scaleray.data.loading import reads_text
+from scaleray.data.as_source import reads_text
 from scaleray.data.ragged import Ragged
-from scaleray.data.source import Columns
+from scaleray.data.source_interface import Columns
 from scaleray.errors import DataError, ScaleRayError, WorkloadError
 from scaleray.models.load import ModelParts, preprocessor_of_run
-from scaleray.models.row_answers import RowAnswers
+from scaleray.models.predict import collected
+from scaleray.models.predictor import Predictor, PredictorParts, arrow_array
 from scaleray.models.row_files import Shape, shape_of
 from scaleray.models.stored_weights import write_state
 from scaleray.models.trained_run import CODE, NOTE, PACKED, TrainedRun, find_trained, workload_of
@@ -197,3 +198,23 @@ def read_shape(folder: Path, workload: Any) -> tuple[Shape, bool]:
                 Ragged.of([np.asarray(row, dtype) for row in rows]) if is_ragged else np.asarray(rows, dtype)
             )
     return Shape(columns, bool(about["wide"]), examples, reads_text(workload)), bool(about["tuples"])
+
+
+class RowAnswers:
+    """Function from rows, values by column, to answers by name: arrays, or lists of texts, with an element a row."""
+
+    def __init__(self, parts: ModelParts, shape: Shape, gives_tuples: bool) -> None:
+        self.name = parts.name
+        self.predictor = Predictor(PredictorParts(parts, shape, gives_tuples, where="the rows"))
+
+    def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises DataError with the numbers of rows that fail, or WorkloadError where all do."""
+        import pyarrow as pa
+
+        table = pa.table({name: _as_arrow(values) for name, values in rows.items()})
+        return dict(collected(iter([self.predictor(table)]), None, self.name, skip_failed=False).columns)
+
+
+def _as_arrow(values: Any) -> Any:
+    is_ragged = isinstance(values, Ragged) or (isinstance(values, np.ndarray) and values.dtype.kind == "O")
+    return arrow_array(list(values) if is_ragged else values)

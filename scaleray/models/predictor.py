@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.data.ragged import Ragged, flat_values
-from scaleray.data.source import Columns, Source, rows_in
+from scaleray.data.source_interface import Columns, Source, rows_in
 from scaleray.data.transformed import under_transforms
 from scaleray.errors import DataError, ScaleRayError, WorkloadError, first_line
 from scaleray.models.load import ModelParts, TrainedModel

@@ -11,10 +11,10 @@ import numpy as np
 
 from scaleray.common.filesystems import open_filesystem
 from scaleray.config.base import absolute_path, without_password
-from scaleray.data.loading import as_source, load_sources, reads_text
+from scaleray.data.as_source import as_source, load_sources, reads_text
 from scaleray.data.parquet import column_to_numpy
 from scaleray.data.ragged import Ragged
-from scaleray.data.source import TRAIN, Columns, Source
+from scaleray.data.source_interface import TRAIN, Columns, Source
 from scaleray.data.transformed import under_transforms
 from scaleray.errors import DataError, ScaleRayError, first_line
 from scaleray.workload import call_user_code, own_method

@@ -15,8 +15,7 @@ import numpy as np
 
 from scaleray.models.fetched import check_served
 from scaleray.models.load import find_parts
-from scaleray.models.packed import Packed, read_shape
-from scaleray.models.row_answers import RowAnswers
+from scaleray.models.packed import Packed, RowAnswers, read_shape
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature

@@ -58,7 +58,7 @@ from scaleray.records.settings import BROKEN
 from scaleray.records.study_record import Point, StudyRecord
 from scaleray.records.sweep_record import SweepRecord, Trial
 from scaleray.records.text.headlines import study_headline, sweep_headline
-from scaleray.records.text.tables import escaped, study_tables, sweep_table
+from scaleray.records.text.study_sweep_tables import escaped, study_tables, sweep_table
 
 LONGEST_TAG, LONGEST_NOTE = 5000, 8000
 """Characters that MLflow takes of a tag, and shows of a description."""

@@ -1,6 +1,6 @@
 """Costs of one sample for a model: arithmetic, parameters and memory, block by block; and how well a device was used.
 
-`training.model_profile` counts them from the user's own workload; the planner and studies read them. Pure arithmetic.
+`training.flop_counter` counts them from the user's own workload; the planner and studies read them. Pure arithmetic.
 """
 
 from __future__ import annotations

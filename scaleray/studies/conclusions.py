@@ -15,7 +15,7 @@ from scaleray.config.strategy_traits import TRAITS
 from scaleray.errors import UsageError, first_line
 from scaleray.planner.answers.curve_law import Size, predicted_throughput
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.models.from_counted_workload import from_workload
+from scaleray.planner.models.flop_count_as_model import from_workload
 from scaleray.records.run_record import EMULATED
 from scaleray.records.study_record import Curve, Point, StudyRecord
 from scaleray.records.workload_profile import WorkloadProfile

@@ -19,7 +19,7 @@ from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node
 from scaleray.records.study_record import Turn
-from scaleray.studies.ladder import Rung
+from scaleray.studies.measure_sizes import Rung
 
 OVERSUBSCRIBED, RELAUNCHED = "oversubscribed", "relaunched"
 """Marks of points."""

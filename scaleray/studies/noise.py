@@ -8,7 +8,7 @@ from scaleray.common.printed import quantity
 from scaleray.config import RunConfig
 from scaleray.config.recipe.noise_source import NoiseSource, noise_source
 from scaleray.records.study_record import NoiseCourse, Point
-from scaleray.studies.ladder import Rung
+from scaleray.studies.measure_sizes import Rung
 from scaleray.training.setup.job import TrainJob
 
 WELL = 2.0

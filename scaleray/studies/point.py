@@ -17,7 +17,7 @@ from scaleray.studies.curves.efficiency import median_step_time, throughput
 from scaleray.studies.curves.steady_state import steady_state
 from scaleray.studies.curves.time_split import mean_split, split
 from scaleray.studies.hardware import OVERSUBSCRIBED, peak_flops
-from scaleray.studies.ladder import Rung
+from scaleray.studies.measure_sizes import Rung
 from scaleray.studies.turn_store import studies_of
 
 NOT_STEADY = "not steady"

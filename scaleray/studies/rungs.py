@@ -13,13 +13,13 @@ from scaleray.config.recipe.values import DataSize, Recipe, nearest_multiples
 from scaleray.config.strategy import SharesSettings
 from scaleray.config.strategy_traits import traits_of
 from scaleray.data import TRAIN, Split
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data_sources import size_of
 from scaleray.records.start import steady_time
 from scaleray.records.study_record import Mode
 from scaleray.studies.hardware import OVERSUBSCRIBED, RELAUNCHED
-from scaleray.studies.ladder import Rung
+from scaleray.studies.measure_sizes import Rung
 from scaleray.studies.noise import source_of
 from scaleray.studies.study_options import MODES, StudyOptions
 from scaleray.training.setup.job import TrainJob

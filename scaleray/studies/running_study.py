@@ -18,7 +18,7 @@ import numpy as np
 from scaleray.common.printed import quantity
 from scaleray.config.base import without_password
 from scaleray.data import TRAIN
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.errors import MARKED_KILLED, UsageError, first_line
 from scaleray.launch.session.campaign import Campaign
 from scaleray.live.state.measured_series import Measured
@@ -34,11 +34,11 @@ from scaleray.studies import noise as study_noise
 from scaleray.studies.conclusions import planner_laws, points_of_others, words_of
 from scaleray.studies.curves.curves import as_curve
 from scaleray.studies.hardware import OVERSUBSCRIBED
-from scaleray.studies.ladder import Result, Rung
+from scaleray.studies.measure_sizes import Result, Rung
 from scaleray.studies.point import point_of, point_so_far
 from scaleray.studies.study_options import MODES, StudyOptions
 from scaleray.studies.turn_store import KnownTurns
-from scaleray.training.model_profile import profile_workload
+from scaleray.training.flop_counter import profile_workload
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.records.study_record import Curve, CurvePoint, Estimate, Fit
-from scaleray.records.text.tables import marks_of
+from scaleray.records.text.study_sweep_tables import marks_of
 from scaleray.reports.page import drawing
 from scaleray.reports.page.drawing import BLUE, GRID, INK, MUTED, Drawing, draw
 

@@ -16,7 +16,7 @@ from scaleray.common.progress import stage
 from scaleray.common.stop_signals import sigterm_like_ctrl_c
 from scaleray.config import RunConfig
 from scaleray.data import RaySources, load_sources
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError, first_line
 from scaleray.launch.cluster import driver_guard
 from scaleray.launch.cluster.connection import input_cpus
@@ -53,13 +53,13 @@ from scaleray.studies.hardware import (
     topology_of,
     workers_per_node,
 )
-from scaleray.studies.ladder import Rung, Tell, climb
+from scaleray.studies.measure_sizes import Rung, Tell, measure_sizes
 from scaleray.studies.rungs import make_rungs
 from scaleray.studies.running_study import RunningStudy
 from scaleray.studies.study_options import StudyOptions
 
 
-def climb_in_processes(
+def measure_in_processes(
     code: UserCode,
     path: str,
     rungs: Sequence[Rung],
@@ -71,10 +71,10 @@ def climb_in_processes(
     """Measure the rungs in gloo processes on this machine. path: the study's folder. Raises what a worker raised."""
     size, workload = max(rung.workers for rung in rungs), rungs[0].job.workload
     with gloo_processes(size, code, timeout_s=config.scale.collective_timeout_s, watched_in=path) as processes:
-        processes.run(size, climb, rungs, seed, TELL, sources, workload=workload, on_message=tell)
+        processes.run(size, measure_sizes, rungs, seed, TELL, sources, workload=workload, on_message=tell)
 
 
-def climb_under_ray(
+def measure_under_ray(
     storage_path: str, rungs: Sequence[Rung], seed: int, tell: Tell, config: RunConfig, sources: Mapping[str, Source]
 ) -> None:
     """Measure the rungs with Ray Train workers. storage_path: for Ray Train's own files. Raises what a worker
@@ -85,7 +85,7 @@ def climb_under_ray(
     stored = RaySources({name: ray.put(source) for name, source in sources.items()}, input_cpus(config))
     size, name = max(rung.workers for rung in rungs), f"ray_study_{rungs[0].name}"
     with handing_over(tell) as put:
-        fit_group(config, size, climb, (rungs, seed, put, stored), storage_path=storage_path, name=name)
+        fit_group(config, size, measure_sizes, (rungs, seed, put, stored), storage_path=storage_path, name=name)
 
 
 @takes(StudyOptions)
@@ -157,22 +157,24 @@ def study(
                 left_out=room.left_out,
                 more=more,
             )
-            climb = partial(climb_in_processes, code, folder.path) if local else partial(climb_under_ray, folder.path)
+            measure = (
+                partial(measure_in_processes, code, folder.path) if local else partial(measure_under_ray, folder.path)
+            )
             with running.kept_to_its_end():
                 running.open()
                 with running.published() as running.metrics:
-                    record = _measured(running, climb, spread)
+                    record = _measured(running, measure, spread)
                     with stage("writing the report"):
                         return running.write(record)
 
 
-def _measured(running: RunningStudy, climb: Callable[..., None], spread: RunConfig) -> StudyRecord:
-    """Take what turns are missing, and conclude. climb: measures a group of rungs, with the config of its workers."""
+def _measured(running: RunningStudy, measure: Callable[..., None], spread: RunConfig) -> StudyRecord:
+    """Take what turns are missing, and conclude. measure: measures a group of rungs, with the config of its workers."""
     with running.kept_to_its_end():
         groups = running.begin()
         with stage("measuring", total=running.total, unit="turns") as running.under_way, running.shown_in_its_folder():
             for group in groups:
-                climb(group, running.options.seed, running.keep, spread, running.sources)
+                measure(group, running.options.seed, running.keep, spread, running.sources)
                 check_one_kind(running.rungs.values())
         with stage("drawing the conclusions"):
             running.count_for_planner()

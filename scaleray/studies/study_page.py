@@ -8,7 +8,7 @@ from typing import Any
 from scaleray.records.rows import as_columns
 from scaleray.records.study_record import Curve, StudyRecord
 from scaleray.records.text.headlines import study_headline
-from scaleray.records.text.tables import Table, marks_of, sentence_case, study_tables
+from scaleray.records.text.study_sweep_tables import Table, marks_of, sentence_case, study_tables
 from scaleray.records.text.units import count, figure
 from scaleray.reports.page.page import Fact, Page, Section, facts, when, where, write
 from scaleray.studies.speedup_figure import is_judged

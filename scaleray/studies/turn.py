@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from scaleray.common.seeding import same_switches
+from scaleray.config.batch_noise_scale import NoiseScaleSettings
 from scaleray.config.compression import CompressionSettings
-from scaleray.config.optimizer import NoiseScaleSettings
 from scaleray.config.strategy import SharesSettings
 from scaleray.config.strategy_traits import traits_of
 from scaleray.data import RankBatch, Sources

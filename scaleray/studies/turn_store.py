@@ -18,7 +18,7 @@ from typing import TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from scaleray.checkpoints.storage import Store
-from scaleray.config.optimizer import NoiseScaleSettings
+from scaleray.config.batch_noise_scale import NoiseScaleSettings
 from scaleray.errors import StorageError
 from scaleray.launch.session.conditions import digest, key_of
 from scaleray.records.json_record import jsonable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scaleray.records.sweep_record import SweepRecord
-from scaleray.records.text.tables import Table
+from scaleray.records.text.study_sweep_tables import Table
 from scaleray.sweeps.result import RuleRange, find_knee, rule_range, theory
 
 

@@ -117,7 +117,8 @@ class RunningSweep(Campaign):
         numbers = self.same.to_train(numbers, self.trials)
         if not numbers:
             return
-        from scaleray.sweeps.search import listed, make_scheduler
+        from scaleray.sweeps.optuna_search import listed
+        from scaleray.sweeps.schedulers import make_scheduler
 
         scheduler = make_scheduler(self.plan, [self.plan.candidates[n] for n in numbers])
         done = self._fit(space=listed(self.plan, numbers), scheduler=scheduler)
@@ -147,7 +148,8 @@ class RunningSweep(Campaign):
     # how trials run
 
     def _fit_searched(self, known: list[Trial]) -> None:
-        from scaleray.sweeps.search import OptunaSearcher, make_scheduler
+        from scaleray.sweeps.optuna_search import OptunaSearcher
+        from scaleray.sweeps.schedulers import make_scheduler
 
         question = self.plan.question
         seeds = question.space.num_seeds

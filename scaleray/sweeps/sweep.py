@@ -138,7 +138,7 @@ def _check(config: RunConfig, question: SweepQuestion) -> None:
     if question.guided_share is not None:
         check_guided(config, question)
     if question.search == "optuna":
-        from scaleray.sweeps.search import import_optuna
+        from scaleray.sweeps.optuna_search import import_optuna
 
         import_optuna()
 

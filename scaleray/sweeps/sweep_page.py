@@ -10,7 +10,7 @@ from scaleray.records.rows import as_columns
 from scaleray.records.settings import best, settings, trained
 from scaleray.records.sweep_record import SweepRecord
 from scaleray.records.text.headlines import sweep_headline
-from scaleray.records.text.tables import Table, sweep_table
+from scaleray.records.text.study_sweep_tables import Table, sweep_table
 from scaleray.records.text.units import count, figure, seconds
 from scaleray.reports.page.page import Fact, Page, Section, facts, when, where, write
 from scaleray.sweeps.result import rule_sentences

@@ -15,7 +15,7 @@ from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import nearest_multiples
 from scaleray.data import TRAIN, Split, StepPlan
 from scaleray.data.length_order import LengthPlan
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError, DataError, ScaleRayError, UsageError
 from scaleray.sweeps.search_space import (
     BATCH_SIZE,

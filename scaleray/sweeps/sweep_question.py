@@ -8,7 +8,7 @@ from typing import Any, get_args
 from scaleray.common.options import takes
 from scaleray.common.parsing import load_yaml
 from scaleray.config import Duration, RunConfig
-from scaleray.config.optimizer import OptimizerSettings, missing_rate
+from scaleray.config.optimizer_schedule import OptimizerSettings, missing_rate
 from scaleray.config.recipe.lr_rules import RULES
 from scaleray.errors import ConfigError
 from scaleray.sweeps.search_space import (

@@ -25,10 +25,10 @@ from scaleray.training.setup.place import Place
 from scaleray.training.state.checkpointing import Checkpointing
 from scaleray.training.state.items import IN_WORDS, ITEMS
 from scaleray.training.state.training_state import TrainState
-from scaleray.verification.compare_traces import compare
-from scaleray.verification.decided import Failures
-from scaleray.verification.run_trace import Trace
-from scaleray.verification.trace_probe import TraceProbe
+from scaleray.verification.runs.rank0_decisions import Failures
+from scaleray.verification.runs.trace_probe import TraceProbe
+from scaleray.verification.traces.compare_traces import compare
+from scaleray.verification.traces.run_trace import Trace
 from scaleray.verification.variants import UNSAVED
 
 DATA_POSITION = "data position"

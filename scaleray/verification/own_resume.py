@@ -9,12 +9,12 @@ import math
 
 from scaleray.records.certificate import Divergence
 from scaleray.training.state.items import IN_WORDS, ITEMS, RANDOM, SCHEDULE
-from scaleray.verification.causes import Cause, Finding, Layout, from_traces
-from scaleray.verification.compare_traces import divergences, restored_differences
-from scaleray.verification.compared_runs import Key, Runs, Variant, Watched
-from scaleray.verification.decided import on_first
-from scaleray.verification.run_trace import Trace
-from scaleray.verification.verdicts import Found, promised
+from scaleray.verification.causes.cause_classes import Cause, Finding, Layout, from_traces
+from scaleray.verification.runs.compared_runs import Key, Runs, Variant, Watched
+from scaleray.verification.runs.rank0_decisions import on_first
+from scaleray.verification.traces.compare_traces import divergences, restored_differences
+from scaleray.verification.traces.run_trace import Trace
+from scaleray.verification.verdicts.verdict_texts import Found, promised
 
 CAUSES = {
     RANDOM: Cause.RANDOMNESS, SCHEDULE: Cause.SCHEDULE, "draws": Cause.RANDOMNESS, "learning rate": Cause.SCHEDULE,

@@ -11,7 +11,7 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.data import load_sources
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_option_fits
 from scaleray.launch.cluster.connection import Node

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 
 from scaleray.records.certificate import Mismatch, Outcome
-from scaleray.records.text.tables import Table
+from scaleray.records.text.study_sweep_tables import Table
 from scaleray.reports.terminal.terminal_tables import as_rich
 
 if TYPE_CHECKING:

@@ -19,10 +19,12 @@ from scaleray.errors import CheckpointError, InitialisationError, NonFiniteLossE
 from scaleray.records.certificate import Comparison, Divergence, Outcome
 from scaleray.training import loop
 from scaleray.training.setup.place import Place
-from scaleray.verification.causes import Cause, Finding, Layout, from_traces
-from scaleray.verification.compare_traces import compare, divergences, restored_differences
-from scaleray.verification.compared_job import short_job
-from scaleray.verification.compared_runs import (
+from scaleray.verification.causes.cause_classes import Cause, Finding, Layout, from_traces
+from scaleray.verification.own_resume import resumed_wrongly
+from scaleray.verification.repeatable.dropout_masks import masks_broken
+from scaleray.verification.repeatable.repeatable_workload import Quieted
+from scaleray.verification.runs.compared_job import short_job
+from scaleray.verification.runs.compared_runs import (
     EXACT,
     OWN,
     Key,
@@ -33,17 +35,15 @@ from scaleray.verification.compared_runs import (
     partition_of,
     shared_folder,
 )
-from scaleray.verification.decided import Failures, on_first
-from scaleray.verification.explanation import Explanation
-from scaleray.verification.grown_rounding import GrownRounding
-from scaleray.verification.masks import masks_broken
-from scaleray.verification.own_precision import Excess, excess
-from scaleray.verification.own_resume import resumed_wrongly
-from scaleray.verification.promises import PROMISES, Promise
-from scaleray.verification.quieted import Quieted
-from scaleray.verification.run_trace import Trace
-from scaleray.verification.trace_probe import TraceProbe
-from scaleray.verification.verdicts import (
+from scaleray.verification.runs.rank0_decisions import Failures, on_first
+from scaleray.verification.runs.trace_probe import TraceProbe
+from scaleray.verification.traces.compare_traces import compare, divergences, restored_differences
+from scaleray.verification.traces.run_trace import Trace
+from scaleray.verification.verdicts.explanation import Explanation
+from scaleray.verification.verdicts.grown_rounding import GrownRounding
+from scaleray.verification.verdicts.own_precision import Excess, excess
+from scaleray.verification.verdicts.promises import PROMISES, Promise
+from scaleray.verification.verdicts.verdict_texts import (
     Found,
     beyond_rounding,
     failure,

@@ -13,16 +13,23 @@ from scaleray.config.recipe.combinations import check_schedule
 from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import DataSize, Recipe, largest_divisor, with_micro_size
 from scaleray.data import TRAIN, Split
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError, DataError
 from scaleray.launch.session.data_sources import size_of
 from scaleray.records.certificate import Outcome
 from scaleray.records.start import steady_time
 from scaleray.strategies import STRATEGIES
 from scaleray.training.setup.job import TrainJob
-from scaleray.verification.compared_job import Rows, first_rows, later_batch_size, rows_of_epoch, short_job, with_rows
-from scaleray.verification.compared_runs import Variant
-from scaleray.verification.quieted import Partition
+from scaleray.verification.repeatable.repeatable_workload import Partition
+from scaleray.verification.runs.compared_job import (
+    Rows,
+    first_rows,
+    later_batch_size,
+    rows_of_epoch,
+    short_job,
+    with_rows,
+)
+from scaleray.verification.runs.compared_runs import Variant
 from scaleray.verification.verify_options import VerifyOptions
 
 CPUS_PER_WORKER = 0.25

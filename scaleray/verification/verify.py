@@ -20,7 +20,7 @@ from scaleray.common.options import takes
 from scaleray.common.printed import quantity
 from scaleray.common.progress import stage
 from scaleray.common.stop_signals import sigterm_like_ctrl_c
-from scaleray.data.source import TRAIN, Source
+from scaleray.data.source_interface import TRAIN, Source
 from scaleray.errors import RunFailedError, WorkloadError
 from scaleray.launch.session.config_argument import Config, resolved
 from scaleray.launch.session.opened import check_local
@@ -33,12 +33,12 @@ from scaleray.records.certificate import EqualityCertificate, Outcome, ResumeCer
 from scaleray.records.run_record import Say
 from scaleray.training.setup.place import Place
 from scaleray.verification.certificate import keep, largest_differences, make_certificate, recorded
-from scaleray.verification.narrow_casts import in_words as casts_in_words
-from scaleray.verification.narrow_casts import narrow_casts
 from scaleray.verification.preparation import Verification, prepared
 from scaleray.verification.printed_certificate import as_text
+from scaleray.verification.repeatable.narrow_casts import in_words as casts_in_words
+from scaleray.verification.repeatable.narrow_casts import narrow_casts
 from scaleray.verification.variants import Assignment, References, Tell, verify_group
-from scaleray.verification.verdicts import lost
+from scaleray.verification.verdicts.verdict_texts import lost
 from scaleray.verification.verification_plan import course_in_words
 from scaleray.verification.verify_options import VerifyOptions
 from scaleray.verification.verify_resume import verify_resumes

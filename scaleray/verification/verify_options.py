@@ -7,10 +7,7 @@ from typing import Literal
 
 from scaleray.common.options import Numbers, Words, whole_numbers, words_of
 from scaleray.errors import ConfigError
-
-BOUNDS = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 5e-2, "bf16": 5e-2}
-"""Largest relative difference over some steps that reordered sums explain, by precision. Below float64 it is a coarse
-check: a small mistake may hide in it."""
+from scaleray.verification.bounds import BOUNDS
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from scaleray.common.progress import stage
 from scaleray.common.stop_signals import sigterm_like_ctrl_c
 from scaleray.config import RunConfig
 from scaleray.data import TRAIN
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError
 from scaleray.launch.workers.gloo import gloo_processes
 from scaleray.launch.workers.loaded_workload import ship_user_code

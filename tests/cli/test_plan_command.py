@@ -153,7 +153,7 @@ def test_a_configs_workload_is_counted_once_in_a_process_of_its_own(capsys, tmp_
 
 def test_a_workload_that_cannot_be_counted_is_one_message(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("scaleray.planner.ask.counted.sys.executable", "/bin/false")
+    monkeypatch.setattr("scaleray.planner.ask.flop_count_cache.sys.executable", "/bin/false")
     code, _, err = run(capsys, "-c", "jobs/digits.yaml", "--cluster", "h100:8")
     assert code == 2 and "--model" in err
     assert not list(tmp_path.rglob("*.json"))

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from scaleray.data import DatasetSource, as_source, load_sources
-from scaleray.data.as_given import AsGiven, problem_of
 from scaleray.data.sample_order import StepPlan
+from scaleray.data.user_dataset import AsGiven, problem_of
 from scaleray.errors import DataError
 from scaleray.verification.check.data_checks import sendable
 

@@ -14,7 +14,7 @@ from waiting import wait_until
 
 from scaleray.data import Padding, Part, RankBatch, Split, StepPlan, StepStream, load_sources
 from scaleray.data.blocks import LocalBlocks
-from scaleray.data.collating import CollateAhead
+from scaleray.data.collate_ahead import CollateAhead
 from scaleray.data.collation import batch_values, collated
 from scaleray.data.stream import MADE_AHEAD
 from scaleray.errors import DataError, WorkloadError

@@ -18,7 +18,7 @@ from small_runs import Classify, rows
 
 import scaleray
 from scaleray.data import ArraySource, Padding, ParquetSource, Ragged, load_sources, preprocessing
-from scaleray.data.loading import preprocessor_of
+from scaleray.data.as_source import preprocessor_of
 from scaleray.data.plain_state import decoded, encoded
 from scaleray.errors import CheckpointError, ClusterError, DataError, RunFailedError, WorkloadError
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scaleray.data import ArraySource, DatasetSource, ParquetSource, Part, StepPlan
 from scaleray.data.blocks import LocalBlocks, rebatch
 from scaleray.data.ragged import Ragged, as_ragged, concatenated, with_ragged
-from scaleray.data.split import lengths_of
+from scaleray.data.split_facts import lengths_of
 from scaleray.errors import DataError
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=12)

@@ -17,7 +17,7 @@ from scaleray.config.data import DataSettings
 from scaleray.data import ArraySource, DatasetSource, Input, Part, RaySources, Split, StepPlan, StepStream, TokenSource
 from scaleray.data.blocks import COPIED_BYTES, LocalBlocks, chunks, rebatch
 from scaleray.data.ray_blocks import ray_blocks
-from scaleray.data.split import CHEAP_ROW_S
+from scaleray.data.split_facts import CHEAP_ROW_S
 from scaleray.errors import DataError
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaleray.data import ArraySource, DatasetSource, ParquetSource, TokenSource, as_source, load_sources
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.errors import DataError, WorkloadError
 
 INDICES = np.array([5, 0, 11, 0, 7, 6, 11])

@@ -9,9 +9,9 @@ import numpy as np
 from small_runs import rows
 
 from scaleray.data import Part, Split, StepPlan, StreamSource
-from scaleray.data.loading import for_workload
+from scaleray.data.as_source import for_workload
 from scaleray.data.ray_blocks import stream_blocks, transformed_blocks
-from scaleray.data.stream_source import seeds_of_values
+from scaleray.data.ray_dataset_source import seeds_of_values
 
 NUM = 24
 NAMES = np.array([f"row {number}" for number in range(NUM)], dtype=object)

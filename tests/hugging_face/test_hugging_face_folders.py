@@ -12,7 +12,7 @@ from torch import nn
 
 from scaleray.checkpoints.peft_adapter import write_adapter
 from scaleray.cli.main import run_command
-from scaleray.config.precision import FineTuningSettings
+from scaleray.config.averaging_pruning_fine_tuning import FineTuningSettings
 from scaleray.errors import CheckpointError, WorkloadError
 from scaleray.training.setup import fine_tuning
 

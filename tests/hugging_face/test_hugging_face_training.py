@@ -19,7 +19,7 @@ from scaleray.data import TRAIN
 from scaleray.data.transformed import under_transforms
 from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.hugging_face import ImageClassification, SequenceClassification
-from scaleray.hugging_face.label_kinds import Numbers, SeveralClasses
+from scaleray.hugging_face.classifier_losses import Numbers, SeveralClasses
 from scaleray.hugging_face.pretrained_models import read_config
 from scaleray.hugging_face.token_rows import IGNORED
 from scaleray.hugging_face.tokenizers import byte_tokenizer

@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 from scaleray.errors import DataError, ScaleRayError
 from scaleray.lightning import as_workload
-from scaleray.lightning.classes import REFUSED_OF_MODULE
+from scaleray.lightning.hooks_refused import REFUSED_OF_MODULE
 
 
 def refused(call):

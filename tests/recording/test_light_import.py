@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from scaleray.recording.light_import import UNUSED
+from scaleray.launch.workers.recorder_actor import UNUSED
 
 SEES = f"import sys; print('seen:', *[name for name in {UNUSED} if name in sys.modules])\n"
 
@@ -34,7 +34,7 @@ print(store.history("m"), store.tags("t"), store.last_steps())
 def test_a_run_is_written_without_what_it_does_not_need(mlflow_database):
     plain = run("import mlflow" + WRITES + SEES, mlflow_database.parent)
     light = run(
-        "from scaleray.recording.light_import import import_mlflow\nimport_mlflow()\n" + WRITES + SEES,
+        "from scaleray.launch.workers.recorder_actor import import_mlflow\nimport_mlflow()\n" + WRITES + SEES,
         mlflow_database.parent,
     )
     assert light == [plain[0], "seen:"]
@@ -43,7 +43,7 @@ def test_a_run_is_written_without_what_it_does_not_need(mlflow_database):
 
 @pytest.mark.combination
 def test_afterwards_all_of_it_can_be_imported(tmp_path):
-    code = "from scaleray.recording.light_import import import_mlflow\nimport pandas\nimport_mlflow()\nassert pandas.DataFrame\n"
+    code = "from scaleray.launch.workers.recorder_actor import import_mlflow\nimport pandas\nimport_mlflow()\nassert pandas.DataFrame\n"
     assert run(code + "import pandas.api, scipy.sparse, pyarrow.fs\n" + SEES, tmp_path) == [
         " ".join(["seen:", *UNUSED])
     ]
@@ -51,7 +51,7 @@ def test_afterwards_all_of_it_can_be_imported(tmp_path):
 
 def test_an_mlflow_that_needs_one_of_them_is_imported_whole(tmp_path):
     (tmp_path / "mlflow.py").write_text("import scipy\nprint('whole')\n")
-    code = "from scaleray.recording.light_import import import_mlflow\nimport_mlflow()\nimport mlflow\n"
+    code = "from scaleray.launch.workers.recorder_actor import import_mlflow\nimport_mlflow()\nimport mlflow\n"
     assert run(code + SEES, tmp_path) == ["whole", "seen: scipy"]
 
 

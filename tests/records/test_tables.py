@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from scaleray.records.settings import best, best_by_batch, settings
 from scaleray.records.study_record import Estimate
-from scaleray.records.text.tables import escaped, study_tables, sweep_table
+from scaleray.records.text.study_sweep_tables import escaped, study_tables, sweep_table
 from scaleray.records.text.units import count, memory, seconds, with_interval
 
 

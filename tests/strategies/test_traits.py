@@ -5,7 +5,7 @@ from typing import get_args
 from scaleray.config.strategy import StrategySettings
 from scaleray.config.strategy_traits import TRAITS, names_with, traits_of
 from scaleray.strategies import STRATEGIES
-from scaleray.verification.promises import PROMISES
+from scaleray.verification.verdicts.promises import PROMISES
 
 
 def test_every_strategy_has_traits_and_every_name_of_the_table_is_one():

@@ -20,7 +20,7 @@ from scaleray.launch.workers import gloo
 from scaleray.records.study_record import NoiseCourse, StudyRecord, ToTarget, Turn
 from scaleray.studies import hardware as study_places
 from scaleray.studies import study as studies
-from scaleray.studies.ladder import order_of_turns
+from scaleray.studies.measure_sizes import order_of_turns
 from scaleray.studies.study_options import StudyOptions
 
 HERE = Path(__file__).parents[1] / "launch"
@@ -101,7 +101,7 @@ def study(tmp_path, monkeypatch, uri):
     monkeypatch.setattr(study_places.psutil, "cpu_count", lambda *a, **k: 4)
 
     def run(question=None, workers=None, said=None, *, flags=None, **options):
-        monkeypatch.setattr(studies, "climb_in_processes", workers or Workers())
+        monkeypatch.setattr(studies, "measure_in_processes", workers or Workers())
         question = question or StudyOptions(world_sizes=[1, 2, 4], repeats=3)
         say = (lambda text: None) if said is None else said.append
         flags = {"tracking.uri": uri, **(flags or {})}

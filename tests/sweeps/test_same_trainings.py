@@ -9,7 +9,7 @@ from scaleray.launch.cluster.connection import Node
 from scaleray.launch.session import campaign
 from scaleray.launch.session.run_folder import RunFolder
 from scaleray.records.settings import settings, trained
-from scaleray.records.text.tables import sweep_table
+from scaleray.records.text.study_sweep_tables import sweep_table
 from scaleray.sweeps import running_sweep
 from scaleray.sweeps.result import sentences
 from scaleray.sweeps.search_space import BATCH_SIZE, RULE

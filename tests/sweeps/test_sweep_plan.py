@@ -248,7 +248,7 @@ def test_a_folder_that_is_no_sweeps_or_is_damaged_is_one_error(tmp_path):
 
 @pytest.mark.parametrize("scheduler", ["fifo", "asha", "hyperband", "median", "pbt"])
 def test_every_scheduler_counts_what_only_grows(scheduler):
-    from scaleray.sweeps.search import make_scheduler
+    from scaleray.sweeps.schedulers import make_scheduler
     from scaleray.sweeps.trial import EVALUATION, SAMPLES
 
     plan, _ = plan_of(scheduler=scheduler, learning_rates="0.1,0.2")
@@ -257,7 +257,7 @@ def test_every_scheduler_counts_what_only_grows(scheduler):
 
 
 def test_asha_stops_the_worse_of_trials_at_the_same_number_of_samples():
-    from scaleray.sweeps.search import make_scheduler
+    from scaleray.sweeps.schedulers import make_scheduler
 
     plan, _ = plan_of(scheduler="asha", batch_sizes="8,32", search="grid")
     scheduler = make_scheduler(plan, plan.candidates)
@@ -277,7 +277,7 @@ def test_asha_stops_the_worse_of_trials_at_the_same_number_of_samples():
 
 def searcher_of(plan, **more):
     pytest.importorskip("optuna")
-    from scaleray.sweeps.search import OptunaSearcher
+    from scaleray.sweeps.optuna_search import OptunaSearcher
 
     return OptunaSearcher(plan, **{"num_trials": 6, "first_number": 0, **more})
 
@@ -315,7 +315,7 @@ def test_optuna_learns_from_trials_that_are_done_and_from_failures():
 def test_a_search_without_optuna_says_how_to_get_it(monkeypatch):
     import sys
 
-    from scaleray.sweeps.search import import_optuna
+    from scaleray.sweeps.optuna_search import import_optuna
 
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ConfigError, match=r"scaleray\[search\]"):

@@ -11,7 +11,7 @@ from torch import nn
 from scaleray.config.precision import PrecisionSettings
 from scaleray.errors import WorkloadError
 from scaleray.records.workload_profile import ImpossibleUtilisation, Product, WorkloadProfile, mfu
-from scaleray.training.model_profile import profile_workload
+from scaleray.training.flop_counter import profile_workload
 
 FP32 = PrecisionSettings()
 

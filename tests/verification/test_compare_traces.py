@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaleray.records.certificate import Divergence
-from scaleray.verification.cause_experiments import (
+from scaleray.verification.causes.cause_classes import Layout, from_traces
+from scaleray.verification.causes.cause_experiments import (
     EVALUATION_MODE,
     NO_CLIPPING,
     from_experiment,
     needs_experiments,
     without_experiment,
 )
-from scaleray.verification.causes import Layout, from_traces
-from scaleray.verification.compare_traces import compare
-from scaleray.verification.explanation import from_shares
-from scaleray.verification.run_trace import Restored, StepTrace, Trace
-from scaleray.verification.signatures import Signer, number_format
+from scaleray.verification.traces.compare_traces import compare
+from scaleray.verification.traces.run_trace import Restored, StepTrace, Trace
+from scaleray.verification.traces.signatures import Signer, number_format
+from scaleray.verification.verdicts.explanation import from_shares
 
 NAMES = ("first.weight", "first.bias")
 SIGN = Signer()

@@ -10,7 +10,8 @@ from scaleray.config.recipe.lr_rules import learning_rate_factor
 from scaleray.data import TRAIN, RankBatch
 from scaleray.data.sample_order import StepPlan
 from scaleray.training.step.micro_batches import micro_batches
-from scaleray.verification.compared_job import (
+from scaleray.verification.repeatable.repeatable_workload import Partition
+from scaleray.verification.runs.compared_job import (
     DueRates,
     later_batch_size,
     later_part,
@@ -20,7 +21,6 @@ from scaleray.verification.compared_job import (
     steps_before_resume,
     with_rows,
 )
-from scaleray.verification.quieted import Partition
 
 BATCHES = st.sampled_from([24, 32, 64, 96])
 PLENTY = 10**6

@@ -12,8 +12,8 @@ from small_runs import Classify, make_job
 from verified import judge
 
 from scaleray.errors import WorkloadError
-from scaleray.verification import decided
 from scaleray.verification.interrupted_runs import Interruption, interruption_job, verify_resume
+from scaleray.verification.runs import rank0_decisions
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_where_all_ranks_hear_of_a_slip_it_is_the_outcome(gloo, strategy):
 
 
 def failures(place, name):
-    return [decided.Failures(place, name).is_shared() for _ in range(2)]
+    return [rank0_decisions.Failures(place, name).is_shared() for _ in range(2)]
 
 
 def test_an_error_that_all_ranks_meet_is_a_shared_one(gloo):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from scaleray.verification.causes import Cause, Layout
-from scaleray.verification.gradient_values import from_values, relation_of
+from scaleray.verification.causes.cause_classes import Cause, Layout
+from scaleray.verification.causes.gradient_values import from_values, relation_of
 
 DUE = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 PARAMETER = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from verified import broken_strategy, found, judge, judge_with
 
 from scaleray.strategies import ddp
-from scaleray.verification.compared_runs import Runs
+from scaleray.verification.runs.compared_runs import Runs
 
 DOUBLINGS = 19
 """A logistic map doubles a small difference each time, and does more to some: 1e-16 becomes 1e-8."""

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from test_compare_traces import step, trace
 
-from scaleray.verification.masks import masks_broken
+from scaleray.verification.repeatable.dropout_masks import masks_broken
 
 
 def drawing(*by_step, num_pieces=1):

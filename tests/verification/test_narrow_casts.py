@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from scaleray.errors import ConfigError
-from scaleray.verification.narrow_casts import in_words, narrow_casts
-from scaleray.verification.verify_options import BOUNDS, VerifyOptions
+from scaleray.verification.bounds import BOUNDS
+from scaleray.verification.repeatable.narrow_casts import in_words, narrow_casts
+from scaleray.verification.verify_options import VerifyOptions
 
 FEW = rows(4)
 

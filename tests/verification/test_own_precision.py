@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_compare_traces import signatures, step, trace
 
-from scaleray.verification.own_precision import Rounding, excess
+from scaleray.verification.verdicts.own_precision import Rounding, excess
 
 EPSILON = float(torch.finfo(torch.float32).eps)
 ROUNDING = Rounding(EPSILON, num_parts=2)

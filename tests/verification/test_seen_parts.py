@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scaleray.verification.seen_parts import Given, TakenOut, alike, formats_of, layers_of, taken_out, widest
+from scaleray.verification.traces.layer_settings import Given, TakenOut, alike, formats_of, layers_of, taken_out, widest
 
 
 def test_a_rate_that_is_taken_out_is_zero_and_keeps_what_it_stands_for():

@@ -17,7 +17,7 @@ from scaleray.errors import ConfigError, PeerLostError, RunFailedError
 from scaleray.launch.workers.gloo import OnFirst, UserCode, gloo_processes
 from scaleray.training.setup.place import Place
 from scaleray.verification.variants import Assignment, verify_group
-from scaleray.verification.verdicts import without_statistics
+from scaleray.verification.verdicts.verdict_texts import without_statistics
 from scaleray.verification.verification_plan import course, default_world_sizes, make_plan
 from scaleray.verification.verify import verify
 from scaleray.verification.verify_options import VerifyOptions

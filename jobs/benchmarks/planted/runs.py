@@ -37,7 +37,7 @@ from scaleray.config import load_config
 from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import DataSize
 from scaleray.data import TRAIN, Split
-from scaleray.data.loading import as_source
+from scaleray.data.as_source import as_source
 from scaleray.launch.workers.gloo import GlooProcesses, UserCode, gloo_processes
 from scaleray.profiling.run_profile import run_profile
 from scaleray.profiling.verdict.findings import Verdict

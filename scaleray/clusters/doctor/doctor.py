@@ -24,7 +24,7 @@ from scaleray.config.base import absolute_path, without_password
 from scaleray.config.checkpoint import CheckpointSettings
 from scaleray.config.hardware.catalogue import CATALOGUE
 from scaleray.config.hardware.measured_collectives import COLUMNS
-from scaleray.config.tracking import TrackingSettings
+from scaleray.config.tracking_monitoring_study import TrackingSettings
 from scaleray.errors import ClusterError, TrackingError, UsageError, first_line
 from scaleray.launch.workers.forks import begin_imports
 from scaleray.recording.store import resolve_uri, uri_of_environment

@@ -7,7 +7,7 @@ Settings of a strategy that was not chosen are not refused but reported: see con
 from __future__ import annotations
 
 from scaleray.config import RunConfig
-from scaleray.config.optimizer import OptimizerSettings
+from scaleray.config.optimizer_schedule import OptimizerSettings
 from scaleray.config.recipe.pipeline_bubble import suits
 from scaleray.config.strategy_traits import names_with, traits_of
 from scaleray.errors import ConfigError

@@ -10,7 +10,7 @@ import math
 
 from scaleray.common.printed import quantity
 from scaleray.config import RunConfig
-from scaleray.config.optimizer import missing_rate
+from scaleray.config.optimizer_schedule import missing_rate
 from scaleray.config.recipe.batches import (
     check_data_fills,
     cut_batch,

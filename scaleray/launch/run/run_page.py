@@ -16,7 +16,7 @@ from scaleray.recording.study_values import thinned
 from scaleray.records import start
 from scaleray.records.rows import by_metric
 from scaleray.records.run_record import RunRecord
-from scaleray.records.text.tables import Table, sentence_case
+from scaleray.records.text.study_sweep_tables import Table, sentence_case
 from scaleray.records.text.units import figure, memory, seconds, shown
 from scaleray.reports.page import drawing
 from scaleray.reports.page.drawing import BLUE, ORANGE, VERMILION, Drawing, draw

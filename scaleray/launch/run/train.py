@@ -28,10 +28,10 @@ from scaleray.config.base import without_password
 from scaleray.config.recipe.derive import derive, resolve_strategy
 from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
-from scaleray.data.as_given import refuse_unsendable
-from scaleray.data.described import described
-from scaleray.data.loading import preprocessor_of
-from scaleray.data.source import Source
+from scaleray.data.as_source import preprocessor_of
+from scaleray.data.column_distributions import described
+from scaleray.data.source_interface import Source
+from scaleray.data.user_dataset import refuse_unsendable
 from scaleray.errors import (
     MARKED_KILLED,
     ClusterError,
@@ -49,7 +49,6 @@ from scaleray.launch.cluster.awaited_nodes import nodes_for
 from scaleray.launch.cluster.capacity import check_capacity
 from scaleray.launch.cluster.gpu_workers import with_gpus_decided
 from scaleray.launch.run.announcement import announcement
-from scaleray.launch.run.counted_flops import counted_flops
 from scaleray.launch.run.prediction import prediction
 from scaleray.launch.run.record import (
     as_yaml,
@@ -61,6 +60,7 @@ from scaleray.launch.run.record import (
     why_stopped,
 )
 from scaleray.launch.run.resume import Request, make_request
+from scaleray.launch.run.run_flop_count import counted_flops
 from scaleray.launch.run.train_options import TrainOptions
 from scaleray.launch.run.trainer import Interrupted, fit
 from scaleray.launch.session.alert_targets import alert_settings

@@ -19,7 +19,7 @@ from scaleray.common.printed import quantity
 from scaleray.common.progress import stage
 from scaleray.common.stop_signals import on_sigterm
 from scaleray.data import RaySources, Split
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.errors import LeftEarly, RunFailedError, ScaleRayError
 from scaleray.launch.cluster.connection import alive_nodes, input_cpus, own_placement_groups, remove_placement_groups
 from scaleray.launch.workers.hang_reports import explain_hang

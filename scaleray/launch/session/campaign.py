@@ -17,7 +17,7 @@ from scaleray.config import RunConfig
 from scaleray.config.base import without_password
 from scaleray.config.idle_settings import used_settings
 from scaleray.data import TRAIN
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.session.alert_targets import alert_settings
 from scaleray.launch.session.experiment import experiment_tags

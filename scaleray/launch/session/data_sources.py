@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from scaleray.config import RunConfig
 from scaleray.config.recipe.values import DataSize
-from scaleray.data.source import TRAIN, Source
-from scaleray.data.split import Split
+from scaleray.data.source_interface import TRAIN, Source
+from scaleray.data.split_facts import Split
 from scaleray.errors import DataError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from scaleray.common.printed import quantity
 from scaleray.common.user_name import user_name
 from scaleray.config import RunConfig
-from scaleray.config.tracking import TrackingSettings
+from scaleray.config.tracking_monitoring_study import TrackingSettings
 from scaleray.launch.session.team_policy import read_team_policy
 from scaleray.records import experiment as fields
 from scaleray.records.json_record import leaves

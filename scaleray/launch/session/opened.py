@@ -11,7 +11,7 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
-from scaleray.config.optimizer import missing_rate
+from scaleray.config.optimizer_schedule import missing_rate
 from scaleray.errors import ClusterError, ConfigError
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.session.run_folder import RunFolder

@@ -14,7 +14,11 @@ from typing import Any
 
 from scaleray.common.own_folder import keep_compiled_code_here
 
-PRELOADED = ("scaleray.verification.variants", "scaleray.studies.ladder", "scaleray.verification.interrupted_runs")
+PRELOADED = (
+    "scaleray.verification.variants",
+    "scaleray.studies.measure_sizes",
+    "scaleray.verification.interrupted_runs",
+)
 """Modules that the processes run."""
 OF_A_CHECK = PRELOADED[:1]
 

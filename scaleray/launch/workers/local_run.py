@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from scaleray.common.stop_signals import on_sigterm
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.launch.workers.gloo import TELL, Teller, UserCode, gloo_processes, refuse_streams
 from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.recording.recorder import Recorder

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,7 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from scaleray.recording.light_import import import_mlflow
+    pass  # DROPPED
     from scaleray.recording.recorder import Recorder
     from scaleray.training.ray_metrics import RayMetrics
 
@@ -194,3 +196,25 @@ class RemoteRecorder:
         except ray.exceptions.RayTaskError as exc:
             raise cause_of(exc) from exc
         return True
+
+
+UNUSED = ("pandas", "scipy", "pyarrow")
+
+"""Libraries that MLflow imports where they are installed, for data sets and models, and does without elsewhere."""
+
+
+def import_mlflow() -> None:
+    """Import MLflow as if `UNUSED` were not installed, in a process that runs no user's code: 0.8 rather than 1.2 CPU
+    seconds, 155 rather than 232 MiB with the store.
+
+    `mlflow.data` lacks `from_pandas` afterwards, so only the recorder, in a process of its own, calls this. Other
+    threads must not import meanwhile. A version of MLflow that needs them is imported whole by the next import.
+    """
+    hidden = {name: None for name in UNUSED if name not in sys.modules}
+    sys.modules.update(hidden)  # type: ignore[arg-type] # None says that there is no such module
+    try:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("mlflow")
+    finally:
+        for name in hidden:
+            del sys.modules[name]

@@ -16,9 +16,8 @@ from scaleray.config.hardware.hardware_kinds import Network
 from scaleray.errors import ConfigError
 from scaleray.planner.answers.layouts import layouts
 from scaleray.planner.answers.plan_question import STRATEGIES, Question
-from scaleray.planner.cost.fits_in_memory import HEADROOM, Verdict, verdict
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.cost.memory import MemoryEstimate, memory
+from scaleray.planner.cost.memory import HEADROOM, MemoryEstimate, Verdict, memory, verdict
 from scaleray.planner.cost.step_time import StepTime, least_step_s, step_time
 from scaleray.planner.cost.uncertainty import Reason, doubts, interval, is_trusted, reasons
 from scaleray.records.study_record import Estimate

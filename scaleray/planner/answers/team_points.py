@@ -18,7 +18,7 @@ from scaleray.config.strategy_traits import TRAITS, traits_of
 from scaleray.errors import UsageError, first_line
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.models.block_counts import ModelProfile
-from scaleray.planner.models.from_counted_workload import from_workload
+from scaleray.planner.models.flop_count_as_model import from_workload
 from scaleray.records.study_record import Point, StudyRecord
 from scaleray.records.workload_profile import WorkloadProfile
 

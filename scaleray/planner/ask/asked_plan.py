@@ -134,7 +134,7 @@ def _model(
     options: LayoutOptions, config: RunConfig | None, path: Path | None, overrides: Sequence[str]
 ) -> ModelProfile:
     if options.profile is not None:
-        from scaleray.planner.models.from_counted_workload import read_profile
+        from scaleray.planner.models.flop_count_as_model import read_profile
 
         return read_profile(Path(options.profile))
     if options.model is not None:
@@ -146,7 +146,7 @@ def _model(
             "a model must be named",
             "for example --model llama-3-8b, or -c with a config whose workload is counted",
         )
-    from scaleray.planner.ask.counted import counted
+    from scaleray.planner.ask.flop_count_cache import counted
 
     return counted(config, path, overrides)
 

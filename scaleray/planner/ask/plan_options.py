@@ -17,7 +17,7 @@ class LayoutOptions:
     model: str | None = None
     """A model by name (llama-70b, gpt2-xl, resnet-50) or size (gpt-13b)."""
     profile: File | None = None
-    """A workload's counted costs, as training.model_profile writes them."""
+    """A workload's counted costs, as training.flop_counter writes them."""
     cluster: str | None = None
     """GPU:PERNODExNODES[,net=...][,link=...][,price=...], as in h100:8x16 or a100-80:8x64,net=200G; or a YAML file."""
     here: bool = False

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from scaleray.common.printed import quantity
 from scaleray.config import RunConfig, load_config
 from scaleray.config.loading import read_environment
-from scaleray.config.tracking import TrackingSettings
+from scaleray.config.tracking_monitoring_study import TrackingSettings
 from scaleray.errors import ConfigError
 from scaleray.launch.session.experiment import known_of, plan_tags, said_of
 from scaleray.planner.answers.advise import Advice, Choice

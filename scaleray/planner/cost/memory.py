@@ -11,8 +11,10 @@ optimizer's step.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass
+from typing import Literal
 
 from scaleray.config.hardware.hardware_kinds import Gpu
 from scaleray.planner.cost.compute import element_bytes
@@ -20,7 +22,9 @@ from scaleray.planner.cost.experts import held_params, state_shards
 from scaleray.planner.cost.layout import Checkpointing, Layout
 from scaleray.planner.cost.pipeline_stages import balanced_cuts, even_cuts, filled_cuts
 from scaleray.planner.cost.remembered import remembered
+from scaleray.planner.cost.uncertainty import SPREADS
 from scaleray.planner.models.block_counts import Block, ModelProfile
+from scaleray.records.study_record import Estimate
 from scaleray.records.text.units import GIB
 
 FRAGMENTATION_SHARE = 0.05
@@ -320,3 +324,26 @@ def _again_bytes(block: Block, layout: Layout) -> float:
     products = max((2.0 * product.rows * product.columns for product in block.matmuls), default=0.0)
     passing = layout.micro_batch / layout.context * element_bytes(layout) / 2 * products / layout.tensor
     return whole - activation_bytes(block, layout) + passing + 2 * _sent_bytes(block, layout)
+
+
+Verdict = Literal["fits", "may not fit", "does not fit"]
+
+HEADROOM = 0.05
+
+"""Share of the card's memory that is kept free. A published run failed that the planner's own figure says
+would leave 3.8 %."""
+
+
+def memory_interval(needed: MemoryEstimate) -> Estimate:
+    """Bytes taken of the card, with the interval that holds 90 % of published rows."""
+    spread = SPREADS["memory"]
+    value = needed.device_bytes
+    return Estimate(value, value * math.exp(spread.low), value * math.exp(spread.high))
+
+
+def verdict(needed: MemoryEstimate, gpu: Gpu) -> Verdict:
+    """The verdict on the prediction and its interval, against all of the card's memory that a process can have."""
+    card = gpu.memory_gib * GIB
+    if needed.spare_bytes(gpu) < HEADROOM * card:
+        return "does not fit"
+    return "fits" if memory_interval(needed).high <= card else "may not fit"

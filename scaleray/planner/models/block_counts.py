@@ -1,7 +1,7 @@
 """Cost of training a model, before any GPU is named: parameters, FLOPs, memory traffic and activations of each block.
 
 Everything is per sample (a sequence, an image) and in forward direction; the backward pass costs twice the matrix
-products. `transformers` and `convolutions` count from the shape; `training.model_profile` counts a user's own model by
+products. `transformers` and `convolutions` count from the shape; `training.flop_counter` counts a user's own model by
 running it once.
 """
 

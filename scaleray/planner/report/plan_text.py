@@ -8,8 +8,8 @@ from scaleray.planner.answers.advise import Advice, Choice
 from scaleray.planner.answers.outlook import Outlook
 from scaleray.planner.answers.written_config import is_runnable, layout_options
 from scaleray.planner.cost.checkpoint_stalls import CheckpointCost
-from scaleray.planner.cost.fits_in_memory import memory_interval
-from scaleray.records.text.tables import Table, sentence_case
+from scaleray.planner.cost.memory import memory_interval
+from scaleray.records.text.study_sweep_tables import Table, sentence_case
 from scaleray.records.text.units import GIB, count, memory, seconds, with_interval
 
 

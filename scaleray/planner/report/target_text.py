@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scaleray.planner.answers.to_target import Way
-from scaleray.records.text.tables import Table
+from scaleray.records.text.study_sweep_tables import Table
 
 WAY_COLUMNS = ("mark", "GPUs", "batch", "steps", "samples", "hours", "90 % interval", "GPU hours", "cost", "layout")
 WAY_CAPTION = (

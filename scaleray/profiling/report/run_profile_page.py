@@ -6,7 +6,7 @@ from scaleray.profiling.report.profile_figure import profile_drawings
 from scaleray.profiling.verdict.of_run import verdict_of_run
 from scaleray.records.profile_record import MemoryNumbers, RunProfile
 from scaleray.records.run_record import RunRecord
-from scaleray.records.text.tables import Table, sentence_case
+from scaleray.records.text.study_sweep_tables import Table, sentence_case
 from scaleray.records.text.units import memory, seconds
 from scaleray.reports.page.page import Section
 

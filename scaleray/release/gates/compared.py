@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from scaleray.records.gate_answer import Check
-from scaleray.release.gates.noisy_means import (
+from scaleray.release.gates.confidence import (
     POWER,
     Better,
     Margin,

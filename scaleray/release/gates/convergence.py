@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from scaleray.config.base import Target
 from scaleray.records.gate_answer import Check, GateResult, gate_of
 from scaleray.release.gates.compared import compared
+from scaleray.release.gates.confidence import Better, Margin, Runs
 from scaleray.release.gates.convergence_points import LEAST_REFERENCE, ReferencePoint, olympic
-from scaleray.release.gates.noisy_means import Better, Margin, Runs
 from scaleray.release.gates.policy import ConvergencePolicy
 
 GATE = "convergence"

@@ -20,8 +20,8 @@ from scipy.special import betaincinv, ndtri
 from scaleray.records.gate_answer import Answer, Check, GateResult, gate_of
 from scaleray.records.run_record import RunRecord
 from scaleray.release.gates.compared import compared
+from scaleray.release.gates.confidence import Margin, Runs
 from scaleray.release.gates.environment import GPU, facts_of_run
-from scaleray.release.gates.noisy_means import Margin, Runs
 from scaleray.release.gates.policy import DriftPolicy
 
 SPEED, DATA = "speed", "data"

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from scaleray.records.alert_record import Alert
 from scaleray.records.gate_answer import Answer, Check, GateResult, gate_of
 from scaleray.records.run_record import RunRecord
+from scaleray.release.gates.confidence import Runs, above, power_above, runs_needed_above
 from scaleray.release.gates.convergence import TRAIN_MORE
-from scaleray.release.gates.noisy_means import Runs, above, power_above, runs_needed_above
 from scaleray.release.gates.policy import OperationsPolicy
 
 GATE = "operations"

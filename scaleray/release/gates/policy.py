@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from scaleray.config.base import Settings, Target
-from scaleray.release.gates.noisy_means import ALPHA, Better
+from scaleray.release.gates.confidence import ALPHA, Better
 
 
 class FingerprintPolicy(Settings):

@@ -13,14 +13,12 @@ from scipy.special import stdtrit
 
 from scaleray.records.gate_answer import Check, GateResult, gate_of
 from scaleray.records.study_record import CurvePoint, Estimate, StudyRecord
-from scaleray.release.gates.noisy_means import POWER, SUCCESSIVE, Contrast, Runs, runs_needed
+from scaleray.release.gates.confidence import BEYOND, POWER, SUCCESSIVE, Contrast, Runs, runs_needed
 from scaleray.release.gates.policy import ScalingPolicy
 
 GATE = "scaling"
 UNREAL = {"emulated": "its compute was a timed sleep", "oversubscribed": "its workers shared processors"}
 """Marks of a point whose speed says nothing about real devices, and why."""
-BEYOND = 0.025
-"""Probability of efficiencies beyond either end of the interval."""
 
 
 def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPolicy) -> GateResult:

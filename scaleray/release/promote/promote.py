@@ -25,15 +25,7 @@ from scaleray.models.fetched import MODEL
 from scaleray.models.load import find_parts
 from scaleray.models.model_options import ModelChoice
 from scaleray.models.packed import pack
-from scaleray.models.registry import (
-    MODEL_URI,
-    PROMOTION_TAG,
-    STATEMENT_TAG,
-    ModelRegistry,
-    ModelVersion,
-    Named,
-    check_alias,
-)
+from scaleray.models.registry import MODEL_URI, STATEMENT_TAG, ModelRegistry, ModelVersion, Named, check_alias
 from scaleray.models.trained_run import TrainedRun, find_trained
 from scaleray.records.gates import GateRecord
 from scaleray.records.promotion import Promotion
@@ -45,6 +37,7 @@ from scaleray.release.gate.kept_evidence import EVIDENCE, keep_evidence, read_ev
 from scaleray.release.gate.policy_file import read_policy
 from scaleray.release.gates.policy import Policy
 from scaleray.release.promote.pipeline import FOLDER, check_cluster, copy_pipeline, write_pipeline
+from scaleray.release.promote.version_tags import version_description, version_tags
 
 ARTIFACTS = "promoted"
 """Folder of a run's artifacts with a folder for each promotion of it."""
@@ -215,26 +208,10 @@ def _made(
     (out / STATEMENT).write_text(json.dumps(statement, indent=1))
     with stage("writing to MLflow"):
         source = registry.upload(found.run_id, out, f"{ARTIFACTS}/{found.promotion}")
-        tags = {
-            PROMOTION_TAG: found.promotion,
-            STATEMENT_TAG: file_digest(out / STATEMENT),
-            "scaleray.gates": gates.answer,
-            **{f"scaleray.gate.{name}": answer for name, answer in found.gates.items()},
-            "scaleray.by": by,
-        }
+        tags = version_tags(found, gates, by=by, statement_sha256=file_digest(out / STATEMENT))
         return registry.make(
-            found.model, source=source, run_id=found.run_id, tags=tags, description=_description(found, run)
+            found.model, source=source, run_id=found.run_id, tags=tags, description=version_description(found, run)
         )
-
-
-def _description(found: Promotion, run: RunRecord) -> str:
-    """Markdown for MLflow's page of the version."""
-    rows = "\n".join(f"| {name} | {answer} |" for name, answer in found.gates.items())
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(run.metrics.items()) if value is not None)
-    workers = f"{run.workers} worker{'s' * (run.workers > 1)}"
-    return (
-        f"{run.name}: {run.strategy} on {workers}, {run.steps} steps. {metrics}\n\n| gate | answer |\n|---|---|\n{rows}"
-    )
 
 
 def _model_name(run: RunRecord) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from scaleray.common.filesystems import write_whole
 from scaleray.records.study_record import Conditions
-from scaleray.records.text.tables import Table
+from scaleray.records.text.study_sweep_tables import Table
 from scaleray.records.text.units import seconds
 from scaleray.reports.page.drawing import Drawing
 

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from scaleray.records.text.tables import Table
+from scaleray.records.text.study_sweep_tables import Table
 
 MOST_ROWS = 40
 NARROWEST_WORDS = 16

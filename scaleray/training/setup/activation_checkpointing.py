@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from scaleray.config.precision import ActivationSettings
+from scaleray.config.compilation_activation_memory import ActivationSettings
 from scaleray.training.setup.blocks import Forward, forward_of, model_blocks, replace_forward
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from scaleray.config import RunConfig
-from scaleray.config.precision import AveragingSettings
+from scaleray.config.averaging_pruning_fine_tuning import AveragingSettings
 from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import WorkloadError
 from scaleray.training.setup.several_optimizers import members

@@ -22,7 +22,7 @@ from scaleray.checkpoints import consolidated
 from scaleray.checkpoints.hugging_face import ModelFolder, model_folder
 from scaleray.checkpoints.model_layout import is_model_folder
 from scaleray.checkpoints.peft_adapter import is_adapter_folder, load_adapter
-from scaleray.config.precision import FineTuningSettings
+from scaleray.config.averaging_pruning_fine_tuning import FineTuningSettings
 from scaleray.errors import CheckpointError, WorkloadError
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.workload import call_user_code

@@ -15,7 +15,7 @@ from scaleray.data import TRAIN, Split, StepPlan
 from scaleray.data.iterable import promise
 from scaleray.data.length_order import LengthPlan
 from scaleray.data.sample_order import Origin
-from scaleray.data.split import COLLATE_ADVICE
+from scaleray.data.split_facts import COLLATE_ADVICE
 from scaleray.errors import ConfigError, DataError
 from scaleray.records.trace_request import TraceRequest
 from scaleray.training.setup.row_lengths import check_row_lengths, check_same_place

@@ -26,7 +26,7 @@ from scaleray.common.equal_models import (
 )
 from scaleray.common.seeding import seed_everything, stream_seed, use_deterministic_algorithms
 from scaleray.config import RunConfig
-from scaleray.config.precision import AveragingSettings
+from scaleray.config.averaging_pruning_fine_tuning import AveragingSettings
 from scaleray.config.recipe.values import Recipe
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.strategies import STRATEGIES, Parallel

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
-from scaleray.config.optimizer import missing_rate
+from scaleray.config.optimizer_schedule import missing_rate
 from scaleray.config.recipe.lr_rules import learning_rate_factor
 from scaleray.config.recipe.values import Recipe
 from scaleray.config.strategy_traits import traits_of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from scaleray.config import RunConfig
-from scaleray.config.optimizer import missing_rate
+from scaleray.config.optimizer_schedule import missing_rate
 from scaleray.config.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training.setup.averaging import has_modes

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.common.metric_names import SPARSITY
-from scaleray.config.precision import PruningSettings
+from scaleray.config.averaging_pruning_fine_tuning import PruningSettings
 from scaleray.errors import WorkloadError
 from scaleray.training.setup import shards
 from scaleray.training.setup.shards import local

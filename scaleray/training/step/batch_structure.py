@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scaleray.data.collating import place_of_collate
+from scaleray.data.collate_ahead import place_of_collate
 from scaleray.errors import WorkloadError
 from scaleray.training.setup.place import Place
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from scaleray.config import RunConfig
 from scaleray.data import Input, Part, RankBatch, Split
-from scaleray.data.source import rows_in
+from scaleray.data.source_interface import rows_in
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.records.phases import Phase
 from scaleray.records.run_record import EvaluationRecord

@@ -16,7 +16,7 @@ from scaleray.common.seeding import same_random_numbers
 from scaleray.config import RunConfig
 from scaleray.data import RankBatch
 from scaleray.data.ragged import flat_values
-from scaleray.data.source import rows_in
+from scaleray.data.source_interface import rows_in
 from scaleray.errors import DataError, WorkloadError
 from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import explained, is_lost_peer
@@ -29,7 +29,6 @@ from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.on_one_worker import no_gradients_of_gradients, rehearsed
 from scaleray.training.step.several_losses import named
 from scaleray.training.step.sum_and_count import check_sum_and_count
-from scaleray.training.step.told_together import told_together
 from scaleray.training.step.unchanged import unchanged_model
 from scaleray.workload import call_user_code, own_method
 
@@ -63,7 +62,7 @@ def check_first_batch(
     loss will be wanted, in evaluation mode. Changes neither parameters nor buffers nor random numbers nor gradients.
     Collective. Raises DataError or WorkloadError.
     """
-    told_together(place, lambda: _check_finite(batch))
+    raise_on_all_ranks(place, lambda: _check_finite(batch))
     sizes = {"gives_tuples": gives_tuples, "micro_batch_size": micro_batch_size}
     losses = losses_of(workload)
     if losses is None:
@@ -101,13 +100,13 @@ def _look_at_loss(
     look = _Look(workload, batch, setup, place, **sizes)
     with unchanged_model(workload, setup.parallel.module), same_random_numbers(place.device):
         if (collate := own_method(workload, "collate")) is not None:
-            made = told_together(place, lambda: look.batch_of(np.arange(look.rows_with_gradients)))
+            made = raise_on_all_ranks(place, lambda: look.batch_of(np.arange(look.rows_with_gradients)))
             check_same_structure(made, place, collate)
         # in passes that communicate, a rank that fails has left the others in one
         count = (
             look.at_all(config, evaluated)
             if look.ranks_agree
-            else told_together(place, lambda: look.at_all(config, evaluated))
+            else raise_on_all_ranks(place, lambda: look.at_all(config, evaluated))
         )
     counted, looked_at = place.all_reduce([count or 0.0, 0.0 if count is None else float(look.rows_with_gradients)])
     return counted / looked_at if 0 < counted < math.inf else None
@@ -352,3 +351,20 @@ def _with_explanation(call: Any) -> Any:
         if found is None:
             raise
         raise found from exc
+
+
+def raise_on_all_ranks(place: Place, look: Callable[[], Result]) -> Result:
+    """Result of `look` on this rank. If it raises DataError or WorkloadError on any rank, all raise: their own error,
+    or that of the first rank that has one. Collective, around code that is not.
+    """
+    result: list[Result] = []
+    error: Exception | None = None
+    try:
+        result.append(look())
+    except (DataError, WorkloadError) as exc:
+        error = exc
+    everyone: list[Exception | None] = place.gathered(error)
+    told = error or next((one for one in everyone if one is not None), None)
+    if told is not None:
+        raise told
+    return result[0]

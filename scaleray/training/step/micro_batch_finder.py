@@ -22,7 +22,7 @@ from scaleray.common.seeding import same_random_numbers
 from scaleray.config import RunConfig
 from scaleray.config.recipe.values import Recipe, with_micro_size
 from scaleray.data import RankBatch
-from scaleray.data.source import rows_in
+from scaleray.data.source_interface import rows_in
 from scaleray.errors import ConfigError
 from scaleray.records.phases import Phase
 from scaleray.records.text.units import GIB

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from scaleray.data import TRAIN, RankBatch, Split
-from scaleray.data.collating import CollateAhead
+from scaleray.data.collate_ahead import CollateAhead
 from scaleray.data.collation import collated, refuse_ragged
 from scaleray.data.rank_batch import Made
 from scaleray.training.setup.precision import as_dtype

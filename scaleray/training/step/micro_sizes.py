@@ -9,7 +9,7 @@ from typing import Any
 from scaleray.config import RunConfig
 from scaleray.config.recipe.values import Recipe, with_micro_size
 from scaleray.data import TRAIN, RankBatch
-from scaleray.data.collating import CollateAhead
+from scaleray.data.collate_ahead import CollateAhead
 from scaleray.records.phases import Phase
 from scaleray.training.health.reporter import Reporter
 from scaleray.training.setup.compilation import eagerly

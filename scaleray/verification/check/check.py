@@ -18,7 +18,7 @@ from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.config.recipe.derive import derive
 from scaleray.data import TRAIN, Split, load_sources
 from scaleray.data.iterable import ENDLESS
-from scaleray.data.source import Source
+from scaleray.data.source_interface import Source
 from scaleray.errors import ScaleRayError
 from scaleray.launch.session.config_argument import Config, whole_config
 from scaleray.launch.session.data_sources import is_in_steps, size_of

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from scaleray.data import TRAIN, Input, Part, RankBatch
-from scaleray.data.as_given import problem_of
 from scaleray.data.ragged import Ragged, flat_values
 from scaleray.data.row_values import row_values_of
-from scaleray.data.source import Columns, Source
+from scaleray.data.source_interface import Columns, Source
 from scaleray.data.transformed import place_of
+from scaleray.data.user_dataset import problem_of
 from scaleray.errors import DataError
 from scaleray.records.check_record import DOUBTFUL, GOOD, WRONG, ColumnFacts, Finding
 from scaleray.training.setup.job import TrainJob

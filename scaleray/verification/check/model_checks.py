@@ -14,7 +14,7 @@ from torch import nn
 from scaleray.common.seeding import same_random_numbers, seed_everything, stream_seed
 from scaleray.data import TRAIN, RankBatch, Split
 from scaleray.data.ragged import Ragged
-from scaleray.data.source import Source, rows_in
+from scaleray.data.source_interface import Source, rows_in
 from scaleray.data.transformed import place_of
 from scaleray.errors import DataError, WorkloadError, first_line
 from scaleray.records.check_record import DOUBTFUL, GOOD, WRONG, Finding

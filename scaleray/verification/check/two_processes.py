@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from scaleray.config import RunConfig
-from scaleray.data.source import TRAIN, Source
+from scaleray.data.source_interface import TRAIN, Source
 from scaleray.errors import WorkloadError
 from scaleray.launch.workers.gloo import TELL, UserCode, gloo_processes
 from scaleray.records.certificate import Outcome
 from scaleray.records.check_record import DOUBTFUL, GOOD, WRONG, Finding
 from scaleray.records.hangs import HANGS
-from scaleray.verification.causes import Cause
+from scaleray.verification.causes.cause_classes import Cause
 from scaleray.verification.variants import Assignment
 from scaleray.verification.verification_plan import make_plan
 from scaleray.verification.verify import verify_here

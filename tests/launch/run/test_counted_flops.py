@@ -11,8 +11,8 @@ from small_runs import Classify, make_job
 from waiting import wait_until
 
 from scaleray.config.precision import PrecisionSettings
-from scaleray.launch.run import counted_flops as module
-from scaleray.launch.run.counted_flops import counted_flops
+from scaleray.launch.run import run_flop_count as module
+from scaleray.launch.run.run_flop_count import counted_flops
 from scaleray.records.published import CountedFlops
 from scaleray.records.run_record import EventRecord
 

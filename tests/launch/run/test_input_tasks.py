@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from scaleray.data import Padding, Part, StepPlan, as_source, load_sources, preprocessing
+from scaleray.data.as_source import preprocessor_of
 from scaleray.data.blocks import LocalBlocks
-from scaleray.data.loading import preprocessor_of
 from scaleray.data.ragged import flat_values, joined
 from scaleray.data.ray_blocks import ray_blocks
 from scaleray.errors import DataError

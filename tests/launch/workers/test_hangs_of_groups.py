@@ -19,8 +19,8 @@ from scaleray.data import as_source
 from scaleray.errors import PeerLostError, RunFailedError
 from scaleray.launch.workers import gloo
 from scaleray.launch.workers.gloo import UserCode
-from scaleray.studies.ladder import Rung
-from scaleray.studies.study import climb_in_processes
+from scaleray.studies.measure_sizes import Rung
+from scaleray.studies.study import measure_in_processes
 from scaleray.sweeps import trial_workers
 from scaleray.sweeps.sweep_plan import material_key
 from scaleray.sweeps.trial_workers import TrialGroup
@@ -62,7 +62,7 @@ def of_study(folder):
     job, _ = make_job(Sleeps(16), FLAGS, world_size=2)
     rung = Rung(name="two", workers=2, job=job, num_turns=1, steps=4, seconds=0.0)
     code = UserCode(None, {}, None, job.workload)
-    climb_in_processes(code, str(folder), [rung], 0, lambda told: None, job.config, sources())
+    measure_in_processes(code, str(folder), [rung], 0, lambda told: None, job.config, sources())
 
 
 @pytest.mark.parametrize("run", [of_check, of_study])

@@ -14,7 +14,7 @@ from scaleray.planner.answers.learned_constants import learn
 from scaleray.planner.answers.team_points import TeamPoint, TeamPoints, model_key, points_of
 from scaleray.planner.cost.block_pass import Measured
 from scaleray.planner.cost.step_time import step_time
-from scaleray.planner.models.from_counted_workload import from_workload
+from scaleray.planner.models.flop_count_as_model import from_workload
 from scaleray.records.workload_profile import PartProfile, Product, WorkloadProfile
 
 

@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaleray.config.hardware.catalogue import CATALOGUE
-from scaleray.planner.cost.fits_in_memory import HEADROOM, memory_interval, verdict
 from scaleray.planner.cost.layout import Layout
-from scaleray.planner.cost.memory import memory
+from scaleray.planner.cost.memory import HEADROOM, memory, memory_interval, verdict
 from scaleray.planner.models.names import find_model
 from scaleray.planner.models.transformers import TransformerShape, transformer
 from scaleray.records.text.units import GIB

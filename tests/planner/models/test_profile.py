@@ -11,7 +11,7 @@ from scaleray.errors import ConfigError, UsageError
 from scaleray.planner.cost.compute import block_times
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.models.convolutions import resnet
-from scaleray.planner.models.from_counted_workload import from_workload, read_profile
+from scaleray.planner.models.flop_count_as_model import from_workload, read_profile
 from scaleray.planner.models.names import TRANSFORMERS, find_model, usual_shape
 from scaleray.planner.models.transformers import TransformerShape, transformer
 from scaleray.records.workload_profile import PartProfile, Product, WorkloadProfile

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scaleray.data import ArraySource
-from scaleray.data.described import columns_of
+from scaleray.data.column_distributions import columns_of
 from scaleray.data.ragged import Ragged
 from scaleray.release.gates import compared
 from scaleray.release.gates.drift import data_gate, speed_gate

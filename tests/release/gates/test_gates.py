@@ -15,10 +15,10 @@ from scaleray.records.gate_answer import together
 from scaleray.records.profile_record import Goodput, RunProfile
 from scaleray.records.study_record import Estimate
 from scaleray.release.gate.policy_file import policy_of
+from scaleray.release.gates.confidence import SUCCESSIVE, Runs, above, power_above, runs_needed_above
 from scaleray.release.gates.convergence import Learning, convergence_gate
 from scaleray.release.gates.data_fingerprint import fingerprint_gate
 from scaleray.release.gates.equality import DAY_S, NamedCertificate, Verified, equality_gate
-from scaleray.release.gates.noisy_means import SUCCESSIVE, Runs, above, power_above, runs_needed_above
 from scaleray.release.gates.operations import Operated, operations_gate
 from scaleray.release.gates.policy import (
     ConvergencePolicy,

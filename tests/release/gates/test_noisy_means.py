@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 from scipy.optimize import brentq
 
-from scaleray.release.gates.noisy_means import (
+from scaleray.release.gates.confidence import (
     ALPHA,
     MOST_RUNS,
     SKEWED,

@@ -22,7 +22,7 @@ from scaleray.planner.report.plan_table import plan_view
 from scaleray.planner.report.plan_text import curve_table, layout_table
 from scaleray.planner.report.target_text import way_table
 from scaleray.records.study_record import Estimate
-from scaleray.records.text.tables import Table, study_tables, sweep_table
+from scaleray.records.text.study_sweep_tables import Table, study_tables, sweep_table
 from scaleray.reports.terminal.terminal_tables import as_rich
 
 WIDTHS = [60, 80, 100, 120]

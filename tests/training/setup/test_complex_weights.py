@@ -11,7 +11,7 @@ from small_runs import NUM_CLASSES, NUM_FEATURES, Classify, train, train_alone
 from torch import nn
 
 from scaleray.training.setup.place import Place
-from scaleray.verification.signatures import Signer
+from scaleray.verification.traces.signatures import Signer
 
 
 class Spectral(nn.Module):

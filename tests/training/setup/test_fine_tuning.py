@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from scaleray.checkpoints.catalog import Catalog
-from scaleray.config.precision import FineTuningSettings
+from scaleray.config.averaging_pruning_fine_tuning import FineTuningSettings
 from scaleray.errors import CheckpointError, ConfigError, WorkloadError
 from scaleray.strategies.contract.parallel import full
 from scaleray.training.setup import fine_tuning

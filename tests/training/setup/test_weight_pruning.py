@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from scaleray.common.metric_names import SPARSITY
-from scaleray.config.precision import PruningSettings
+from scaleray.config.averaging_pruning_fine_tuning import PruningSettings
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.strategies.contract.parallel import full
 from scaleray.training.setup import pruning

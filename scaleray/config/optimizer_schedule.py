@@ -1,0 +1,74 @@
+"""The optimizer and its learning rate, the global batch, the schedule with its end, and the noise scale."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from scaleray.config.base import Count, Duration, NonNegative, Positive, Probability, Settings, above_zero
+from scaleray.errors import ConfigError
+
+
+class ScheduleSettings(Settings):
+    """Linear warm-up from zero, then constant, cosine or linear decay to `final_ratio` of the peak."""
+
+    name: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape of the schedule after the warm-up."""
+    warmup: Duration = Duration(0, "steps")
+    """Length of the warm-up at the reference batch; legw stretches it with the batch, unless it is in steps."""
+    length: Duration | None = None
+    """Length of the schedule up to the end of the decay. None: to the end of training."""
+    final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the end of the decay, relative to the peak."""
+
+    _check_length = field_validator("length")(above_zero)
+
+
+class OptimizerSettings(Settings):
+    """Values as tuned at `reference_batch_size`; the rule carries them to `batch.global_size`."""
+
+    name: Literal["adamw", "adam", "sgd", "lars", "lamb"] = "adamw"
+    """Name of the optimizer: adamw (decoupled weight decay), sgd (with momentum), or their layer-wise relatives for
+    large batches: lars and lamb. adam is adamw without weight decay."""
+    learning_rate: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Peak learning rate, tuned at the reference batch. None: that of the workload's own optimizer, where it brings
+    one."""
+    reference_batch_size: Count | None = None
+    """Batch at which the learning rate was tuned, in `batch.unit`. None: the global batch itself, so rules change
+    nothing."""
+    rule: Literal["none", "linear", "sqrt", "adam", "legw"] = "none"
+    """Rule by which the learning rate follows the batch: see `scaleray.config.recipe.lr_rules`."""
+    betas: tuple[Probability, Probability] = (0.9, 0.999)
+    """Averaging factors of adamw and lamb at the reference batch."""
+    epsilon: Positive = 1e-8
+    """Epsilon of adamw and lamb at the reference batch. LAMB's paper has 1e-6."""
+    weight_decay: NonNegative = 0.0
+    """Weight decay: decoupled for adamw, L2 for sgd, part of the layer's step for lars and lamb. Not scaled with the
+    batch. torch's AdamW has 0.01 by default."""
+    momentum: Probability = 0.9
+    """sgd and lars: momentum. torch's SGD has 0 by default."""
+    nesterov: bool = False
+    """sgd: use Nesterov momentum."""
+    trust_coefficient: Positive = 0.001
+    """lars: trust coefficient. The step in a layer is about this share of the layer's weights, times the learning
+    rate."""
+    adapt_vectors: bool = False
+    """lars and lamb: adapt and decay parameters of one dimension too, which are biases and the scales of norms."""
+    clip_norm: Positive | None = None
+    """Largest global norm of the gradient. None: no clipping."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adam_without_decay(cls, values: Any) -> Any:
+        """Read adam as adamw, which is the same without weight decay."""
+        if not isinstance(values, dict) or values.get("name") != "adam":
+            return values
+        if values.get("weight_decay"):
+            raise ValueError("name: adam has no decoupled weight decay; write adamw, or leave weight_decay out")
+        return {**values, "name": "adamw"}
+
+
+def missing_rate(why: str) -> ConfigError:
+    """The error of a config without a learning rate, if one is needed."""
+    return ConfigError("optimizer.learning_rate", None, why, "such as 1e-3")

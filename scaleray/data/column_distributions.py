@@ -1,0 +1,109 @@
+"""Description of a split in a run's record: the origin of its rows, their reader, and the contents of its columns, so
+that data of another day can be compared with these.
+
+The rows that are described are the stored ones, before preprocessor and transform, and always the same ones of the same
+data. A row's mean counts as one observation: values within a row, such as the pixels of an image, depend on each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import numpy as np
+
+from scaleray.data.iterable import IterableSource
+from scaleray.data.ragged import Ragged
+from scaleray.data.ray_dataset_source import StreamSource
+from scaleray.data.row_values import generators_kept
+from scaleray.data.source_interface import Source
+from scaleray.data.sources import STORED
+from scaleray.data.split_facts import Split
+from scaleray.data.transformed import under_transforms
+
+MOST_ROWS, MOST_COMPUTED_ROWS = 2048, 32
+"""Rows that are looked at: of data that are simply stored, and of rows that user code makes, such as decoded images."""
+MOST_BYTES = 2**28
+"""Most bytes of rows that are read for this, and largest row group: of data in groups, rows come from the first one."""
+MOST_VALUES, ROWS_A_VALUE = 32, 16
+"""Most different values of a column of whole numbers or texts that are counted one by one, as of labels, and fewest
+rows for each of them."""
+NUM_QUANTILES = 129
+"""Values that a distribution is recorded by, at even shares of its rows from the least to the largest."""
+
+
+def described(source: Source, split: Split, readers: str) -> dict[str, Any]:
+    """Facts of a split for the run's record. readers: the config's `data.readers`."""
+    notes = getattr(source, "notes", ())
+    found = {**source.describe(), **split.reading(readers), **({"notes": list(notes)} if notes else {})}
+    return found | ({"columns": columns} if (columns := columns_of(source)) else {})
+
+
+def columns_of(source: Source) -> dict[str, dict[str, Any]]:
+    """Facts of each column: type, shape of a row (None where rows differ), number of rows looked at, mean, standard
+    deviation and quantiles of the rows' means, number of rows that have one, least and largest value, share of values
+    that are not finite, quantiles of the lengths of texts and of rows that differ, and the number of rows of each value
+    where there are few. Empty for rows that cannot be read by number, or not be read at all.
+    """
+    stored = under_transforms(source)
+    if isinstance(stored, StreamSource | IterableSource) or not stored.num_rows:
+        return {}
+    with contextlib.suppress(Exception), generators_kept():  # whatever is wrong with a row is told when its turn comes
+        return {name: _facts(values) for name, values in stored.read(_rows(stored)).items()}
+    return {}
+
+
+def _rows(source: Source) -> np.ndarray:
+    most = MOST_ROWS if isinstance(source, STORED) else MOST_COMPUTED_ROWS
+    last = source.num_rows
+    if source.group_sizes is not None:
+        last = source.group_sizes[0]
+        if last * source.row_bytes > MOST_BYTES:
+            return np.empty(0, np.int64)
+    most = min(most, max(MOST_COMPUTED_ROWS, MOST_BYTES // max(1, source.row_bytes)))
+    return np.unique(np.linspace(0, last - 1, min(most, last)).astype(np.int64))
+
+
+def _facts(column: Any) -> dict[str, Any]:
+    is_ragged = isinstance(column, Ragged)
+    values = column.values if is_ragged else np.asarray(column)
+    found: dict[str, Any] = {
+        "dtype": "text" if values.dtype.kind in "OUS" else values.dtype.name,
+        "shape": None if is_ragged else list(values.shape[1:]),
+        "rows": len(column),
+    }
+    if not len(column):
+        return found
+    is_text = values.dtype.kind in "OUS" and values.ndim == 1
+    if is_ragged or is_text:
+        found["lengths"] = _quantiles(column.lengths if is_ragged else np.array([len(value) for value in values]))
+    if values.dtype.kind in "biuf" and values.size:
+        found |= _numbers(list(column) if is_ragged else values, values)
+    if values.dtype.kind in "biuOUS" and values.ndim == 1 and not is_ragged:
+        different, counts = np.unique(values, return_counts=True)
+        if len(different) <= min(MOST_VALUES, len(column) // ROWS_A_VALUE):
+            found["values"] = {str(value): int(count) for value, count in zip(different, counts, strict=True)}
+    return found
+
+
+def _quantiles(values: np.ndarray) -> list[float]:
+    shares = np.linspace(0, 1, min(NUM_QUANTILES, len(values)))
+    return [float(f"{value:.7g}") for value in np.quantile(values, shares, method="inverted_cdf")]
+
+
+def _numbers(rows: Any, values: np.ndarray) -> dict[str, Any]:
+    finite = np.isfinite(values)
+    found: dict[str, Any] = {"not_finite": float(1 - finite.mean())}
+    with np.errstate(invalid="ignore"):
+        if values.ndim == 1 and rows is values:  # each row is its own mean
+            means = values.astype(np.float64)
+        else:
+            means = np.array([np.mean(row, dtype=np.float64) for row in rows if np.size(row)])
+    means = means[np.isfinite(means)]
+    if not len(means):
+        return found
+    found |= {"finite_rows": len(means), "quantiles": _quantiles(means)}
+    found |= {"low": float(values[finite].min()), "high": float(values[finite].max()), "mean": float(means.mean())}
+    spread = float(means.std(ddof=1)) if len(means) > 1 else math.nan
+    return found | ({"stdev": spread} if math.isfinite(spread) else {})

@@ -1,0 +1,78 @@
+"""A Ray Dataset as the data of a split: streamed by Ray Data, in an order of its own.
+
+A row of a stream has no number that its random numbers could follow from, as they do elsewhere. They follow from its
+values instead, with the seed, the split and the epoch: so a row is the same in whatever order it comes, on any number
+of workers and after a resume, and rows that are equal draw alike. The epoch is known where the stream is read, and not
+in Ray Data's own tasks; so a `transform` runs in tasks of the worker that reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from scaleray.data.preprocessing import Preprocess
+from scaleray.data.ragged import Ragged
+from scaleray.data.row_random import RowRandom
+from scaleray.data.sample_order import StepPlan, mixed, stream_key
+from scaleray.data.source_interface import Columns, as_column, rows_in
+from scaleray.data.transformed import Step
+
+
+class StreamSource:
+    """A Ray Dataset, streamed: its rows cannot be addressed, so their order depends on the number of workers."""
+
+    group_sizes: tuple[int, ...] | None = None
+    tokens_per_row: int | None = None
+
+    def __init__(self, dataset: Any, *, num_rows: int | None = None) -> None:
+        self.dataset = dataset
+        self.num_rows = dataset.count() if num_rows is None else num_rows
+        self.preprocessor: Any = None
+        """The fitted preprocessor through which the rows go."""
+        self.transform: Step | None = None
+        """Changes to the rows after Ray Data has read them."""
+        self.row_bytes = 1024
+
+    def mapped(self, step: Step) -> StreamSource:
+        """The same rows, changed: by a preprocessor in Ray Data's own tasks, by a transform where they are read."""
+        source = StreamSource(self.dataset, num_rows=self.num_rows)
+        source.preprocessor, source.transform = self.preprocessor, self.transform
+        if isinstance(step, Preprocess):
+            source.dataset = self.dataset.map_batches(functools.partial(_preprocessed, step), batch_format="numpy")
+            source.preprocessor = step.preprocessor
+        else:
+            source.transform = step
+        return source
+
+    def read(self, indices: np.ndarray) -> Columns:
+        raise TypeError("a Ray Dataset is streamed, not addressed by index")
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "Ray Dataset",
+            "rows": self.num_rows,
+            "bytes": None,
+            "sha256": None,
+            "hashed": "nothing: rows are computed",
+        }
+
+
+def _preprocessed(step: Preprocess, rows: Columns) -> Columns:
+    columns = {n: as_column(n, column, allows_text=True) for n, column in rows.items()}
+    given = step(columns, RowRandom(np.zeros(rows_in(rows), np.uint64)))  # it draws nothing
+    return {name: list(c) if isinstance(c, Ragged) else c for name, c in given.items()}
+
+
+def seeds_of_values(rows: Columns, plan: StepPlan, epoch: int) -> np.ndarray:
+    """Seeds of rows that have no number, uint64 (n,): they follow from seed, split, epoch and the rows' values."""
+    digests = [hashlib.blake2b(digest_size=8) for _ in range(rows_in(rows))]
+    for _, column in sorted(rows.items()):
+        for digest, row in zip(digests, column, strict=True):
+            value = np.asarray(row)
+            digest.update(repr(row).encode() if value.dtype == object else np.ascontiguousarray(value).tobytes())
+    found = np.frombuffer(b"".join(digest.digest() for digest in digests), dtype=np.uint64)
+    return mixed(found ^ np.uint64(stream_key(plan.seed, "rows", plan.name, epoch)))

@@ -1,0 +1,237 @@
+"""A throughput ladder inside one group of workers: its rungs are nested groups, taken in turns and in random order.
+
+One placement, one environment and interleaved turns, so that a machine that drifts does not bend the curve: it slows
+every rung alike. Runs under plain gloo processes and inside Ray Train; results go to a callable.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from scaleray.data import RaySources, Sources
+from scaleray.errors import ConfigError
+from scaleray.records.published import RankSample
+from scaleray.records.run_record import EvaluationRecord, Say, StepRecord, WorkerMessage
+from scaleray.records.start import steady_time
+from scaleray.records.study_record import Mode, NoiseCourse, ToTarget, Turn
+from scaleray.studies.subgroups import LOOPBACK, SubGroups
+from scaleray.studies.turn import AT_USUAL_SPEED, emit_to, take_turn
+from scaleray.training import loop
+from scaleray.training.setup.job import WITHOUT_FILES, TrainJob
+from scaleray.training.setup.place import Place
+
+# The noise scale of a rung of a ladder: over the first steps of its training, apart from the turns that are timed.
+#
+# Turns measure no noise: a measurement costs a part of a step, and a worker that does its share alone would measure
+# by another method than the group. A training to the target measures as its config says.
+
+
+def measure_noise(job: TrainJob, place: Place, *, num_steps: int, sources: Sources, say: Say) -> NoiseCourse | None:
+    """Train the first `num_steps` steps and measure the noise scale in each. Collective; rank 0's result is the
+    group's.
+
+    The result is None where the training does not measure noise.
+    """
+    short = job.changed({"noise_scale.every_steps": 1}, first_steps=num_steps)  # its time does not count
+    summary = loop.run(short, place, sources=sources, emit=emit_to([], say, place))
+    return course_of(summary.noise, covers="its first steps")
+
+
+def course_of(noise: Mapping[str, Any], *, covers: str) -> NoiseCourse | None:
+    """Course of the noise that a worker has measured (`WorkerSummary.noise`); None where that is empty. covers:
+    see `NoiseCourse.covers`."""
+    if not noise:
+        return None
+    low, high = noise["low"], noise["high"]
+    return NoiseCourse(
+        scale=_finite(noise["scale"]),
+        interval=None if low is None or not math.isfinite(low) else (low, _finite(high)),
+        way=noise["way"],
+        num_measurements=noise["num_measurements"],
+        covers=covers,
+        curve=[(samples, value) for samples, value in noise["curve"]],
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+REHEARSAL_STEPS = 8
+MOST_STEPS = 2000
+"""Largest number of steps of a turn, where the user asked for no more."""
+
+
+@dataclass(kw_only=True)
+class Rung:
+    """A training on the first `workers` workers of a study, and what is known of it so far. name: unique, for people.
+
+    A turn lasts at least `steps` steps and `seconds` seconds.
+    """
+
+    name: str
+    workers: int
+    job: TrainJob
+    modes: list[Mode] = field(default_factory=list)
+    """Curves that it belongs to: the base belongs to two."""
+    num_turns: int
+    steps: int = 40
+    seconds: float = 3.0
+    period: int = 1
+    """Number of steps after which the training's steps repeat."""
+    trains_to_target: bool = False
+    measures_noise: bool = False
+    """Whether noise is measured: in the training to the target where there is one, else over a turn's number of
+    steps that are not timed."""
+    marks: list[str] = field(default_factory=list)
+    """Conditions of its turns that every figure must show, as far as they are known beforehand."""
+    turns: list[Turn] = field(default_factory=list)
+    to_target: ToTarget | None = None
+    noise: NoiseCourse | None = None
+
+    @property
+    def num_missing(self) -> int:
+        """Number of turns still to be taken."""
+        return max(0, self.num_turns - len(self.turns))
+
+    @property
+    def needs_noise(self) -> bool:
+        """Whether its noise is still to be measured."""
+        return self.measures_noise and self.noise is None
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether it is still to be trained to the target; the noise of such a training is measured in one."""
+        return self.trains_to_target and (self.to_target is None or self.needs_noise)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was asked for is known."""
+        return not (self.num_missing or self.needs_noise or self.needs_target)
+
+    def steps_of_a_turn(self, step_time_s: float) -> int:
+        """Number of steps of a turn, given how long one takes: whole periods, so that rare events count as often as
+        they happen."""
+        wanted = max(self.steps, math.ceil(self.seconds / step_time_s)) if step_time_s > 0 else MOST_STEPS
+        return math.ceil(min(wanted, max(MOST_STEPS, self.steps)) / self.period) * self.period
+
+
+Result = Turn | ToTarget | NoiseCourse | RankSample | str
+"""Measurement of a rung, a worker's result in a turn, or a note."""
+Tell = Callable[[tuple[str, Result]], Any]
+"""Function that takes the name of a rung and a result."""
+
+
+def order_of_turns(rungs: Sequence[Rung], seed: int) -> list[tuple[int, Rung]]:
+    """(round, rung) of every turn: each round has every rung that still wants turns once, in an order of its own."""
+    rounds = []
+    for number in range(max((rung.num_missing for rung in rungs), default=0)):
+        now = [rung for rung in rungs if rung.num_missing > number]
+        random.Random(f"{seed}/{number}").shuffle(now)
+        rounds.append([(number, rung) for rung in now])
+    return list(itertools.chain.from_iterable(rounds))
+
+
+def measure_sizes(place: Place, rungs: Sequence[Rung], seed: int, tell: Tell, sources: Sources) -> None:
+    """Measure what is not known of the rungs. Collective: every worker of the group calls it with the same rungs, and
+    its default process group is gone afterwards.
+
+    seed: of the order of turns. tell: called on the first worker, as soon as there is something to tell, and by every
+    worker after a turn.
+    """
+    config = rungs[0].job.config
+    if place.device.type == "cpu":
+        torch.set_num_threads(max(1, int(config.scale.cpus_per_worker)))
+    host = place.node if isinstance(sources, RaySources) else LOOPBACK
+    groups = SubGroups(place, timeout_s=config.scale.collective_timeout_s, host=host)
+
+    def tell_of(rung: Rung, result: Result) -> None:
+        if groups.is_first:
+            tell((rung.name, result))
+
+    num_steps: dict[str, int] = {}
+    # the largest first: what does not run at all should say so before hours are spent on the others
+    for rung in sorted(rungs, key=lambda rung: -rung.workers):
+        if rung.num_missing or (rung.needs_noise and not rung.needs_target):
+            num_steps[rung.name] = _rehearse(rung, groups, sources)
+    for number, rung in order_of_turns(rungs, seed):
+        with groups.of(rung.workers) as mine:
+            if mine is not None:
+                job, say = rung.job.changed(AT_USUAL_SPEED, first_steps=num_steps[rung.name]), partial(tell_of, rung)
+                samples: list[RankSample] = []
+                turn = take_turn(job, mine, round=number, sources=sources, say=say, samples=samples)
+                for sample in samples[-1:]:  # after the turn, whose steps are timed; each worker's
+                    tell((rung.name, sample))
+                tell_of(rung, turn)
+    for rung in rungs:
+        if rung.needs_target or rung.needs_noise:
+            with groups.of(rung.workers) as mine:
+                if mine is not None and rung.needs_target:
+                    for result in train_to_target(rung.job, mine, sources):
+                        tell_of(rung, result)
+                elif mine is not None:
+                    steps, say = num_steps[rung.name], partial(tell_of, rung)
+                    noise = measure_noise(rung.job, mine, num_steps=steps, sources=sources, say=say)
+                    if noise is not None:
+                        tell_of(rung, noise)
+    groups.close()
+
+
+def _rehearse(rung: Rung, groups: SubGroups, sources: Sources) -> int:
+    """Number of steps of this rung's turns, from a few steps that are not counted, which also warm caches, compilers
+    and readers."""
+    step_time_s = 0.0
+    length = max(REHEARSAL_STEPS, 2 * rung.period)
+    with groups.of(rung.workers) as place:
+        if place is not None:
+            steps: list[StepRecord] = []
+            emit = emit_to(steps, lambda text: None, place)
+            loop.run(rung.job.changed(AT_USUAL_SPEED, first_steps=length), place, sources=sources, emit=emit)
+            times = [step.step_time_s for step in steps]
+            step_time_s = statistics.median(times[length // 2 :]) if times else 0.0
+    return rung.steps_of_a_turn(float(groups.share(repr(step_time_s))))
+
+
+def train_to_target(job: TrainJob, place: Place, sources: Sources) -> list[ToTarget | NoiseCourse]:
+    """Train until the config's target is reached, or to the end: what that took, and its noise where the config
+    measures it. Collective; rank 0's results are the group's."""
+    target = job.config.stop.at
+    if target is None:
+        raise ConfigError("stop.at", None, "there is no target to train to", "for example --stop.at 'val/loss <= 1.0'")
+    samples, seconds, steps = 0, 0.0, 0
+    curve: list[tuple[int, float, float]] = []
+    recorded_at: list[float] = []
+
+    def emit(message: WorkerMessage) -> None:
+        nonlocal samples, seconds, steps
+        if isinstance(message, StepRecord):
+            samples, seconds, steps = samples + message.num_samples, seconds + message.step_time_s, message.step
+        elif isinstance(message, EvaluationRecord) and target.metric in message.metrics:
+            curve.append((samples, seconds, message.metrics[target.metric]))
+            recorded_at.append(message.recorded_at)
+
+    job = job.changed(WITHOUT_FILES, started_at=steady_time())
+    summary = loop.run(job, place, sources=sources, emit=emit)
+    value = curve[-1][2] if curve else math.nan
+    is_reached = target.is_reached({target.metric: value}) if curve else False
+    result = ToTarget(
+        is_reached=is_reached,
+        steps=steps,
+        samples=samples,
+        time_s=seconds,
+        metric=target.metric,
+        value=value,
+        curve=curve,
+        recorded_at=recorded_at,
+    )
+    noise = course_of(summary.noise, covers="the training to the target")
+    return [result] if noise is None else [result, noise]

@@ -1,0 +1,67 @@
+"""Diagnosis by experiment: what to take out of both runs, and which class of cause it shows when they agree then."""
+
+from __future__ import annotations
+
+from scaleray.records.certificate import Divergence
+from scaleray.verification.causes.cause_classes import Cause, Finding, Layout, count_finding
+from scaleray.verification.traces.run_trace import Trace
+
+EVALUATION_MODE, NO_CLIPPING = "evaluation mode", "no clipping"
+"""Names of experiments: what each takes out of both runs."""
+
+
+def needs_experiments(reference: Trace, other: Trace) -> list[str]:
+    """Experiments to make: what to take out of both runs, one after another, to see whether they agree without it."""
+    # a strategy may draw random numbers of its own: what counts is whether the model does
+    steps = any(s.draws_random_numbers or s.changes_buffers for s in reference.steps)
+    found = [EVALUATION_MODE] if steps or other.quieted else []
+    return found + ([NO_CLIPPING] if other.clip_norm is not None else [])
+
+
+def from_experiment(name: str, reference: Trace, other: Trace) -> Finding:
+    """Class of the cause, when both runs agree as soon as `name` (of `needs_experiments`) is taken out."""
+    if name == NO_CLIPPING:
+        return Finding(
+            Cause.CLIPPING, "without clipping both runs agree: it does not clip by the norm of the whole gradient"
+        )
+    changes = any(s.changes_buffers for s in (*reference.steps, *other.steps))
+    draws = any(s.draws_random_numbers for s in (*reference.steps, *other.steps))
+    if draws and not (changes and "dropout" not in other.quieted and "everything" not in other.quieted):
+        return Finding(
+            Cause.RANDOMNESS, "in evaluation mode both runs agree, and the training step draws random numbers"
+        )
+    return Finding(
+        Cause.BATCH_NORM,
+        "in evaluation mode both runs agree, and the training step changes buffers: statistics of a part of the batch",
+    )
+
+
+def without_experiment(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding:
+    """Finding of last resort, when neither experiments nor the gradient's parts say more."""
+    if divergence.quantity == "evaluation":
+        return Finding(
+            Cause.EVALUATION, f"all parameters agree, but {divergence.parameter} is not what one process measures"
+        )
+    if any(s.draws_random_numbers for s in reference.steps):
+        return Finding(
+            Cause.RANDOMNESS,
+            "the step draws random numbers even in evaluation mode, which differ from rank to rank; "
+            "use nn.Dropout, or look at module.training before drawing",
+        )
+    if any(s.draws_random_numbers for s in other.steps) and not layout.draws_by_itself:
+        return Finding(
+            Cause.RANDOMNESS,
+            "the step draws random numbers that it does not draw in one process, even in evaluation mode",
+        )
+    steps = {s.step for s in reference.steps} & {s.step for s in other.steps}
+    if divergence.step in steps:
+        ours, theirs = reference.step(divergence.step), other.step(divergence.step)
+        if ours.count != theirs.count:
+            return count_finding(ours, theirs)
+    if divergence.quantity in ("parameters", "state before"):
+        why = "rows, loss, gradient, norm and learning rate agree, and the optimizer makes another update of them"
+        return Finding(Cause.UPDATE, why, divergence.parameter)
+    if divergence.quantity in ("loss", "gradient") and divergence.step - 1 in other.evaluations:
+        why = f"all agrees up to the evaluation at step {divergence.step - 1}, which leaves something else behind"
+        return Finding(Cause.EVALUATION, why)
+    return Finding(Cause.UNKNOWN, "none of the known classes fits")

@@ -1,0 +1,226 @@
+"""Parts of a synchronised gradient: how much every micro-batch of every rank weighs in it.
+
+Each rank computes the gradients of its own micro-batches once more, on a plain model without any strategy. The
+gradient of the step is then expressed as a mixture of them, by least squares. Of several losses it is that of the first
+one, which starts from the weights that the step starts from. Used by step_trace, where the gradient of a step is asked
+about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scaleray.data import TRAIN, RankBatch
+from scaleray.strategies.contract.parallel import full
+from scaleray.training.setup.fine_tuning import adapt
+from scaleray.training.setup.job import TrainJob
+from scaleray.training.setup.model_setup import Setup
+from scaleray.training.setup.place import Place
+from scaleray.training.setup.precision import in_float64
+from scaleray.training.setup.several_optimizers import SeveralOptimizers
+from scaleray.training.setup.weighted_losses import losses_of
+from scaleray.training.step.micro_batches import micro_batches, user_batch
+from scaleray.verification.causes.gradient_values import Relation, relation_of
+from scaleray.verification.traces.signatures import Signer
+from scaleray.workload import built_model
+
+PROJECTIONS = 16
+SAME = 1e-6
+
+Collect = Callable[[Any], Any]
+
+
+class GradientParts:
+    """Decomposition of the gradient of one step. Everything is collective.
+
+    names: names of all parameters, in order. whole: function from values by name to those of all ranks of this replica;
+    gather: function that gives what every rank has. shares, stale: as `from_shares` takes them; shares are None
+    where the gradient is no mixture.
+    """
+
+    def __init__(
+        self,
+        job: TrainJob,
+        place: Place,
+        setup: Setup,
+        names: Sequence[str],
+        step: int,
+        *,
+        whole: Collect,
+        gather: Collect,
+        replica_size: int,
+    ) -> None:
+        self.job, self.place, self.setup, self.names, self.step = job, place, setup, names, step
+        self._whole, self._gather, self._replica_size = whole, gather, replica_size
+        self.shares: tuple[np.ndarray, np.ndarray] | None = None
+        self.stale = 0.0
+        self.relations: dict[str, Relation] = {}
+        """How the gradients that are not right come from those that are due."""
+        self.unsent: float | None = None
+        """Error of a compressed gradient together with what was left over, relative to the true gradient. What was left
+        over after the step before must be part of it."""
+        self._found = self._before = np.zeros(0)
+        self._left: np.ndarray | None = None
+        self._carried: np.ndarray | None = None
+        self._lost = np.zeros(0)
+        self._is_seen = False
+        self._loss, self._moves = _first_loss(job.workload, setup)
+        self._sign = Signer(PROJECTIONS)
+        self._due: dict[str, torch.Tensor] = {}
+        self._count = 0.0
+
+    def begin(self, number: int, batch: RankBatch) -> None:
+        """Begin a step with these rows of this rank."""
+        self.number, self._is_seen = number, False
+        if number == self.step:
+            self._pieces, self._left = self._take_apart(batch), self._left_over()
+            if self._left is not None:
+                self._lost = self._left - self._carried if self._carried is not None else np.zeros_like(self._left)
+
+    def see(self, gradients: Mapping[str, torch.Tensor | None], correction: float) -> None:
+        """Look at the step's gradients, whole ones by name; times `correction` they are the mean gradients. Those of
+        further losses are passed over."""
+        if self._is_seen:
+            return
+        self._is_seen = True
+        if self.step - 1 <= self.number <= self.step:
+            signatures = self._whole({n: self._signature(n, g) for n, g in gradients.items()})
+            self._before = self._found
+            self._found = np.concatenate([signatures[name] for name in self.names]) * correction
+        if self.number == self.step - 1 and (left := self._left_over()) is not None:
+            self._carried = left * correction
+        if self.number == self.step and self._due:
+            self._relate(gradients, correction)
+        if self.number == self.step and self._left is not None:
+            left = self._left_over()
+            assert left is not None
+            self._left = (self._left - left) * correction
+
+    def end(self) -> None:
+        """End the step, and find the shares if it is the one that is taken apart."""
+        if self.number != self.step:
+            return
+        mine = (*self._pieces, self._found, self._before, (self._left, self._lost))
+        everyone = self._gather(mine)[:: self._replica_size]
+        self.shares = self._solved(everyone)
+        if self._left is not None:
+            total = sum(sum(counts) for _, counts, *_ in everyone)
+            true = sum(gradients.sum(axis=0) for gradients, *_ in everyone) / total
+            missing = everyone[0][2] - true - np.mean([left for *_, (left, _) in everyone], axis=0)
+            lost = [lost for *_, (_, lost) in everyone]
+            self.unsent = float(max(np.linalg.norm(m) for m in (missing, *lost)) / (np.linalg.norm(true) or 1.0))
+
+    def _relate(self, gradients: Mapping[str, torch.Tensor | None], correction: float) -> None:
+        """Compare the gradients of the step with the sum of all micro-batches' own, value by value. Collective."""
+        count = torch.tensor(self._count, dtype=torch.float64, device=self.place.device)
+        due = {"": count, **self._due}
+        for tensor in due.values() if self.place.world_size > 1 else ():
+            dist.all_reduce(tensor, group=self.place.group)
+        parameters = dict(self.setup.parallel.module.named_parameters())
+        mine = {
+            name: relation_of(gradient * correction, due[name] / due[""], full(parameters[name]))
+            for name, gradient in gradients.items()
+            if gradient is not None and name in due
+        }
+        found = {name: r for theirs in self._gather(mine) for name, r in theirs.items() if r is not None}
+        self.relations = {name: found[name] for name in self.names if name in found}
+        self._due = {}
+
+    def let_go(self) -> None:
+        """Let go of the training, once it has ended, and of the signs of all its parameters."""
+        for name in ("setup", "_sign", "_moves"):
+            vars(self).pop(name, None)
+
+    def _take_apart(self, batch: RankBatch) -> tuple[np.ndarray, list[float]]:
+        """(signatures (micro-batches, values) of each micro-batch's own gradient, without any strategy; the count of
+        each)."""
+        model = self._plain_model()
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad and self._moves(n)}
+        gives_tuples = self.job.splits[TRAIN].gives_tuples
+        gradients, counts = [], []
+        if not self.setup.parallel.replicas_differ and self.job.config.compression.name == "none":
+            self._due = {name: torch.zeros_like(parameter) for name, parameter in trained.items()}
+        for arrays, weight in micro_batches(batch, self.job.recipe.micro_batch_size):
+            dtype = self.setup.precision.input_dtype
+            rows = user_batch(self.job.workload, arrays, self.place.device, dtype, gives_tuples=gives_tuples)
+            with self.setup.precision.autocast():
+                loss, count = self._loss(model, rows)
+            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            by_name = dict(zip(trained, found, strict=True))
+            for name, gradient in by_name.items():
+                if gradient is not None and weight and name in self._due:
+                    self._due[name] += gradient
+            gradients.append(np.concatenate([self._signature(n, by_name.get(n)) for n in self.names]) * bool(weight))
+            counts.append(float(count) * bool(weight))
+        self._count = sum(counts)
+        return np.array(gradients), counts
+
+    def _plain_model(self) -> nn.Module:
+        """A new model with the present values, which no strategy has touched. Collective for sharded parameters."""
+        with self.place.device:
+            model: nn.Module = built_model(self.job.workload)
+        adapt(model, self.job.config.fine_tuning)
+        if self.job.config.precision.dtype == "fp64":
+            in_float64(model)
+        module = self.setup.parallel.module
+        values = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        values = self._whole({name: full(tensor.detach()) for name, tensor in values.items()})
+        with torch.no_grad():
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                tensor.copy_(values[name])
+        return model
+
+    def _left_over(self) -> np.ndarray | None:
+        """Signatures of what compression has not sent on this rank; None without compression."""
+        if self.job.config.compression.name == "none" or self.place.world_size == 1:
+            return None
+        state = self.setup.parallel.state()
+        return np.concatenate([self._signature(name, state.get(f"left.{name}")) for name in self.names])
+
+    def _signature(self, name: str, tensor: torch.Tensor | None) -> np.ndarray:
+        return np.zeros(PROJECTIONS) if tensor is None else self._sign(name, tensor)[2:]
+
+    def _solved(self, everyone: list[Any]) -> tuple[np.ndarray, np.ndarray] | None:
+        """Each rank's gradient as a mixture of all micro-batches' gradients, and of that of the step before."""
+        most = max(len(counts) for _, counts, *_ in everyone)
+        counts = np.array([[*counts, *[0.0] * (most - len(counts))] for _, counts, *_ in everyone])
+        there = np.concatenate([np.array(c) > 0 for _, c, *_ in everyone])
+        columns = np.concatenate([gradients for gradients, *_ in everyone]).T[:, there] / counts.sum()
+        shares = np.zeros((len(everyone), *counts.shape))
+        positions = [(rank, piece) for rank, (_, c, *_) in enumerate(everyone) for piece in range(len(c))]
+        kept = [position for position, is_there in zip(positions, there, strict=True) if is_there]
+        for view, (_, _, found, before, _) in enumerate(everyone):
+            weights, rest = _mixture(columns, found)
+            if rest > SAME and before.any():
+                weights, rest = _mixture(np.column_stack([columns, before]), found)
+                self.stale = float(weights[-1])
+            if rest > SAME:
+                return None
+            for (rank, piece), weight in zip(kept, weights, strict=False):
+                shares[view, rank, piece] = weight
+        return shares, counts
+
+
+def _first_loss(workload: Any, setup: Setup) -> tuple[Callable[[Any, Any], Any], Callable[[str], bool]]:
+    """The loss of a workload, or the first of several, and whether it moves the parameter of a name."""
+    losses = losses_of(workload)
+    if losses is None:
+        return workload.loss, lambda name: True
+    assert isinstance(setup.optimizer, SeveralOptimizers)
+    name, loss = next(iter(losses.items()))
+    own = {id(p) for p in setup.optimizer.parameters_of[name]}
+    moved = {n for n, p in setup.parallel.module.named_parameters() if id(p) in own}
+    return loss, moved.__contains__
+
+
+def _mixture(columns: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, float]:
+    """(weights with which the columns come nearest to the target; distance that remains, relative to the target)."""
+    weights, *_ = np.linalg.lstsq(columns, target, rcond=None)
+    rest = float(np.linalg.norm(columns @ weights - target))
+    return weights, rest / (float(np.linalg.norm(target)) or 1.0)

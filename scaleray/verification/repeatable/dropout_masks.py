@@ -1,0 +1,83 @@
+"""Check of dropout masks: equal within a replica, different between replicas, and never the same again.
+
+Masks themselves are not compared: two workers that draw from the same state of the generator draw the same mask.
+"""
+
+from __future__ import annotations
+
+import math
+
+from scaleray.records.certificate import Divergence
+from scaleray.verification.causes.cause_classes import Cause, Finding
+from scaleray.verification.traces.run_trace import StepTrace, Trace
+
+WHOLE_STEP = ""
+"""Name in place of a layer's, for the state of the generator at the start of the step."""
+
+
+def masks_broken(
+    trace: Trace, replica_size: int, *, generators_of_others_after: int | None = None
+) -> tuple[Divergence, Finding] | None:
+    """First step in which masks are not what they should be; None if there is none. replica_size: number of
+    neighbouring workers that are one replica. generators_of_others_after: the step after which the run has gone on with
+    the generators of another run, which may draw from states of before again."""
+    seen: dict[tuple[int, str, bytes], int] = {}
+    for step in trace.steps:
+        if generators_of_others_after is not None and step.step == generators_of_others_after + 1:
+            seen.clear()
+        why = _within(step, replica_size) or _between(step, replica_size) or _again(step, seen)
+        if why:
+            return Divergence(step.step, "masks", math.inf), Finding(Cause.RANDOMNESS, why)
+    return None
+
+
+def _layers(step: StepTrace, rank: int) -> dict[str, list[bytes]]:
+    """States of the generator by layer, each once: what is computed again in the backward pass draws the same again."""
+    found: dict[str, list[bytes]] = {}
+    for layer, state in step.draws[rank]:
+        states = found.setdefault(layer, [])
+        if state not in states:
+            states.append(state)
+    return found
+
+
+def _within(step: StepTrace, replica_size: int) -> str:
+    for rank in range(len(step.draws)):
+        first = rank // replica_size * replica_size
+        ours, theirs = _layers(step, first), _layers(step, rank)
+        for layer in ours.keys() & theirs.keys():
+            if ours[layer] != theirs[layer]:
+                return f"workers {first} and {rank} hold parts of one replica and draw other dropout masks{_of(layer)}"
+    return ""
+
+
+def _between(step: StepTrace, replica_size: int) -> str:
+    drawn: dict[tuple[str, bytes], int] = {}
+    for rank in range(len(step.draws)):
+        for layer, states in _layers(step, rank).items():
+            for state in states:
+                other = drawn.setdefault((layer, state), rank)
+                if other // replica_size != rank // replica_size:
+                    return (
+                        f"replicas of ranks {other} and {rank} draw the same dropout masks{_of(layer)}, "
+                        "the same units on each"
+                    )
+    return ""
+
+
+def _again(step: StepTrace, seen: dict[tuple[int, str, bytes], int]) -> str:
+    for rank, num_pieces in enumerate(step.num_pieces):
+        for layer, states in _layers(step, rank).items():
+            if layer == WHOLE_STEP:
+                continue
+            if len(states) < num_pieces:
+                return f"the {num_pieces} micro-batches of rank {rank} have {len(states)} dropout masks{_of(layer)}"
+            for state in states:
+                before = seen.setdefault((rank, layer, state), step.step)
+                if before != step.step:
+                    return f"rank {rank} draws the dropout masks of step {before} again{_of(layer)}"
+    return ""
+
+
+def _of(layer: str) -> str:
+    return f" in {layer}" if layer else ""

@@ -1,0 +1,1 @@
+"""Runs that verify compares, and the probe that records them."""

@@ -1,0 +1,177 @@
+"""The jobs that verify compares: a few steps of a training, with ends of epochs, evaluations and a resume among them.
+Pure functions of a job, so that every worker and the single process make the same jobs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from scaleray.config.recipe.lr_rules import learning_rate_factor
+from scaleray.data import TRAIN, Split
+from scaleray.data.length_order import Lengths
+from scaleray.training.setup.job import TrainJob
+from scaleray.verification.repeatable.repeatable_workload import Partition
+
+OWN_STEPS = 5
+"""Number of steps in the run's own precision. All start from the same parameters, so that a few show what rounding
+does."""
+
+
+def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> TrainJob:
+    """The first steps of a training, as they are in its full length, each with its gradient's norm.
+
+    precision: number format in place of the config's.
+    """
+    settings: dict[str, Any] = {"tracking.every_steps": 1}
+    if precision is not None:
+        # float8 is seen in the run's own precision, as bf16 is
+        other = {"dtype": precision, "float8": "none", "float8_leave_out": (), "emulate_float8": False}
+        settings |= {f"precision.{name}": value for name, value in other.items()}
+    return job.changed(settings, first_steps=min(steps, job.recipe.total_steps))
+
+
+def steps_gone_on(half: int) -> int:
+    """Number of steps after the first `half` that a variant takes twice: uninterrupted, and from its own checkpoint."""
+    return min(3, half - 1)
+
+
+def steps_before_resume(steps: int) -> int:
+    """Number of the compared steps after which the state goes to other workers; 0: it does not."""
+    return steps // 2
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Number of rows of the training data in an epoch of the compared steps. with_statistics: the same for a model that
+    takes statistics over the rows of a worker, which cannot be taken over one row."""
+
+    epoch: int
+    with_statistics: int
+
+
+def rows_of_epoch(
+    available: int,
+    *,
+    batch_size: int,
+    later_batch_size: int,
+    steps: int,
+    partitions: Sequence[Partition],
+    drop_last: bool = False,
+) -> Rows:
+    """Rows of an epoch, so few that epochs end within the compared steps, with a last batch that workers cannot divide.
+
+    With batches of `batch_size` the last one is about half full; with the later batches it is so small that a worker
+    has no row. Data with too few rows stay as they are. partitions: how workers will cut batches. drop_last: partial
+    batches are left out, so that an epoch has the larger of the two batches at least.
+    """
+    full = max(1, (steps_before_resume(steps) - 1) // 3)
+    rest = later_batch_size if later_batch_size < batch_size else 0
+    if later_batch_size > batch_size:
+        full += 1 - full % 2  # so that the last of the later batches is about half full
+    least = batch_size
+    if drop_last and later_batch_size > batch_size:
+        least = later_batch_size
+        full = max(full, -(-later_batch_size // batch_size))
+    smallest = min(batch_size, later_batch_size)
+    few = max(1, max(p.num_shares for p in partitions) - 1)
+
+    def fitting(more: int) -> int:
+        wanted = full * batch_size + more
+        while wanted > available and wanted - batch_size >= least:
+            wanted -= batch_size
+        return min(wanted, available)
+
+    # a later, larger batch ends an epoch with the rest and a whole batch before it
+    before = batch_size if later_batch_size > batch_size else 0
+    # one row has no statistics
+    suits = (
+        n
+        for n in range(smallest - 1, 1, -1)
+        if all(
+            min(p.smallest(n), p.smallest(before + n)) > 1 and n % p.num_shares for p in partitions if p.num_shares > 1
+        )
+    )
+    return Rows(fitting(rest + few if few < smallest else rest), fitting(next(suits, 0)))
+
+
+def later_batch_size(batch_size: int, available: int, *, world_sizes: Sequence[int], accumulation: int) -> int:
+    """Half the global batch, where that leaves every micro-batch at least two rows; else twice the global batch where
+    there are rows for it, else the same."""
+    half, every = batch_size // 2, math.lcm(*world_sizes)
+    if batch_size % 2 == 0 and half % every == 0 and half // max(world_sizes) >= 2 * accumulation:
+        return half
+    return 2 * batch_size if 2 * batch_size < available else batch_size
+
+
+def with_rows(job: TrainJob, rows: int, *, evaluated: int = 0) -> TrainJob:
+    """The job on the first `rows` rows of its training data. evaluated: number of first rows of every other split; 0:
+    without the other splits."""
+    splits = {TRAIN: first_rows(job.splits[TRAIN], rows)}
+    if evaluated:
+        splits.update({n: first_rows(s, evaluated) for n, s in job.splits.items() if n != TRAIN and not s.is_streamed})
+    return job.changed(splits=splits)
+
+
+def first_rows(split: Split, rows: int) -> Split:
+    """The split without the rows after its first ones."""
+    groups = None
+    if split.group_sizes is not None:
+        left, cut = rows, []
+        for size in split.group_sizes:
+            if left > 0:
+                cut.append(min(size, left))
+            left -= size
+        groups = tuple(cut)
+    lengths = Lengths(split.lengths.values[:rows]) if split.lengths is not None else None
+    return dataclasses.replace(split, num_rows=min(rows, split.num_rows), group_sizes=groups, lengths=lengths)
+
+
+def first_part(job: TrainJob, steps: int, *, goes_on_for: int = 0) -> TrainJob:
+    """The job of the steps before the resume, with a checkpoint at their end, and evaluations there and before; and of
+    so many steps after them."""
+    # an evaluation lies among the steps, so that what it leaves behind is seen
+    every = max((n for n in range(1, steps) if steps % n == 0), default=None)
+    total = steps + goes_on_for
+    return job.changed(values={"total_steps": total, "checkpoint_every_steps": steps, "evaluate_every_steps": every})
+
+
+def later_part(job: TrainJob, earlier: TrainJob, *, first: int, last: int) -> TrainJob:
+    """The job of the steps after `first` up to `last`, resumed from a checkpoint of `earlier`."""
+    if job.recipe.global_batch_size == earlier.recipe.global_batch_size:
+        return job.changed(values={"total_steps": last})
+    # a resumed job counts its total in steps of its own size, as if the training before had been in them
+    before = position_after(earlier, first, in_steps_of=job)
+    return job.changed(values={"total_steps": last - first + before})
+
+
+def position_after(earlier: TrainJob, step: int, *, in_steps_of: TrainJob) -> int:
+    """Number of steps of another job's size that the first `step` steps were: whole epochs, and what is left of the
+    last."""
+    plan, later = earlier.train_plan(), in_steps_of.train_plan()
+    epoch, sample = plan.place(step)
+    left, size = plan.num_samples - sample, later.global_batch_size
+    return (epoch + 1) * later.steps_per_epoch - (left // size if later.drop_last else math.ceil(left / size))
+
+
+@dataclass(frozen=True)
+class DueRates:
+    """Learning rates that follow from the config alone. position: position in the schedule before step `first` + 1."""
+
+    job: TrainJob
+    first: int = 0
+    position: int = 0
+
+    def factor(self, step: int) -> float:
+        """Factor of the learning rate at step `step`, counted from 1."""
+        schedule, recipe = self.job.config.schedule, self.job.recipe
+        return learning_rate_factor(
+            self.position + step - 1 - self.first,
+            name=schedule.name,
+            warmup_steps=recipe.warmup_steps,
+            schedule_steps=recipe.schedule_steps,
+            final_ratio=schedule.final_ratio,
+        )

@@ -1,0 +1,1 @@
+"""The trace of a run: what is kept of it, and the comparison of two."""

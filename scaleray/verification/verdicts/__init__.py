@@ -1,0 +1,1 @@
+"""Verdicts on compared runs: promises of strategies, precision, rounding and reasons."""

@@ -1,0 +1,97 @@
+"""How far rounding grows in a training: one process once more, whose parameters begin with another last digit.
+
+A normalisation over two values, or a division by a gradient near zero, makes of 1e-16 what no bound in float64 expects.
+What grows so in one process grows so from another order of sums, too, and is no mistake of a strategy. A model that
+computes a part in float32 rounds there to the digits of float32: then it is their last digit that is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from scaleray.data import TRAIN
+from scaleray.records.certificate import Divergence
+from scaleray.training.setup.model_setup import Setup
+from scaleray.verification.bounds import LARGEST_ROUNDING, LARGEST_ROUNDING_IN_FLOAT32, ROUNDING_TIMES
+from scaleray.verification.repeatable.narrow_casts import narrow_casts
+from scaleray.verification.runs.compared_runs import Key, Runs
+from scaleray.verification.runs.trace_probe import TraceProbe
+from scaleray.verification.traces.compare_traces import largest_difference
+
+FEW_ROWS = 4
+"""Rows of the training data with which a cast to fewer digits is looked for."""
+GROWS = (
+    "loss", "gradient", "parameters", "final values", "restored parameters", "restored state", "evaluation",
+    "parameters before", "state before", "buffers before",
+)  # fmt: skip
+"""Quantities that rounding moves; rows, counts and learning rates it does not."""
+
+
+class GrownRounding:
+    """Bounds of comparisons, wider where rounding grows; measured once for each reference. On rank 0."""
+
+    def __init__(self, runs: Runs, bound: float) -> None:
+        self.runs, self.bound = runs, bound
+        self._largest: dict[Key, float] = {}
+        self._casts: list[str] | None = None
+
+    def bound_for(self, divergence: Divergence, key: Key) -> float:
+        """The bound within which a run that shows this divergence equals the reference of `key`."""
+        if divergence.quantity not in GROWS or not divergence.difference <= LARGEST_ROUNDING_IN_FLOAT32:
+            return self.bound
+        if self._casts is None:
+            self._casts = self._narrow_casts()
+        most = LARGEST_ROUNDING_IN_FLOAT32 if self._casts else LARGEST_ROUNDING
+        if not divergence.difference <= most:
+            return self.bound
+        if key not in self._largest:
+            shaken = self.runs.again(key, watched_by=ShakenInFloat32 if self._casts else ShakenProbe)
+            self._largest[key] = largest_difference(self.runs.reference(key), shaken)
+        return max(self.bound, min(ROUNDING_TIMES * self._largest[key], most))
+
+    def in_words(self, bound: float) -> str:
+        """Origin of a bound; "" for the requested one."""
+        if bound <= self.bound:
+            return ""
+        if self._casts:
+            return (
+                f"the model computes a part in fewer digits than float64 ({self._casts[0]}): by what a change in the "
+                f"last digit of float32 does to one process, {bound:.1e} counts as equal"
+            )
+        return (
+            "rounding grows in this training: by what a change in the last digit of the parameters does to one "
+            f"process, {bound:.1e} counts as equal"
+        )
+
+    def _narrow_casts(self) -> list[str]:
+        job, sources = self.runs.variant.job, self.runs.sources
+        if job.config.precision.dtype != "fp64" or not isinstance(sources, Mapping):
+            return []
+        split = job.splits[TRAIN]
+        rows = sources[TRAIN].read(np.arange(min(FEW_ROWS, split.num_rows)))
+        return narrow_casts(job.workload, rows, gives_tuples=split.gives_tuples)
+
+
+class ShakenProbe(TraceProbe):
+    """A probe that changes every parameter by one unit in its last place, up or down, before anything is done with
+    it."""
+
+    digits_of: torch.dtype | None = None
+    """Type whose last place it is; None: the parameter's own."""
+
+    def on_setup(self, setup: Setup) -> None:
+        draw = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in setup.parallel.module.parameters():
+                signs = torch.randint(0, 2, parameter.shape, generator=draw).mul_(2).sub_(1)
+                parameter.mul_(1 + signs.to(parameter) * torch.finfo(self.digits_of or parameter.dtype).eps)
+        super().on_setup(setup)
+
+
+class ShakenInFloat32(ShakenProbe):
+    """The same in the last place of float32, for a model that computes a part in it."""
+
+    digits_of = torch.float32

@@ -1,0 +1,184 @@
+"""Verdicts of verify that need no run: on gradients taken apart, on differences beyond rounding, on runs that
+failed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from scaleray.checkpoints.model_layout import FINAL_WEIGHTS
+from scaleray.config import RunConfig
+from scaleray.config.strategy_traits import traits_of
+from scaleray.errors import CheckpointError, InitialisationError
+from scaleray.records.certificate import Divergence, Mismatch
+from scaleray.verification.causes.cause_classes import Cause, Finding
+from scaleray.verification.repeatable.repeatable_workload import Quieted
+from scaleray.verification.runs.compared_runs import Key, Variant, Watched, partition_of
+from scaleray.verification.runs.trace_probe import TraceProbe
+from scaleray.verification.traces.run_trace import Restored, Trace
+from scaleray.verification.verdicts.own_precision import Excess, Rounding
+from scaleray.verification.verdicts.promises import Promise, promise_of
+
+Found = tuple[Divergence, Finding]
+
+
+def mismatch_of(divergence: Divergence, finding: Finding) -> Mismatch:
+    """Combine a divergence with the finding on it."""
+    name = finding.parameter or divergence.parameter
+    return Mismatch(divergence.step, divergence.quantity, name, divergence.difference, str(finding.cause), finding.why)
+
+
+def own_gradients(variant: Variant, watched: Watched, config: RunConfig, bound: float) -> Found | None:
+    """Divergence of a replica's own gradient from that of its rows, or of a compressed gradient from what was
+    sent, if there is one."""
+    parts = watched.probes[0].parts
+    assert parts is not None
+    step = parts.step
+    if parts.unsent is not None:
+        widths = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+        allowed = max(bound, 4 * (1 + variant.world_size) * widths.get(config.compression.name, 0.0))
+        if parts.unsent <= allowed:
+            return None
+        why = (
+            f"what was sent and what was left over are not the gradient: {parts.unsent:.2g} of it is missing or "
+            "too much"
+        )
+        return Divergence(step, "sent gradient", parts.unsent), Finding(Cause.COMPRESSION, why)
+    if watched.trace.step(step).replicas is None or step <= (promised(variant).exact_steps or (lambda config: 0))(
+        config
+    ):
+        return None
+    if parts.shares is None:
+        why = "a replica's gradient is not that of its own rows"
+        return Divergence(step, "own gradient", math.inf), Finding(Cause.UNKNOWN, why)
+    shares, counts = parts.shares
+    for rank, view in enumerate(shares):
+        own = counts[rank] > 0
+        due = np.zeros_like(view)
+        due[rank, own] = counts.sum() / max(1.0, counts[rank].sum())
+        if not (apart := float(np.abs(view - due).max() / max(1.0, due.max()))) <= 1e-6:
+            found = ", ".join(f"{share:.4g}" for share in view[rank, own] / due[rank, own])
+            why = f"rank {rank}'s own rows weigh {found} times what they count in its own gradient"
+            return Divergence(step, "own gradient", apart), Finding(Cause.LOSS_NORMALISATION, why)
+    return None
+
+
+def rounding_of(variant: Variant) -> Rounding:
+    assert variant.own is not None
+    config, promise = variant.own.config, promised(variant)
+    narrow = []
+    if traits_of(variant.strategy).splits_parameters:
+        narrow = [d for d in (config.fsdp.reduce_dtype, config.fsdp.parameter_dtype) if d in ("bf16", "fp16")]
+    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    epsilon = max(torch.finfo(types.get(d, torch.float32)).eps for d in (*narrow, "fp32"))
+    return Rounding(epsilon, variant.world_size * variant.accumulation, promise.is_exact, bool(narrow))
+
+
+def beyond_rounding(found: Excess, variant: Variant) -> Finding:
+    assert variant.own is not None
+    own, d = variant.own.config.precision.dtype, found.divergence
+    if found.format:
+        why = (
+            f"in {own} every value of the {d.quantity} of {d.parameter} fits into {found.format}: "
+            "it was rounded to that"
+        )
+        return Finding(Cause.DTYPE, why, d.parameter)
+    what = f"the {d.quantity}" + (f" of {d.parameter}" if d.parameter else "")
+    why = (
+        f"in {own} {what} differs by {d.difference:.2g} where rounding explains {found.allowed:.2g}, "
+        "though equal in float64"
+    )
+    return Finding(Cause.DTYPE, why, d.parameter)
+
+
+def without_statistics(variant: Variant) -> str:
+    """Reason why BatchNorm cannot be trained by a variant; "" where it can."""
+    variant = variant.on_rows_with_statistics()
+    for job in (variant.job, variant.later):
+        if job is None:
+            continue
+        plan, partition = job.train_plan(), partition_of(job)
+        if min(partition.smallest(plan.num_rows(step)) for step in range(plan.steps_per_epoch)) < 2:
+            return "BatchNorm has no statistics of a micro-batch of a single row"
+    return ""
+
+
+def promised(variant: Variant) -> Promise:
+    return promise_of(variant.strategy, variant.job.config, variant.world_size)
+
+
+def failure(exc: Exception, variant: Variant, probes: list[TraceProbe]) -> Mismatch:
+    cause = Cause.INITIAL_PARAMETERS if isinstance(exc, InitialisationError) else Cause.FAILED
+    step, is_resumed = 0, len(probes) > 1 and not probes[-1].has_begun
+    if isinstance(exc, CheckpointError) or (is_resumed and variant.resumes_after is not None):
+        cause, step = Cause.RESUME, (variant.resumes_after or 0) + 1
+    return Mismatch(step, "run", None, math.inf, cause, " ".join(str(exc).split()))
+
+
+def lost(exc: Exception) -> Mismatch:
+    """The mismatch of a variant whose group is lost with it: it hung, or a process died."""
+    return Mismatch(0, "run", None, math.inf, Cause.FAILED, " ".join(str(exc).split()))
+
+
+def unkept(broken: Divergence, config: RunConfig) -> Finding:
+    cause = Cause.AVERAGING if config.compression.name == "none" else Cause.COMPRESSION
+    return Finding(cause, f"the {broken.quantity} should be equal even so, in a step that is that of one process")
+
+
+def judged(trace: Trace, key: Key) -> str:
+    """Parts that had to be taken out for a comparison, and why."""
+    if key.quiet == Quieted.EVERYTHING:
+        return "in evaluation mode: training draws random numbers, on every rank others by design"
+    words = {
+        "dropout": "dropout off: masks differ from rank to rank by design; which ones ranks draw was checked",
+        "BatchNorm": "BatchNorm frozen: its statistics are those of each micro-batch by design",
+        "SyncBatchNorm": "BatchNorm frozen: its statistics are those of all workers by design",
+    }
+    if key.partition is not None:
+        words["BatchNorm"] = (
+            "BatchNorm: one process took the statistics of each worker's micro-batches, and kept rank 0's"
+        )
+    return "; ".join(words[name] for name in trace.quieted)
+
+
+def handed_on_wrongly(trace: Trace, promise: Promise, config: RunConfig, bound: float) -> Found | None:
+    """First of the final weights that is not the mean of the replicas, where that is known."""
+    last = trace.steps[-1].step if trace.steps else 0
+    mean = promise.mean(trace, config, last) if last else None
+    for position, name in enumerate(trace.names if mean is not None else ()):
+        found = trace.exported.get(f"{FINAL_WEIGHTS}: {name}")
+        if found is None or mean is None:
+            continue  # adapters are added to their layers
+        apart = float(np.abs(found[1:] - mean[position]).max() / max(float(found[0]), 1e-12))
+        if not apart <= bound:
+            why = f"{name} of the final weights is not the mean of the replicas"
+            return Divergence(last, "final weights", apart, name), Finding(Cause.WEIGHTS, why, name)
+    return None
+
+
+def with_norms_of(restored: Restored, saved: Restored, mean: np.ndarray | None) -> Restored:
+    """The state that replicas saved, their mean, with the norms of the restored state: a mean of norms has no meaning.
+    mean: signatures (parameters, 3) of the parameters' mean; None if messages in flight belong to it, which only their
+    sender and receiver know.
+    """
+    parameters = restored.parameters if mean is None else np.column_stack([restored.parameters[:, 0], mean])
+
+    def with_norms(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        return {n: np.array([theirs[n][0], *value[1:]]) if n in theirs else value for n, value in ours.items()}
+
+    return Restored(
+        saved.step, parameters, with_norms(saved.state, restored.state), with_norms(saved.buffers, restored.buffers)
+    )
+
+
+def mean_of(everyone: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The mean of all replicas' tensors by name; for whole numbers the first replica's."""
+    return {
+        name: torch.stack([theirs[name] for theirs in everyone]).mean(dim=0)
+        if value.is_floating_point() or value.is_complex()
+        else value
+        for name, value in everyone[0].items()
+    }
