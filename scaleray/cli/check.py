@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from scaleray.cli.options import ConfigFile, Json, Overrides
 from scaleray.cli.output import Output, print_json
-from scaleray.records.check_record import CheckRecord
-from scaleray.records.text.study_sweep_tables import Table
-from scaleray.reports.terminal.printed_record import print_whole, width_of
-from scaleray.reports.terminal.terminal_tables import as_rich
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from scaleray.records.check_record import CheckRecord
 
 
 def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = True, json: Json = False) -> int:
@@ -49,6 +50,10 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
 
 def show_check(console: Console, record: CheckRecord) -> None:
     """Print the first batch's columns and the verdict; the findings were said as they were made."""
+    from scaleray.records.text.study_sweep_tables import Table
+    from scaleray.reports.terminal.printed_record import print_whole, width_of
+    from scaleray.reports.terminal.terminal_tables import as_rich
+
     rows = tuple(
         (column.name, column.shape, column.dtype, _number(column.low), _number(column.high))
         for column in record.columns

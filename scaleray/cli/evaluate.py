@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from rich.console import Console
-
 from scaleray.cli.options import AS_OPTIONS, Json, Run
 from scaleray.cli.output import Output, print_json
 from scaleray.models.model_options import EvaluateOptions
-from scaleray.records.text.study_sweep_tables import Table
-from scaleray.reports.terminal.printed_record import print_whole, width_of
-from scaleray.reports.terminal.terminal_tables import as_rich
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from scaleray.models.evaluate import Evaluation
 
 
@@ -52,6 +49,10 @@ def evaluate(
 
 def show_evaluation(console: Console, result: Evaluation) -> None:
     """Print the metrics of every split as a table, and where they were written."""
+    from scaleray.records.text.study_sweep_tables import Table
+    from scaleray.reports.terminal.printed_record import print_whole, width_of
+    from scaleray.reports.terminal.terminal_tables import as_rich
+
     rows = []
     for name, value in sorted(result.metrics.items()):
         split, _, metric = name.partition("/")

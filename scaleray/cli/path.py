@@ -11,12 +11,10 @@ from cyclopts import App, Parameter
 from scaleray.cli.options import ConfigFile, Flag, Json, Overrides
 from scaleray.cli.output import Output, print_json
 from scaleray.errors import UsageError
-from scaleray.records.path_record import STEPS, PathRecord, PathTask
-from scaleray.records.text.study_sweep_tables import Table
-from scaleray.records.text.units import seconds
 
 if TYPE_CHECKING:
-    from scaleray.records.path_record import PathRecord
+    from scaleray.records.path_record import PathRecord, PathTask
+    from scaleray.records.text.study_sweep_tables import Table
 
 path_app = App(
     name="path", help="Go from a baseline on one worker to a promoted model, a step at a time.", help_format="plaintext"
@@ -192,6 +190,9 @@ def _shown(path: PathRecord, *, json: bool, tables: bool = False) -> int:
 
 def path_tables(path: PathRecord) -> list[Table]:
     """A table of the tasks of each step, and one of the decisions."""
+    from scaleray.records.path_record import STEPS
+    from scaleray.records.text.study_sweep_tables import Table
+
     heads = ("task", "state", "began", "took", "by", "result")
     found = [
         Table(step, heads, tuple(_row(task) for task in path.tasks if task.step == step), has_words=True)
@@ -202,6 +203,8 @@ def path_tables(path: PathRecord) -> list[Table]:
 
 
 def _row(task: PathTask) -> tuple[str, ...]:
+    from scaleray.records.text.units import seconds
+
     took = "" if task.duration_s is None else seconds(task.duration_s)
     name = task.key.partition("/")[2]
     return (name, task.status, _when(task.started_at), took, task.by, task.words or task.what)
