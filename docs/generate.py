@@ -35,7 +35,7 @@ def config_page() -> str:
         NOTE,
         "",
         "A key stands in the YAML file as `section: {key: value}`, on the command line as `--section.key value`, and in the environment as",
-        "`SCALERAY_SECTION__KEY`. Options win over the environment, and both over the file. [recipe.md](recipe.md) tells what is derived.",
+        "`SCALERAY_SECTION__KEY`. Options win over the environment, and both over the file. [recipe.md](sweep.md) tells what is derived.",
         "`scaleray config keys SECTION` prints a section of this page.",
         "",
         "Editors with a YAML language server complete keys, show their meaning and mark mistakes where the first line of the file names the",

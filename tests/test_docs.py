@@ -11,18 +11,23 @@ from pathlib import Path
 import pytest
 from optional_programs import program
 
+from jobs.packaging.wheel import after
 from scaleray.cli.main import run_command
 from scaleray.config.loading import known_keys
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"<!-- docs-test: (\S+) -->\n```\w*\n(.*?)```", re.S)
+BLOCK = re.compile(r"<!-- docs-test: (\S+) -->\n```(\w*)\n(.*?)```", re.S)
 LARGEST_README = 200
 
 
 def blocks(page: str, name: str) -> list[str]:
-    """The marked blocks of a page, in order."""
-    return [text.strip() for found, text in BLOCK.findall((ROOT / page).read_text()) if found == name]
+    """The marked blocks of a page, in order; of a difference the new text."""
+    return [
+        (after(text, "+") if kind == "diff" else text).strip()
+        for found, kind, text in BLOCK.findall((ROOT / page).read_text())
+        if found == name
+    ]
 
 
 @pytest.fixture
@@ -54,6 +59,12 @@ def test_bringing_a_workload_takes_under_40_lines():
     assert len([line for line in text.splitlines() if line.strip()]) < 40
 
 
+def test_the_readmes_plain_script_runs_and_gains_at_most_20_lines():
+    (text,) = [text for name, _, text in BLOCK.findall((ROOT / "README.md").read_text()) if name == "iris.py"]
+    exec(compile(after(text, "-"), "plain.py", "exec"), {})
+    assert sum(line.startswith("+") for line in text.splitlines()) <= 20
+
+
 def test_the_readmes_workload_trains_as_written(folder, capsys):
     write(folder, "README.md", "iris.py", "iris.yaml")
     [command] = blocks("README.md", "command")
@@ -62,9 +73,15 @@ def test_the_readmes_workload_trains_as_written(folder, capsys):
     assert "target reached: val/accuracy >= 0.95" in capsys.readouterr().out
 
 
+def commands_of_the_tutorial(*kinds: str) -> list[str]:
+    """The commands of marked blocks, in the order of the page."""
+    found = BLOCK.findall((ROOT / "docs/tutorial.md").read_text())
+    return [line for kind, _, text in found if kind in kinds for line in text.strip().splitlines()]
+
+
 def test_the_tutorials_commands_run_as_written(folder, capsys):
     write(folder, "docs/tutorial.md", "my_digits.py", "my_digits.yaml")
-    for command in blocks("docs/tutorial.md", "command"):
+    for command in commands_of_the_tutorial("command"):
         assert run(command) == 0, command
     assert "test/accuracy" in capsys.readouterr().out
 
@@ -76,10 +93,11 @@ def test_the_tutorials_plain_script_runs(folder, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_tutorials_longer_commands_run_as_written(folder):
+@pytest.mark.timeout(1800)
+def test_all_commands_of_the_tutorial_run_in_its_order(folder):
     write(folder, "docs/tutorial.md", "my_digits.py", "my_digits.yaml")
-    for command in [*blocks("docs/tutorial.md", "on-ray"), *blocks("docs/tutorial.md", "slow")]:
+    (folder / "jobs").symlink_to(ROOT / "jobs")
+    for command in commands_of_the_tutorial("command", "on-ray", "slow"):
         assert run(command) == 0, command
 
 

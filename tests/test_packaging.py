@@ -15,7 +15,14 @@ from packaging.requirements import Requirement
 
 import scaleray.common.installed
 from jobs.packaging import wheel
-from scaleray.common.installed import NEWEST_TESTED, OF_REPORTS, OF_TRAIN, missing_library, newer_than_tested
+from scaleray.common.installed import (
+    NEWEST_TESTED,
+    OF_REPORTS,
+    OF_TRAIN,
+    install_command,
+    missing_library,
+    newer_than_tested,
+)
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -92,7 +99,7 @@ def test_plan_and_config_need_no_extra_and_others_name_theirs(tmp_path):
     statements = f"for words in {known}:\n    assert run_command(words) == 0, words\n"
     statements += f"for words in {lacking}:\n    assert run_command(words) == 2, words"
     shown = without_train(statements, tmp_path, without=(*OF_TRAIN, *OF_REPORTS))
-    assert shown.count("pip install 'scaleray[reports]'") == len(lacking) and "Traceback" not in shown, shown
+    assert shown.count("[reports]'") == len(lacking) and "Traceback" not in shown, shown
 
 
 @pytest.mark.combination
@@ -109,7 +116,7 @@ def test_a_command_that_lacks_its_libraries_says_what_to_install(tmp_path):
     shown = without_train(f"for _, words in {commands}:\n    assert run_command(words) == 2, words", ROOT)
     said = [line.split()[3] for line in shown.splitlines() if line.startswith("UsageError: the library")]
     assert said == [library for library, _ in commands], shown
-    assert shown.count("pip install 'scaleray[train]'") == len(commands) and "Traceback" not in shown
+    assert shown.count("[train]'") == len(commands) and "Traceback" not in shown
 
 
 @pytest.mark.combination
@@ -118,7 +125,7 @@ def test_from_python_the_same_is_said(tmp_path):
         statements = (
             f"import scaleray\ntry:\n    scaleray.{call}({{}})\nexcept scaleray.ScaleRayError as exc:\n    print(exc)"
         )
-        assert "pip install 'scaleray[train]'" in without_train(statements, tmp_path), call
+        assert "[train]'" in without_train(statements, tmp_path), call
 
 
 def test_a_missing_module_of_somebody_else_is_not_taken_for_ours():
@@ -187,3 +194,27 @@ def test_a_library_newer_than_any_that_was_tried_is_said(monkeypatch, version, i
 def test_the_versions_of_the_tests_are_the_newest_tested():
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split("\n") if "==" in line)
     assert {name: ".".join(pins[name].split(".")[:2]) for name in NEWEST_TESTED} == NEWEST_TESTED
+
+
+@pytest.mark.parametrize(
+    ("direct_url", "command"),
+    [
+        (
+            '{"dir_info": {"editable": true}, "url": "file:///home/me/my%20clone"}',
+            "pip install '/home/me/my clone[train]'",
+        ),
+        (
+            '{"archive_info": {}, "url": "file:///tmp/scaleray-0.1.0.whl"}',
+            "pip install '/tmp/scaleray-0.1.0.whl[train]'",
+        ),
+        (None, "pip install 'scaleray[train]'"),
+    ],
+)
+def test_an_extra_is_installed_from_where_scaleray_came(direct_url, command, monkeypatch):
+    class Installed:
+        def read_text(self, name):
+            assert name == "direct_url.json"
+            return direct_url
+
+    monkeypatch.setattr(metadata, "distribution", lambda name: Installed())
+    assert install_command("train") == command

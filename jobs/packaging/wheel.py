@@ -96,10 +96,16 @@ def pip(words: Sequence[str]) -> None:
 def readme_block(name: str) -> str:
     """A file that the README shows."""
     found = re.search(
-        rf"<!-- docs-test: {re.escape(name)} -->\n```\w*\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+        rf"<!-- docs-test: {re.escape(name)} -->\n```(\w*)\n(.*?)```", (ROOT / "README.md").read_text(), re.S
     )
     assert found is not None, name
-    return found.group(1)
+    kind, text = found.groups()
+    return after(text, "+") if kind == "diff" else text
+
+
+def after(difference: str, sign: str) -> str:
+    """One side of a difference: its common lines, and those with the sign."""
+    return "".join(line[1:] or line for line in difference.splitlines(keepends=True) if line[0] in (" ", "\n", sign))
 
 
 def use(commands: Path, folder: Path, *, tracking_uri: str | None = None) -> None:

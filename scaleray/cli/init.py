@@ -7,6 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from scaleray.common.installed import install_command
 from scaleray.errors import UsageError
 
 
@@ -48,7 +49,7 @@ def init(
         print(f"wrote {path}")
     about, config = KINDS[kind], files[1]
     if about.extra is not None:
-        print(f"it needs:  pip install 'scaleray[{about.extra}]'")
+        print(f"it needs:  {install_command(about.extra)}")
     print(f"look:      scaleray check -c {config}")
     print(f"train:     scaleray train -c {config}")
     print(f"test:      python -m pytest {files[2]}")

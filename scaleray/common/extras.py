@@ -7,6 +7,7 @@ import importlib
 from types import ModuleType
 
 from scaleray.common.idle_warnings import leave_out_idle_warnings
+from scaleray.common.installed import install_command
 from scaleray.errors import WorkloadError, first_line
 
 
@@ -16,7 +17,7 @@ def library(name: str, *, extra: str, wanted_by: str) -> ModuleType:
     Raises WorkloadError that names the extra, for a library that is absent and for one that does not load.
     """
     root = name.partition(".")[0]
-    install = f"pip install 'scaleray[{extra}]'"
+    install = install_command(extra)
     leave_out_idle_warnings()
     try:
         return importlib.import_module(name)

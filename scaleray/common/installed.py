@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import re
+import urllib.parse
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -33,13 +35,31 @@ NEWEST_TESTED = {"torch": "2.13", "ray": "2.60", "mlflow": "3.17"}
 """Newest releases that all tests passed with."""
 
 
+def install_command(extra: str) -> str:
+    """Command that installs an extra from where scaleray itself was installed: a clone, a wheel, else a package
+    index."""
+    return f"pip install '{_source()}[{extra}]'"
+
+
+def _source() -> str:
+    """Folder or file that scaleray was installed from; its name if it came from an index."""
+    try:
+        text = importlib.metadata.distribution("scaleray").read_text("direct_url.json")
+        address = urllib.parse.urlsplit(json.loads(text)["url"]) if text else None
+    except (importlib.metadata.PackageNotFoundError, ValueError, KeyError):
+        return "."
+    if address is None:
+        return "scaleray"
+    return urllib.parse.unquote(address.path) if address.scheme == "file" else f"scaleray @ {address.geturl()}"
+
+
 def missing_library(error: ModuleNotFoundError) -> UsageError | None:
     """The message for a failed import of a library that the extra `train` or `reports` brings; None for any other."""
     root = (error.name or "").partition(".")[0]
     if root not in (*OF_TRAIN, *OF_REPORTS) or importlib.util.find_spec(root) is not None:
         return None
     extra = "train" if root in OF_TRAIN else "reports"
-    return UsageError(f"the library {root}", None, "this needs it", f"pip install 'scaleray[{extra}]'")
+    return UsageError(f"the library {root}", None, "this needs it", install_command(extra))
 
 
 def names_what_is_missing(function: Callable[P, R]) -> Callable[P, R]:

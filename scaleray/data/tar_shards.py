@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from scaleray.common.filesystems import open_filesystem
+from scaleray.common.installed import install_command
 from scaleray.data.source_interface import hash_names
 from scaleray.data.sources import DatasetSource
 from scaleray.errors import DataError
@@ -176,7 +177,7 @@ def _decoded(ending: str, content: bytes, decoder: Callable[[bytes], Any] | None
             from PIL import Image
         except ImportError as exc:
             raise DataError(
-                f"the ending .{ending}", "an image", "decoding it needs Pillow", "pip install 'scaleray[images]'"
+                f"the ending .{ending}", "an image", "decoding it needs Pillow", install_command("images")
             ) from exc
         return {ending: np.array(Image.open(io.BytesIO(content)))}
     if kind == "json":

@@ -215,7 +215,8 @@ def evaluate_here(place: Place, task: Task, sources: Mapping[str, Source]) -> di
         )
         evaluations = Evaluations(place, given, lambda phase: None, job.config)
         evaluations.prepare(job, setup)
-        return dict(evaluations.run(task.weights.step or 0).metrics)
+        step = task.weights.step or 0
+        return dict(evaluations.run(step, evaluations.due(step, at_end=True)).metrics)
     finally:
         setup.close()
 
@@ -240,6 +241,7 @@ def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunCo
         {
             "evaluation": config.evaluation,
             "evaluation.every": None,
+            "evaluation.test": "with_others",
             "evaluation.micro_size": size,
             "scale": config.scale,
             "scale.workers": workers,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scaleray.common.installed import install_command
 from scaleray.errors import UsageError, WorkloadError, first_line
 from scaleray.models.model_call import ModelCall
 from scaleray.workload import user_traceback
@@ -90,7 +91,7 @@ def open_onnx(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
 def check_onnx() -> None:
     """Raise UsageError where a library that ONNX takes is not installed."""
     if missing := [name for name in ONNX if importlib.util.find_spec(name) is None]:
-        raise UsageError("--format", "onnx", f"it needs {', '.join(missing)}", "pip install 'scaleray[onnx]'")
+        raise UsageError("--format", "onnx", f"it needs {', '.join(missing)}", install_command("onnx"))
 
 
 def _program(module: nn.Module, call: ModelCall) -> Any:

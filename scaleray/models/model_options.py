@@ -82,7 +82,7 @@ class ExportOptions(ModelChoice):
     """Format of a file, and how it is compared with the model."""
 
     format: Format | None = None
-    """Format; by default that of the ending. onnx needs pip install 'scaleray[onnx]'."""
+    """Format; by default that of the ending. onnx needs the extra onnx of the installation."""
     dtype: DType | None = None
     """Type of the floating-point weights; by default as they were trained."""
     tolerance: float | None = None

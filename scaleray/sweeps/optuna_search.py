@@ -14,6 +14,7 @@ from typing import Any
 from ray import tune
 from ray.tune.search import Searcher
 
+from scaleray.common.installed import install_command
 from scaleray.errors import ConfigError, ScaleRayError
 from scaleray.sweeps.same_trainings import training_key, without_seed
 from scaleray.sweeps.search_space import LEARNING_RATE, SEED, LogUniform, Settings
@@ -241,8 +242,6 @@ def import_optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise ConfigError(
-            "--search", "optuna", "Optuna is not installed here", "pip install 'scaleray[search]'"
-        ) from None
+        raise ConfigError("--search", "optuna", "Optuna is not installed here", install_command("search")) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna

@@ -70,7 +70,7 @@ def said(outcomes: list[Outcome]) -> str:
 
 
 def as_markdown() -> str:
-    """The table of docs/planted_mistakes.md."""
+    """The table of planted_mistakes.md."""
     rows = ["| Mistake | Where | Only on several workers | Class | `verify` says |", "|---|---|---|---|---|"]
     for mistake in PLANTED.values():
         run = f"{mistake.strategy} x {mistake.world_size}"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from planted_mistakes import PLANTED, as_markdown, judge_planted, judge_sound, said
 
-DOCS = Path(__file__).parents[2] / "docs" / "planted_mistakes.md"
+DOCS = Path(__file__).parent / "planted_mistakes.md"
 CHEAP = (
     "means of ranks averaged", "updates not sent", "updates in bf16", "evaluation averages means", "schedule one step ahead",
     "optimizer not restored", "same masks after a resume", "momentum not averaged", "trained weights for the average",
@@ -51,5 +51,5 @@ def test_nine_of_ten_that_are_wrong_only_on_several_workers_are_found_and_eight_
     assert len(found) >= 0.9 * len(several) and len(named) >= 0.8 * len(several)
 
 
-def test_the_table_in_docs_is_that_of_the_code():
+def test_the_table_of_the_page_is_that_of_the_code():
     assert as_markdown() in DOCS.read_text()

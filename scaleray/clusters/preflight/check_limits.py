@@ -43,7 +43,7 @@ SLOW_PROCESSOR_YELLOW, SLOW_PROCESSOR_RED = 0.60, 0.25
 """Ours: the same for processors, which others may use at the same time; the fastest of several products counts."""
 CATALOGUE_YELLOW, CATALOGUE_RED = 0.70, 0.40
 """Share of what the planner's catalogue expects. Ours: published all-reduces and products lie within 30 % of it
-(docs/planner_accuracy.md); NVLink that fell back to PCIe has 0.13, InfiniBand that fell back to sockets 0.2."""
+(docs/plan.md); NVLink that fell back to PCIe has 0.13, InfiniBand that fell back to sockets 0.2."""
 SLOW_LINK_YELLOW, SLOW_LINK_RED = 0.70, 0.40
 """Share of the median of links of the same kind. Ours: pairs over one switch lie within a few percent of each other; a
 cable that came up at half its speed has 0.5, an adapter at a quarter 0.25."""

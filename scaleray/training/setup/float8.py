@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scaleray.common.installed import install_command
 from scaleray.config.precision import PrecisionSettings
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training.setup.blocks import model_blocks
@@ -95,7 +96,7 @@ def _converter(settings: PrecisionSettings) -> Callable[[nn.Linear], nn.Module]:
             "precision.float8",
             settings.float8,
             f"it needs torchao, which cannot be imported ({exc})",
-            "pip install 'scaleray[float8]'",
+            install_command("float8"),
         ) from exc
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(settings.float8),

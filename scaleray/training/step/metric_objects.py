@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from scaleray.common.installed import install_command
 from scaleray.common.metric_states import check_rules, share
 from scaleray.errors import WorkloadError
 from scaleray.training.setup.place import Place
@@ -73,7 +74,7 @@ def _checked(name: str, metric: Any, place: Place) -> Any:
         from torchmetrics import Metric
     except ImportError as exc:
         raise WorkloadError(
-            "metric_objects()", "there", "torchmetrics is not installed", "pip install 'scaleray[metrics]'"
+            "metric_objects()", "there", "torchmetrics is not installed", install_command("metrics")
         ) from exc
     if not isinstance(metric, Metric):
         raise WorkloadError(what, type(metric).__name__, "it must be a torchmetrics.Metric", "give each a name")

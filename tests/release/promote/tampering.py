@@ -1,6 +1,6 @@
 """Evidence that was changed after it was recorded, in every place that decides on a promotion, and what finds it.
 
-`test_tampering.py` asks about each, and keeps the table of docs/gates.md equal to this one.
+`test_tampering.py` asks about each, and keeps the table of tampering.md equal to this one.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ def put_back(*places: Path) -> Iterator[None]:
 
 
 def as_markdown() -> str:
-    """The table of docs/gates.md."""
+    """The table of tampering.md."""
     rows = ["| Changed | How | Asked | Found |", "|---|---|---|---|"]
     for one in TAMPERINGS:
         rows.append(f"| {one.place} | {one.what} | `{one.by}` | {(one.missed and f'no: {one.missed}') or 'yes'} |")

@@ -1,4 +1,4 @@
-"""Each kind of tampering is found, or is not for the reason that docs/gates.md gives."""
+"""Each kind of tampering is found, or is not for the reason that tampering.md gives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.release.gate.test_as_recorded import recorded  # noqa: F401 - a fixtu
 from tests.release.promote.tampering import GATE, TAMPERINGS, Recorded, as_markdown, put_back
 from tests.release.promote.test_verified import promoted  # noqa: F401 - a fixture
 
-DOCS = Path(__file__).parents[3] / "docs" / "gates.md"
+DOCS = Path(__file__).parent / "tampering.md"
 pytestmark = pytest.mark.combination
 
 

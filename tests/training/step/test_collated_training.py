@@ -222,7 +222,7 @@ def test_a_resumed_run_goes_on_with_its_steps_of_tokens_to_the_bit(tmp_path):
     train_alone(Sequences(), flags, folder=tmp_path, kill_at=8)
     assert train_alone(Sequences(), flags, folder=tmp_path).losses == whole.losses[8:]
     train_alone(Sequences(), flags, folder=tmp_path / "other", kill_at=8)
-    with pytest.raises(ConfigError, match="goes on with the batches that it began with"):
+    with pytest.raises(ConfigError, match="keeps the batches that it began with"):
         train_alone(Sequences(), {**flags, "batch.global_size": 24}, folder=tmp_path / "other")
 
 
