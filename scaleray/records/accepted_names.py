@@ -1,16 +1,16 @@
-"""Names and texts in the form in which MLflow takes them."""
+"""Names and texts in a form that MLflow accepts."""
 
 from __future__ import annotations
 
 import re
 
 LONGEST_NAME = 250
-"""Characters that MLflow takes for a name."""
+"""Maximum characters of a name in MLflow."""
 
 
 def acceptable_name(name: str) -> str:
-    """The name under which MLflow takes a metric, a param or a tag: other characters become _, as do parts of a path
-    that lead elsewhere, and the end of a long name is cut. Most names stay as they are.
+    """Name under which MLflow accepts a metric, a param or a tag: other characters become _, as do parts of a path that
+    lead elsewhere, and long names are cut. Most names are unchanged. Source: `mlflow.utils.validation` of MLflow 3.17.
 
     Source: `mlflow.utils.validation` of MLflow 3.17.
     """
@@ -20,5 +20,5 @@ def acceptable_name(name: str) -> str:
 
 
 def acceptable_text(text: str) -> str:
-    """A text with escapes in the place of what UTF-8 cannot hold, such as undecodable bytes of a file's name."""
+    """A text with escapes in place of characters that UTF-8 cannot hold, such as undecodable bytes of a file name."""
     return text.encode(errors="backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Alerts that a run raised of itself, as `alerts.jsonl` in its folder has them: a line for each that began or ended."""
+"""Alerts of a run, as in `alerts.jsonl` in its folder: one line for each that began or ended."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ State = Literal["firing", "resolved"]
 
 @dataclass(frozen=True)
 class Alert:
-    """An alert that begins, or one that is over."""
+    """An alert that has begun or ended."""
 
     name: str
     """Name of its rule, see docs/monitoring.md."""
@@ -38,7 +38,7 @@ class Alert:
 
     @property
     def is_firing(self) -> bool:
-        """Whether it is not over."""
+        """Whether the alert is not over."""
         return self.state == "firing"
 
     def to_line(self) -> str:
@@ -53,13 +53,13 @@ class Alert:
 
 
 def parse_alerts(text: str) -> list[Alert]:
-    """Alerts of an `alerts.jsonl`, oldest first. Lines that are no alert are left out: a last one may be half
-    written, and a newer version may write others."""
+    """Alerts of an `alerts.jsonl`, oldest first. Other lines are left out: the last one may be half written, and a
+    newer version may write others."""
     return [alert for line in text.splitlines() if (alert := _parse(line)) is not None]
 
 
 def firing(alerts: Iterable[Alert]) -> list[Alert]:
-    """Those of them that are not over, in the order in which they began."""
+    """Alerts of these that are not over, in the order in which they began."""
     newest: dict[str, Alert] = {}
     for alert in alerts:
         newest.pop(alert.name, None)
@@ -69,7 +69,7 @@ def firing(alerts: Iterable[Alert]) -> list[Alert]:
 
 
 def counted(names: Iterable[str]) -> str:
-    """Names of alerts in one line, the first one first, each with how often it began."""
+    """Names of alerts in one line, in order of their first begin, each with its count."""
     return ", ".join(name if times == 1 else f"{name} ({times} times)" for name, times in Counter(names).items())
 
 

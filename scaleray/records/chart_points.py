@@ -1,4 +1,4 @@
-"""The points of MLflow's charts: which of a run's steps become one, with which figures, each of them once."""
+"""Points of MLflow's charts: which of a run's steps become one, and with which values, each only once."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Points:
         self._new: list[Point] = []
 
     def take(self) -> list[Point]:
-        """Take what has been added since the last time."""
+        """Take the points added since the last call."""
         points, self._new = self._new, []
         return points
 
@@ -56,7 +56,7 @@ class Points:
                 self.known[name] = step
 
     def _name_of(self, given: str) -> str:
-        """The name of a metric in MLflow, which no other metric has."""
+        """Name of a metric in MLflow, unique among metrics."""
         if given not in self._names:
             name, number = acceptable_name(given), 2
             while name in self._names.values():
@@ -65,7 +65,7 @@ class Points:
         return self._names[given]
 
     def renamed(self) -> dict[str, str]:
-        """Metrics of which MLflow does not take the name, and what they are called there."""
+        """Metrics whose name MLflow does not accept, and their names there."""
         return {given: name for given, name in self._names.items() if given != name}
 
     def add_step(self, record: StepRecord, *, num_nonfinite: int) -> None:
@@ -105,7 +105,7 @@ class Points:
         self._window = _Window()
 
     def add_checkpoint(self, record: CheckpointRecord) -> None:
-        """Add what a checkpoint cost."""
+        """Add the cost of a checkpoint."""
         points = {
             names.CHECKPOINT_STALL_S.name: record.stall_s,
             names.CHECKPOINT_DURATION_S.name: record.duration_s,

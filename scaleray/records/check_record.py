@@ -12,7 +12,7 @@ GOOD, DOUBTFUL, WRONG = "good", "doubtful", "wrong"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. verdict: good, doubtful (training starts all the same) or wrong."""
+    """One finding. verdict: good, doubtful (training starts nevertheless) or wrong."""
 
     subject: str
     verdict: str
@@ -21,7 +21,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """A column of a micro-batch as the loss gets it. low, high: of what was read, None where there are no numbers."""
+    """A column of a micro-batch as the loss gets it. low, high: range of the rows read, None if there are no
+    numbers."""
 
     name: str
     shape: str
@@ -32,7 +33,7 @@ class ColumnFacts:
 
 @dataclass(frozen=True)
 class CheckRecord(JsonRecord):
-    """The outcome of `scaleray check`."""
+    """Result of `scaleray check`."""
 
     workload: str
     findings: list[Finding] = field(default_factory=list)
@@ -48,7 +49,7 @@ class CheckRecord(JsonRecord):
 
     @property
     def verdict(self) -> str:
-        """The outcome in a line."""
+        """The result in a line."""
         wrong = [f.subject for f in self.findings if f.verdict == WRONG]
         doubtful = [f.subject for f in self.findings if f.verdict == DOUBTFUL]
         if wrong:

@@ -1,4 +1,4 @@
-"""The conditions of a record as flat keys, in which of them records differ, and which records repeat one another."""
+"""Conditions of a record as flat keys, the differences between records, and which records repeat one another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECTIONS = ("config", "derived", "code", "environment", "topology", "data")
 NAMES_OF_THE_RUN = ("tracking.run_name",)
 """Keys of the config that differ between any two runs and mean nothing."""
 MEASURED_OF_DATA = "row_us"
-"""Last part of the keys of the data that are a measurement, which differs between any two runs: no condition."""
+"""Last part of the data keys that are measurements, which differ between any two runs and are no conditions."""
 
 Conditions = dict[str, dict[str, Any]]
 """Conditions by section, then by dotted key."""
@@ -27,7 +27,7 @@ Conditions = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Difference:
-    """One key and what it is in each record, in order; `missing` where a record does not know it."""
+    """One key and its value in each record, in order; `missing` if a record does not have it."""
 
     section: str
     key: str
@@ -35,7 +35,7 @@ class Difference:
 
 
 def conditions(record: RunRecord | StudyRecord | SweepRecord) -> Conditions:
-    """The conditions of a record: what decides how it came about."""
+    """Conditions of a record: everything that decided its result."""
     found: Conditions = {section: {} for section in SECTIONS}
     found["config"] = {k: v for k, v in leaves(record.config) if k not in NAMES_OF_THE_RUN}
     if isinstance(record, RunRecord):
@@ -64,8 +64,8 @@ def differences(of: Sequence[Conditions]) -> list[Difference]:
 
 
 def repeat_key(record: RunRecord | StudyRecord | SweepRecord) -> str:
-    """A key that records share which repeat one another: trainings that differ in their seed and in nothing that could
-    change their result or their speed, studies and sweeps of the same conditions."""
+    """Key shared by records that repeat one another: trainings that differ only in their seed and in settings without
+    effect on result or speed; studies and sweeps of the same conditions."""
     if not isinstance(record, RunRecord):
         hashed = record.conditions
         return " ".join((hashed.config_hash, hashed.code_hash, hashed.environment_hash, hashed.topology_hash))
@@ -76,7 +76,7 @@ def repeat_key(record: RunRecord | StudyRecord | SweepRecord) -> str:
 
 
 def _topology(record: RunRecord) -> dict[str, Any]:
-    """Kinds of nodes and workers and how many there are: the addresses of nodes say nothing."""
+    """Kinds of nodes and workers and their number, without addresses."""
     nodes, workers = record.environment.get("topology", []), record.environment.get("workers", [])
     per_node = Counter(str(worker.get("node")) for worker in workers)
     return {

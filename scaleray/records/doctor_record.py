@@ -17,7 +17,7 @@ WORST_FIRST: tuple[Verdict, ...] = ("red", "yellow", "green", "not applicable")
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightCheck:
-    """One thing that was looked at: what was found, what is allowed, and what to do where that is not kept."""
+    """One check: the finding, the limit, and the remedy if the limit is exceeded."""
 
     name: str
     verdict: Verdict
@@ -28,7 +28,7 @@ class PreflightCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSeen:
-    """A GPU as NVIDIA's driver shows it, whether or not it is in use."""
+    """A GPU as reported by NVIDIA's driver, whether or not it is in use."""
 
     index: int
     name: str
@@ -43,7 +43,7 @@ class GpuSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSeen:
-    """Room at one place of a node. use: what a training keeps there."""
+    """Free space at one path of a node. use: files of a training that are stored there."""
 
     use: str
     path: str
@@ -53,18 +53,18 @@ class DiskSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSeen:
-    """One node by what it says of itself. error: why it could not be looked at; the rest is then empty."""
+    """One node, by its own report. error: reason why it could not be inspected; the rest is empty then."""
 
     name: str
-    """Its address, and where several nodes have one address its id as well."""
+    """Address of the node, with its id if several nodes share the address."""
     machine: str = ""
-    """Id of the machine's last start: nodes that have the same one are on one machine."""
+    """Id of the machine's last boot: nodes with the same id are on one machine."""
     is_drivers: bool = False
     python: str = ""
     packages: dict[str, str] = field(default_factory=dict)
     """Versions by normalised name."""
     accelerators: dict[str, str] = field(default_factory=dict)
-    """Versions of `driver`, `cuda`, `cudnn` and `nccl`, those that there are."""
+    """Versions of `driver`, `cuda`, `cudnn` and `nccl`, as far as they exist."""
     gpus: list[GpuSeen] = field(default_factory=list)
     torch_gpus: int = 0
     """GPUs that torch can use."""
@@ -80,7 +80,7 @@ class NodeSeen:
     port_range: int | None = None
     """Number of ports that the system hands out."""
     mlflow_error: str | None = None
-    """Why MLflow does not answer here; empty: it does; None: it was not asked."""
+    """Error when MLflow is reached from here; empty if it answers, None if it was not asked."""
     error: str = ""
 
 
@@ -102,7 +102,7 @@ class StorageSeen:
     write_bytes_per_s: float | None = None
     read_bytes_per_s: float | None = None
     does_not_see: list[str] = field(default_factory=list)
-    """Nodes whose files it does not find, or finds with another content."""
+    """Nodes whose files are missing there, or have other content."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,7 @@ class DeviceRate:
 
     @property
     def name(self) -> str:
-        """The device and its node."""
+        """Device and node."""
         return f"{self.device} of {self.node}"
 
 
@@ -134,13 +134,13 @@ class LinkRate:
 
     @property
     def name(self) -> str:
-        """Both ends."""
+        """Both ends of the link."""
         return f"{self.one} - {self.other}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """The pairs of a tournament that were measured. rounds: those that were played, of all that it takes."""
+    """Measured pairs of a tournament. rounds: rounds played, of the total number."""
 
     pairs: list[LinkRate] = field(default_factory=list)
     rounds: int = 0
@@ -165,7 +165,7 @@ class AllReduceTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Everything that was seen and measured, before anything is judged."""
+    """All observations and measurements, before they are judged."""
 
     nodes: list[NodeSeen]
     has_ray: bool = False
@@ -173,9 +173,9 @@ class Measured:
     tracking_uri: str = ""
     """Without a password."""
     tracking_error: str = ""
-    """Why MLflow does not answer the driver; empty: it does."""
+    """Error when MLflow is reached from the driver; empty if it answers."""
     network: str = ""
-    """The network between nodes as it was given; empty if it was not."""
+    """The given network between nodes; empty if none was given."""
     clocks: list[ClockSeen] = field(default_factory=list)
     closed: list[tuple[str, str]] = field(default_factory=list)
     """Pairs of nodes of which the first cannot reach a port of the second."""
@@ -184,17 +184,17 @@ class Measured:
     all_reduces: list[AllReduceTime] = field(default_factory=list)
     links: Links = field(default_factory=Links)
     not_measured: dict[str, str] = field(default_factory=dict)
-    """By what was not measured (`clocks`, `ports`, `storage`, `rates`, `links`), why."""
+    """Reason for each measurement that was not made (`clocks`, `ports`, `storage`, `rates`, `links`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorRecord(JsonRecord):
-    """The outcome of `scaleray doctor`."""
+    """Result of `scaleray doctor`."""
 
     checks: list[PreflightCheck]
     measured: Measured
     address: str = ""
-    """Of the Ray cluster; empty: this machine, without Ray."""
+    """Address of the Ray cluster; empty for this machine without Ray."""
     duration_s: float = 0.0
     mlflow_link: str = ""
 
@@ -206,7 +206,7 @@ class DoctorRecord(JsonRecord):
 
     @property
     def verdict(self) -> str:
-        """The outcome in a line."""
+        """The result in a line."""
         red, yellow, green = ([c.name for c in self.checks if c.verdict == one] for one in (RED, YELLOW, GREEN))
         words = [f"red: {', '.join(red)}"] if red else []
         words += [f"yellow: {', '.join(yellow)}"] if yellow else []

@@ -7,13 +7,13 @@ from typing import Any
 
 OWNER, PURPOSE, HARDWARE, TOPOLOGY = "mlflow.user", "scaleray.purpose", "scaleray.hardware", "scaleray.topology"
 PROFILED = "scaleray.profiled"
-"""Tag of a training whose only purpose is to see where its time goes."""
+"""Tag of a training whose only purpose is its profile."""
 EXCEPTIONS = "scaleray.policy_exceptions"
 """Tag with each constraint of the team's policy that is broken, and the reason."""
 INVALID = "scaleray.invalid"
 """Tag of an experiment that must not be used: the reason, its author and the time."""
 SEAL = "scaleray.seal."
-"""Beginning of tags with the SHA-256 of what was measured."""
+"""First part of tags with the SHA-256 of measurements."""
 CERTIFICATE_SHA256 = f"{SEAL}certificate"
 """Tag of a verification with the SHA-256 of its certificate.json."""
 
@@ -32,8 +32,8 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One experiment as the registry knows it. values: its known fields by name. problem: why its numbers cannot be
-    those that were measured; None if they can."""
+    """One experiment as the registry knows it. values: its known fields by name. problem: reason why its numbers are
+    not the measured ones; None if they are."""
 
     run_id: str
     parent_id: str | None = None
@@ -42,7 +42,7 @@ class Experiment:
 
     @property
     def kind(self) -> str:
-        """Its kind."""
+        """Kind of the experiment."""
         return str(self.values["kind"])
 
     @property

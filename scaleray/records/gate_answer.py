@@ -14,7 +14,7 @@ Answer = Literal["pass", "fail", "inconclusive"]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One check of a gate: what was asked, the answer in a word and in a sentence, and the numbers behind it."""
+    """One check of a gate: the question, the answer as a word and as a sentence, and the numbers behind it."""
 
     what: str
     answer: Answer
@@ -23,8 +23,8 @@ class Check:
     power: float | None = None
     """Probability that the check passes with as many runs where nothing is worse. None for a check without noise."""
     runs_needed: int | None = None
-    """Runs of each side, or what `needed_of` says, with which that probability reaches `POWER`. None for a check
-    without noise, and where nothing is known of the noise or no number would do."""
+    """Runs of each side, or of `needed_of`, with which that probability reaches `POWER`. None for a check without
+    noise, if the noise is unknown, or if no number suffices."""
     needed_of: str = "runs of each side"
     remedy: str = ""
     """Command or key to continue with, if the check did not pass. `-c FILE` means the run's config, `RUN` the run, and
@@ -34,7 +34,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
-    """The answer of one gate. command: what asks it again of the same evidence."""
+    """Answer of one gate. command: repeats the gate on the same evidence."""
 
     gate: str
     answer: Answer
@@ -43,7 +43,7 @@ class GateResult:
 
 
 def together(answers: Iterable[Answer]) -> Answer:
-    """One answer for several: `fail` where one fails, else `inconclusive` where one is or there is none."""
+    """Combine answers: `fail` if one fails, else `inconclusive` if one is or there is none."""
     found = list(answers)
     if "fail" in found:
         return "fail"

@@ -39,7 +39,7 @@ class GateRecord(JsonRecord):
         )
 
     def lines(self) -> list[str]:
-        """The answer, each gate's, and what did not pass."""
+        """The answer, the answer of each gate, and the checks that did not pass."""
         found = [f"{self.answer}: {self.run}"]
         for gate in self.gates:
             found.append(f"{gate.gate}: {gate.answer}")

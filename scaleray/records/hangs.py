@@ -14,7 +14,7 @@ from typing import Any
 from scaleray.records.json_record import JsonRecord
 
 HANGS = "hangs"
-"""Folder of a run with a folder for each group of workers that stood still, named by the time it was started."""
+"""Folder of a run with a subfolder for each stalled group of workers, named by its start time."""
 CALLS_KEPT, CALLS_OF_A_GROUP = 500, 20
 """Calls of collectives, the newest of all and of each group, that a dump has."""
 LINES_KEPT = 4
@@ -29,7 +29,7 @@ def dump_name(rank: int) -> str:
 
 
 def stacks_name(rank: int) -> str:
-    """File of the stacks of a rank that cannot speak, see `training/health/stack_file.py`."""
+    """File of the stacks of a rank that cannot report, see `training/health/stack_file.py`."""
     return f"rank-{rank:05d}.txt"
 
 
@@ -47,18 +47,18 @@ class Line:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Key by which two lines differ."""
+        """Key that identifies a line."""
         return self.file, self.number
 
 
 def place_of(lines: Sequence[Line]) -> str:
-    """The innermost of some lines, and the one that it was called from."""
+    """Innermost of some lines, and its caller."""
     return ", called at ".join(str(line) for line in lines[:2])
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group, under the name that all of its ranks know it by."""
+    """A process group, under a name that is the same on all of its ranks."""
 
     name: str
     description: str
@@ -67,7 +67,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, or a message to one other rank, as a rank called it."""
+    """A collective, or a message to one other rank, as called by a rank."""
 
     group: str
     backend: str
@@ -78,7 +78,7 @@ class Call:
     output_sizes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     is_done: bool
-    """Whether it is over, with success or without."""
+    """Whether it is finished, with success or without."""
     called_at_ns: int
     is_message: bool = False
     """Whether it goes between two ranks only; such calls have sequence numbers of their own."""
@@ -103,19 +103,19 @@ class Thread:
 
 @dataclass(frozen=True)
 class RankDump(JsonRecord):
-    """Activity of one rank, by its own account."""
+    """Activity of one rank, by its own report."""
 
     rank: int
     world_size: int
     node: str
     process: int
     why: str
-    """Reason for the dump, in words."""
+    """Reason for the dump, as text."""
     step: int
-    """Steps that are complete."""
+    """Complete steps."""
     phase: str
     since_s: float
-    """Seconds that it has been in the phase."""
+    """Seconds in the current phase."""
     recorded_at: float
     """Wall clock, in seconds since 1970."""
     torch: str
@@ -123,14 +123,14 @@ class RankDump(JsonRecord):
     calls: tuple[Call, ...] | None = None
     """Its last collectives, in the order of their calls; None where torch's Flight Recorder could not be read."""
     has_all_calls: bool = False
-    """Whether no call of this process is wanting."""
+    """Whether no call of this process is missing."""
     is_after_error: bool = False
-    """Whether a collective has failed before: its calls all look done then."""
+    """Whether a collective failed before: its calls all look done then."""
     stands_on: tuple[Line, ...] = ()
-    """Lines of the training thread in the user's code, innermost first, or the innermost of all."""
+    """Current lines of the training thread in the user's code, innermost first, or its innermost line."""
     threads: tuple[Thread, ...] = ()
     is_complete: bool = True
-    """Whether the threads' lines are in it: a dump is written without them first."""
+    """Whether it has the threads' lines: a dump is written without them first."""
 
     def lines(self) -> list[str]:
         """The rank, its activity, and its lines."""
@@ -151,7 +151,7 @@ def calls_of(entries: Sequence[dict[str, Any]], lines: Sequence[tuple[Line, ...]
 
 
 def are_all(entries: Sequence[dict[str, Any]], calls: Sequence[Call]) -> bool:
-    """Whether the calls are all that the process has made."""
+    """Whether these are all calls of the process."""
     oldest: dict[str, int] = {}
     for entry in entries:  # each backend counts its own
         oldest.setdefault(str(entry["profiling_name"]).partition(":")[0], int(entry["record_id"]))

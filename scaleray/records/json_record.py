@@ -33,7 +33,7 @@ class JsonRecord(Printed):
     """Version of the keys, see SCHEMA_VERSION. Records without it are of version 1."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as JSON can hold it; NaN and infinity become null, as JSON has no word for them."""
+        """The record as JSON values; NaN and infinity become null, as JSON has neither."""
         values: dict[str, Any] = jsonable(dataclasses.asdict(self))
         return values
 
@@ -55,7 +55,7 @@ class JsonRecord(Printed):
 
 
 def of_known_version(text: str | bytes) -> str | bytes:
-    """The text of a record. Raises NewerRecord for one of a newer version: its keys would be lost or misread."""
+    """Return the text of a record. Raises NewerRecord for a newer version, whose keys would be lost or misread."""
     try:
         values = load_json(text)
     except ValueError:
@@ -92,7 +92,7 @@ def _problem(error: Mapping[str, Any]) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """The value as JSON can hold it: NaN and infinity become null, and a value that is not plain becomes its text."""
+    """The value as JSON: NaN and infinity become null, and other objects become text."""
     if isinstance(value, dict):
         return {str(k): jsonable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -14,8 +14,8 @@ from scaleray.records.json_record import JsonRecord
 
 FILE = "live.json"
 STARTING, RUNNING, LOST = "STARTING", "RUNNING", "LOST"
-"""Statuses of a run that has not ended; those of MLflow (FINISHED, FAILED, KILLED) are of one that has. LOST: nothing
-was heard of it for LOST_S, and it has not said how it ended."""
+"""Statuses of a run that has not ended; those of MLflow (FINISHED, FAILED, KILLED) are for ended runs. LOST: no sign of
+life for LOST_S, and no report of its end."""
 LOST_S = 30.0
 
 
@@ -44,7 +44,7 @@ class RankNow:
     step: int
     phase: str
     since_s: float
-    """Seconds that it has been in this phase."""
+    """Seconds in the current phase."""
     silent_s: float
     """Seconds since its last sign of life."""
     step_time_s: float | None = None
@@ -61,11 +61,11 @@ class LiveState(JsonRecord):
 
     name: str
     kind: str = "train"
-    """Kind of record that it will be: `train`, `study` or `sweep`."""
+    """Kind of its later record: `train`, `study` or `sweep`."""
     status: str = STARTING
-    """`STARTING`, `RUNNING`, `LOST`, or how it ended: `FINISHED`, `FAILED` or `KILLED`."""
+    """`STARTING`, `RUNNING`, `LOST`, or, after its end, `FINISHED`, `FAILED` or `KILLED`."""
     verdict: str = ""
-    """Why it ended, in words."""
+    """Reason for its end, as text."""
     run_id: str = ""
     """Id in MLflow."""
     mlflow_link: str = ""
@@ -74,18 +74,18 @@ class LiveState(JsonRecord):
     workers: int = 0
     started_at: float | None = None
     seen_at: float | None = None
-    """When the run last said something of itself."""
+    """Time of the run's last report."""
     step: int = 0
     total_steps: int | None = None
     epoch: float | None = None
     left_s: float | None = None
-    """Seconds that are left at the speed since its start."""
+    """Seconds left at the mean speed since its start."""
     loss: float | None = None
     learning_rate: float | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None
     curve: list[tuple[float, float | None]] = field(default_factory=list)
-    """Step and loss over the whole run, each the mean of some steps; no number where it was not finite."""
+    """Step and loss over the whole run, each the mean of some steps; None if it was not finite."""
     step_time_s: float | None = None
     """Mean of the last half minute, as are the next three."""
     samples_per_s: float | None = None
@@ -99,10 +99,10 @@ class LiveState(JsonRecord):
     """Last evaluation, by `split/metric`."""
     nonfinite_steps: int = 0
     attempts: int = 1
-    """How often it was started, or lost workers and went on."""
+    """Number of starts, including restarts after lost workers."""
     repeated_steps: int = 0
     goodput: float | None = None
-    """Share of its time so far that was steps that count."""
+    """Share of its time so far spent in steps that count."""
     checkpoint_step: int | None = None
     checkpoint_at: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
@@ -113,9 +113,9 @@ class LiveState(JsonRecord):
     events: list[str] = field(default_factory=list)
     """Last warnings and other events, the newest at the end."""
     waiting_points: int = 0
-    """Points that MLflow has not taken yet."""
+    """Points that MLflow has not accepted yet."""
     done: float | None = None
-    """Part of `total` that a study or a sweep has done, in `unit`."""
+    """Completed part of `total` of a study or a sweep, in `unit`."""
     total: float | None = None
     unit: str = ""
     notes: list[str] = field(default_factory=list)
@@ -123,16 +123,16 @@ class LiveState(JsonRecord):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether nothing more will come."""
         return self.status not in (STARTING, RUNNING, LOST)
 
     @property
     def firing(self) -> list[Alert]:
-        """The alerts that are not over."""
+        """Alerts that are not over."""
         return [alert for alert in self.alerts if alert.is_firing]
 
     def lines(self) -> list[str]:
-        """The run in a few lines."""
+        """Summary of the run in a few lines."""
         of = f" of {self.total_steps}" if self.total_steps else ""
         return [
             f"{self.kind} {self.name}: {self.status}",

@@ -1,5 +1,5 @@
-"""Writes to MLflow, as values: a writer queues them, an outbox keeps what MLflow does not take, a store carries them
-out."""
+"""Writes to MLflow, as values: a writer queues them, an outbox stores those that MLflow does not accept, a store
+executes them."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class LogMetrics:
     points: list[Point]
 
     def after(self, known: Mapping[str, int]) -> LogMetrics:
-        """The same operation without points that MLflow has. known: the newest step of each metric in it."""
+        """The operation without points that MLflow has already. known: the newest step of each metric in it."""
         return LogMetrics([point for point in self.points if point[3] > known.get(point[0], -1)])
 
 
 @dataclass(frozen=True)
 class LogParams:
-    """Params of the run, which are written once and stay."""
+    """Params of the run, which are written once and never change."""
 
     values: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class SetTags:
-    """Tags of the run, of which the last value counts."""
+    """Tags of the run; the last value counts."""
 
     values: Mapping[str, Any]
 
     @classmethod
     def of_event(cls, number: int, event: EventRecord) -> SetTags:
-        """The tag of a run's nth event, from 1."""
+        """Tag of a run's nth event, from 1."""
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.recorded_at))
         return cls({f"{EVENT_TAG}{number:03d}": f"{at} | {event.text}"[:4000]})
 
 
 @dataclass(frozen=True)
 class LogArtifact:
-    """A local file or folder, to be uploaded. folder: where among the artifacts; None is their root."""
+    """A local file or folder to upload. folder: its folder among the artifacts; None is their root."""
 
     path: str
     folder: str | None = None
@@ -76,7 +76,7 @@ class EndRun:
 
 @dataclass(frozen=True)
 class LogChild:
-    """A child that has ended, whole. key: which point or trial it is. Times: wall clock in ms since 1970."""
+    """A finished child, as a whole. key: its point or trial. Times: wall clock in ms since 1970."""
 
     key: str
     name: str
@@ -90,24 +90,24 @@ class LogChild:
 
 @dataclass(frozen=True)
 class LogToChildren:
-    """Points of metrics for children, by key; what MLflow lacks of these has none."""
+    """Points of metrics for children, by key; children that MLflow lacks get none."""
 
     points: Mapping[str, Sequence[Point]]
 
 
 @dataclass(frozen=True)
 class LearnChildren:
-    """Learn what a continued run has: children that were written whole stay, and the others are removed."""
+    """Load the children of a continued run: those that were written completely stay, and the others are removed."""
 
 
 @dataclass(frozen=True)
 class RemoveHalfWritten:
-    """Remove children that a request made which MLflow's client had given up and repeated; nothing is in them."""
+    """Remove empty children of a request that MLflow's client had given up and repeated."""
 
 
 @dataclass(frozen=True)
 class SaveView:
-    """A tag of the experiment that holds a chart page. Left out where MLflow refuses it."""
+    """A tag of the experiment that holds a chart page. Skipped if MLflow refuses it."""
 
     key: str
     value: str
@@ -125,7 +125,7 @@ _NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def pieces_of(operation: Operation) -> list[Operation]:
-    """The operation as several, one for each point, param or tag; a list of itself where it has one or none."""
+    """The operation as several, one per point, param or tag; a list of itself if it has one or none."""
     if isinstance(operation, LogMetrics):
         return [LogMetrics([point]) for point in operation.points]
     if isinstance(operation, LogParams | SetTags):
@@ -134,7 +134,7 @@ def pieces_of(operation: Operation) -> list[Operation]:
 
 
 def shown(operation: Operation) -> str:
-    """A few words that say which operation it is."""
+    """Short description of the operation."""
     if isinstance(operation, LogMetrics):
         return f"a point of the metric {operation.points[0][0]!r}" if operation.points else "points of metrics"
     if isinstance(operation, LogArtifact):

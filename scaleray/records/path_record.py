@@ -1,4 +1,4 @@
-"""The record of a path from a baseline to a promoted model: what was decided, what was run, and what came of it."""
+"""Record of a path from a baseline to a promoted model: its decisions, its commands, and their results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ STEPS = ("baseline", "distribute", "optimise", "validate", "produce")
 """The steps of a path, in their order."""
 OVER = ("done", "skipped")
 Act = Literal["command", "train", "faults", "soak", "decide", "runbook"]
-"""Kind of a task: a command, a training, one that is killed and continues, a long one that is judged, a person's
-decision, or a page that the path writes.
-"""
+"""Kind of a task: a command, a training, one that is killed and resumed, a long one that is judged, a person's
+decision, or a page written by the path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathTask:
-    """One task of a path. key: `STEP/NAME`, unique; command: words after `scaleray`, none where there is no command."""
+    """One task of a path. key: `STEP/NAME`, unique; command: words after `scaleray`, empty if there is no command."""
 
     key: str
     what: str
@@ -28,18 +27,18 @@ class PathTask:
     status: Status = "open"
     command: list[str] = field(default_factory=list)
     ran: list[str] = field(default_factory=list)
-    """The command as it was run: in place of `{study}` and the like are what earlier tasks gave."""
+    """The executed command: placeholders such as `{study}` are replaced by results of earlier tasks."""
     exit_code: int | None = None
     started_at: float | None = None
     """Wall clock in s."""
     duration_s: float | None = None
     by: str = ""
     folder: str = ""
-    """Where the command wrote its record."""
+    """Folder of the command's record."""
     figures: dict[str, float] = field(default_factory=dict)
     """Measurements of a training, by name."""
     words: str = ""
-    """Summary of the record that it wrote, or why it failed or was skipped, or what a person must decide."""
+    """Summary of the command's record, or why it failed or was skipped, or the decision that a person must make."""
 
     @property
     def step(self) -> str:
@@ -48,7 +47,7 @@ class PathTask:
 
     @property
     def shell(self) -> str:
-        """The command for a shell, as it was run; before that, capitals mark results of earlier tasks."""
+        """The executed command for a shell; before that, capitals are placeholders for results of earlier tasks."""
         words = [word[1:-1].upper() if word[:1] + word[-1:] == "{}" else word for word in self.ran or self.command]
         return shlex.join(["scaleray", *words]) if words else ""
 

@@ -25,22 +25,21 @@ class Phase(StrEnum):
     FORWARD = "forward"
     """A forward pass, to the loss."""
     BACKWARD = "backward"
-    """A backward pass: with concurrent collectives it may wait for others."""
+    """A backward pass; with concurrent collectives it may include waiting for others."""
     COMMUNICATION = "exposed_communication"
     """Waiting for a collective: computing during collectives is not part of it. If ranks' arrivals are known, a profile
     has the transfer alone here, otherwise the wait for the slowest rank as well.
     """
     STRAGGLER = "waiting_for_slowest"
-    """Standing still in a collective to which another rank has not come yet. Found from arrivals: no worker enters
-    it."""
+    """Idle in a collective that another rank has not reached yet. Found from arrivals: no worker enters this phase."""
     OPTIMIZER = "optimizer"
-    """Looking at gradients, clipping and the update."""
+    """Inspection of gradients, clipping and the update."""
     HOST = "host"
     """The host's own work around passes and update: the loop, hooks, launching, waiting for room on the device."""
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
     OTHER = "other"
-    """Whatever has no name: records, observers, callbacks."""
+    """Everything else: records, observers, callbacks."""
 
 
 Enter = Callable[[Phase], Phase]
@@ -59,14 +58,14 @@ PARTS = (
     Phase.CHECKPOINT,
     Phase.OTHER,
 )
-"""Parts of a step in a profile, in the order in which they are shown. They add up to the step."""
+"""Parts of a step in a profile, in display order. They add up to the step."""
 
 OWN_BUSINESS = (Phase.INPUT, Phase.COMPILING)
-"""Phases in which a worker waits for no other one."""
+"""Phases in which a worker waits for no other worker."""
 MAY_WAIT = (Phase.BACKWARD, Phase.COMMUNICATION, Phase.HOST, Phase.OTHER)
 """Phases in which a worker may wait for the others, or for its device, which waits for theirs."""
 TIMED = (Phase.COPY, Phase.FORWARD, Phase.OPTIMIZER, Phase.EVALUATION)
-"""Phases that nothing else limits: input and collectives have time limits of their own."""
+"""Phases without a time limit of their own: input and collectives have one."""
 
 EVALUATING = "evaluating"
 IN_WORDS = {

@@ -1,4 +1,4 @@
-"""Conclusions from a study's points in addition to their curves: text, and the planner's model among the laws."""
+"""Conclusions from a study's points in addition to their curves: text, and the planner's model as a law."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scaleray.studies.hardware import OVERSUBSCRIBED, RELAUNCHED
 from scaleray.studies.study_options import MODES
 
 KNOWN = tuple(name for name, traits in TRAITS.items() if not traits.trains_apart and not traits.splits_replica)
-"""Strategies whose steps the planner knows as scaleray takes them."""
+"""Strategies whose steps the planner models as scaleray takes them."""
 GRADIENT_BYTES = {"none": 4.0, "fp16": 2.0, "bf16": 2.0}
 STATE_BYTES = {"sgd": 4, "lars": 4}
 
@@ -96,7 +96,7 @@ def _size(point: Point) -> Size:
 
 
 def _doubled(largest: Point) -> Size | None:
-    """Twice the workers of the largest point; None where a strong curve's batch cannot be divided among them."""
+    """Twice the workers of the largest point; None if a strong curve's batch cannot be divided among them."""
     workers, batch, micro = 2 * largest.workers, largest.global_batch_size, largest.micro_batch_size
     if largest.mode == "weak":
         return Size(
@@ -161,7 +161,7 @@ def planner_laws(
 
 
 def words_of(curves: Sequence[Curve], points: Sequence[Point], target: str, notes: Iterable[str]) -> list[str]:
-    """Every curve's verdict, and what else a reader should know. notes: more sentences; empty ones count as none."""
+    """The verdict of every curve, and further notes for a reader. notes: more sentences; empty ones are ignored."""
     noisy = study_noise.surest(points)
     return [
         *(curve.verdict for curve in curves if curve.verdict),
@@ -173,7 +173,7 @@ def words_of(curves: Sequence[Curve], points: Sequence[Point], target: str, note
 
 
 def about_target(target: str, points: Sequence[Point]) -> list[str]:
-    """A sentence where not every point's training to the target reached it."""
+    """A sentence if some points' training missed the target."""
     trained = [(point, point.to_target) for point in points if point.to_target is not None]
     missed = [(point, result) for point, result in trained if not result.is_reached]
     if not missed:
@@ -193,7 +193,7 @@ def about_target(target: str, points: Sequence[Point]) -> list[str]:
 
 
 def about_launches(points: Sequence[Point]) -> list[str]:
-    """A sentence where points of one curve were measured by different launches."""
+    """A sentence if points of one curve come from different launches."""
     apart: list[str] = []
     for mode in MODES:
         own = [(point, {launch_of(name) for name in point.rounds} - {""}) for point in points if point.mode == mode]

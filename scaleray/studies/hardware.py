@@ -1,5 +1,4 @@
-"""Where a study's workers find room: cores, Ray's CPUs, what is measured although there are too few, and on what
-hardware."""
+"""Room for a study's workers: cores, Ray's CPUs, sizes that are measured despite too few cores, and the hardware."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ OVERSUBSCRIBED, RELAUNCHED = "oversubscribed", "relaunched"
 
 
 def nodes_of(config: RunConfig, sizes: Sequence[int], workload: Any, *, oversubscribe: bool) -> list[Node]:
-    """The connected cluster's nodes: with `scale.wait_for_nodes_s`, as soon as they hold the largest number of workers,
-    or the smallest where workers may share cores. Raises ClusterError at the deadline."""
+    """Nodes of the connected cluster. With `scale.wait_for_nodes_s`, waits until they hold the largest number of
+    workers, or the smallest if workers may share cores. Raises ClusterError at the deadline."""
     workers = max(sizes)
     if config.scale.wait_for_nodes_s and (oversubscribe or sleeps(workload)):
         workers = min(sizes)
@@ -67,7 +66,7 @@ def num_cores(nodes: Sequence[Node] | None) -> int:
 
 
 def workers_per_node(config: RunConfig, nodes: Sequence[Node] | None) -> int:
-    """How many workers the largest node has room for: beyond, they are the first to talk over a network."""
+    """Number of workers that fit on the largest node: more of them communicate over a network."""
     scale = config.scale
     if nodes is None:
         return max(1, int((psutil.cpu_count() or 1) / scale.cpus_per_worker))
@@ -149,8 +148,8 @@ def launch_config(config: RunConfig, room: Room, nodes: Sequence[Node] | None) -
 
 
 def check_one_kind(rungs: Iterable[Rung]) -> None:
-    """Refuse rungs that were measured on different hardware: those that were launched apart may have come to other
-    machines. Raises ClusterError."""
+    """Refuse rungs that were measured on different hardware: separate launches may run on different machines. Raises
+    ClusterError."""
     kinds = {rung.name: rung.turns[-1].hardware for rung in rungs if rung.turns}
     distinct = {json.dumps(kind, sort_keys=True): name for name, kind in kinds.items()}
     if len(distinct) > 1:

@@ -1,4 +1,4 @@
-"""How figures of a team's trainings went over the months: tables, and one HTML page."""
+"""History of a team's trainings over months: tables, and one HTML page."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ CHANGE_IS = "a change is marked where the energy distance of both sides is beyon
 
 
 def course_table(course: Course, *, rows: int | None = None) -> Table:
-    """The points by date, with the changes of level. rows: of the newest points; those of changes are shown anyway."""
+    """Points by date, with the changes of level. rows: number of newest points to show; points of changes are always
+    shown."""
     changes = {one.index: one for one in course.changes}
     first = 0 if rows is None else max(0, len(course.points) - rows)
     cells = []
@@ -110,7 +111,7 @@ def course_table(course: Course, *, rows: int | None = None) -> Table:
 
 
 def course_headline(found: Sequence[Course]) -> str:
-    """How many changes there are, in a line."""
+    """Number of changes, in a line."""
     changes = [(course, one) for course in found for one in course.changes]
     worse = sum(course.is_worse(one) for course, one in changes)
     points = sum(len(course.points) for course in found)

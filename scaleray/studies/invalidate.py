@@ -44,7 +44,7 @@ def invalidate_experiment(run: str, reason: str, *, uri: str | None = None) -> l
 
 
 def _find(run: str, store: str) -> tuple[Any, Any]:
-    """MLflow's client and the run, a child by its id."""
+    """MLflow's client and the run; a child is found by its id."""
     if re.fullmatch(r"[0-9a-f]{32}", run):
         with contextlib.suppress(Exception):
             client = open_client(store)
@@ -59,7 +59,7 @@ def _find(run: str, store: str) -> tuple[Any, Any]:
 
 
 def _keep_from_studies(study: Any, point: Any | None, reason: str) -> list[str]:
-    """Mark its turns in the folder from which studies take them over."""
+    """Mark its turns in the folder of reusable turns of studies."""
     path = study.data.params.get("checkpoint.storage_path")
     if path is None:
         return []

@@ -1,1 +1,1 @@
-"""The worker: the loop that trains, and all that it is made of."""
+"""The worker: the training loop and its parts."""

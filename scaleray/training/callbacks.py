@@ -1,4 +1,4 @@
-"""The callbacks of a workload as an observer of the training, and what they are given to look at."""
+"""The callbacks of a workload as an observer of the training, and the context that they get."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class RunContext(Logger):
         return self._place.gathered(value)
 
     def stop(self, reason: str) -> None:
-        """Ask for the end of the training. All workers end after the same step, at most one step later; any worker may
-        ask."""
+        """Ask for the end of the training. Any worker may ask; all end after the same step, at most one step later."""
         self._wish = reason
 
 
@@ -92,7 +91,7 @@ class Callbacks(Observer):
         self._call("on_step", step=taken.number, epoch=taken.epoch, metrics=metrics)
 
     def evaluated(self, record: EvaluationRecord, *, at_end: bool = False) -> str | None:
-        """Call `on_evaluation`; gives why the training is to end now, if a callback asks for it. Collective."""
+        """Call `on_evaluation`. Returns the reason to end the training now, if a callback asks for that. Collective."""
         self._call("on_evaluation", step=record.step, metrics=record.metrics)
         if at_end or not self.callbacks:
             return None
@@ -116,11 +115,11 @@ class Callbacks(Observer):
 
     @property
     def have_state(self) -> bool:
-        """Whether one of them keeps a state in checkpoints."""
+        """Whether any callback has a state to save."""
         return any(callable(getattr(each, "state_dict", None)) for each in self.callbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """State on this worker of all that have one, by their place in the list, and what was logged so far."""
+        """State of this worker's callbacks, by position in the list, and the files logged so far."""
         if self.context is None:
             return {}
         states = {
@@ -180,7 +179,7 @@ class Callbacks(Observer):
         call_user_code(call, what=f"callback {type(callback).__name__}", doing=f"{hook}() after step {step}")
 
     def _agreed(self) -> str:
-        """The reason that a rank has given, the lowest one's first. Collective."""
+        """Reason that a rank has given, the lowest rank's first. Collective."""
         assert self.context is not None
         everyone = self.place.gathered(self.context._wish)
         return f"ended by a callback: {next(reason for reason in everyone if reason is not None)}"

@@ -1,4 +1,5 @@
-"""Counts what one sample costs the user's own model: products, parameters, memory traffic, activations kept for later.
+"""Count the cost of one sample of the user's model: products, parameters, memory traffic, and activations kept for the
+backward pass.
 
 One micro-batch goes through the loss and back. Where the workload allows, tensors have shapes and no values, so that a
 model of any size is counted in seconds and without its memory; a loss that looks at values is computed on the CPU.
@@ -168,7 +169,7 @@ def _count(workload: Any, model: nn.Module, batch: Any, arithmetic: precision.Pr
 
 
 class _Operations(TorchDispatchMode):
-    """Books every operation of a forward pass on `part`."""
+    """Adds every operation of a forward pass to `part`."""
 
     def __init__(self, model: nn.Module, part: _Part) -> None:
         super().__init__()
@@ -272,4 +273,4 @@ _FREE = {
     _aten._unsafe_view, _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.lift_fresh, _aten.detach,
     _aten._local_scalar_dense, torch.ops.prim.device,  # operations that only ask a tensor for something
 }  # fmt: skip
-"""Operations that move no bytes, apart from views."""
+"""Operations other than views that move no bytes."""

@@ -19,9 +19,9 @@ from scaleray.errors import WorkloadError
 from scaleray.records.run_record import Emit, EventRecord, LoggedFile, LoggedMetrics
 
 LARGEST_BYTES = 2**24
-"""Largest size of one file: larger ones are left out."""
+"""Maximum size of a file; larger files are left out."""
 MOST_BYTES = 2**29
-"""Largest size of all files of a run together: what comes after is left out."""
+"""Maximum size of all files of a run together; later files are left out."""
 _NAME = re.compile(r"[\w.() -]+(/[\w.() -]+)*")
 
 
@@ -43,7 +43,7 @@ class Logger:
             self._emit(LoggedMetrics(self.step, {name: float(value) for name, value in values.items()}))
 
     def warn(self, text: str) -> None:
-        """Say a warning, which stays in the run's record."""
+        """Log a warning, which is stored in the run's record."""
         if self._is_kept:
             self._emit(EventRecord(text, kind="warning", step=self.step or None))
 
@@ -77,7 +77,7 @@ class Logger:
         self._log(name, "csv", text.getvalue().encode())
 
     def log_figure(self, name: str, figure: Any) -> None:
-        """Log a matplotlib figure as PNG. It is drawn at once, which the training waits for."""
+        """Log a matplotlib figure as PNG. Drawing is immediate and delays the training."""
         if not self._is_kept:
             return
         if not callable(getattr(figure, "savefig", None)):

@@ -50,19 +50,19 @@ from scaleray.training.step.worker_shares import WorkerShares
 
 
 class CompilationWatch(Observer):
-    """Looks at the compilation of a model. Where nothing is to be compiled, it does nothing."""
+    """Observes the compilation of a model; does nothing if nothing is to be compiled."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = reporter
         self._is_checked = False
 
     def begin(self, setup: Setup) -> None:
-        """Take note of what is to be compiled."""
+        """Store the parts to be compiled."""
         self._compilation = setup.compilation
 
     def after_step(self, taken: TakenStep) -> None:
-        """Say what was not compiled, as nothing else would. Raises ConfigError where `compilation.must_succeed` asks
-        for it."""
+        """Report the parts that were not compiled, as nothing else would. Raises ConfigError if
+        `compilation.must_succeed` is set."""
         if self._compilation is None or self._is_checked:
             return
         self._is_checked = True
@@ -164,7 +164,7 @@ class _Run:
         return self.state.job
 
     def train(self) -> WorkerSummary:
-        """Everything from the set-up to the final weights."""
+        """Run everything from the set-up to the final weights."""
         job, place, plan = self.job, self.place, self.plan
         part = Part(
             plan, place.data_rank, place.data_parallel_size, self.first_step, job.recipe.total_steps, self.shares.now
@@ -215,7 +215,7 @@ class _Run:
         return summary
 
     def _steps(self, setup: Setup, step: OptimizerStep, stream: StepStream) -> str | None:
-        """Train to the end and give the verdict; None when the run was asked to leave."""
+        """Train to the end and return the verdict; None if the run was asked to leave."""
         state, saves = self.state, self.checkpointing
         if self.probe is not None:
             self.probe.on_setup(setup)
@@ -253,7 +253,7 @@ class _Run:
         return "done"
 
     def _take(self, step: OptimizerStep, batch: RankBatch, setup: Setup, stream: StepStream) -> None:
-        """Take one optimizer step, and make ready for the next one: its learning rate, and its share of the input."""
+        """Take one optimizer step and prepare the next one: its learning rate and its share of the input."""
         number, num_samples = batch.step + 1, self.plan.num_rows(batch.step)
         learning_rate = float(setup.schedule.get_last_lr()[0])
         self.shares.begin_step(number)
@@ -292,8 +292,8 @@ class _Run:
         )
 
     def _know(self, knows_all: bool) -> tuple[float, ...]:
-        """Take note of the results of steps that are known, in order, and return their signals, summed. knows_all: wait
-        for all of them. A step that ends the training leaves a verdict."""
+        """Process the results of finished steps, in order, and return the sum of their signals. knows_all: wait for all
+        of them. A step that ends the training leaves a verdict."""
         signals: tuple[float, ...] = ()
         while (taken := self.under_way.next_known(knows_all=knows_all)) is not None:
             self.observers.after_step(taken)
@@ -322,12 +322,12 @@ class _Run:
         return True
 
     def _check_after_callbacks(self) -> None:
-        """Refuse a change that a callback has made before a checkpoint is taken, which would not have it."""
+        """Refuse a change by a callback before a checkpoint is taken, as the checkpoint would lack it."""
         if self.callbacks.callbacks:
             self.fixed.check(self.state.step + 1)
 
     def _train_state(self, setup: Setup, step: OptimizerStep) -> TrainState:
-        """Everything that the training is made of, for its checkpoints."""
+        """Complete state of the training, for its checkpoints."""
         kept = LoopCheckpoint(self.state, step, self.evaluations, self.clock, self.noise, self.shares, self.micro_sizes)
         seed, workload = self.job.config.seed, self.job.workload
         return TrainState(setup, self.place, workload, seed, kept.values, kept.restore, self.callbacks)
@@ -353,7 +353,7 @@ class _Run:
         return step
 
     def _settle(self, setup: Setup, step: OptimizerStep, first: RankBatch) -> None:
-        """Look at the first batch, then decide what only a batch can tell: micro-batches, and how noise is measured."""
+        """Inspect the first batch, then decide what depends on it: micro-batches, and how noise is measured."""
         job, gives_tuples = self.job, self.job.splits[TRAIN].gives_tuples
         with eagerly() if setup.compilation else contextlib.nullcontext():
             counted = check_first_batch(
@@ -386,7 +386,7 @@ class _Run:
         self.evaluations.prepare(self.job, setup)
 
     def _end(self, setup: Setup) -> dict[str, Any]:
-        """Evaluate and save for the last time, and hand on the weights; gives what was compiled."""
+        """Evaluate and save for the last time, and return the compiled parts."""
         is_new = self._evaluate_if_due(setup, at_end=True)
         if not is_new and self.evaluations.step == self.state.step == self.first_step and self.place.rank == 0:
             self.reporter.emit(EvaluationRecord(self.state.step, dict(self.evaluations.metrics), 0.0))  # after its end

@@ -26,16 +26,17 @@ class TakenStep:
     is_own: bool = False
     """Whether loss and count are those of this rank's samples alone: a local step in which the ranks did not meet."""
     nonfinite_steps: int = 0
-    """Steps since the last meeting that were not finite, on the rank that had most of them; the same on all ranks. Not
-    0 only in a meeting, so that all ranks decide alike what to do about it."""
+    """Steps since the last synchronisation that were not finite, on the rank that had most of them; the same on all
+    ranks. Not 0 only in a synchronisation, so that all ranks react alike."""
     nonfinite_in_a_row: int = 0
-    """How many of the last steps were not finite, on the rank that had most in a row. In a meeting, like the above."""
+    """Number of last steps in a row that were not finite, on the rank that had most. Valid in a synchronisation, like
+    the above."""
     signals: tuple[float, ...] = ()
     """Signals that the ranks shared with this step, summed."""
     loss_scale: float | None = None
     """Factor of the loss in this step; None without loss scaling."""
     losses: Mapping[str, float] = field(default_factory=dict)
-    """Each of a workload's several losses, of which `loss` is the sum; nothing where there is one."""
+    """Each of a workload's several losses, of which `loss` is the sum; empty if there is only one."""
     grad_norms: Mapping[str, float] = field(default_factory=dict)
     """Norm of each one's gradient, in the same way; `grad_norm` is that of all together."""
     number: int = 0
@@ -53,11 +54,11 @@ class TakenStep:
 
 
 class Observer:
-    """Watches a training from its set-up to its end. A subclass has the methods that it needs; all ranks have the same
-    observers, in the same order."""
+    """Observes a training from its set-up to its end. A subclass overrides the methods that it needs; all ranks have
+    the same observers, in the same order."""
 
     def begin(self, setup: Setup) -> None:
-        """Look at the training once it is set up: nothing is restored and nothing is trained yet."""
+        """Receive the training once it is set up: nothing is restored and nothing is trained yet."""
 
     def during_step(self, number: int) -> contextlib.AbstractContextManager[None] | None:
         """Context in which step `number`, counted from 1, computes its gradients and updates the weights; None for
@@ -112,6 +113,6 @@ class Observers(Observer):
 
 
 def _watching(observers: Sequence[Observer], moment: str) -> tuple[Observer, ...]:
-    """Those that have a method of their own for a moment."""
+    """Observers that override the method."""
     idle = getattr(Observer, moment)
     return tuple(each for each in observers if getattr(getattr(each, moment), "__func__", None) is not idle)

@@ -39,7 +39,7 @@ class JobNow:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more is to come."""
+        """Whether nothing more will come."""
         return self.status in ENDED
 
 

@@ -1,5 +1,5 @@
-"""Script that a raylet runs in place of Ray's own set-up of a worker, see `worker_template.py`: it requests one from
-the template.
+"""Script that a raylet runs in place of Ray's own set-up of a worker; it requests one from the template, see
+`worker_template.py`.
 
 A script without imports that take time. It stays as long as its worker, as Ray knows both. If the template cannot make
 the worker (another interpreter, another language, an activated environment), Ray's own scripts do.
@@ -15,7 +15,7 @@ CONTEXT, LANGUAGE = "--serialized-runtime-env-context", "--language"
 
 
 def main() -> None:
-    """Become a fork of the template, or what Ray would start where there is none."""
+    """Become a fork of the template, or run Ray's own scripts if there is none."""
     dynamic = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith((f"{CONTEXT}=", f"{LANGUAGE}=")))
     arguments = [word for word in sys.argv[1:] if word.partition("=")[0] not in dynamic]
     is_plain = dynamic.get(LANGUAGE, "PYTHON") == "PYTHON" and not arguments[0].startswith("-")
@@ -56,13 +56,13 @@ def environment_and_folder(context: dict) -> tuple[dict[str, str], str] | None:
 
 
 def search_path(places: str) -> list[str]:
-    """Where a process with this PYTHONPATH finds modules, after its script's folder."""
+    """Folders in which a process with this PYTHONPATH finds modules, after its script's folder."""
     before = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [*filter(None, places.split(os.pathsep)), *(place for place in sys.path[1:] if place not in before)]
 
 
 def be_fork(content: bytes) -> None:
-    """Wait as long as the fork that the template makes lives, and end with it. Returns where it makes none."""
+    """Wait until the fork that the template makes has ended, and end with it. Returns if the template makes none."""
     try:
         with socket.socket(socket.AF_UNIX) as template:
             template.connect(os.environ["WORKER_TEMPLATE_SOCKET"])

@@ -17,8 +17,8 @@ LOOK_S = 2.0
 
 
 def nodes_for(config: RunConfig, *, option: str = "", look: Callable[[], list[Node]] = alive_nodes) -> list[Node]:
-    """The nodes of the connected cluster, as soon as they can hold the run; at once where `scale.wait_for_nodes_s` is
-    0, whether they can or not.
+    """Return the nodes of the connected cluster as soon as they can hold the run; at once if `scale.wait_for_nodes_s`
+    is 0.
 
     option: where the number of workers was given, if not in the config. look: gives the nodes that are alive. Raises
     ClusterError at the deadline, with what there is then.
@@ -70,7 +70,7 @@ def _of_a_worker(config: RunConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _asking_for(config: RunConfig) -> Iterator[None]:
-    """Ask the cluster's autoscaler, where it has one, for what the run needs; afterwards the run's own workers ask."""
+    """Ask the cluster's autoscaler, if it has one, for the run's resources until the run's own workers ask for them."""
     from ray.autoscaler.sdk import request_resources
 
     bundles, labels = bundles_of(config), dict(config.scale.label_selector)
@@ -86,8 +86,7 @@ def _asking_for(config: RunConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _apart(config: RunConfig, labels: dict[str, str]) -> Iterator[None]:
-    """Ask for a node for each worker under STRICT_SPREAD: requests for resources alone know nothing of nodes, and one
-    large node would do for them."""
+    """Ask for one node per worker under STRICT_SPREAD: a request for resources alone could be met by one large node."""
     if config.scale.placement != "STRICT_SPREAD":
         yield
         return

@@ -1,4 +1,4 @@
-"""Whether a cluster can hold a run, how many trials it holds at a time, and what is missing where it holds none."""
+"""Whether a cluster can hold a run, how many trials fit at a time, and what is missing if none fits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_capacity(config: RunConfig, nodes: Sequence[Node]) -> None:
 
 
 def num_workers_possible(config: RunConfig, nodes: Sequence[Node]) -> int:
-    """How many workers of a run these nodes can hold, with `data.reserved_cpus` left free."""
+    """Number of workers of a run that these nodes can hold, with `data.reserved_cpus` left free."""
     return max(0, min(_possible(config, nodes), _beside_the_input(config, nodes)))
 
 

@@ -27,13 +27,14 @@ from scaleray.launch.cluster import loopback, own_ray, ray_settings, token
 
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 20.0
-"""A head that is loaded answers within seconds."""
+"""Seconds to wait for an answer: a loaded head needs a few."""
 ALIVE = "/ray.rpc.NodeInfoGcsService/CheckAlive"
-"""A call of Ray's control store that asks for nothing; a server of Ray's client refuses it as unknown."""
+"""Call to Ray's control store without arguments; a server of Ray's client refuses it as unknown."""
 
 
 def check(address: str) -> None:
-    """Raise OSError for an address at which nothing listens, or not Ray, and ClusterError for another token."""
+    """Raise OSError if nothing, or something other than Ray, listens at the address, and ClusterError if the token
+    differs."""
     place = address.removeprefix("ray://")
     if place.startswith(("http://", "https://")):
         raise OSError("a dashboard takes jobs (scaleray submit --to); a training connects to HOST:PORT of the head")
@@ -63,7 +64,7 @@ def check(address: str) -> None:
 
 
 def other_token(address: str) -> ClusterError:
-    """The error of a cluster that does not take this user's token."""
+    """Error of a cluster that refuses this user's token."""
     is_sent = os.environ.get(token.MODE) != "disabled"
     mine = "another than the cluster's" if is_sent else f"not sent, as {token.MODE} is disabled"
     return ClusterError(
@@ -116,12 +117,12 @@ OWN_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     loopback.VARIABLE: "0",
 }
-"""Variables of a Ray that is started here, in addition to those of `DRIVER_ENVIRONMENT`; the user's own values win."""
+"""Variables of a Ray that is started here, added to `DRIVER_ENVIRONMENT`; the user's own values take precedence."""
 
 _own_cluster = False
 """Whether this process started the Ray that it is connected to."""
 _decided_mode: str | None = None
-"""The value of RAY_AUTH_MODE that `set_auth_mode` has set, which is not the user's."""
+"""Value of RAY_AUTH_MODE that `set_auth_mode` has set; None if the user set it."""
 
 
 def is_own() -> bool:
@@ -176,9 +177,8 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
 
 @contextlib.contextmanager
 def _importing(modules: Sequence[str]) -> Iterator[None]:
-    """Import these in a thread, which Ray's start leaves time for. Waits for nothing: code that needs one imports it
-    too.
-    """
+    """Import these modules in a thread while Ray starts. Nothing waits for it: code that needs a module imports it
+    too."""
 
     def work() -> None:
         with contextlib.suppress(Exception):  # who needs it hears of it
@@ -294,12 +294,13 @@ def _own_ray_failed(exc: BaseException) -> ClusterError:
 
 
 def ray_logs() -> str:
-    """The folder in which Ray's processes write what they say."""
+    """Folder of the logs of Ray's processes."""
     return f"{own_ray.ray_folder()}/session_latest/logs"
 
 
 def _gcs_address(address: str) -> str | None:
-    """host:port of the cluster's control store, where the address says it; `auto` has to be asked for afterwards."""
+    """host:port of the cluster's control store, if the address contains it; `auto` has to be resolved after
+    connecting."""
     if address != "auto":
         return address.removeprefix("ray://")
     if not FIRST_ANSWER.is_used():
@@ -341,15 +342,15 @@ def topology(nodes: Sequence[Node]) -> list[dict[str, Any]]:
 
 
 def input_cpus(config: RunConfig, nodes: Sequence[Node] = ()) -> float:
-    """Ray CPUs that the input tasks of one worker may use together: an equal share of what the workers leave of these
-    nodes, at least of `data.reserved_cpus`."""
+    """Ray CPUs that the input tasks of one worker may use together: an equal share of the CPUs that workers leave free,
+    and at least its share of `data.reserved_cpus`."""
     scale = config.scale
     left = sum(n.resources.get("CPU", 0.0) for n in nodes) - scale.max_workers * scale.cpus_per_worker
     return max(0.01, round(max(config.data.reserved_cpus, left) / scale.max_workers, 2))
 
 
 def own_placement_groups() -> set[str]:
-    """Ids of the placement groups that this driver's actors have made and that hold or want resources."""
+    """Ids of the placement groups that this driver's actors have made and that hold or request resources."""
     import ray
 
     job = ray.get_runtime_context().get_job_id()  # an id ends with that of its job

@@ -20,7 +20,7 @@ from typing import Any
 LOOK_S = 0.5
 """Seconds between two checks for the driver on systems without file descriptors of processes."""
 END_S = 5.0
-"""Seconds for the guard to end after the driver has finished in good order."""
+"""Seconds in which the guard must end after the driver has finished in good order."""
 
 _guards: list[subprocess.Popen[str]] = []
 _ray: dict[str, Any] = {}
@@ -119,7 +119,8 @@ def main(driver: int) -> None:
 
 
 def _is_ending(process: int) -> bool:
-    """Whether the first thread of a process has ended: Ray's processes are killed with that, before all others have."""
+    """Whether a process's first thread has ended. Ray's processes are killed then, before all other threads have
+    ended."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
@@ -128,7 +129,7 @@ def _is_ending(process: int) -> bool:
 
 
 def _watch(watched: dict[int, str], processes: dict[str, int]) -> None:
-    """Let `watched` have file descriptors of these processes, by name, and of no others of Ray."""
+    """Give `watched` file descriptors of these processes of Ray, by name, and of no others."""
     for file in [file for file, name in watched.items() if name not in ("input", "driver")]:
         del watched[file]
         os.close(file)

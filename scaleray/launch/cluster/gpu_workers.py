@@ -1,4 +1,4 @@
-"""Whether workers use GPUs where the config leaves it to the cluster, and which GPUs then have nothing to do."""
+"""Whether workers use GPUs if the config leaves it to the cluster, and which GPUs are idle then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray's node without the processes that are not used, and with workers that are forks of one process.
+"""A Ray node without its unused processes, whose workers are forks of one process.
 
 Overrides private methods of Ray's node, see `scaleray/common/private_parts.py`; without these parts Ray starts as it
 always does.
@@ -20,7 +20,7 @@ from scaleray.launch.cluster import worker_template
 from scaleray.launch.cluster.worker_template import WorkerTemplate
 
 NOT_PRESTARTED = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
-"""Variables of a node: idle workers that are not requested yet would take the cores from the start."""
+"""Variables of a node. Idle workers that are not requested yet would take the cores from the start."""
 
 
 @contextlib.contextmanager
@@ -79,7 +79,7 @@ def session_folder() -> str | None:
 
 @contextlib.contextmanager
 def variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for as long as the context lasts."""
+    """Set environment variables for the duration of the context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

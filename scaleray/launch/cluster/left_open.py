@@ -1,4 +1,4 @@
-"""Things that a driver leaves open when it dies: its MLflow run, and processes and folders of its own Ray."""
+"""Things that a dead driver leaves open: its MLflow run, and processes and folders of its own Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scaleray.launch.cluster.worker_template import SOCKET
 from scaleray.recording.store import mark_left_running
 
 LOCK_S = 10.0
-"""Seconds in which processes that the driver forked let go of the lock of the run's folder."""
+"""Seconds in which processes that the driver forked release the lock of the run's folder."""
 GRACE_S = 5.0
 
 
@@ -81,7 +81,7 @@ class LeftOpen:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _is_free(self) -> bool:
-        """Whether no other process writes the run's folder."""
+        """Whether no other process writes to the run's folder."""
         if not os.path.exists(place := f"{self.folder}/.lock"):
             return True
         deadline = time.monotonic() + LOCK_S

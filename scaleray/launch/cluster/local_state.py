@@ -24,13 +24,11 @@ from scaleray.errors import ClusterError, UsageError
 
 PREFIX = "c-"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,11}")
-"""Names of clusters: short, as the paths of Ray's sockets below them hold 107 characters."""
+"""Allowed names of clusters. They are short, as paths of Ray's sockets below them may have 107 characters."""
 MARK = "CLUSTER_OF_SCALERAY"
-"""Variable of all processes of a cluster: its random number, by which processes are found that no file lists. Not one
-that begins like keys of the config, which jobs of the cluster would read.
-"""
+"""Variable of all processes of a cluster: its random number, which finds processes that no file lists."""
 SAME_START_S = 1.0
-"""Between two readings of one process's start, which the system's clock is part of."""
+"""Seconds by which two readings of one process's start may differ, as the system's clock is part of it."""
 AS_SAVED = ConfigDict(extra="forbid", strict=True)
 GRACE_S = 20.0
 """Seconds between asking a node to end and SIGKILL; its guard ends what is below it within ten."""
@@ -48,11 +46,11 @@ class NodeState:
 
     @property
     def is_running(self) -> bool:
-        """Whether this very process lives, and not another one that has its number now."""
+        """Whether this very process lives, rather than another one with the same number."""
         return self.process() is not None
 
     def process(self) -> psutil.Process | None:
-        """The process, where it lives."""
+        """The living process; None if it has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.started_at) < SAME_START_S and process.status() != psutil.STATUS_ZOMBIE:
@@ -74,11 +72,11 @@ class ClusterState:
 
     @property
     def folder(self) -> Path:
-        """Where its files are."""
+        """Folder of the cluster's files."""
         return folder_of(self.name)
 
     def save(self) -> None:
-        """Write it where `load` finds it, for this user alone."""
+        """Save the state for this user alone, for `load`."""
         part = self.folder / "state.part"
         descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w") as output:
@@ -86,12 +84,12 @@ class ClusterState:
         part.replace(self.folder / "state.json")
 
     def left(self) -> list[psutil.Process]:
-        """All processes of it that live: its nodes, and those that have its mark although their node is gone."""
+        """All living processes of the cluster: its nodes, and processes with its mark whose node is gone."""
         found = {process for node in self.nodes if (process := node.process()) is not None}
         return list(found | marked_processes(MARK, self.mark))
 
     def end(self) -> int:
-        """End all that is left of it, and forget it; gives how many nodes were running."""
+        """End all that is left of the cluster and remove its files. Returns the number of nodes that were running."""
         running = [process for node in self.nodes if (process := node.process()) is not None]
         for process in running:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -107,8 +105,8 @@ class ClusterState:
 
 
 def marked_processes(name: str, value: str) -> set[psutil.Process]:
-    """Living processes with this variable in their environment, and all below them: Ray's agents and workers write
-    their titles over theirs."""
+    """Living processes with this variable in their environment, and all their descendants: Ray's agents and workers
+    overwrite their environment with their titles."""
     found = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -131,7 +129,7 @@ def folder_of(name: str) -> Path:
 
 
 def new_folder(name: str) -> Path:
-    """Make the folder of a cluster. Raises ClusterError where there is one of this name."""
+    """Create the folder of a cluster. Raises ClusterError if one of this name exists."""
     folder = folder_of(name)
     try:
         folder.mkdir(mode=0o700)
@@ -146,7 +144,7 @@ def new_folder(name: str) -> Path:
 
 
 def load(name: str) -> ClusterState | None:
-    """The cluster of this name, as it was saved; None where there is none."""
+    """Load the cluster of this name; None if there is none."""
     try:
         content = (folder_of(name) / "state.json").read_bytes()
         return _checked(TypeAdapter(ClusterState).validate_json(content), name)
@@ -162,7 +160,7 @@ def load(name: str) -> ClusterState | None:
 
 
 def _checked(state: ClusterState, name: str) -> ClusterState:
-    """The state, if its processes can be no others'. Raises ValueError."""
+    """Return the state if its processes can be no others'. Raises ValueError."""
     if state.name != name or not re.fullmatch("[0-9a-f]+", state.mark):
         raise ValueError(f"its name is {state.name!r} and its mark {state.mark!r}")
     if wrong := [node.pid for node in state.nodes if node.pid < 1]:
@@ -178,9 +176,8 @@ def names() -> Iterator[str]:
 
 
 def _place() -> Path:
-    """The folder of this user alone, which every later command must find. Raises ClusterError if another user has taken
-    its name.
-    """
+    """Folder of this user alone, which every later command must find. Raises ClusterError if another user has taken its
+    name."""
     found = own_folder()
     if hasattr(os, "getuid") and found != short_place() / f"scaleray-{os.getuid()}":
         with contextlib.suppress(OSError):  # something else of this user is in it

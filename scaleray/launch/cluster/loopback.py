@@ -1,4 +1,4 @@
-"""Ray for this machine alone: all of it listens on 127.0.0.1, where no other host can reach it.
+"""Keep a Ray on this machine alone: all its processes listen on 127.0.0.1, which no other host can reach.
 
 Ray takes a 127.0.0.1 that it is given for an address that others can reach, and then listens on all interfaces. On
 Windows and macOS it stays on loopback; `VARIABLE` is Ray's own switch for that. Overrides Ray's answer to which address
@@ -22,21 +22,21 @@ VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 LOOK_TIMEOUT_S = 2.0
 NAMES = (ADDRESS, "localhost", "::1", "[::1]")
 NO_PROXY = ("no_proxy", "NO_PROXY")
-"""Variables of the hosts that no proxy is asked for: libraries read the one or the other first."""
+"""Variables that list hosts to be reached without a proxy; libraries read the one or the other first."""
 
 
 def is_wanted() -> bool:
-    """Whether a Ray that is started here stays on loopback: unless the user says that it should not."""
+    """Whether the user wants a Ray that is started here to stay on loopback, which is the default."""
     return os.environ.get(VARIABLE, "0") != "1"
 
 
 def is_kept() -> bool:
-    """Whether a Ray that is started here stays on loopback: as wanted, and as this release of Ray allows."""
+    """Whether a Ray that is started here stays on loopback: the user wants it and this release of Ray allows it."""
     return is_wanted() and LOOPBACK.is_used()
 
 
 def refuse_open() -> None:
-    """Raise UsageError where a Ray that is started here would let other hosts run code without a token."""
+    """Raise UsageError if a Ray that is started here would let other hosts run code without a token."""
     if os.environ.get(token.MODE, "").lower() == "disabled" and not is_kept():
         raise UsageError(
             token.MODE if is_wanted() else f"{VARIABLE} with {token.MODE}",
@@ -48,8 +48,7 @@ def refuse_open() -> None:
 
 
 def ask_directly() -> None:
-    """Let no library of this process, nor of those that it starts, ask loopback through a proxy: a proxy would be given
-    the token."""
+    """Exclude loopback from proxies, for this process and those that it starts: a proxy would receive the token."""
     if not any(name.lower().endswith("_proxy") and name not in NO_PROXY for name in os.environ):
         return  # a lone no_proxy would hide a system's own settings of proxies
     given = next((os.environ[name] for name in NO_PROXY if os.environ.get(name)), "")
@@ -62,7 +61,8 @@ def ask_directly() -> None:
 
 @contextlib.contextmanager
 def staying_local() -> Iterator[None]:
-    """Let Ray in this process take 127.0.0.1 for the machine's address, while it starts nodes or connects to such."""
+    """Make Ray in this process use 127.0.0.1 as the machine's address while it starts nodes or connects to such
+    nodes."""
     if not is_kept():
         yield
         return
@@ -79,7 +79,7 @@ def staying_local() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reaching(address: str) -> Iterator[None]:
-    """Let Ray in this process connect to a cluster at this address that listens on loopback alone."""
+    """Let Ray in this process connect to a cluster at this address that listens on loopback only."""
     if not is_on_loopback_alone(address):
         yield
         return
@@ -88,7 +88,7 @@ def reaching(address: str) -> Iterator[None]:
 
 
 def is_on_loopback_alone(address: str) -> bool:
-    """Whether host:port is on loopback, and the same port of this machine's own address is not open."""
+    """Whether host:port is on loopback while the same port of this machine's own address is closed."""
     host, _, port = address.rpartition(":")
     if host not in (ADDRESS, "localhost") or not port.isdigit():
         return False

@@ -1,4 +1,4 @@
-"""A node of a Ray on this machine as a process of Ray's own command line: on loopback alone, with ports of its own.
+"""A node of a Ray on this machine, run by Ray's own command line on loopback with ports of its own.
 
 The one way to start a head here, for clusters that stay (`local_clusters.py`) and those of a context (`head.py`). It
 never touches another Ray on the machine, as `ray stop` would.
@@ -25,24 +25,24 @@ from scaleray.launch.cluster.own_ray import free_port
 from scaleray.launch.cluster.worker_template import WorkerTemplate, is_possible
 
 START_TIMEOUT_S = 300.0
-"""A loaded machine was seen to need more than two minutes."""
+"""Seconds to wait for a start: a loaded machine was seen to need more than two minutes."""
 OBJECT_STORE_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
 class NodeProcess:
-    """A node that was started. log: what it says."""
+    """A node that was started. log: its output."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
     def check(self, what: str, wanted: str) -> None:
-        """Raise ClusterError, with the last lines of the log, where it has ended."""
+        """Raise ClusterError with the last lines of the log if the process has ended."""
         if self.process.poll() is not None:
             raise self.failed(what, wanted)
 
     def failed(self, what: str, wanted: str) -> ClusterError:
-        """The error of a node that does not do what is wanted."""
+        """Error of a node that does not behave as required."""
         lines = self.log.read_text(errors="replace").strip().splitlines()[-5:]
         return ClusterError(what, "not running", wanted, "last lines of its log:\n  " + "\n  ".join(lines))
 
@@ -139,12 +139,12 @@ def _start(
 
 
 def path() -> str:
-    """PATH with this interpreter first: job entrypoints say `python`, and the environment may not be activated."""
+    """PATH with this interpreter first: job entrypoints call `python`, and the environment may not be activated."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 def wait_for_head(node: NodeProcess, url: str) -> None:
-    """Return when the head's dashboard answers at this URL. Raises ClusterError."""
+    """Wait until the head's dashboard answers at this URL. Raises ClusterError."""
     what, wanted = "the local Ray head", f"it should answer at {url}"
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -160,7 +160,7 @@ def wait_for_head(node: NodeProcess, url: str) -> None:
 
 
 def main() -> None:
-    """Ray's own command line, whose nodes have forks for workers, after a folder for the template of these."""
+    """Run Ray's own command line with workers that are forks. First argument: folder for their template."""
     folder = Path(sys.argv.pop(1))
     template = WorkerTemplate(folder=folder) if is_possible() else None  # first, as it takes longest
     # Ray joins no cluster where its switch for machines without one is set; it looks for that while it is imported

@@ -1,4 +1,4 @@
-"""The Ray that a command starts for itself: which of Ray's processes it has, and how its workers start.
+"""The Ray that a command starts for itself: its processes, and how its workers start.
 
 An environment of its job costs each worker 0.4 CPU seconds where Ray's own scripts set it; here the raylet has it, and
 its workers inherit it.
@@ -29,7 +29,7 @@ _template: worker_template.WorkerTemplate | None = None
 _session: str | None = None
 """Ray's folder of the session that this process has started."""
 KEPT_S = 7 * 86400.0
-"""Seconds for which the logs of a session that failed are kept at least."""
+"""Minimum seconds for which logs of a failed session are kept."""
 
 
 def start(config: RunConfig, environment: Mapping[str, str]) -> None:
@@ -79,7 +79,7 @@ def start(config: RunConfig, environment: Mapping[str, str]) -> None:
 
 
 def stop(*, keeps_logs: bool = False) -> None:
-    """End what `start` started. keeps_logs: Ray's folder of this session stays, for a look at what failed."""
+    """Stop the Ray that `start` started. keeps_logs: keep Ray's folder of this session for diagnosis."""
     import ray
 
     global _template, _session
@@ -108,8 +108,8 @@ def _remove_old_sessions(place: Path) -> None:
 
 
 def ray_folder() -> str:
-    """Where Ray's processes keep sockets, logs and packages. Ray lets everybody write there, hence inside a folder of
-    this user alone; RAY_TMPDIR is the user's own choice."""
+    """Folder of Ray's sockets, logs and packages. Ray lets all users write to it, hence it is inside a folder of this
+    user alone; RAY_TMPDIR takes precedence."""
     place = os.environ.get("RAY_TMPDIR")
     return f"{place}/ray" if place else f"{own_folder()}/ray"
 

@@ -1,4 +1,4 @@
-"""Ray's settings in this process: its core reads the environment once, when it is imported."""
+"""Ray's settings in this process. Ray's core reads the environment once, at its import."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scaleray.common.private_parts import SETTINGS
 
 
 def read_again() -> None:
-    """Let Ray's core, where it has been imported, read the environment again: its settings, and its token."""
+    """Make an imported Ray core read the environment again, for its settings and its token."""
     if "ray._raylet" in sys.modules and SETTINGS.is_used():
         from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined] # not in its stubs
 

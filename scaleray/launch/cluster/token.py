@@ -1,4 +1,4 @@
-"""The token that requests to Ray must carry: this user's own, in a file that no other user can read."""
+"""The token that authorizes requests to Ray: this user's own, in a file that no other user can read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PAT
 
 
 def token_file() -> Path:
-    """Where Ray keeps the token of this user; in `own_folder` if the user has no home."""
+    """File in which Ray keeps this user's token; in `own_folder` if the user has no home."""
     try:
         return Path.home() / ".ray" / "auth_token"
     except RuntimeError:
@@ -23,12 +23,12 @@ def token_file() -> Path:
 
 
 def _without_home() -> Path:
-    """The file in place of `token_file` if that cannot be written. Ray finds it by RAY_AUTH_TOKEN_PATH."""
+    """Replacement for a `token_file` that cannot be written. Ray finds it by RAY_AUTH_TOKEN_PATH."""
     return own_folder() / "auth_token"
 
 
 def has_token() -> bool:
-    """Whether a client here would find a token; one that is not in the home is named in the environment."""
+    """Whether a client here would find a token; a token outside of the home folder is named in the environment."""
     if any(name in os.environ for name in (TOKEN, TOKEN_PATH)) or token_file().exists():
         return True
     home = token_file().parent.parent
@@ -39,12 +39,13 @@ def has_token() -> bool:
 
 
 def is_given() -> bool:
-    """Whether the environment names the token for a cluster; the file of this user is no answer to that."""
+    """Whether the environment names the cluster's token; this user's file does not count."""
     return TOKEN in os.environ or os.environ.get(TOKEN_PATH, str(_without_home())) != str(_without_home())
 
 
 def ensure_token() -> None:
-    """Make the token file before Ray does, which would leave it readable for everybody, and mend one that is."""
+    """Create the token file before Ray does, which would make it readable for all users, and fix the mode of an
+    existing one."""
     if os.environ.get(MODE) != "token" or any(name in os.environ for name in (TOKEN, TOKEN_PATH)):
         return
     file = token_file()
@@ -70,7 +71,7 @@ def _make(file: Path) -> None:
 
 
 def headers() -> dict[str, str]:
-    """Ray's own header of a request to a dashboard, with the token of this user, where clients use one."""
+    """Ray's header for requests to a dashboard, with this user's token if clients use one."""
     if os.environ.get(MODE) != "token":
         return {}
     token = os.environ.get(TOKEN, "")

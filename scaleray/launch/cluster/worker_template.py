@@ -37,13 +37,13 @@ LIBRARIES = ("numpy", "torch._dynamo", "torch.distributed.fsdp", "pyarrow", "pan
 """Imported once for all jobs. torch's compiler is imported by every optimizer of torch when it is made."""
 OF_A_JOB = ("ray.train.torch",)
 MOST_JOBS = 4
-"""Jobs whose process is kept; a later worker of an earlier one waits for a new one."""
+"""Number of jobs whose process is kept; a later worker of an earlier job waits for a new process."""
 SCRIPT = Path(__file__).with_name("as_fork.py")
 SOCKET = "WORKER_TEMPLATE_SOCKET"
 ORIGINAL = "WORKER_TEMPLATE_ORIGINAL"
-"""Environment variables of a raylet, for its workers: where the template listens, and Ray's script for their set-up."""
+"""Variables of a raylet for its workers: address of the template, and Ray's script for their set-up."""
 JOB, RAYLET = "RAY_JOB_ID", "RAY_RAYLET_PID"
-"""Variables that Ray's core reads when it is imported: workers end with the process of the latter."""
+"""Variables that Ray's core reads at its import; workers end with the process of the latter."""
 FIRST_JOB = "01000000"
 """The job of the driver that starts a Ray."""
 
@@ -80,7 +80,7 @@ class WorkerTemplate:
             )
 
     def close(self) -> None:
-        """End the template and remove its folder; workers live on."""
+        """End the template and remove its folder; workers continue."""
         self._process.kill()
         self._process.communicate()
         shutil.rmtree(self.socket.parent, ignore_errors=True)
@@ -92,7 +92,7 @@ def short_folder() -> Path:
 
 
 def is_possible() -> bool:
-    """Whether a process with these libraries may be forked here: macOS's own libraries forbid it."""
+    """Whether processes with these libraries may be forked on this system: macOS's own libraries forbid it."""
     return sys.platform == "linux" and FORKED_WORKERS.is_possible()
 
 
@@ -109,7 +109,7 @@ class Request:
 
     @classmethod
     def receive(cls, connection: socket.socket, files: int) -> Request:
-        """The next request, with so many files. Raises OSError or ValueError where there is none."""
+        """Receive the next request, with so many files. Raises OSError or ValueError if there is none."""
         head, found, _, _ = socket.recv_fds(connection, 4, files)
         content = bytearray(int.from_bytes(head, "big"))
         view = memoryview(content)
@@ -118,27 +118,27 @@ class Request:
         return cls(found, json.loads(content))
 
     def send(self, connection: socket.socket) -> None:
-        """Hand it on. Raises OSError if no process takes it."""
+        """Pass the request on. Raises OSError if no process takes it."""
         content = json.dumps(self.about).encode()
         socket.send_fds(connection, [len(content).to_bytes(4, "big")], self.files)
         connection.sendall(content)
 
     def close(self) -> None:
-        """Let go of what belongs to another process now."""
+        """Close the files that belong to another process now."""
         for file in self.files:
             os.close(file)
 
 
 def process_of_a_job(listener: socket.socket, expected: Mapping[str, str] | None) -> socket.socket:
-    """Start a process for each job and hand it the requests of that job; returns, in such a process, the socket of its
-    requests.
+    """Start a process for each job and pass it the job's requests. Returns, in such a process, the socket of its
+    requests. expected: environment of the first job. Ends when the parent of this process is gone.
 
     expected: environment of the job to begin with. Ends when the parent of this process is gone.
     """
     jobs: dict[str, socket.socket] = {}
 
     def start(environment: Mapping[str, str]) -> socket.socket | None:
-        """Fork: gives, in the child, where its requests come."""
+        """Fork. Returns, in the child, the socket of its requests."""
         ours, theirs = socket.socketpair()
         if os.fork() == 0:
             for other in (ours, *jobs.values()):
@@ -176,7 +176,7 @@ def process_of_a_job(listener: socket.socket, expected: Mapping[str, str] | None
 
 
 def worker(requests: socket.socket) -> Request:
-    """Fork for each request: returns it, in the child. Ends when no more requests can come."""
+    """Fork for each request and return the request in the child. Ends when no more requests can come."""
     while True:
         try:
             request = Request.receive(requests, files=4)
@@ -188,7 +188,7 @@ def worker(requests: socket.socket) -> Request:
 
 
 def become(request: Request) -> None:
-    """Make this process what the request says, up to its first line of code."""
+    """Make this process the requested one, up to its first line of code."""
     about = request.about
     connection, *streams = request.files
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -212,7 +212,7 @@ def become(request: Request) -> None:
 
 
 def _follow_threads() -> None:
-    """Let torch have the number of threads that Ray gives a task in OMP_NUM_THREADS, which it read when imported."""
+    """Give torch the number of threads that Ray sets for a task in OMP_NUM_THREADS, which torch read at its import."""
     import torch
     from ray._private import utils
 
@@ -227,7 +227,7 @@ def _follow_threads() -> None:
 
 
 def import_all(names: Sequence[str]) -> None:
-    """Import these for the processes below this one."""
+    """Import these modules for the processes below this one."""
     gc.disable()  # takes a tenth of the time of imports
     for name in names:
         importlib.import_module(name)
@@ -268,7 +268,7 @@ def children_draw_alike() -> bool:
 
 
 def main() -> None:
-    """The template of all jobs, then that of one, and then each of its children."""
+    """Run the template of all jobs, then that of one job, and then each of its children."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray's own processes: the driver answers Ctrl-C
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
     expected, modules = json.loads(sys.argv[2])

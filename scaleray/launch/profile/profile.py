@@ -1,4 +1,4 @@
-"""`profile`: where the time of a training goes, by a short run of it or by what a run has recorded anyway."""
+"""`profile`: where the time of a training goes, by a short run of it or by the records of a finished run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scaleray.records.read import FILE as RECORD
 from scaleray.records.run_record import RunRecord, Say, Show
 
 LEAST_STEPS = 2 * FIRST_STEPS
-"""Steps of a short training, of which the first ones are left out."""
+"""Minimum steps of a short training; the first ones are left out."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Profiled(Printed):
     record: RunRecord
     verdict: Verdict
     traced: Traced | None = None
-    """Content of its traces, if it has some."""
+    """Content of the run's traces, if it has any."""
 
     def lines(self) -> list[str]:
-        """The verdict, and where the run is."""
+        """The verdict as lines, and the run's folder."""
         return [self.verdict.sentence, *self.verdict.lines()[1:], f"folder: {self.record.run_dir}"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Name of the run, verdict and profile as JSON can hold them."""
+        """Name of the run, verdict and profile as JSON values."""
         profile = None if self.record.profile is None else dataclasses.asdict(self.record.profile)
         verdict = {"limit": self.verdict.limit, **dataclasses.asdict(self.verdict)}
         found: dict[str, Any] = jsonable({"name": self.record.name, "verdict": verdict, "profile": profile})
@@ -112,7 +112,7 @@ def profile_run(run: str, *, uri: str | None = None) -> Profiled:
 
 
 def short(config: RunConfig, steps: int) -> RunConfig:
-    """The config of so many steps of the same training, which nothing ends early."""
+    """The config of the first steps of the same training, which nothing ends early."""
     # the learning rate has no part in the time, but a rate that comes at once might end in NaN
     warmup = Duration(steps - 1, "steps") if config.schedule.warmup.value else config.schedule.warmup
     name = config.tracking.experiment

@@ -1,4 +1,4 @@
-"""Traces and memory snapshots in files: which there are, what they say, and the one file that Perfetto opens."""
+"""Trace files and memory snapshots: their list, their content, and the one file that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Traced(Printed):
         return ["; ".join(found), *([f"{self.merged}: open it in {PERFETTO}"] if self.merged else []), self.where]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but single events, as JSON can hold it."""
+        """Everything but single events, as JSON values."""
         report = None
         if self.report is not None:
             report = dataclasses.asdict(dataclasses.replace(self.report, meetings=[]))
@@ -61,7 +61,7 @@ class Traced(Printed):
 
 
 def is_trace(path: str) -> bool:
-    """Whether a path, by its name or by what is in the folder, is of traces rather than of a run."""
+    """Whether a path leads to traces rather than to a run, by its name or by the files in the folder."""
     if path.endswith((*TRACE_ENDINGS, *SNAPSHOT_ENDINGS)):
         return True
     folder = Path(path)
@@ -131,8 +131,7 @@ def _read(file: str, reader: Any) -> Any:
 
 @contextlib.contextmanager
 def opened(file: str) -> Iterator[BinaryIO]:
-    """A file's content, unpacked where it is gzip, whatever its name says. Raises TraceError for one that is not
-    there."""
+    """Content of a file, unpacked if it is gzip, whatever its name. Raises TraceError if it does not exist."""
     try:
         source = _source(file)
     except (OSError, ValueError) as exc:
@@ -161,7 +160,7 @@ def _source(file: str) -> Any:
 
 
 def _peak_flops(trace: Trace) -> float | None:
-    """Dense peak of the trace's device in the precision of its operations; None where either is not known."""
+    """Dense peak of the trace's device in the precision of its operations; None if either is unknown."""
     precision = precision_of(trace)
     if precision is None or not trace.devices:
         return None

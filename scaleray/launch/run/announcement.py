@@ -27,7 +27,8 @@ def announcement(
     local: bool,
     port: int | None = None,
 ) -> list[str]:
-    """The run in lines. data: facts of each split. local: on this machine, without Ray. port: of its metrics."""
+    """Lines that describe the run. data: facts of each split. local: on this machine, without Ray. port: of its
+    metrics."""
     r, config, before = job.recipe, request.config, request.before
     here = "this process" if config.scale.max_workers == 1 else "gloo processes of this machine"
     start = "run"
@@ -61,7 +62,7 @@ def _global_batch(config: RunConfig, recipe: Recipe) -> str:
 
 
 def _an_epoch(job: TrainJob) -> str:
-    """Steps of an epoch, in words."""
+    """Steps of an epoch, as text."""
     return (
         "epochs without an end" if job.splits[TRAIN].num_rows == ENDLESS else f"{job.recipe.steps_per_epoch} an epoch"
     )

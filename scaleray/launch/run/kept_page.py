@@ -1,4 +1,4 @@
-"""Output of a finished training for people: its report, and in MLflow the page of its experiment."""
+"""Output of a finished training for people: its report, and its experiment's page in MLflow."""
 
 from __future__ import annotations
 

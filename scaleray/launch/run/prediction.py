@@ -1,4 +1,4 @@
-"""The throughput that a run is to reach: what its config says, or what a study of the same training has measured."""
+"""Predicted throughput of a run: the config's own figure, or the measurement of a study of the same training."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from scaleray.records.read import FILE, parse_record
 from scaleray.records.study_record import Point, StudyRecord
 
 STUDIES = "study*"
-"""Names of folders that studies give themselves."""
+"""Default names of study folders."""
 NEWEST = 20
-"""Records that are looked at, the newest ones: many studies must not hold up a start."""
+"""Maximum number of records to read, newest first: many studies must not delay a start."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Prediction:
     study: str = ""
 
     def lines(self) -> list[str]:
-        """Lines on it before the run: only if it was found without being configured."""
+        """Lines about the prediction before the run, if it was found rather than configured."""
         if not self.study:
             return []
         return [f"  held against {self.samples_per_s:,.4g} samples/s, which {self.study} measured"]

@@ -59,7 +59,7 @@ class Stoppable(Protocol):
 
 
 def why_stopped(recorder: Stoppable) -> str:
-    """The alert that stopped a run, as text; empty if none did, and if it is not known any more."""
+    """Text of the alert that stopped a run; empty if none did or if it is no longer known."""
     with contextlib.suppress(Exception):
         return recorder.stopped_by()
     return ""
@@ -70,7 +70,7 @@ EXPLAINED = (
     names.STEP_TIME_S, names.INPUT_WAIT_SHARE, names.SENT_BYTES, names.POINT_SAMPLES_PER_S, names.TIME_TO_FIRST_STEP_S,
     names.PEAK_MEMORY_BYTES,
 )  # fmt: skip
-"""Metrics whose unit and meaning are in the run's description: MLflow has no place for them next to a chart."""
+"""Metrics whose unit and meaning are in the run's description, as MLflow has no place for them next to a chart."""
 
 
 def describe(
@@ -178,8 +178,8 @@ def make_record(
     tracking_uri: str,
     weights: Mapping[str, StoredFile],
 ) -> RunRecord:
-    """The record of a run that has ended. verdict: why it did; empty is what the workers say. weights: files of the
-    final ones."""
+    """Make the record of a finished run. verdict: reason for its end; empty uses the workers' reason. weights: final
+    files."""
     config, summaries = job.config, recording.summaries
     summary = next((s for s in summaries if s.rank == 0), None)
     workers = [{"rank": s.rank, "node": s.node, "device": s.device, **s.hardware} for s in summaries]
@@ -235,7 +235,7 @@ def make_record(
 
 
 def _best(best: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
-    """The best evaluation, with the checkpoint that was taken of it where there is one."""
+    """The best evaluation, with the checkpoint that was saved for it, if any."""
     if not best:
         return {}
     path = None
@@ -247,7 +247,7 @@ def _best(best: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
 
 
 def point_metrics(record: RunRecord) -> dict[str, float]:
-    """Values that MLflow shows of the whole run: one each."""
+    """Values of the whole run that MLflow shows, one per name."""
     shown = (names.POINT_SAMPLES_PER_S, names.POINT_TOKENS_PER_S, names.TIME_TO_FIRST_STEP_S, names.PEAK_MEMORY_BYTES)
     rows = [Row(names.WORLD_SIZE, record.workers), *(row for row in record.rows() if row.metric in shown)]
     found = {row.name: float(row.value) for row in rows if row.value is not None and math.isfinite(row.value)}
@@ -260,13 +260,13 @@ def point_metrics(record: RunRecord) -> dict[str, float]:
 
 
 def _elapsed_s(record: RunRecord) -> float:
-    """Seconds of a run, in all its attempts where these are known."""
+    """Seconds of a run over all its attempts, as far as they are known."""
     goodput = record.profile.goodput if record.profile is not None else None
     return goodput.elapsed_s if goodput is not None and goodput.elapsed_s else record.total_time_s
 
 
 def end_tags(record: RunRecord) -> dict[str, str]:
-    """MLflow's tags that only the end knows; the run's description among them, as Markdown."""
+    """MLflow tags that are known at the end only; among them the run's description as Markdown."""
     rows = {
         "verdict": record.verdict.splitlines()[0] if record.verdict else "",
         "workers": f"{record.workers} ({record.strategy})",

@@ -1,4 +1,4 @@
-"""Which interrupted run a command continues, and whether it may with the config it is given."""
+"""Choice of the interrupted run that a command continues, and the check of its config against that run's."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ KINDS: dict[str, tuple[type, ...]] = {
     "base_dir": (str, NoneType),
     "started_at": (float, int, NoneType),
 }
-"""Types of what `RunNote` writes; a key that an older version did not write is as good as null."""
+"""Types of the values that `RunNote` writes; a missing key of an older version equals null."""
 
 
 @dataclass(frozen=True)
 class Interrupted:
-    """A run that can continue. about: its run.json. newest: its newest complete checkpoint; None is from the first
-    step.
-    """
+    """An interrupted run that can continue. about: its run.json. newest: its newest complete checkpoint; None starts at
+    the first step."""
 
     path: str
     about: dict[str, Any]
@@ -52,19 +51,19 @@ class Interrupted:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config it was started with."""
+        """Config that the run was started with."""
         config: dict[str, Any] = self.about["config"]
         return config
 
     def valid_config(self) -> RunConfig:
-        """The config it was started with, checked. Raises CheckpointError."""
+        """Validated config that the run was started with. Raises CheckpointError."""
         try:
             return RunConfig.model_validate(self.config)
         except ValueError as exc:
             raise _damaged(self.path, exc) from exc
 
     def finished_record(self, say: Say = lambda text: None) -> RunRecord | None:
-        """The record of this run if it has reached its end. say: hears of one that is damaged."""
+        """Record of this run if it has finished. say: reports a damaged one."""
         try:
             record = RunRecord.from_json(Store(self.path).read("record.json"))
         except OSError:
@@ -82,7 +81,8 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Request:
-    """A training that was asked for, from its first step or continuing an interrupted run.
+    """A requested training, from its first step or continuing an interrupted run. before: that run. changed:
+    differences from its config.
 
     before: that run. changed: what differs from its config.
     """
@@ -93,7 +93,7 @@ class Request:
     changed: Sequence[Change]
 
     def finished_record(self, say: Say) -> RunRecord | None:
-        """The record of the run to continue, if nothing is left to do."""
+        """Record of the run to continue, if nothing is left to do."""
         if self.before is None or any(change.alters_training for change in self.changed):
             return None
         return self.before.finished_record(say)
@@ -170,7 +170,7 @@ def config_of(where: str, flags: Sequence[str]) -> RunConfig:
 
 
 def is_finished(folder: Store) -> bool:
-    """Whether the run in this folder has reached its end."""
+    """Whether the run in this folder has finished."""
     try:
         return bool(load_json(folder.read("record.json"))["status"] == "FINISHED")
     except (OSError, ValueError, KeyError):
@@ -218,7 +218,7 @@ def _exists(path: str) -> bool:
 
 
 def _check(about: Any) -> None:
-    """Raise TypeError, which names the key, where run.json has something of another type than it is written with."""
+    """Raise TypeError, naming the key, if run.json has a value of another type than the one written."""
     if not isinstance(about, dict):
         raise TypeError(f"it holds a {type(about).__name__}")
     known = {**about, "config.checkpoint": None}

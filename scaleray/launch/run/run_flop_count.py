@@ -36,7 +36,7 @@ NICE = 19
 def counted_flops(
     job: TrainJob, sources: Mapping[str, Source], tell: Callable[[list[WorkerMessage]], None]
 ) -> Iterator[None]:
-    """Context of a run, which gets the cost of a sample once that is counted, or the reason why it cannot be."""
+    """Context of a run, in which the cost of a sample is counted; it receives the cost or the reason for its lack."""
     if not _is_wanted(job):
         yield
         return
@@ -85,7 +85,7 @@ def _pickled(job: TrainJob, source: Source) -> bytes:
 
 
 def _counted_by(process: subprocess.Popen[bytes], given: bytes) -> WorkerMessage:
-    """Result of counting in a process, which ends with it."""
+    """Count in a separate process, and return its result."""
     try:
         answer = json.loads(process.communicate(given, timeout=LIMIT_S)[0])
     except (OSError, ValueError, subprocess.TimeoutExpired) as exc:

@@ -23,7 +23,7 @@ from scaleray.reports.page.drawing import BLUE, ORANGE, VERMILION, Drawing, draw
 from scaleray.reports.page.page import BESIDE, Fact, Page, Section, where, write
 
 MOST_POINTS = 600
-"""Points of a line; of more, each is the mean of a window."""
+"""Maximum number of points of a line; beyond it, each point is the mean of a window."""
 FACTS = (
     ("Final loss", names.RECORD_FINAL_LOSS, ""),
     ("Throughput", names.POINT_SAMPLES_PER_S, "samples/s, steady state"),
@@ -33,9 +33,9 @@ FACTS = (
 )
 """Heading of the page of a training, with a note on its meaning."""
 MOST_EVALUATIONS = 40
-"""Figures of evaluations on a page; each takes a quarter of a second to draw."""
+"""Maximum number of evaluation figures on a page; each takes a quarter of a second to draw."""
 LONGEST_HEADLINE = 80
-"""Characters of a verdict that is in the headline, such as `target reached`; an error has a paragraph."""
+"""Maximum characters of a verdict in the headline, such as `target reached`; an error has a paragraph of its own."""
 
 
 def write_run_report(
@@ -117,7 +117,7 @@ def run_page(
 
 
 def _where_time_goes(record: RunRecord) -> list[str]:
-    """The verdict of the run's profile, where it has one."""
+    """Verdict of the run's profile, if it has one."""
     return [] if record.profile is None else [sentence_case(verdict_of_run(record).sentence)]
 
 
@@ -289,7 +289,7 @@ def _memory(record: RunRecord) -> Drawing:
 
 
 def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most MOST_POINTS windows: (last step, mean) of each."""
+    """Means of at most MOST_POINTS windows: (last step, mean) of each."""
     size = math.ceil(len(points) / MOST_POINTS) if points else 1
     windows = [points[i : i + size] for i in range(0, len(points), size)]
     return [(window[-1][0], statistics.fmean(v for _, v in window)) for window in windows]

@@ -86,7 +86,7 @@ from scaleray.workload import make_workload
 
 IMPORTED_AT = steady_time()
 Weights = Mapping[str, Mapping[str, StoredFile]]
-"""Files of final weights, with their hashes, by the name of the weights and that of the file."""
+"""Files of final weights with their hashes, by name of the weights and of the file."""
 
 
 @takes(TrainOptions)
@@ -289,7 +289,7 @@ class _Run:
 
     @staticmethod
     def _check_every_size(config: RunConfig, full: Recipe, sources: Mapping[str, Source]) -> None:
-        """Refuse now what would fail when the number of workers changes."""
+        """Refuse a training that would fail at another number of workers."""
         if Split.of(TRAIN, sources[TRAIN]).is_streamed:
             raise ConfigError(
                 "scale.workers",

@@ -213,7 +213,7 @@ def restart_callback(recorder: Any, max_failures: int, run_path: str) -> Any:
 
 
 def _wait_for_silence(recorder: RemoteRecorder, *, silent_s: float = 3.0, timeout_s: float = 60.0) -> None:
-    """Wait until the workers of a controller that died are gone, before others write the same checkpoints."""
+    """Wait until the workers of a dead controller are gone, before others write the same checkpoints."""
     deadline = time.monotonic() + timeout_s
     while recorder.silent_s() < silent_s and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -241,14 +241,14 @@ class _Watcher:
         self.thread.start()
 
     def begin_again(self) -> None:
-        """Watch the recorder that took the place of a lost one."""
+        """Watch the recorder that replaces a lost one."""
         self.end()
         self.stop.clear()
         self.error, self.position, self.has_lost_recorder = None, 0, False
         self._start()
 
     def end(self) -> None:
-        """End watching."""
+        """Stop watching."""
         self.stop.set()
         self.thread.join(timeout=10)
         self.starting.close()
@@ -288,8 +288,8 @@ class _Watcher:
 
 @contextlib.contextmanager
 def _showing(recorder: RemoteRecorder, show: Show, first_stage: str) -> Iterator[_Watcher]:
-    """Hand the recorder's messages to `show` while the context lasts, and the rest at its end. first_stage: what is
-    done until the first of them."""
+    """Pass the recorder's messages to `show` during the context, and the rest at its end. first_stage: current activity
+    until the first message."""
     import ray
 
     watcher = _Watcher(recorder, show, first_stage)

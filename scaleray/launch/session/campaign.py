@@ -47,7 +47,8 @@ def check_published(config: RunConfig) -> None:
 
 @dataclass(kw_only=True)
 class Campaign:
-    """The common part of a study and of a sweep: many trainings with one folder, one run in MLflow and one record.
+    """The common part of a study and a sweep: many trainings with one folder, one MLflow run and one record.
+    started_at: wall clock.
 
     started_at: wall clock.
     """
@@ -58,13 +59,13 @@ class Campaign:
     say: Say
     started_at: float
     under_way: Stage = field(default_factory=lambda: Stage("measuring"))
-    """The measurements, as a terminal shows them."""
+    """The measurements as a terminal shows them."""
     mlflow: ParentRun = field(init=False)
-    """Its run in MLflow, from `open_run` on."""
+    """MLflow run of the campaign, available after `open_run`."""
 
     @property
     def has_run(self) -> bool:
-        """Whether its run in MLflow was opened."""
+        """Whether the MLflow run was opened."""
         return hasattr(self, "mlflow")
 
     def open_run(
@@ -106,7 +107,7 @@ class Campaign:
         raise NotImplementedError
 
     def shown_in_its_folder(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which live.json says how far the measurements are."""
+        """Context in which live.json shows the progress of the measurements."""
         return written_while(
             lambda: self.under_way,
             Path(self.folder.work_dir),
@@ -118,7 +119,7 @@ class Campaign:
 
     @contextlib.contextmanager
     def published(self) -> Iterator[MeasuredMetrics]:
-        """A context in which what is measured so far is published and judged. Raises what `check_published` does."""
+        """Context in which measurements are published and checked by alert rules. Raises as `check_published` does."""
         config, folder = self.config, self.folder
         alerts, webhook = alert_settings(config.alerts)
         port = chosen_port(config.monitoring.port)
@@ -154,7 +155,7 @@ class Campaign:
             metrics.leave(status)
 
     def write_with(self, record: Record, write_report: Callable[[Record, Path], list[Path]], status: str) -> Record:
-        """Write the record and its report, in the folder and in MLflow; returns it with its places."""
+        """Write the record and its report, to the folder and to MLflow. Returns the record with its locations."""
         record = dataclasses.replace(self.mlflow.identify(record), folder=without_password(self.folder.path))
         here: Path = Path(self.folder.work_dir)
         Store(self.folder.path).write_text(FILE, record.to_json())
@@ -167,7 +168,7 @@ class Campaign:
 
 
 def _rays_nodes(config: RunConfig) -> Callable[..., None] | None:
-    """Where Ray's nodes take metrics, what brings them there from this process."""
+    """Publisher to the metrics of Ray's nodes, if they accept metrics."""
     ray = sys.modules.get("ray")  # a local study does without
     if ray is None or not ray.is_initialized() or not cluster.publishes_metrics(config):
         return None

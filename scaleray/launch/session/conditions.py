@@ -18,7 +18,7 @@ from scaleray.records.study_record import Conditions
 from scaleray.workload import user_modules
 
 OF_THE_GROUP = ("workers", "on_resize", "resize_interval_s", "max_failures", "launch_timeout_s", "collective_timeout_s")
-"""Keys of `scale` that say how many workers there are, and what happens when one fails."""
+"""Keys of `scale` about the number of workers and the reaction to a failed one."""
 MOST_DIFFERENCES = 8
 Configs = tuple[Mapping[str, Any], Mapping[str, Any]]
 
@@ -43,7 +43,7 @@ def conditions_of(config: RunConfig, workload: Any, topology: Mapping[str, Any])
 
 
 def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config, nested, without what has no part in the training, and without the number of workers."""
+    """The nested config without settings that have no effect on the training, and without the number of workers."""
     values = {section: value for section, value in config.items() if not is_beside_training(section)}
     values["scale"] = {key: value for key, value in values.get("scale", {}).items() if key not in OF_THE_GROUP}
     return values
@@ -60,9 +60,8 @@ def key_of(conditions: Conditions) -> str:
 
 
 def differences(here: Conditions, there: Conditions, *, configs: Configs | None = None) -> list[str]:
-    """Differences between two conditions, a line each; empty if points may be on one curve. configs: both configs,
-    nested, to show the keys that differ.
-    """
+    """Differences between two conditions, one per line; empty if points may be on one curve. configs: both configs,
+    nested, to show the differing keys."""
     found = []
     if here.config_hash != there.config_hash:
         mine, theirs = (training_of(config) for config in configs or ({}, {}))
@@ -89,7 +88,8 @@ def _commit(conditions: Conditions) -> str:
 
 
 def check_same(here: Conditions, there: Conditions, *, whose: str, configs: Configs | None = None) -> None:
-    """Refuse to put points on one curve that were measured under different conditions.
+    """Refuse to combine points on one curve that were measured under different conditions. Raises ConfigError with the
+    difference.
 
     Raises ConfigError with the difference.
     """
@@ -107,7 +107,7 @@ def check_same(here: Conditions, there: Conditions, *, whose: str, configs: Conf
 
 
 def _sources(workload: Any) -> dict[str, str]:
-    """Hashes of the files that the workload is made of, and of scaleray's own."""
+    """Hashes of the workload's files and of scaleray's own."""
     package = Path(scaleray.__file__).parent
     files = {f"scaleray/{path.relative_to(package)}": path for path in sorted(package.rglob("*.py"))}
     for module in user_modules(workload):

@@ -1,4 +1,4 @@
-"""A config and a workload as they are given to a function."""
+"""A config and a workload as arguments of a function."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Config = RunConfig | str | Path | Mapping[str, Any]
 
 
 def whole_config(config: Config, workload: Any = None, base_dir: Path | None = None) -> tuple[RunConfig, Path | None]:
-    """The config, with the workload's name where it has none, and the folder that its relative paths begin in: that of
-    the file, unless `base_dir` is another."""
+    """The config, with the workload's name if it has none, and the folder in which its relative paths begin: that of
+    the file, unless `base_dir` is given."""
     named = {"workload.name": name_of(workload)} if workload is not None else {}
     if isinstance(config, RunConfig):
         return config, base_dir
@@ -26,7 +26,7 @@ def whole_config(config: Config, workload: Any = None, base_dir: Path | None = N
 
 
 def resolved(config: Config, workload: Any, base_dir: Path | None = None) -> tuple[RunConfig, Path | None, Any]:
-    """The config and folder of `whole_config`, and the workload that was given, as an object."""
+    """The config and folder of `whole_config`, and the given workload as an object."""
     whole, base_dir = whole_config(config, workload, base_dir)
     if isinstance(workload, type):
         workload = make_workload(workload, whole.workload.name, whole.workload.args)

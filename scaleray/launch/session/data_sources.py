@@ -1,4 +1,4 @@
-"""The data of a command: its size, and whether it is that of before."""
+"""Data of a command: its size, and whether it is the same as before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_in_steps(config: RunConfig) -> bool:
 
 
 def size_of(sources: Mapping[str, Source]) -> DataSize:
-    """Rows and tokens of the training split, which the recipe needs to know."""
+    """Rows and tokens of the training split, which the recipe depends on."""
     return Split.of(TRAIN, sources[TRAIN]).size
 
 

@@ -19,7 +19,7 @@ POLICY = "scaleray.policy"
 
 
 def check_policy(config: RunConfig) -> None:
-    """Refuse with a ConfigError, before anything is started, what the config alone shows to break the team's policy."""
+    """Refuse, before anything is started, a config that breaks the team's policy. Raises ConfigError."""
     _exceptions(config.tracking, known_of(config))
 
 
@@ -53,7 +53,7 @@ def experiment_tags(
 
 
 def plan_tags(tracking: TrackingSettings, known: Mapping[str, Any]) -> dict[str, str]:
-    """The tags of what is known by field, after the team's policy was asked. Raises ConfigError as it does."""
+    """Tags of the known fields, after the check of the team's policy. Raises ConfigError if it is broken."""
     policy, broken = _exceptions(tracking, known)
     tags = {
         fields.OWNER: known.get("owner"),
@@ -79,7 +79,7 @@ def _exceptions(tracking: TrackingSettings, known: Mapping[str, Any]) -> tuple[s
 
 
 def known_of(config: RunConfig) -> dict[str, Any]:
-    """By field, what the config says: its keys, and the registry's names for some of them."""
+    """Values of the config by field: its keys, and the registry's names for some of them."""
     values = dict(leaves(config.to_dict(), of_lists=False))
     return {
         **values,

@@ -24,11 +24,12 @@ LAUNCHERS = (
     ("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("mpiexec", "PMI_RANK", "PMI_SIZE"),
 )
-"""Programs that start a command several times, and the variables in which each copy finds its number and theirs."""
+"""Programs that start a command several times, and the variables that give each copy its number and their count."""
 
 
 def check_started_once(say: Say) -> None:
-    """Refuse a copy of this command, of which a launcher has started several. The first copy continues, with a warning.
+    """Refuse all but the first copy of a command that a launcher has started several times; the first continues with a
+    warning. Raises ClusterError.
 
     Raises ClusterError.
     """
@@ -53,7 +54,7 @@ def check_started_once(say: Say) -> None:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The config with paths that mean the same in every process, whatever folder that was started in."""
+    """The config with absolute paths, which mean the same in every process."""
     checkpoint, workload = config.checkpoint, config.workload
     storage_path = absolute_path(checkpoint.storage_path)
     paths = {"checkpoint.storage_path": storage_path}
@@ -67,8 +68,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _path_of_weights(weights: str, storage_path: str) -> str:
-    """The path of `workload.weights`: as it is, or of the run of this name in the storage path, as other commands take
-    a run."""
+    """Path of `workload.weights`: the given one, or that of the run of this name in the storage path."""
     path, in_storage = absolute_path(weights), f"{storage_path.rstrip('/')}/{weights}"
     is_name = "/" not in weights and not Path(path).exists()
     return in_storage if is_name and Path(in_storage).is_dir() else path
@@ -86,7 +86,7 @@ def check_local(config: RunConfig) -> None:
 
 
 def forbid_ray() -> None:
-    """Keep a Ray Dataset in a local run from starting a cluster in passing."""
+    """Keep a Ray Dataset in a local run from starting a cluster implicitly."""
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
@@ -109,8 +109,8 @@ def connected_unless(config: RunConfig, *, local: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_folder(config: RunConfig, kind: str, started_at: float) -> Iterator[RunFolder]:
-    """A folder, completed with the context and taken away where it stayed empty. kind: first part of its name, where
-    the user gave none. started_at: in Unix seconds."""
+    """A folder that is completed with the context, and removed if it stayed empty. kind: first part of its default
+    name. started_at: in Unix seconds."""
     started = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(started_at))}-{int(started_at * 1000) % 1000:03d}"
     folder = RunFolder.reserve(config, f"{kind}-{config.workload.stem}-{started}")
     try:

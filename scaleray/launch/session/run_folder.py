@@ -91,7 +91,7 @@ class RunFolder:
         return cls(name, path, _work_dir(path))._locked()
 
     def _locked(self) -> RunFolder:
-        """Keep others out for as long as this process lives; only a local folder can be locked."""
+        """Lock the folder for as long as this process lives. Only a local folder can be locked."""
         if self.is_local:
             file = open(f"{self.path}/.lock", "w")  # noqa: SIM115 - the kernel frees it when the process is gone
             try:
@@ -109,7 +109,7 @@ class RunFolder:
         return self
 
     def unlock(self) -> None:
-        """Let others continue this run."""
+        """Release the lock, so that another process may continue this run."""
         file = _LOCKS.pop(self.path, None)
         if file is not None:
             file.close()
@@ -120,7 +120,7 @@ class RunFolder:
         return self.path == self.work_dir
 
     def local(self, names: Sequence[str]) -> list[str]:
-        """Files of the run folder as local ones, which is what MLflow takes; those of a bucket until `complete`."""
+        """Files of the run folder as local ones, which MLflow requires; those of a bucket until `complete`."""
         if self.is_local:
             return [f"{self.path}/{name}" for name in names]
         fetched = Store(self._fetched)
@@ -133,7 +133,7 @@ class RunFolder:
         return f"{self.work_dir}-fetched"  # beside what will be uploaded
 
     def complete(self) -> None:
-        """Upload what was written locally; nothing to do for a local folder."""
+        """Upload files that were written locally; does nothing for a local folder."""
         if self.is_local:
             return
         import pyarrow.fs
@@ -144,7 +144,7 @@ class RunFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def remove_if_empty(self) -> None:
-        """Take an unused local folder away; the files of a failed run are worth keeping."""
+        """Remove an unused local folder. Files of a failed run are kept."""
         if self.is_local:
             with contextlib.suppress(OSError):
                 if {entry.name for entry in Path(self.path).iterdir()} <= {".lock"}:
@@ -152,7 +152,7 @@ class RunFolder:
                     Path(self.path).rmdir()  # not if a file has come meanwhile
 
     def remove_without_checkpoints(self) -> bool:
-        """Take away a folder in which nothing was trained; False where it holds a checkpoint, which stays."""
+        """Remove a folder in which nothing was trained. Returns False if it holds a checkpoint, and keeps it then."""
         if Catalog.of_run(self.path).newest() is not None:
             return False
         parent, _, name = self.path.rstrip("/").rpartition("/")
@@ -161,7 +161,7 @@ class RunFolder:
 
 
 def unique_name(start: str) -> str:
-    """Name that begins so and continues with the time and some random digits."""
+    """Unique name: this beginning, the time and some random digits."""
     return f"{start}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 

@@ -40,7 +40,7 @@ HINTS = {
     "code": "run it in a git checkout, or set GIT_COMMIT to the commit",
     "data_hash": "train on rows whose content can be hashed",
 }
-"""Remedy for a field that is not as it must be."""
+"""Advice for each field that breaks a policy."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Rule:
 
     @property
     def allowed(self) -> str:
-        """The values as text; empty for any."""
+        """Allowed values as text; empty for any."""
         found = [
             *([f"at least {self.least:g}"] if self.least is not None else []),
             *([f"at most {self.most:g}"] if self.most is not None else []),
@@ -81,7 +81,7 @@ class Rule:
         )
 
     def refusal(self, found: Any) -> ConfigError:
-        """The error for a value that is not allowed."""
+        """Error for a value that is not allowed."""
         hint = HINTS.get(self.field, f"give another --{self.field.replace('_', '-')}" if "." in self.field else "")
         if self.may_break:
             why = "say why it must be so, which is recorded: --tracking.policy-reason 'WORDS'"
@@ -101,8 +101,8 @@ class TeamPolicy:
     rules: tuple[Rule, ...]
 
     def check(self, values: Mapping[str, Any], *, reason: str | None) -> list[str]:
-        """The constraints that these values break, each in words with the reason; rules of fields that are not among
-        the values are left for later. Raises ConfigError for one that may not be broken, or without a reason."""
+        """Constraints that these values break, each as text with the reason. Rules of missing fields are left for
+        later. Raises ConfigError for a broken invariant, or a missing reason."""
         broken = []
         for rule in self.rules:
             if rule.field not in values or rule.holds(found := values[rule.field]):
@@ -114,7 +114,7 @@ class TeamPolicy:
 
 
 def read_team_policy(path: str | Path) -> TeamPolicy:
-    """The policy in a file. Raises ConfigError with file and line for whatever is no policy."""
+    """Read a policy file. Raises ConfigError with file and line if it is not a policy."""
     place = Path(path).expanduser()
     try:
         text = place.read_text(encoding="utf-8")
@@ -171,7 +171,7 @@ def _rule(key: yaml.Node, value: Any, name: str, *, may_break: bool) -> Rule:
 
 
 def _are_bounds(bounds: Mapping[Any, Any]) -> bool:
-    """Whether these are known bounds: numbers, and values that are no comparisons in words."""
+    """Whether these are known bounds: numbers, and no comparisons in words."""
     numbers = [bounds[name] for name in ("min", "max") if name in bounds]
     values = bounds.get("in", ["any"])
     return (

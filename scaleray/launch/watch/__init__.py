@@ -1,1 +1,1 @@
-"""Looking at runs while they live, without disturbing them: `scaleray watch`."""
+"""Observation of live runs without disturbing them: `scaleray watch`."""

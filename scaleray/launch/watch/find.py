@@ -1,5 +1,5 @@
-"""Which run is watched, and how it is asked: by its folder on this machine, by its recorder in a cluster, or by what
-MLflow has of it.
+"""Choice of the run to watch and of its source: its folder on this machine, its recorder in a cluster, or MLflow. The
+folder comes first, as it needs neither Ray nor MLflow, and nothing of the run has to answer.
 
 The folder comes first, as it needs neither Ray nor MLflow, and nothing of the run has to answer.
 """
@@ -30,13 +30,13 @@ from scaleray.recording.store import resolve_uri
 from scaleray.records.live_state import FILE, LOST, LiveState
 
 ANSWER_S = 10.0
-"""Seconds within which a recorder answers, also where its cores are busy."""
+"""Seconds within which a recorder answers, even if its cores are busy."""
 
 Ask = Callable[[], LiveState]
 
 
 class RecorderGone(Exception):
-    """The recorder that was asked has ended, or cannot be reached any more."""
+    """The queried recorder has ended or cannot be reached any more."""
 
 
 @contextlib.contextmanager
@@ -69,7 +69,7 @@ def _runs() -> list[tuple[LiveState, Ask]]:
 
 
 def asking(actor: Any) -> Ask:
-    """A function that asks a recorder for the state of its run. It raises RecorderGone."""
+    """Make a function that queries a recorder for the state of its run and raises RecorderGone."""
 
     def ask() -> LiveState:
         import ray
@@ -83,12 +83,12 @@ def asking(actor: Any) -> Ask:
 
 
 MLFLOW_EVERY_S = 5.0
-"""Seconds between two looks at MLflow at least: it has a point in so many steps."""
+"""Minimum seconds between two queries of MLflow, which receives a point every few steps only."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A run that is watched. where: what it is asked by, in words. least_s: seconds between two looks at least."""
+    """A watched run. where: source of its state, as text. least_s: minimum seconds between two queries."""
 
     look: Callable[[], LiveState]
     where: str
@@ -191,7 +191,7 @@ def _of_folder(folder: Path) -> LiveState:
 
 
 def _in_bucket(place: Store, uri: str | None) -> Watched | None:
-    """A run whose folder is elsewhere: it has a state once it has ended; before, MLflow has."""
+    """A run in a bucket: it has a state once it has ended; before, MLflow has it."""
     where = without_password(place.root)
     with contextlib.suppress(OSError, ValueError, TypeError):
         state = LiveState.from_json(place.read(FILE))
@@ -223,7 +223,7 @@ def _in_cluster(run: str, stack: contextlib.ExitStack) -> Watched | None:
 
 
 def _after_its_recorder(last: LiveState) -> LiveState:
-    """How a run ended whose recorder is gone: a recorder ends with its run."""
+    """The end of a run whose recorder is gone: a recorder ends with its run."""
     here = Path(last.run_dir)
     if (state := state_in_folder(here) if here.is_absolute() else None) is not None and state.name == last.name:
         return state

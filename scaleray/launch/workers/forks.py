@@ -19,12 +19,12 @@ PRELOADED = (
     "scaleray.studies.measure_sizes",
     "scaleray.verification.interrupted_runs",
 )
-"""Modules that the processes run."""
+"""Modules that the processes use."""
 OF_A_CHECK = PRELOADED[:1]
 
 
 def begin_imports(modules: Sequence[str] = PRELOADED) -> None:
-    """Let that process import concurrently with this one; if it runs already, nothing happens."""
+    """Start the imports of that process, concurrent with this one; does nothing if it runs already."""
     keep_compiled_code_here()
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
     with without_main():
@@ -33,8 +33,8 @@ def begin_imports(modules: Sequence[str] = PRELOADED) -> None:
 
 @contextlib.contextmanager
 def without_main() -> Iterator[None]:
-    """A time in which processes start without the main script, which they would run once more from its beginning: what
-    it defines reaches them by value."""
+    """Context in which processes start without the main script, which they would run from its beginning; its
+    definitions reach them by value."""
     main = sys.modules["__main__"]
     hidden: dict[str, Any] = {name: main.__dict__[name] for name in ("__file__", "__spec__") if name in main.__dict__}
     try:

@@ -43,7 +43,7 @@ HOST = "127.0.0.1"
 GRACE_S = 10.0  # seconds after a rank's error for what the others have to say
 ENDED = "the process ended"
 TOLD, ASKED = "told", "asked"
-"""First element of messages of a process, in place of whether it has succeeded."""
+"""First element of a process's messages, in place of its success."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _ByValue:
 
 @dataclass(frozen=True)
 class UserCode:
-    """How a process finds the workload again: by its name, or, given as an object, by itself."""
+    """Reference by which a process finds the workload: its name, or the object itself."""
 
     name: str | None
     args: Mapping[str, Any]
@@ -82,7 +82,7 @@ class UserCode:
 
 @dataclass(frozen=True)
 class OnFirst:
-    """An argument that only rank 0 gets, as it may be large; every other rank gets None."""
+    """Argument for rank 0 only, as it may be large; all other ranks get None."""
 
     value: Any
 

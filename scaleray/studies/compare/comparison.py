@@ -54,9 +54,9 @@ SINGLE = (
     "give at least 2 launches of each, better 3 or more"
 )
 EXIT_INCONCLUSIVE = 3
-"""Exit status of `scaleray compare --fail-if-slower` where launches are too few to tell."""
+"""Exit status of `scaleray compare --fail-if-slower` if there are too few launches for a verdict."""
 MOST_BY_CHANCE = 4
-"""Number of verdicts, each at 95 %, from which on a note says that one may be beyond noise by chance."""
+"""Number of verdicts, each at 95 %, from which a note warns that one may exceed the noise by chance."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +82,19 @@ class Comparison(JsonRecord):
     notes: list[str] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """The runs by their labels, what differs between them, and what is said of their speed."""
+        """The runs by label, their differences, and the verdicts on their speed."""
         runs = ", ".join(f"{run.label} {run.name}" for run in self.runs)
         keys = ", ".join(difference.key for difference in self.differences[:10])
         differs = f"{len(self.differences)} differences: {keys}" if keys else "no difference in their conditions"
         return [f"{self.kind}: {runs}", differs, *(f"{v.runs} beside {v.base}: {v.words}" for v in self.verdicts)]
 
     def slower_by_more_than(self, per_cent: float) -> list[SpeedVerdict]:
-        """The verdicts whose whole interval lies beyond so many per cent, launches being enough to tell."""
+        """Verdicts whose whole interval lies beyond so many per cent, with enough launches for a verdict."""
         return [v for v in self.verdicts if v.verdict == "slower" and _is_beyond(v, per_cent)]
 
     def unclear_beyond(self, per_cent: float) -> list[SpeedVerdict]:
-        """The verdicts that leave open whether it is slower by so many per cent: what is known of the noise does not
-        explain it, and launches are too few; or nothing can be said."""
+        """Verdicts that leave open whether it is slower by so many per cent: the known noise does not explain it and
+        launches are too few, or there is no basis for a verdict."""
         return [v for v in self.verdicts if v.verdict == "inconclusive" and _is_beyond(v, per_cent)]
 
 
@@ -161,7 +161,7 @@ def _check(found: Sequence[FoundRun]) -> None:
 
 
 def _groups(records: Sequence[Any]) -> list[int]:
-    """The number of the first record that each repeats; its own number where all are alike, or none is like another."""
+    """Number of the first record that each record repeats; its own number if all are alike or none repeats another."""
     keys = list(map(repeat_key, records))
     groups = [keys.index(key) for key in keys]
     return groups if len(set(groups)) > 1 else list(range(len(records)))

@@ -18,8 +18,7 @@ from scaleray.records.text.units import count, figure, seconds, shown, with_inte
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure's name, its values and how they are shown, in the order of the records; None and "" where
-    one lacks it."""
+    """Name, values and formatted values of a figure, in the order of the records; None and "" if a record lacks it."""
 
     name: str
     values: list[Any]

@@ -1,4 +1,4 @@
-"""A comparison on the terminal: what is compared, the differences, figures side by side, and the verdicts last."""
+"""A comparison on the terminal: the runs, their differences, figures side by side, and the verdicts last."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scaleray.studies.compare.comparison import Comparison
 
 LONGEST_VALUE = 60
 MOST_DIFFERENCES = 25
-"""Rows of the table; --json has all."""
+"""Maximum rows of the table; --json has all."""
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
@@ -39,7 +39,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Tables of differences, where there are any, and of figures."""
+    """Tables of differences, if there are any, and of figures."""
     labels = tuple(run.label for run in comparison.runs)
     shown = comparison.differences[:MOST_DIFFERENCES]
     more = len(comparison.differences) - len(shown)
@@ -51,7 +51,7 @@ def tables(comparison: Comparison) -> list[Table]:
 
 
 def _short(values: Sequence[Any]) -> list[str]:
-    """The values as text, long ones from where they begin to differ."""
+    """The values as text, long ones shortened to begin where they differ."""
     texts = [", ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values]
     if max(map(len, texts)) <= LONGEST_VALUE:
         return texts

@@ -24,7 +24,7 @@ from scaleray.studies.curves.steady_state import steady_state
 
 @dataclass(frozen=True)
 class SteadySteps:
-    """Times in s of the whole batches after the warm-up. why: why they are not steady, or ""."""
+    """Times in s of the whole batches after the warm-up. why: reason why they are not steady, or ""."""
 
     step_times_s: list[float]
     samples_per_step: int
@@ -61,7 +61,7 @@ def steady_steps(run: FoundRun) -> SteadySteps:
 
 
 MOST_OF_IT = 0.5
-"""Share of the difference from which on a limit is its reason."""
+"""Share of the difference from which a limit counts as its reason."""
 
 
 def seconds_by_limit(verdict: Verdict) -> dict[str, float]:
@@ -70,8 +70,8 @@ def seconds_by_limit(verdict: Verdict) -> dict[str, float]:
 
 
 def reason_of(base: Verdict, other: Verdict) -> str:
-    """Where most of the difference between two trainings lies, in words; "" where it lies nowhere in particular, or one
-    of them is not known."""
+    """Main cause of the difference between two trainings, as text; "" if there is no single cause, or one is
+    unknown."""
     if Limit.INCOMPLETE in (base.limit, other.limit) or other.step_s == base.step_s:
         return ""
     before, after = seconds_by_limit(base), seconds_by_limit(other)
@@ -85,7 +85,7 @@ def reason_of(base: Verdict, other: Verdict) -> str:
 
 
 def _place(verdict: Verdict) -> str:
-    """Which ranks hold the others up, and where."""
+    """Ranks that delay the others, and their place."""
     found = next((one for one in (verdict.primary, *verdict.others) if one.limit is Limit.STRAGGLER), None)
     if found is None:
         return "ranks wait for each other"
@@ -94,12 +94,12 @@ def _place(verdict: Verdict) -> str:
 
 
 LEAST_STEPS = 8
-"""Number of steady steps of each side below which nothing is said."""
+"""Minimum number of steady steps of each side for a verdict."""
 
 
 @dataclass(frozen=True)
 class SpeedVerdict:
-    """Time for the same work over the base's, in words and numbers; time_ratio is None where nothing can be said."""
+    """Time for the same work relative to the base, as text and numbers; time_ratio is None if there is no verdict."""
 
     runs: str
     """Labels of the compared runs: `B`, or `B, D` for repeats."""
@@ -115,7 +115,7 @@ class SpeedVerdict:
     basis: str = ""
     """Basis of the interval, see `Change`; "" where nothing can be said."""
     repeats: int | None = None
-    """Launches of each side that would tell a difference as large as this one, see `Change.repeats`."""
+    """Launches of each side needed to detect a difference as large as this one, see `Change.repeats`."""
 
     def __str__(self) -> str:
         doubts = f" ({'; '.join(self.caveats)})" if self.caveats else ""
@@ -127,7 +127,7 @@ Side = tuple[Sequence[str], Sequence[Any]]
 
 
 def training_verdict(side: Side, base: Side, *, alike: Sequence[FoundRun] = ()) -> SpeedVerdict:
-    """The verdict on trainings (FoundRun). alike: all that are compared, where all are the same."""
+    """Verdict on trainings (FoundRun). alike: all compared runs if they are all the same."""
     mine, theirs = (", ".join(labels) for labels, _ in (side, base))
     steps = [[(label, steady_steps(run)) for label, run in zip(*one, strict=True)] for one in (side, base)]
     every = [pair for one in steps for pair in one]
@@ -153,8 +153,8 @@ def training_verdict(side: Side, base: Side, *, alike: Sequence[FoundRun] = ()) 
 
 
 def _reason(side: Side, base: Side) -> str:
-    """Where the difference lies by the profiles of two trainings, of repeats the first ones; "" where it lies nowhere
-    in particular, or one has no profile."""
+    """Cause of the difference by the profiles of two trainings, the first of each side's repeats; "" if there is no
+    single cause or a profile is missing."""
     mine, theirs = (verdict_of_run(runs[0].record) for _, runs in (side, base))
     return reason_of(theirs, mine)
 
@@ -213,8 +213,7 @@ def _points(record: StudyRecord) -> dict[tuple[str, int], Point]:
 
 
 def _launches(points: Sequence[Point], *, per_sample: bool) -> list[Turns]:
-    """The turns of each launch. A study is one launch, and a turn that another reused is still of the one
-    that took it."""
+    """Turns of each launch. A study is one launch, and a reused turn belongs to the launch that took it."""
     found: dict[str, list[list[float]]] = {}
     for number, point in enumerate(points):
         rounds = point.rounds or [""] * len(point.turns)
@@ -227,7 +226,7 @@ def _launches(points: Sequence[Point], *, per_sample: bool) -> list[Turns]:
 
 
 def _trials(record: SweepRecord) -> dict[tuple[object, ...], float]:
-    """Seconds per sample by settings, of trials that measured it themselves; of two alike, the first."""
+    """Seconds per sample by settings, of trials that measured it themselves; the first of equal ones."""
     found: dict[tuple[object, ...], float] = {}
     for trial in record.trials:
         if trial.samples_per_s and trial.same_as is None:

@@ -64,7 +64,7 @@ def as_curve(
     laws: Sequence[GivenLaw] = (),
     workers_per_node: int | None = None,
 ) -> Curve:
-    """Everything that follows from the points of one mode: speed-ups, fits, the next doubling, the limit, a verdict.
+    """Everything derived from the points of one mode: speed-ups, fits, the next doubling, the limit, a verdict.
 
     laws: more laws to be fitted and judged in addition to Amdahl's, Gustafson's and the USL. workers_per_node: number
     of workers that a node holds; no doubling is predicted that would be the first to leave it. Raises UsageError for
@@ -107,8 +107,8 @@ def as_curve(
 
 
 def _best(mode: Mode, fitted: Sequence[FittedLaw]) -> FittedLaw | None:
-    """The law with the smallest held-out error, the simplest of equal ones; the mode's own where there is none to
-    compare."""
+    """The law with the smallest held-out error, the simplest of equal ones; the mode's default if none can be
+    compared."""
     if any(f.held_out_error is None for f in fitted):
         return next(f for f in fitted if f.law.name == DEFAULT_LAW[mode])
     return min(fitted, key=lambda f: f.held_out_error or 0.0, default=None)

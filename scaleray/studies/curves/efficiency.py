@@ -32,13 +32,13 @@ from scaleray.studies.curves.paired_rounds import turns_by_round, without_drift
 NUM_DRAWS = 2000
 CONFIDENCE = 0.95
 MOST_STEPS = 400
-"""Largest number of steps of a turn that are resampled. A longer turn is resampled as so many of its quantiles, which
-bounds the work and cannot narrow an interval."""
+"""Maximum number of steps of a turn that are resampled. A longer turn is represented by so many quantiles, which bounds
+the work and cannot narrow an interval."""
 NUM_BATCHES = 10
 """Number of consecutive batches into which a single turn is cut. They are resampled whole: neighbouring steps resemble
 each other."""
 LEAST_BATCH = 4
-"""Smallest number of steps in a batch."""
+"""Minimum number of steps in a batch."""
 WORTH_PAIRING = 0.5
 """Largest width of the paired intervals, relative to the unpaired ones, at which pairing is used. Whichever interval is
 narrower would be taken too often where it is narrow by chance: for normal turns and 3 to 10 rounds such a choice holds

@@ -1,4 +1,4 @@
-"""How far a fitted curve may be continued: the next doubling with its interval, or the reason why nothing is said.
+"""How far a fitted curve may be extrapolated: the next doubling with its interval, or the reason why there is none.
 
 Two doubts make the interval: that of the measurements, from the law's fits to bootstrap draws; and that of the law,
 which repeats do not lessen. Points within a node know nothing of the network between nodes: 75 published doublings that
@@ -41,13 +41,13 @@ A100 and H100 (DLPerf, NVIDIA DLExamples, TensorFlow 2017, LLM Foundry, and the 
 hold 93 % of them, 96 % of those from 3 points or more; chosen without a source, such constants hold 89 % of it. The
 noise of those measurements, not repeated, is not in the intervals. A gain above 2 is not cut off: 11 % measured one."""
 WIDEST = 1.0
-"""Largest width of the gain's interval at which a doubling is predicted: no gain and the whole gain are 1 apart."""
+"""Maximum width of the gain's interval for a prediction: no gain and the whole gain are 1 apart."""
 NUM_BAND_POINTS = 24
 _SEED = 20
 
 
 def refusal(points: list[CurvePoint], workers_per_node: int | None) -> str:
-    """Why the points support no extrapolation, whatever the law says, or ""."""
+    """Reason why the points support no extrapolation by any law, or ""."""
     first, last = points[0].point, points[-1].point
     if len(points) < 2:
         only = quantity(last.workers, "worker")
@@ -81,7 +81,7 @@ def next_doubling(points: list[CurvePoint], fitted: FittedLaw) -> NextDoubling:
 
 
 def is_too_wide(doubling: NextDoubling) -> bool:
-    """Whether the interval of the gain is too wide to say anything useful."""
+    """Whether the interval of the gain is too wide to be useful."""
     return doubling.gain.high - doubling.gain.low > WIDEST
 
 
@@ -127,7 +127,7 @@ def _estimate(log_value: float, log_draws: Draws) -> Estimate:
 
 
 def _drop(points: list[CurvePoint]) -> str:
-    """Words for a throughput that falls with more workers beyond noise, or ""."""
+    """Text on a throughput that falls with more workers beyond noise, or ""."""
     rates = log_throughputs([at.point for at in points])
     for number in range(1, len(points)):
         gain = rates[number].over(rates[number - 1])

@@ -20,14 +20,14 @@ from scaleray.studies.curves.laws import Array, GivenLaw, Law, laws_for
 NUM_FITS = 400
 """Number of bootstrap draws that each law is fitted to."""
 LEAST_NOISE = 0.02
-"""Least standard deviation of log throughput in the weights: points that repeat better than this weigh alike, as no law
-is true to more than that."""
+"""Minimum standard deviation of log throughput in the weights: points that repeat better weigh the same, as no law is
+more exact."""
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """Input of the fits to k points: r = workers over the base's (k,), logarithms of throughput (k,) and
-    their draws (k, NUM_FITS)."""
+    """Input of the fits to k points: r = workers relative to the base (k,), logarithms of throughput (k,) and their
+    draws (k, NUM_FITS)."""
 
     base_workers: int
     r: Array
@@ -75,7 +75,7 @@ class FittedLaw:
 
 
 def fit_laws(points: Sequence[Point], given: Sequence[GivenLaw] = ()) -> list[FittedLaw]:
-    """Every law that so many points can be fitted with, simplest first. points: in order of workers."""
+    """Fit every law that these points determine, simplest first. points: in order of workers."""
     seen = Measured.of(points)
     return [_fitted(law, seen) for law in laws_for(len(points), given, base_workers=seen.base_workers)]
 
@@ -87,7 +87,8 @@ def _fitted(law: Law, seen: Measured) -> FittedLaw:
 
 
 def _held_out_error(law: Law, seen: Measured) -> float | None:
-    """Mean relative error at each point when the law is fitted to the others; None where those would not fix it."""
+    """Mean relative error at each point when the law is fitted to the others; None if the others do not determine
+    it."""
     count = len(seen.r)
     if count - 1 < law.least_points:
         return None

@@ -1,4 +1,4 @@
-"""How a figure of the same training on the same machines went over the months, and where it changed."""
+"""History of a figure of the same training on the same machines over months, and its changes of level."""
 
 from __future__ import annotations
 
@@ -82,16 +82,16 @@ def _best(distances: np.ndarray) -> tuple[int, float]:
 
 
 FIGURES = {"efficiency": True, "samples_per_s": True, "mfu": True, "speedup": True, "step_time_s": False}
-"""Figures that have a course, and whether more of it is better."""
+"""Figures that have a history, and whether a larger value is better."""
 SAME = ("kind", "model", "mode", "gpus", "strategy", "global_batch", "hardware")
-"""Fields that all points of a course share."""
+"""Fields that all points of a history share."""
 MAY_EXPLAIN = ("code", "environment", "data_hash", "topology", "owner")
 """Fields whose change is reported with a change of level."""
 
 
 @dataclass(frozen=True)
 class Course:
-    """One figure over time. same: what its points have in common. changes: where the level changed."""
+    """One figure over time. same: fields that its points share. changes: changes of level."""
 
     figure: str
     same: dict[str, Any]
@@ -117,7 +117,7 @@ class Course:
         return (change.after < change.before) == FIGURES[self.figure]
 
     def explained(self, change: ChangePoint) -> list[str]:
-        """Other facts that differ from this point on."""
+        """Other facts that change at this point."""
         before, after = self.points[change.index - 1].values, self.points[change.index].values
         return [
             f"{name} {_short(before.get(name))} -> {_short(after.get(name))}"
@@ -146,7 +146,7 @@ class Course:
 
 
 def courses(found: Sequence[Experiment], *, figure: str) -> list[Course]:
-    """The courses of a figure, those with most points first; experiments that are invalid or changed are left out."""
+    """Histories of a figure, longest first; experiments that are invalid or changed are left out."""
     groups: dict[tuple[Any, ...], list[Experiment]] = defaultdict(list)
     for one in found:
         if one.is_usable and one.values.get(figure) is not None:

@@ -33,7 +33,7 @@ law with another name."""
 
 @dataclass(frozen=True)
 class GivenLaw:
-    """A law from elsewhere, such as the planner's model: its shape is taken as it is, only its height is fitted."""
+    """A law from elsewhere, such as the planner's model: its shape is fixed, only its scale is fitted."""
 
     name: str
     throughput: Callable[[float], float]

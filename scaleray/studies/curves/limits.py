@@ -1,4 +1,4 @@
-"""Limit of the largest point of a curve, and its remedy.
+"""Limiting factor of a curve's largest point, and its remedy.
 
 The time that a step takes beyond the ideal is the sum of the excess of each of its parts: on a strong curve a part is
 ideal at the base's divided by the growth of the workers, on a weak curve at the base's.
@@ -12,10 +12,9 @@ from scaleray.profiling.verdict.signals import Facts
 from scaleray.records.study_record import CurvePoint, Mode, Point
 
 LEAST_LOSS = 0.05
-"""Lost share of the step time under which nothing limits yet."""
+"""Minimum lost share of the step time for a limit to be named."""
 LARGE_SHARE = 0.2
-"""Share of the step time from which on communication or input limits although it has not grown: as it does at the
-base."""
+"""Share of the step time from which communication or input is a limit although it has not grown since the base."""
 WORDS = {
     "communication": "communication is the limit",
     "input": "the input is the limit",
@@ -35,9 +34,7 @@ AS_IN_PROFILES = {
     "computing or communication": Limit.COMMUNICATION,
     "nothing yet": Limit.COMPUTE,
 }
-"""The limits that a profile of such steps can have; a curve also knows whether there is too little work or too few
-cores.
-"""
+"""Limits that a profile of such steps can have; a curve also detects too little work or too few cores."""
 
 
 def limit_of(mode: Mode, base: Point, largest: CurvePoint) -> str:

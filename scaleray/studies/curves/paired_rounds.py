@@ -17,12 +17,12 @@ LEAST_ROUNDS = 2
 
 
 def launch_of(round_name: str) -> str:
-    """The study that took a turn, by the name of its round; "" for a turn of workers of its own."""
+    """Study that took a turn, by the name of its round; "" for a turn of separately launched workers."""
     return round_name.rpartition("/")[0]
 
 
 def turns_by_round(points: Sequence[Point]) -> list[list[list[float]]] | None:
-    """Each point's turns in the same order of rounds; None where not every turn has its like in every other point."""
+    """Each point's turns in the same order of rounds; None if some turn has no counterpart at another point."""
     wanted = sorted(points[0].rounds)
     if len(points) < 2 or len(wanted) < LEAST_ROUNDS or len(set(wanted)) < len(wanted) or "" in wanted:
         return None
@@ -37,7 +37,7 @@ def turns_by_round(points: Sequence[Point]) -> list[list[list[float]]] | None:
 
 
 def without_drift(turns: Sequence[Sequence[Sequence[float]]]) -> list[list[list[float]]]:
-    """Step times divided by what their round did to the step times of all points. turns: points x rounds x steps, in
+    """Step times divided by their round's effect on the step times of all points. turns: points x rounds x steps, in
     s."""
     medians = np.array([[np.log(np.median(turn)) for turn in of_point] for of_point in turns])
     drift = np.exp((medians - medians.mean(axis=1, keepdims=True)).mean(axis=0))

@@ -24,10 +24,10 @@ from scaleray.records.study_record import Estimate
 from scaleray.studies.curves.efficiency import CONFIDENCE, MOST_LOG, Turns, ratio, resampled
 
 LEAST_LAUNCHES = 2
-"""Smallest number of launches of each side for a verdict."""
+"""Minimum number of launches of each side for a verdict."""
 LEAST_PAIRS = 3
 POWER = 0.8
-"""Probability with which the advised number of launches tells a difference as large as the one seen."""
+"""Probability with which the advised number of launches detects a difference as large as the observed one."""
 MOST_REPEATS = 100
 """Largest number of launches of each side that is advised."""
 
@@ -59,8 +59,8 @@ class Change:
 
     @property
     def repeats(self) -> int | None:
-        """Launches of each side that would tell a difference as large as this one; None where more than `MOST_REPEATS`
-        would be needed, or no spread is known. A lower bound where the spread is that of steps."""
+        """Launches of each side needed to detect a difference as large as this one; None if more than `MOST_REPEATS`
+        would be needed or no spread is known. A lower bound if the spread is that of steps."""
         if self.spread is None or self.time_ratio.value == 1:
             return None
         size = abs(math.log(self.time_ratio.value))
@@ -165,7 +165,7 @@ def _of_launches(sides: Sequence[Sequence[float]], noise: Sequence[float], *, al
 
 
 def _reach(launches: int, spread: float) -> float:
-    """Difference of log times that so many launches of each side tell with probability `POWER`."""
+    """Difference of log times that so many launches of each side detect with probability `POWER`."""
     error = spread * math.sqrt(2 / launches)
     return (_quantile(launches - 1) + float(stdtrit(launches - 1, POWER))) * error
 

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 BATCH = 5
 LEAST_WARMUP = 3
-"""Smallest warm-up, in steps: the first step of a process allocates, the second and third still fill caches, whatever
-their times look like."""
+"""Minimum warm-up in steps: a process allocates in its first step and fills caches in the second and third, whatever
+their times."""
 LEAST_STEPS = 20
-"""Smallest number of steps after the warm-up with which a drift can be seen."""
+"""Minimum number of steps after the warm-up for a drift to be visible."""
 CHANCE = 0.01
 MOST_DRIFT = 0.03
 NEARLY_BEST = 1.05
@@ -50,7 +50,7 @@ class SteadyState:
     is_steady: bool
     drift: float
     why: str
-    """Reason why the steps are not steady, or "" where they are."""
+    """Reason why the steps are not steady, or ""."""
 
 
 def steady_state(step_times_s: Sequence[float]) -> SteadyState:

@@ -20,8 +20,8 @@ class TimeSplit:
 
 
 def split(step_time_s: float, turn: Turn, workers: int) -> TimeSplit:
-    """Shares of a step's time. Computing is what the same work takes alone; `other` is what it takes longer on the
-    slowest worker of a step; communication is what is left."""
+    """Shares of a step's time. Compute: the time of the same work alone; `other`: its extra time on the slowest worker
+    of a step; communication: the remainder."""
     wait = min(1.0, max(0.0, turn.input_share))
     rest = 1.0 - wait
     if turn.alone_s is None:

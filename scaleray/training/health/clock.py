@@ -1,4 +1,4 @@
-"""How long steps take, and how fast training is once it runs steadily."""
+"""Durations of steps, and the speed of training in its steady state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SteadyState:
     total_s: float
     median_s: float
     wait_share: float
-    """Share of the time that was spent waiting for input."""
+    """Share of the time spent waiting for input."""
 
 
 class Clock:
@@ -39,7 +39,7 @@ class Clock:
         self.total_s = 0.0
 
     def start(self, waited_s: float) -> None:
-        """Start timing: a step begins now. waited_s: seconds that the input has been waited for in all."""
+        """Start timing at the beginning of a step. waited_s: total seconds spent waiting for input so far."""
         self._started, self._waited = time.perf_counter(), waited_s
         self.profile.start(self._started)
 

@@ -84,7 +84,7 @@ class FixedModel:
         return tuple(others)
 
     def _look(self) -> None:
-        """Take note of the modules that there are, and of what a step must not change in them."""
+        """Store the current modules and the properties of them that a step must not change."""
         self._parts = list(self.module.modules())
         self._signature = self._now()
 

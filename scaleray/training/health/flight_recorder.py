@@ -22,25 +22,24 @@ from scaleray.records.hangs import LINES_KEPT, Group, Line
 SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 OLD_VARIABLE = "TORCH_NCCL_TRACE_BUFFER_SIZE"
 NUM_CALLS = 2000
-"""Calls that the recorder remembers: some steps of a model with hundreds of collectives in each."""
+"""Number of calls that the recorder stores: some steps of a model with hundreds of collectives in each."""
 RECORDERS = ("fr", "nccl")
 """Names of the recorders in torch's functions: NCCL has one of its own."""
 
 
 def switch_on() -> None:
-    """Let the groups that this process makes from now on be recorded, unless the environment says how."""
+    """Record the groups that this process creates from now on, unless the environment says otherwise."""
     if OLD_VARIABLE not in os.environ:
         os.environ.setdefault(SIZE_VARIABLE, str(NUM_CALLS))
 
 
 def entries_without_lines() -> list[dict[str, Any]] | None:
-    """The calls that are remembered, oldest first, as JSON has them, which needs nothing of Python's state; None where
-    there is no recorder."""
+    """Stored calls, oldest first, as JSON values, read without Python's state. None if there is no recorder."""
     return _entries("json", lambda dump: json.loads(dump()))
 
 
 def entries_with_frames() -> list[dict[str, Any]] | None:
-    """The calls that are remembered, each with `frames`: the lines of Python it was called from, innermost first."""
+    """Stored calls, each with `frames`: the lines of Python that issued it, innermost first."""
     with _without_inductor():
         # torch has no other form with frames; these bytes were made in this very process a moment ago
         return _entries("", lambda dump: pickle.loads(dump(True, True, False)))

@@ -29,14 +29,14 @@ from scaleray.training.setup.place import Place
 
 
 class CollectiveLimits:
-    """Limits on a worker's waiting for the others, of which each may compile and fill caches in its first step."""
+    """Limits on a worker's waiting for other workers, each of which may compile and fill caches in its first step."""
 
     def __init__(self, progress: Progress, collective_timeout_s: float) -> None:
         self.progress, self.collective_timeout_s = progress, collective_timeout_s
 
     def apply(self) -> None:
-        """Limit collectives that begin from now on, in every group of this process but those for exchanges that are
-        under way for several steps. Not collective; each rank does it at the same place."""
+        """Limit all later collectives of this process, except those of exchanges that last several steps. Not
+        collective; each rank calls it at the same point."""
         if not dist.is_initialized():
             return
         limit = timedelta(seconds=self._limit_s())
@@ -45,8 +45,8 @@ class CollectiveLimits:
                 _set_pg_timeout(limit, group)
 
     def others_wait_s(self, world_size: int) -> float:
-        """Seconds that a worker may wait for its input at the moment: less long than the others wait for it, so that
-        it is the one that says why."""
+        """Seconds that a worker may wait for its input now: less than the others wait for it, so that it reports the
+        reason."""
         return WATCHDOG_SHARE * self._limit_s() if world_size > 1 else math.inf
 
     def _limit_s(self) -> float:
@@ -86,7 +86,7 @@ class GroupWatch:
         self._leave(kind, error, tb)
 
     def _take(self, progress: Progress) -> None:
-        """Watch a training that begins, and no longer the one before."""
+        """Watch a training that begins, in place of the one before."""
         self._leave(None, None, None)
         stalls = StallWatch(
             progress,

@@ -44,7 +44,7 @@ class LiveTensors(TorchDispatchMode):
         return result
 
     def counted(self) -> LiveTensors:
-        """This counter, if it counted. Raises what kept it from counting."""
+        """This counter if it counted. Raises the error that ended its counting."""
         if self.problem is not None:
             raise self.problem
         return self
@@ -85,14 +85,14 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
-    """Whether an error says that memory ran out, of a device or of the host."""
+    """Whether an error means that a device or the host is out of memory."""
     if isinstance(exc, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc)
 
 
 def free_unused(device: torch.device) -> None:
-    """Give back what a failed pass left: cycles that hold activations, and the allocator's empty blocks."""
+    """Free the remains of a failed pass: cycles that hold activations, and the allocator's empty blocks."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

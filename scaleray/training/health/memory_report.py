@@ -35,11 +35,11 @@ class MemoryReport(Observer):
         self._num_steps = 0
 
     def begin(self, setup: Setup) -> None:
-        """Take note of the set-up whose tensors are counted."""
+        """Store the set-up whose tensors are counted."""
         self._setup = setup
 
     def during_step(self, number: int) -> contextlib.AbstractContextManager[None] | None:
-        """Context that counts what a step needs, if it is the second one."""
+        """Context that counts the memory of a step, if it is the second one."""
         self._num_steps += 1
         return self._looking() if self._num_steps == 2 else None
 
@@ -57,7 +57,7 @@ class MemoryReport(Observer):
 
 
 def lasting(setup: Setup) -> dict[str, int]:
-    """Bytes on this rank of what outlives a step, by category."""
+    """Bytes on this rank that outlive a step, by category."""
     state = setup.optimizer.state
     return {
         "parameters_bytes": storage_bytes(setup.parallel.module.parameters()),
@@ -68,7 +68,7 @@ def lasting(setup: Setup) -> dict[str, int]:
 
 
 def gradients(setup: Setup) -> list[torch.Tensor]:
-    """Gradients of this rank that are there."""
+    """Existing gradients of this rank."""
     return [p.grad for p in setup.parallel.module.parameters() if p.grad is not None]
 
 

@@ -83,21 +83,21 @@ class Reporter(Observer):
         self._sent_bytes = sent_bytes
 
     def after_step(self, taken: TakenStep) -> None:
-        """Tell of a step, and of what was noted and sampled with it."""
+        """Report a step with the notes and samples that belong to it."""
         if self._is_first:
             self.emit(self._record(taken, *self._kept.popleft()))
         self.notes()
         self._sample_system()
 
     def notes(self) -> None:
-        """Say what the strategy has noted since the last time."""
+        """Report the strategy's notes since the last call."""
         new = self._setup.parallel.notes[self._num_notes :]
         self._num_notes += len(new)
         for note in new:
             self.say(note, step=self._step() or None)
 
     def forget_bytes(self) -> None:
-        """Leave out of the next record what has been sent until now."""
+        """Exclude bytes sent until now from the next record."""
         self._sent_bytes = self._setup.parallel.bytes_sent()
 
     def _say_values_in_use(self) -> None:

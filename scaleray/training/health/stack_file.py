@@ -39,8 +39,7 @@ class StackFile:
 
     def expect_look(self, within_s: float) -> None:
         """Schedule the stacks to be written unless this is called again within so many seconds. Earlier content is
-        removed: a process that calls this runs, so nothing holds the lock.
-        """
+        removed: a process that calls this is running, so nothing holds the lock."""
         if os.fstat(self._file.fileno()).st_size > self._length:
             os.write(self._file.fileno(), LOOKED.encode())  # the handler may be writing at this moment
             self._length = os.fstat(self._file.fileno()).st_size
@@ -48,7 +47,7 @@ class StackFile:
         faulthandler.dump_traceback_later(within_s, file=self._file)
 
     def close(self) -> None:
-        """Let go of the file, and remove it, with the folders of hangs where nothing else is in them."""
+        """Close and remove the file, and the folders of hangs if they are empty."""
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
         if self._was_enabled:
@@ -92,7 +91,7 @@ def read_stacks(text: str, *, step: int, phase: str, recorded_at: float) -> Rank
 
 
 def user_lines(stack: StackSummary) -> tuple[Line, ...]:
-    """The innermost lines of a stack that are the user's own code, or the innermost of all. stack: outermost first."""
+    """Innermost lines of a stack that are the user's own code, or its innermost lines. stack: outermost first."""
     own = user_frames(stack) or stack[-1:]
     return tuple(as_line(frame) for frame in own[: -LINES_KEPT - 1 : -1])
 

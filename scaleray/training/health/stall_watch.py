@@ -224,7 +224,7 @@ class StallWatch:
         return dump.stands_on
 
     def _newest_call(self) -> int:
-        """Time of the newest collective's call; 0 if it is not known."""
+        """Time of the newest collective's call; 0 if unknown."""
         entries = self._read(entries_without_lines, None)
         return int(entries[-1]["time_created_ns"]) if entries else 0
 

@@ -1,4 +1,4 @@
-"""Warn about MLflow runs that the user's code begins in a worker: what it logs there is not in this training's run."""
+"""Warn about MLflow runs that the user's code begins in a worker: their logs are not in this training's run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StrayRuns(Observer):
         self._look()
 
     def close(self) -> None:
-        """Look once more, and end a stray run: the end of a worker would leave it RUNNING."""
+        """Check once more, and end a stray run: the end of a worker would leave it RUNNING."""
         if self._look():
             sys.modules["mlflow"].end_run()
 

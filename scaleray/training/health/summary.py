@@ -44,7 +44,7 @@ def summary_of(
     best: dict[str, Any],
     profile: Callable[[], RankMeasurements],
 ) -> WorkerSummary:
-    """The summary of the steps after `first_step`. What cannot be measured is left out, and the guard says so."""
+    """Summarise the steps after `first_step`. Missing measurements are left out and reported by the guard."""
     job, step = state.job, state.step
     look = partial(guard, Watcher.SUMMARY)
     steady = look(clock.steady_state, None, part="steady state")

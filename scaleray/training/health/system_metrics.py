@@ -88,7 +88,7 @@ def _memory(index: int, handle: Any) -> dict[str, float]:
 
 
 def _own_memory(index: int, handle: Any) -> dict[str, float]:
-    """Memory of this process's own GPU alone, where it has a context anyway; for machines without NVML."""
+    """Memory of this process's own GPU if it has a context; for machines without NVML."""
     if index != torch.cuda.current_device():
         return {}
     free, total = torch.cuda.mem_get_info(index)

@@ -48,7 +48,8 @@ def locating(now: Callable[[], tuple[TrainJob, int]], place: Place, progress: Pr
 def located(
     exc: Exception, place: Place, config: RunConfig, recipe: Recipe, *, step: int, steps_done: int
 ) -> Exception:
-    """The error as the run should raise it: with rank, node and step, unless it says all that the user needs.
+    """The error as the run should raise it: with rank, node and step, unless its text has all that the user needs.
+    step: number of complete steps. steps_done: steps of this process.
 
     step: how many are complete. steps_done: those that this process took.
     """
@@ -69,7 +70,7 @@ def located(
 
 
 def is_lost_peer(exc: BaseException) -> bool:
-    """Whether torch says that a collective could not be completed."""
+    """Whether torch reports that a collective could not be completed."""
     if isinstance(exc, (torch.distributed.DistBackendError, torch.distributed.DistNetworkError)):
         return True
     words = (

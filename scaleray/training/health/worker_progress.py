@@ -31,7 +31,7 @@ WATCHDOG_SHARE = 0.9  # share of the time that the others wait for this worker: 
 
 
 class Progress:
-    """The loop's place: a step and a phase of it. Written by the training thread, read by others."""
+    """Current step and phase of the loop. Written by the training thread, read by others."""
 
     def __init__(self) -> None:
         self.step = self.steps_done = 0
@@ -48,7 +48,7 @@ class Progress:
             on_new(self)
 
     def enter(self, phase: Phase) -> Phase:
-        """Enter the next phase, and give the one that was left."""
+        """Enter the next phase and return the previous one."""
         left = self.phase
         self.passed.add(left)
         self.phase, self.since = phase, time.monotonic()
@@ -56,20 +56,21 @@ class Progress:
         return left
 
     def hear(self, recent: RecentSteps) -> None:
-        """Take note of what the last steps took."""
+        """Store the durations of the last steps."""
         self.recent = recent
 
     def finish_step(self, step: int) -> None:
-        """Take note that so many steps are complete."""
+        """Store the number of complete steps."""
         self.step = step
         self.steps_done += 1
 
     def others_wait_s(self, collective_timeout_s: float) -> float:
-        """How long other workers wait for this one in a collective, as `CollectiveLimits` has it in this step."""
+        """Seconds that other workers wait for this one in a collective: the limit of `CollectiveLimits` in this
+        step."""
         return collective_timeout_s * (1.0 if self.steps_done else FIRST_STEP_FACTOR)
 
     def is_new(self, phase: Phase) -> bool:
-        """Whether the training has not been through it yet, so that it may compile and fill caches first."""
+        """Whether the training is in its first phase of this kind, so that it may compile and fill caches."""
         return not self.steps_done or phase not in self.passed
 
 
@@ -140,8 +141,8 @@ class Watchdog:
 
 
 def waits_for_others(thread_id: int) -> bool:
-    """Whether a thread is inside a collective, such as DDP's own in a forward pass, or waits for its device: then
-    another worker is to blame."""
+    """Whether a thread is inside a collective, such as DDP's in a forward pass, or waits for its device: another worker
+    is to blame then."""
     frame = sys._current_frames().get(thread_id)
     return frame is not None and any(part in frame.f_code.co_filename for part in WAITS)
 
@@ -169,13 +170,13 @@ def where(thread_id: int) -> str:
 
 
 class Tail:
-    """A stream that passes everything on and remembers its last lines."""
+    """Stream that forwards its input and stores the last lines."""
 
     def __init__(self, stream: TextIO, lines: deque[str]) -> None:
         self._stream, self._lines, self._open = stream, lines, ""
 
     def write(self, text: str) -> int:
-        """Pass on."""
+        """Forward the text."""
         # progress bars write for ever without a new line
         *whole, last = (self._open + text).replace("\r", "\n").split("\n")
         self._open = last[-LONGEST_LINE:]
@@ -183,7 +184,7 @@ class Tail:
         return self._stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Pass on, line by line."""
+        """Forward the lines one by one."""
         for line in lines:
             self.write(line)
 
@@ -192,12 +193,12 @@ class Tail:
 
 
 class TailHandler(logging.Handler):
-    """Store the last lines that were logged, in addition to those that were printed."""
+    """Store the last logged lines, in addition to printed ones."""
 
     def __init__(self, lines: deque[str]) -> None:
         super().__init__(logging.INFO)
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message."""
+        """Store the message."""
         self._lines.extend(f"{record.levelname}: {line}" for line in record.getMessage().splitlines() if line.strip())

@@ -23,10 +23,10 @@ from scaleray.training.setup.place import Place
 
 NOTHING = Parts(0.0, 0.0, 0.0)
 SPOILED = Parts(math.nan, math.nan, math.nan)
-"""Parts of a rank whose measurement failed: it keeps summing with the others, and the sum does not count."""
+"""Parts of a rank whose measurement failed: the rank keeps summing with the others, and the sum does not count."""
 Look = Callable[[Callable[[], Any], Any], Any]
-"""Function that calls something of this rank's own, which may fail, and returns its result; where it fails, the second
-argument. Collectives stay outside of it."""
+"""Function that calls code of this rank which may fail, and returns its result, or the second argument on failure.
+Collectives stay outside of it."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class StepGradients:
     num_rows: int
     is_local: bool
     square: float
-    """Squared norm of the mean gradient, as noise is measured on it."""
+    """Squared norm of the mean gradient, as used for the noise."""
     share_of_square: float = 0.0
-    """Share of this rank to add to `square`: the shares of all ranks are still to be summed."""
+    """This rank's share of `square`; the shares of all ranks are still to be summed."""
 
     @property
     def rows_per_count(self) -> float:
@@ -66,16 +66,16 @@ class Source(Protocol):
     """Source that sees a step's gradients at another batch size than the whole batch."""
 
     def begin(self, *, is_local: bool) -> None:
-        """Begin a step that is measured, or begin it again."""
+        """Begin a measured step, or begin it again."""
 
     def before_pass(self, weight: int, count: Number) -> None:
-        """Note that a forward pass of `weight` rows comes, 0 for a placeholder; passes so far counted `count`."""
+        """Note that a forward pass of `weight` rows follows, 0 for a placeholder; passes so far counted `count`."""
 
     def before_last_backward(self) -> None:
         """Note that the next backward pass is the step's last."""
 
     def seen(self, step: StepGradients) -> Callable[[], Seen]:
-        """Function that gives what was seen: until it is called, ranks sum it in the background. Collective,
+        """Return a function for the observed norms: until it is called, ranks sum them in the background. Collective,
         unless the step is local."""
 
     def end(self) -> None:
@@ -83,7 +83,7 @@ class Source(Protocol):
 
 
 class Workers:
-    """Every worker's own gradient before it meets the others'."""
+    """Every worker's own gradient before it is combined with the others."""
 
     def __init__(
         self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View, look: Look
@@ -143,8 +143,7 @@ class Workers:
 
 
 class FirstMicroBatch:
-    """The gradient of a step's first micro-batch, which lies alone in the parameters before the second one adds to
-    it."""
+    """Gradient of a step's first micro-batch, which is alone in the parameters before the second one adds to it."""
 
     def __init__(
         self, parallel: Parallel, parameters: Sequence[nn.Parameter], place: Place, view: View, look: Look
@@ -196,7 +195,7 @@ class ConsecutiveSteps:
         self._before_rows = 0
 
     def keep(self, *, correction: float, num_rows: int) -> None:
-        """Keep this step's mean gradient for the next step."""
+        """Store this step's mean gradient for the next step."""
         gradients = gradients_in(self._parameters)
         copies = self._look(lambda: {p: gradient * correction for p, gradient in gradients.items()}, None)
         # a rank whose measurement failed needs something to take part with, and changes it no more
@@ -264,7 +263,7 @@ def _part(square_times_count: float, count: float) -> Parts:
 
 
 def _all_parts(own: Parts, place: Place, step: StepGradients) -> Callable[[], Seen]:
-    """Function that gives this rank's parts together with those of all other ranks. Collective, unless the step is
+    """Function that returns this rank's parts together with those of all other ranks. Collective, unless the step is
     local."""
     if step.is_local or place.world_size == 1:
         return lambda: _in_samples(own, step)
@@ -278,7 +277,7 @@ def _all_parts(own: Parts, place: Place, step: StepGradients) -> Callable[[], Se
 
 
 def _sum(values: list[float], place: Place) -> Callable[[], list[float]]:
-    """Begin to sum a few numbers over all ranks. Returns a function that waits for the sums."""
+    """Start summing a few numbers over all ranks. Returns a function that waits for the sums."""
     tensor = torch.tensor(values, dtype=torch.float64, device=place.device)
     work = dist.all_reduce(tensor, async_op=True)
 

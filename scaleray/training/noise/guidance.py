@@ -1,4 +1,4 @@
-"""Which trial of a grid to run next, so that the fastest way to a target is found with few of its samples.
+"""Choice of the next trial of a grid, to find the fastest way to a target with few samples.
 
 Two trainings measure noise and throughput. Goodput over all batch sizes follows from them, and further trials are spent
 around its highest point: other rules there, then its neighbours, until all are slower or the budget is spent.
@@ -43,7 +43,7 @@ def adascale_gain(kappa: float, *, square: float, trace: float) -> float:
 SPREAD = 4
 """Ratio of the two first batch sizes: their noise is then trusted over a range of 64."""
 WORTHWHILE = 0.9
-"""Smallest predicted goodput of a neighbour, relative to the best measured one, at which it is tried."""
+"""Minimum predicted goodput of a neighbour, relative to the best measured one, for it to be tried."""
 NEVER_RAN = ("failed", "never fits")
 
 
@@ -76,7 +76,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Guide:
-    """The grid and what is asked. arms: the one that theory prefers first. reference: batch size at which the
+    """The grid and the question. arms: the theoretically preferred one first. reference: batch size at which the
     learning rate was tuned."""
 
     cells: Sequence[Cell]
@@ -84,7 +84,7 @@ class Guide:
     reference: int
     workers: int = 1
     share: float = 0.2
-    """Largest share of the samples that the whole grid would take."""
+    """Maximum share of the samples that the whole grid would take."""
     by_place: dict[tuple[int, str], Cell] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class Guide:
         return cells
 
     def next_cells(self, trials: Sequence[Trial]) -> list[Cell]:
-        """The cells to run now, none of which depends on another; none when the search is over."""
+        """Cells to run now, which are independent of each other; None when the search is over."""
         results = self.results(trials)
         if first := [cell for cell in self.first_cells() if (cell.batch_size, cell.arm) not in results]:
             return first
@@ -147,7 +147,7 @@ class Guide:
         return self.share * self.grid_samples(outlook)
 
     def grid_samples(self, outlook: Outlook) -> float:
-        """Samples that the whole grid would take, as far as known and as predicted; it trains what is the same once."""
+        """Samples that the whole grid would take, as far as known or predicted; equal trainings count once."""
         trainings: dict[tuple[int, str], Cell] = {}
         for cell in self.cells:
             if outlook.is_measured(cell) or (cell.batch_size, cell.same_as) not in trainings:
@@ -198,7 +198,7 @@ class Guide:
         return list({cell.same_as: cell for cell in reversed(unknown)}.values())[::-1]
 
     def _is_known(self, cell: Cell, results: dict[tuple[int, str], Result]) -> bool:
-        """Whether the cell ran, or another arm that is the same training."""
+        """Whether the cell, or another arm that is the same training, ran."""
         return any(
             size == cell.batch_size and (arm == cell.arm or found.cell.same_as == cell.same_as)
             for (size, arm), found in results.items()

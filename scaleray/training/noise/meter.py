@@ -1,4 +1,4 @@
-"""Meter of the gradient noise scale: it measures while a run trains, and keeps averages. It changes nothing of the
+"""Meter of the gradient noise scale: it measures while a run trains, and keeps averages. It does not change the
 training.
 
 Every `noise_scale.every_steps` steps: squared norms of gradients of two sizes, one small all-reduce, two averages. The
@@ -91,7 +91,7 @@ class NoiseMeter:
             self._source.begin(is_local=is_local)
 
     def before_pass(self, weight: int, count: Number) -> None:
-        """Note that a forward pass of `weight` rows comes; the step's passes so far counted `count`."""
+        """Note that a forward pass of `weight` rows follows; the step's passes so far counted `count`."""
         if self.is_measuring:
             self._source.before_pass(weight, count)
 
@@ -107,7 +107,7 @@ class NoiseMeter:
 
     @property
     def looks_at_gradients(self) -> bool:
-        """Whether `after_backward` has something to do in this step. It reads numbers of the device."""
+        """Whether `after_backward` measures in this step. It reads numbers from the device."""
         return self.is_measuring or self._is_kept
 
     def after_backward(
@@ -177,7 +177,7 @@ class NoiseMeter:
         return self._metrics
 
     def values(self) -> dict[str, Any]:
-        """The averages with an interval, how they were measured, and their course, for the run's record."""
+        """Averages with an interval, their method and their history, for the run's record."""
         averages = self.averages
         interval, effective = averages.interval(), self._windows.effective(self._sizes.large)
         return {
@@ -212,7 +212,7 @@ class NoiseMeter:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue with a checkpoint's averages, unless they are of another kind, or biased and these are not."""
+        """Continue with a checkpoint's averages, unless they are of another kind, or only they are biased."""
         averages = NoiseAverages.from_state(state["averages"])
         self._samples = int(state["samples"])
         if state["preconditioned"] != self.settings.preconditioned or averages.is_biased > self.averages.is_biased:

@@ -1,4 +1,4 @@
-"""Measurement of a run's gradient noise, if it has one: behind a guard, as the training does not depend on it."""
+"""Measurement of a run's gradient noise, if it is on: behind a guard, as the training does not depend on it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class NoiseWatch(Observer):
         self.kept: dict[str, Any] | None = None
 
     def start(self, config: RunConfig, recipe: Recipe, setup: Setup, place: Place, say: Say) -> NoiseMeter | None:
-        """Make the meter, once micro-batches are known. Collective where noise is measured. say: called with how noise
-        is measured, which rank 0 shows."""
+        """Make the meter once micro-batches are known. Collective if noise is measured. say: called with the method,
+        which rank 0 shows."""
         if config.noise_scale.measure is False:
             return None
         source = noise_source(
@@ -50,7 +50,7 @@ class NoiseWatch(Observer):
         return self.guard(Watcher.FIGURES, self.meter.metrics, {}, part="noise") if self.meter else {}
 
     def values(self) -> dict[str, Any]:
-        """The whole course of the noise scale, for the summary."""
+        """History of the noise scale, for the summary."""
         return self.guard(Watcher.SUMMARY, self.meter.values, {}, part="noise") if self.meter else {}
 
     def state(self) -> dict[str, Any] | None:

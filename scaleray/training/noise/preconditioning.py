@@ -21,7 +21,7 @@ compute. Room for larger tensors, and divisors that are kept for a step, would t
 
 
 class Row:
-    """Room for the values of some parameters, end to end; zero for parameters without a value."""
+    """Buffer for the values of some parameters, end to end; zero for parameters without a value."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         first = parameters[0]
@@ -30,7 +30,7 @@ class Row:
         self.places = {p: piece.view(p.shape) for p, piece in zip(parameters, pieces, strict=True)}
 
     def put(self, values: Gradients) -> torch.Tensor:
-        """Put in these values and no others; the result is the whole room, end to end."""
+        """Store these values and no others, and return the whole buffer."""
         if len(values) < len(self.places):
             self.values.zero_()
         torch._foreach_copy_([self.places[p] for p in values], list(values.values()))
@@ -51,7 +51,7 @@ class View:
         """Begin a step whose gradients are measured, or begin it again."""
 
     def end(self) -> None:
-        """Forget what was learned about the step."""
+        """Forget everything about the step."""
 
     def all(self, gradients: Gradients) -> list[torch.Tensor]:
         """Tensors whose common norm is that of these gradients; for the same parameters always the same tensors. They

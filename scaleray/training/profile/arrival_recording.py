@@ -28,17 +28,17 @@ from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 
 MOST_ROWS = 500
-"""Steps that are kept: their number tells a steady delay from chance, and is small enough for a thousand ranks."""
+"""Number of stored steps: enough to separate a steady delay from chance, and small enough for a thousand ranks."""
 MOST_RECENT = 64
-"""Steps that a sample of the running training looks back."""
+"""Steps that a sample of the running training covers."""
 CHUNK = 64
-"""Steps that are put into the table at a time."""
+"""Steps that are added to the table at a time."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class ArrivalTimes(Observer):
-    """Notes when this rank comes to the places of a step, the begin of its last backward pass, and the end of what it
-    waits for after that. at_phase: what is called when a phase begins."""
+    """Records when this rank arrives at the collectives of a step, the begin of its last backward pass, and the end of
+    its wait after that. at_phase: called when a phase begins."""
 
     def __init__(self, at_phase: dict[Phase, Callable[[], None]], place: Place, guard: Guard) -> None:
         self.at_phase, self.place, self.guard = at_phase, place, guard
@@ -48,20 +48,20 @@ class ArrivalTimes(Observer):
         self._places: Places | None = None
         self._number = self._num_steps = 0
         self._is_before, self._has_begun = True, False
-        """Whether the backward pass of a micro-batch has not begun yet; whether one has begun in this step."""
+        """Whether the backward pass of a micro-batch is still to begin; whether one has begun in this step."""
         self._begun: Any = None
         self._met: Any = None
         self._kept: list[Any] = []
-        """Moments of the forward pass before this one."""
+        """Times of the previous forward pass."""
         self._never: list[Any] = []
         self._earlier: list[Pass] = []
         self._steps: list[tuple[Any, ...]] = []
-        """Steps that are not put into the table yet."""
+        """Steps that are not in the table yet."""
         self._rows, self._every, self._chunk = np.empty((0, 0)), 1, array("d")
         self._recent: deque[list[float]] = deque(maxlen=MOST_RECENT)
 
     def begin(self, setup: Setup) -> None:
-        """Look for the strategy's collectives."""
+        """Find the strategy's collectives."""
         self._parallel = setup.parallel
         self._source = setup.parallel.arrivals if self.place.world_size > 1 else None
 
@@ -69,7 +69,7 @@ class ArrivalTimes(Observer):
         self._number = number
 
     def after_launch(self) -> None:
-        """Keep the moments of the step; before the places are known, let the strategy find them."""
+        """Store the times of the step; before the collectives are known, let the strategy find them."""
         if self._places is None:
             if self._source is not None:
                 self.guard(Watcher.FIGURES, self._settle, None, part="arrivals")
@@ -108,7 +108,7 @@ class ArrivalTimes(Observer):
         )
 
     def take_recent(self) -> list[list[float]]:
-        """Rows of the last steps since this was asked before: number, begin, seconds to the end, and to each place."""
+        """Rows of the steps since the last call: number, begin, seconds to the end, and to each collective."""
         self._take_known()
         rows = list(self._recent)
         self._recent.clear()
@@ -189,11 +189,11 @@ class ArrivalTimes(Observer):
 
 
 Pass = tuple[Any, Any, list[Any]]
-"""An earlier backward pass of a step: its begin, its end, and the moments of places."""
+"""An earlier backward pass of a step: its begin, its end, and the times of its collectives."""
 
 
 class StepMoments(NamedTuple):
-    """Moments of a step, as the stamps give them; NaN for a place that it did not come by."""
+    """Times of a step, as recorded; NaN for a collective that it did not reach."""
 
     number: int
     begun: Any
@@ -227,10 +227,10 @@ class StepMoments(NamedTuple):
 
 
 class HostStamps:
-    """Moments by the clock that all processes of a host share."""
+    """Times by the clock that all processes of a host share."""
 
     at_a_time = CHUNK
-    """Steps that are added together."""
+    """Number of steps that are added together."""
 
     def __init__(self) -> None:
         self.now: Callable[[], Any] = time.perf_counter
@@ -256,7 +256,7 @@ class HostStamps:
 
 
 class DeviceStamps:
-    """Moments that a device passes, as events. The end of a step is its moment 0: no clock is shared."""
+    """Times at which a device passes, as events. The end of a step is its time 0: no clock is shared."""
 
     at_a_time = 1
     """See `HostStamps`: events are read, and free for others, as soon as the device has passed them."""
