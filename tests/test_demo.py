@@ -25,8 +25,10 @@ def test_the_demo_prints_its_table_and_leaves_no_ray_behind():
     assert float(difference.group(1)) < 0.02
     assert done.stdout.count("digits") >= 2
     assert "workflowType=machine_learning" in done.stdout
-    report = re.search(r"report of the study: (\S+)", done.stdout)
+    report = re.search(r"report: +(\S+)", done.stdout)
     assert report is not None and "<svg" in Path(report.group(1)).read_text()
-    assert "study: strong scaling: " in done.stdout
+    picture = re.search(r"picture: (\S+)", done.stdout)
+    assert picture is not None and Path(picture.group(1)).stat().st_size > 0
+    assert "study: strong scaling: " in done.stdout and done.stdout.count("language model") >= 3
     left = [p.name() for p in psutil.process_iter() if p.pid not in before and p.name() in ("raylet", "gcs_server")]
     assert left == []
