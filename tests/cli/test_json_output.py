@@ -33,7 +33,7 @@ def study(tmp_path):
 def test_lists_of_keys_and_configs_are_objects_with_a_version(capsys):
     keys = asked(capsys, "config", "keys", "optimizer")
     assert keys["schema_version"] == 1 and keys["written"] == {} and keys["keys"][0]["key"] == "optimizer.name"
-    assert keys["keys"][0]["choices"] == ["adamw", "sgd", "lars", "lamb"]
+    assert keys["keys"][0]["choices"] == ["adamw", "adam", "sgd", "lars", "lamb"]
     shown = asked(capsys, "config", "show", "-c", ROOT / "jobs/digits.yaml", "--no-data")
     assert shown["schema_version"] == 1 and shown["config"]["batch"]["global_size"]
 

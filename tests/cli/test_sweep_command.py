@@ -15,7 +15,7 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sweep"], "workload.name"),
+        (["sweep"], "Give a config with -c FILE"),
         ([*DIGITS, "--batch-sizes", "2048..32"], "--batch-sizes is '2048..32'"),
         ([*DIGITS, "--batch-sizes", "32..x"], "such as 32..2048, which doubles"),
         ([*DIGITS, "--rules", "linear,cubic"], "--rules is cubic"),

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import stdtrit
 
-ALPHA = 0.05
+from scaleray.release.gates.confidence import ALPHA
+
 LEAST_REFERENCE = 4
 """Smallest number of runs of a reference point: two are left when the best and the worst are out."""
 
