@@ -92,7 +92,7 @@ def newer_than_tested() -> list[str]:
 
 
 def is_tested(name: str) -> bool:
-    """Whether the installed release of a library, without its last number, is the newest tested one."""
+    """Whether the installed release of a library, ignoring its last number, is the newest tested one."""
     return _numbers(importlib.metadata.version(name))[:2] == _numbers(NEWEST_TESTED[name])
 
 

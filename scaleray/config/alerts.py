@@ -50,7 +50,7 @@ class AlertLimits(Settings):
     throughput_ratio: Positive = 0.8
     """Samples per second over the median of the half hour before, below which a run has become slower."""
     predicted_ratio: Positive = 0.8
-    """Efficiency over that of the study's or planner's prediction, below which a run is slower than predicted."""
+    """Ratio of measured to predicted efficiency (study or planner) below which a run is slower than predicted."""
     input_wait_share: Positive = 0.2
     """Share of a step that is spent waiting for input, from which on the input is too slow."""
     loss_spike_mads: Positive = 8.0

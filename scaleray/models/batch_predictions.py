@@ -20,7 +20,7 @@ from scaleray.workload import Workload, call_user_code, user_traceback
 
 ADD_PREDICT = "add predict(self, model, batch) to the workload, which returns {name: tensor with an element a row}"
 ONLY = "output"
-"""Name of what a model returns, where it has none of its own."""
+"""Name of a model's output that has no name of its own."""
 
 
 class Answers:

@@ -43,7 +43,7 @@ def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | No
 
 @contextlib.contextmanager
 def chosen(path: str, step: int | None, copy_path: str | None) -> Iterator[tuple[Catalog, Manifest]]:
-    """One checkpoint of a path with its catalog, by default the newest complete one. Damage becomes one message."""
+    """Catalog and one checkpoint of a path, by default the newest complete one. Damage is reported in one message."""
     from scaleray.checkpoints.catalog import require
     from scaleray.checkpoints.manifest import Incomplete
 
@@ -82,7 +82,7 @@ def empty(path: str) -> CheckpointError:
 
 
 def _meant(path: str) -> str:
-    """The path or URI that is meant, or the folder of a run's name in the storage path."""
+    """Absolute path or URI; a bare name that is not a local path is a run folder in the default storage path."""
     from scaleray.config.base import absolute_path
     from scaleray.config.checkpoint import default_storage_path
 

@@ -18,7 +18,7 @@ less."""
 
 
 EVERY_OTHER = "any"
-"""The other end where all links of a rank are slow."""
+"""Placeholder for the other end if all links of a rank are slow."""
 
 
 @dataclass(frozen=True)

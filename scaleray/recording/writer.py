@@ -33,9 +33,9 @@ class Marker:
 
 
 class Writer(Generic[Item]):
-    """Gives items to `take` one after another, and calls `flush` every FLUSH_S at the latest. Neither may raise.
+    """Passes items to `take` one at a time, and calls `flush` at least every FLUSH_S seconds. Neither may raise.
 
-    flush: writes what `take` has gathered; gives what went wrong. outbox: what both send through.
+    flush: writes the items gathered by `take`; returns the error, if any. outbox: outbox that both send through.
     """
 
     def __init__(

@@ -11,8 +11,6 @@ LONGEST_NAME = 250
 def acceptable_name(name: str) -> str:
     """Name under which MLflow accepts a metric, a param or a tag: other characters become _, as do parts of a path that
     lead elsewhere, and long names are cut. Most names are unchanged. Source: `mlflow.utils.validation` of MLflow 3.17.
-
-    Source: `mlflow.utils.validation` of MLflow 3.17.
     """
     parts = re.sub(r"[^/\w.\- :]", "_", name).split("/")
     parts = ["_" if part in ("", ".", "..") else part for part in parts]

@@ -157,7 +157,7 @@ def check_one_kind(rungs: Iterable[Rung]) -> None:
         raise ClusterError(
             "the workers' hardware",
             f"{first} for {one} and {second} for {other}",
-            "points of one curve need one kind",
+            "all points of a curve must be measured on the same hardware",
             "choose the nodes with scale.label_selector",
         )
 

@@ -90,8 +90,8 @@ class Rung:
     """Number of steps after which the training's steps repeat."""
     trains_to_target: bool = False
     measures_noise: bool = False
-    """Whether noise is measured: in the training to the target where there is one, else over a turn's number of
-    steps that are not timed."""
+    """Whether noise is measured: during the training to the target if there is one, otherwise over as many untimed
+    steps as a turn has."""
     marks: list[str] = field(default_factory=list)
     """Conditions of its turns that every figure must show, as far as they are known beforehand."""
     turns: list[Turn] = field(default_factory=list)

@@ -21,7 +21,7 @@ class StudyOptions:
     """Measurements, and how they are taken."""
 
     world_sizes: Numbers = "1,2"
-    """Numbers of workers, with commas."""
+    """Numbers of workers, separated by commas."""
     mode: Words = "strong"
     """strong: the config's global batch divided among the workers. weak: a batch that grows with them. Or both."""
     repeats: int = 5

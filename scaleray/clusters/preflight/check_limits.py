@@ -15,8 +15,8 @@ SHM_RED = 128 * MIB
 SHM_YELLOW = GIB
 """NCCL's page on troubleshooting asks for --shm-size=1g."""
 OBJECT_STORE_YELLOW = 256 * MIB
-"""Ours: input tasks keep a few blocks of rows (up to 128 MiB each, Ray Data's default) on their way; Ray's own least
-is 75 MiB."""
+"""Chosen by us: input tasks keep a few blocks of rows (up to 128 MiB each, Ray Data's default) in flight; Ray's own
+minimum is 75 MiB."""
 DISK_FULL_RED = 0.95
 """Ray stops writing objects to a disk that is fuller (RAY_local_fs_capacity_threshold, default 0.95)."""
 DISK_FULL_YELLOW = 0.90

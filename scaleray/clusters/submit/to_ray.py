@@ -1,4 +1,4 @@
-"""A submission to a Ray, by its Jobs API: versions compared by a job of its own, then packed and started."""
+"""Submit to a Ray cluster through its Jobs API: compare versions in a separate job, then pack and start."""
 
 from __future__ import annotations
 

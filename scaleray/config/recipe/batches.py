@@ -61,7 +61,7 @@ def model_parallel_size_of(config: RunConfig, workers: int, why: dict[str, str])
         name = config.strategy.name
         near = " or ".join(str(n) for n in nearest_multiples(workers, size))
         raise ConfigError(
-            f"{name}.size", size, f"{workers} workers are no multiple of it", f"use {near} workers, or another size"
+            f"{name}.size", size, f"{workers} workers is not a multiple of it", f"use {near} workers, or another size"
         )
     if size > 1 and config.scale.is_elastic:
         raise ConfigError(

@@ -132,8 +132,6 @@ class Request:
 def process_of_a_job(listener: socket.socket, expected: Mapping[str, str] | None) -> socket.socket:
     """Start a process for each job and pass it the job's requests. Returns, in such a process, the socket of its
     requests. expected: environment of the first job. Ends when the parent of this process is gone.
-
-    expected: environment of the job to begin with. Ends when the parent of this process is gone.
     """
     jobs: dict[str, socket.socket] = {}
 

@@ -12,8 +12,6 @@ from scaleray.errors import ConfigError
 def alert_settings(alerts: AlertSettings) -> tuple[AlertSettings, str | None]:
     """The settings as the recorder needs them, and the webhook's address, which only the driver's environment may hold.
     Raises ConfigError for an unset variable or a missing command.
-
-    Raises ConfigError for a variable that is not set, or a command that is not there.
     """
     address = alerts.webhook
     if alerts.webhook_env is not None:

@@ -49,8 +49,6 @@ def check_published(config: RunConfig) -> None:
 class Campaign:
     """The common part of a study and a sweep: many trainings with one folder, one MLflow run and one record.
     started_at: wall clock.
-
-    started_at: wall clock.
     """
 
     kind: ClassVar[Literal["study", "sweep"]]

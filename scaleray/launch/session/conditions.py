@@ -90,8 +90,6 @@ def _commit(conditions: Conditions) -> str:
 def check_same(here: Conditions, there: Conditions, *, whose: str, configs: Configs | None = None) -> None:
     """Refuse to combine points on one curve that were measured under different conditions. Raises ConfigError with the
     difference.
-
-    Raises ConfigError with the difference.
     """
     found = differences(here, there, configs=configs)
     if found:

@@ -30,8 +30,6 @@ LAUNCHERS = (
 def check_started_once(say: Say) -> None:
     """Refuse all but the first copy of a command that a launcher has started several times; the first continues with a
     warning. Raises ClusterError.
-
-    Raises ClusterError.
     """
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:  # a job of a Ray that a launcher has started on each node
         return

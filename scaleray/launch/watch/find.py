@@ -1,7 +1,5 @@
 """Choice of the run to watch and of its source: its folder on this machine, its recorder in a cluster, or MLflow. The
 folder comes first, as it needs neither Ray nor MLflow, and nothing of the run has to answer.
-
-The folder comes first, as it needs neither Ray nor MLflow, and nothing of the run has to answer.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MOST_MISS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A number of workers with the batch of its step; `global_batch_size`: samples of all workers."""
+    """Number of workers and the batch of one step. global_batch_size: samples over all workers."""
 
     workers: int
     global_batch_size: int

@@ -80,7 +80,7 @@ def product_rate(
 def block_times(
     block: Block, layout: Layout, gpu: Gpu, *, fused_attention: bool = True, constants: Constants = DEFAULT
 ) -> PassTimes:
-    """Times of one micro-batch through one such block on one GPU of a tensor parallel group."""
+    """Times of one micro-batch through one block on one GPU of a tensor-parallel group."""
     return _block_times(layout, block, gpu, fused_attention, constants)
 
 

@@ -129,8 +129,8 @@ def partition_of(trace: Trace, steps: Steps) -> Partition:
         raise TraceError(
             trace.file,
             f"a trace whose parts differ from its steps by {100 * partition.closes_within:.1f} %",
-            f"they close within {100 * CLOSES_WITHIN:.0f} %",
-            "this is a mistake of scaleray: keep the trace, and report it",
+            f"they must agree within {100 * CLOSES_WITHIN:.0f} %",
+            "this is a bug in scaleray: keep the trace and report it",
         )
     return partition
 

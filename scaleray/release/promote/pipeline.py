@@ -166,7 +166,7 @@ def _pins(run: RunRecord, model: str, cluster: str, measured: MeasuredLimits) ->
 
 
 def _alerts(run: RunRecord, model: str, measured: MeasuredLimits) -> str:
-    """Prometheus' rules with the measured limits, and one that holds a run against the promoted ones' speed."""
+    """Prometheus rules with the measured limits, and one that compares a run's speed with that of the promoted runs."""
     groups = yaml.safe_load(rule_files(measured.limits)[ALERTS])
     if measured.samples_per_s:
         config = RunConfig.model_validate(run.config)

@@ -28,8 +28,8 @@ BESIDE_TRAINING = "exchanges beside the training"
 
 
 class Arrival:
-    """Operations of torch.distributed that are under way. An empty list is an exchange that has arrived already, as one
-    from a checkpoint has."""
+    """Operations of torch.distributed that are in flight. An empty list is an exchange that has already arrived, such
+    as one restored from a checkpoint."""
 
     def __init__(self, works: Sequence[dist.Work], *, is_watched: bool = False) -> None:
         self._works = list(works)

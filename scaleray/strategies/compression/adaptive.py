@@ -42,7 +42,7 @@ class Candidate:
     coding_s: float = 0.0
 
     def time_s(self, link: Link) -> float:
-        """Predicted seconds from a bucket that is ready to its mean."""
+        """Predicted seconds from a bucket being ready to its mean being available."""
         return self.coding_s + self.num_messages * link.latency_s + self.link_bytes / link.bytes_per_s
 
 

@@ -34,7 +34,7 @@ class Waits:
         self.on_host = on_host
         self.enter: Enter | None = None
         self.seconds = 0.0
-        """Seconds that the host has stood still, in all passes."""
+        """Seconds that the host was blocked, over all passes."""
         self.count = 0
         """Waits of the pass that runs, or has run."""
         self.noted: dict[int, Callable[[], None]] = {}

@@ -81,7 +81,7 @@ class TrainJob:
                 raise DataError(
                     f"the {split.name} data",
                     "not repeatable",
-                    f"deterministic: true promises the same bits again: {split.row_values.difference}",
+                    f"deterministic: true needs data with the same bits each time: {split.row_values.difference}",
                     f"{split.row_values.advice}, or train without --deterministic",
                 )
 

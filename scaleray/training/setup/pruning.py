@@ -123,7 +123,7 @@ def build(
         raise WorkloadError(
             "pruning.method",
             settings.method,
-            "no trained parameter of the model can be pruned so",
+            "no trained parameter of the model can be pruned this way",
             "look at pruning.exclude and at frozen parts",
         )
     if settings.method == "2:4":

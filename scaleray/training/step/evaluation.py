@@ -120,7 +120,7 @@ class Best:
         self.value, self.step, self.num_since = math.nan, -1, 0
 
     def take(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take note of the evaluation after `step`. One that lacks the metric, or has NaN, is no better."""
+        """Record the evaluation after `step`. One without the metric, or with NaN, is not an improvement."""
         if not self.metric:
             return
         value = metrics.get(self.metric, math.nan)

@@ -226,7 +226,7 @@ class _Search:
         return row_bytes * max(0, self.recipe.per_worker_batch_size - rows)
 
     def _largest(self, value: float) -> float:
-        """The largest of all ranks' values, on all. Collective."""
+        """Largest value over all ranks, returned on every rank. Collective."""
         if self.place.world_size == 1:
             return value
         tensor = torch.tensor(value, dtype=torch.float64, device=self.place.device)
