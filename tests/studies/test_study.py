@@ -277,7 +277,7 @@ def test_each_rung_is_launched_on_its_own_with_relaunch(study):
 def test_rungs_on_other_machines_are_no_curve(study):
     other = [{**CPU[0], "cpu": "another"}]
     workers = Workers(hardware=lambda n: other if n == 2 else CPU)
-    with pytest.raises(ClusterError, match=r"another.*one curve need one kind"):
+    with pytest.raises(ClusterError, match=r"another.*a curve must be measured on the same hardware"):
         study(StudyOptions(world_sizes=[1, 2], repeats=2, relaunch=True), workers)
 
 
