@@ -105,8 +105,8 @@ class _Check:
             self._step("evaluation", model.evaluated)
             self._step("extreme rows", lambda: self._add(*model.extremes()))
         if processes and self.record.passed:
-            name = settings.name if self.given is None else None
-            code = UserCode(name, settings.args, self.base_dir, workload)
+            name, own = (settings.name, None) if self.given is None else (None, workload)
+            code = UserCode(name, settings.args, self.base_dir, own)
             with stage("two processes beside one"):
                 self._step("two processes", lambda: self._add(two_processes(self.config, workload, sources, code)))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import statistics
+from pathlib import Path
 
 import pytest
 import wrong_workloads
@@ -157,3 +159,11 @@ def test_the_command_prints_findings_and_verdict_and_writes_nothing(tmp_path, mo
     out = capsys.readouterr().out
     assert "wrong    recipe: " in out and "1 of 2 checks failed: recipe" in out
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
+
+
+@pytest.mark.combination
+def test_a_file_with_the_name_of_a_library_reaches_the_two_processes(tmp_path):
+    file = tmp_path / Path(statistics.__file__).name  # that library is imported already, here as in every command
+    file.write_text(Path(wrong_workloads.__file__).read_text())
+    record = check({**CONFIG, "workload.name": f"{file}:Right"})
+    assert record.passed and "two processes" in [finding.subject for finding in record.findings]
