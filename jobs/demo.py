@@ -1,7 +1,7 @@
 """The first path through scaleray: a Ray head of its own, two submitted trainings and a scaling study, and one table.
 
 Run by `make demo`. Digits on 1 and on 2 workers at the same global batch train the same, and gain nothing: a step is too
-short. A study of the byte-level language model, with a step of half a second, shows what two workers give.
+short. A study of the byte-level language model, with a step of most of a second, shows what two workers give.
 """
 
 from __future__ import annotations
