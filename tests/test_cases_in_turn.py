@@ -1,6 +1,8 @@
 """Combinations of settings in turn: nothing is lost, and what is always run shows every value."""
 
 import itertools
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from cases_in_turn import by_function, is_in_part, showing_each_value
@@ -31,3 +33,9 @@ def test_few_cases_show_each_value():
 
 def test_tests_of_one_function_are_found_by_their_name():
     assert by_function(["a.py::f[1]", "a.py::g[1]", "a.py::f[2[x]]"]) == {"a.py::f": [0, 2], "a.py::g": [1]}
+
+
+def test_all_files_of_tests_can_be_collected_together():
+    """pytest imports a file of tests by its name alone, so that two of one name are an error where both are collected."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert [name for name, count in Counter(names).items() if count > 1] == []

@@ -2,7 +2,7 @@
 settings that what it does depends on. A mistake in a step, a checkpoint, an evaluation or the weights shows here."""
 
 import pytest
-from planted import Planted
+from planted_edits import Planted
 from planted_in_gradients import rows
 from planted_mistakes import judge
 from small_runs import Classify, Tokens, WithBatchNorm, WithDropout

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from planted import instead, planted, spoiled
+from planted_edits import instead, planted, spoiled
 from planted_in_gradients import rows
 from planted_in_state import ADAM, AVERAGE, LATE, LETTERS, after_update
 from small_runs import Classify, Tokens, WithBatchNorm, WithDropout

@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from planted import ROWS, instead, planted, spoiled
+from planted_edits import ROWS, instead, planted, spoiled
 from small_runs import Classify, Tokens
 from small_transformer import SmallTransformer
 from torch.distributed.fsdp import MixedPrecisionPolicy

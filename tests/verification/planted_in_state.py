@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from planted import instead, planted, spoiled
+from planted_edits import instead, planted, spoiled
 from planted_in_gradients import rows
 from small_runs import Classify, WithBatchNorm
 from verified import many
