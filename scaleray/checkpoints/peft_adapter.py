@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ BEFORE = "base_model.model."
 """Prefix that peft adds to the names of the model's own modules."""
 OWN = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
 """Last part of a parameter's name here, and there."""
-PLAIN = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "modules_to_save": None, "rank_pattern": {},
-         "alpha_pattern": {}, "layer_replication": None, "target_parameters": None}  # fmt: skip
+PLAIN = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {},
+         "layer_replication": None, "target_parameters": None}  # fmt: skip
 """Values of the config that the adapters here have."""
 
 
@@ -36,9 +36,10 @@ def is_adapter_folder(where: str) -> bool:
 def load_adapter(tensors: Mapping[str, torch.Tensor], where: str, *, scale: float, is_part: bool = False) -> None:
     """Fill a model's adapters, sharded or not, from a folder of peft; each rank reads its own part.
 
-    tensors: the model's adapters alone, by the names of its state dict. scale: by which it multiplies them. is_part:
-    they are those of a pipeline stage. Raises CheckpointError, before anything is changed, for other kinds of adapters
-    and for adapters of other layers, ranks or scales.
+    tensors: what the model trains, its adapters and modules that are trained whole, by the names of its state dict; the
+    latter may be missing in the folder. scale: by which it multiplies the adapters. is_part: they are those of a
+    pipeline stage. Raises CheckpointError, before anything is changed, for other kinds of adapters and for adapters of
+    other layers, ranks or scales.
     """
     path = Path(where)
     config = _config(path)
@@ -57,28 +58,38 @@ def load_adapter(tensors: Mapping[str, torch.Tensor], where: str, *, scale: floa
             f"--fine-tuning.lora-rank {config.get('r')} --fine-tuning.lora-alpha {theirs * int(config['r']):g}",
         )
     other = sorted(names.keys() - tensors.keys()) if not is_part else []
-    other = other or sorted(tensors.keys() - names.keys())
+    missing = tensors.keys() - names.keys()
+    other = other or sorted(filter(is_of_adapter, missing))
     if other:
         raise CheckpointError(
             f"the adapter's {other[0]}",
             f"only in {where}" if other[0] in names else "only in the model",
             "the same layers must have one here and there",
-            f"fine_tuning.lora_layers must name these: {', '.join(sorted({_layer(n) for n in names})) or 'none'}",
+            f"fine_tuning.{'lora_layers' if is_of_adapter(other[0]) else 'trained_whole'} must name these: "
+            + ", ".join(sorted({_layer(n) for n in names if is_of_adapter(n) == is_of_adapter(other[0])})),
         )
-    folder.load(tensors, {n: t for n, t in names.items() if not is_part or n in tensors}, is_part=is_part)
+    there = {n: t for n, t in names.items() if not is_part or n in tensors}
+    folder.load(tensors, there, optional={n for n in tensors if not is_of_adapter(n)}, is_part=is_part)
 
 
 def write_adapter(
-    tensors: Mapping[str, torch.Tensor], folder: Path, *, alpha: float, task: str | None = None, base: str | None = None
+    tensors: Mapping[str, torch.Tensor],
+    folder: Path,
+    *,
+    alpha: float,
+    whole: Iterable[str] = (),
+    task: str | None = None,
+    base: str | None = None,
 ) -> None:
     """Write adapters as a folder that `PeftModel.from_pretrained` reads.
 
-    tensors: `lora_a` and `lora_b` of each layer, by the names of the model's state dict; others are left out. alpha:
-    numerator of their scale. task: of peft's TaskType, such as CAUSAL_LM. base: the folder of the model they belong to.
+    tensors: `lora_a` and `lora_b` of each layer, by the names of the model's state dict; others are left out. whole:
+    last parts of the names of modules that were trained with them and are written, too. alpha: numerator of the
+    adapters' scale. task: of peft's TaskType, such as CAUSAL_LM. base: the folder of the model they belong to.
     """
     from safetensors.torch import save_file
 
-    found = {n: t.detach().cpu().contiguous() for n, t in tensors.items() if n.rpartition(".")[2] in OWN}
+    found = {n: t.detach().cpu().contiguous() for n, t in tensors.items() if is_of_adapter(n)}
     if not found:
         raise CheckpointError.problem(
             "the weights", "lacks adapters: there is nothing to export as an adapter", "see fine_tuning.lora_rank"
@@ -92,26 +103,39 @@ def write_adapter(
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted({name.rpartition(".")[0] for name in found}),
+        "modules_to_save": sorted(w for w in whole if any(is_inside(n, [w]) for n in tensors)) or None,
         "inference_mode": True,
         **PLAIN,
     }
+    found |= {n: t.detach().cpu().contiguous() for n, t in tensors.items() if is_inside(n, whole)}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({peft_name(n): t for n, t in found.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def own_name(name: str) -> str:
-    """Name of an adapter's parameter in the model's state dict. name: in peft's file; others stay as they are."""
+    """Name in the model's state dict of a tensor in peft's file."""
+    name = name.removeprefix(BEFORE)
     for own, their in OWN.items():
-        if name.startswith(BEFORE) and name.endswith(f".{their}"):
-            return f"{name.removeprefix(BEFORE).removesuffix(their)}{own}"
+        if name.endswith(f".{their}"):
+            return f"{name.removesuffix(their)}{own}"
     return name
 
 
 def peft_name(name: str) -> str:
-    """Name of an adapter's parameter in peft's file. name: in the model's state dict."""
+    """Name in peft's file of a tensor of the model's state dict."""
     layer, _, last = name.rpartition(".")
-    return f"{BEFORE}{layer}.{OWN[last]}"
+    return f"{BEFORE}{layer}.{OWN.get(last, last)}"
+
+
+def is_of_adapter(name: str) -> bool:
+    """Whether a tensor of that name in a state dict is one of an adapter."""
+    return name.rpartition(".")[2] in OWN
+
+
+def is_inside(name: str, modules: Iterable[str]) -> bool:
+    """Whether a tensor of that name is in a module whose name is one of these, or ends with it."""
+    return any(f".{words}." in f".{name}" for words in modules)
 
 
 def _layer(name: str) -> str:

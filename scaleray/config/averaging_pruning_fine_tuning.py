@@ -13,11 +13,15 @@ class FineTuningSettings(Settings):
     """Frozen parts and low-rank adapters. `workload.weights` says where the weights come from."""
 
     lora_rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of low-rank adapters (LoRA) added to the layers of `lora_layers`, with everything else frozen. 0: none."""
+    """Rank of low-rank adapters (LoRA) added to the layers of `lora_layers`, with everything else but the modules of
+    `trained_whole` frozen. 0: none."""
     lora_alpha: Positive = 16.0
     """Numerator of the adapters' scale, which is alpha / rank."""
     lora_layers: tuple[str, ...] = ("query", "value")
     """Last parts of the names of linear layers that get an adapter."""
+    trained_whole: tuple[str, ...] = ("classifier", "score")
+    """Last parts of the names of modules that are trained whole next to the adapters and stored with them, such as the
+    new head of a classifier. Those of the default, which peft has for classifiers, may be absent."""
     merge: bool = True
     """Add the adapters to their layers in the final weights, which are then those of a model without adapters. false:
     keep them apart, as in checkpoints."""

@@ -27,8 +27,8 @@ from scaleray.workload import Workload
 
 
 def wrapped(model: nn.Module, settings: Mapping[str, Any]) -> Any:
-    """The model with adapters of peft, everything else frozen. settings: of `peft.LoraConfig`. Raises WorkloadError for
-    what peft does not take."""
+    """The model with adapters of peft, everything else frozen but what `modules_to_save` names. settings: of
+    `peft.LoraConfig`. Raises WorkloadError for what peft does not take."""
     library = peft()
     try:
         return library.get_peft_model(model, library.LoraConfig(**settings))
@@ -51,6 +51,12 @@ def export(build: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor], 
 
 
 LABELS = "labels"
+HEADS: dict[str, dict[str, Any]] = {
+    "AutoModelForSequenceClassification": {"task_type": "SEQ_CLS"},
+    "AutoModelForTokenClassification": {"task_type": "TOKEN_CLS"},
+    "AutoModelForImageClassification": {"modules_to_save": ["classifier"]},
+}
+"""Arguments of `peft.LoraConfig`, by class of transformers, with which peft trains and saves a new head."""
 
 
 class HuggingFaceWorkload(Workload):
@@ -58,7 +64,8 @@ class HuggingFaceWorkload(Workload):
 
     model: a folder, a config as a JSON file, or a mapping with `model_type`. tokenizer: a folder, a tokenizer.json, or
     `bytes`; None takes the one in the model's folder. attention: `sdpa`, `eager`, or what transformers chooses. peft:
-    arguments of `peft.LoraConfig`, for a model wrapped by peft.
+    arguments of `peft.LoraConfig`, for a model wrapped by peft. The head of a classifier is trained with the adapters
+    if they do not state another task_type or modules_to_save.
     """
 
     auto_class: ClassVar[str] = "AutoModel"
@@ -106,7 +113,7 @@ class HuggingFaceWorkload(Workload):
 
     def build_model(self) -> nn.Module:
         model = pretrained_models.build(self.auto_class, self.config(), self.folder, attention=self.attention)
-        return model if self.peft is None else wrapped(model, self.peft)
+        return model if self.peft is None else wrapped(model, {**HEADS.get(self.auto_class, {}), **self.peft})
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return summed_loss(*self.predictions(model, batch))

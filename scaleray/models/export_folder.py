@@ -32,16 +32,16 @@ def write_folder(
     """Write the model of a run as the workload's `export(weights, folder)` does, for models of transformers a folder
     that `from_pretrained` reads. Returns the weights that are in it, and the new name of a folder that was there.
 
-    adapter: write the low-rank adapters alone, as `PeftModel.from_pretrained` reads them. The folder appears when it
-    is complete; a former one is renamed to `FOLDER.before-1` or the next free number. Raises CheckpointError,
-    WorkloadError and StorageError.
+    adapter: write the low-rank adapters and what was trained with them, as `PeftModel.from_pretrained` reads them. The
+    folder appears when it is complete; a former one is renamed to `FOLDER.before-1` or the next free number. Raises
+    CheckpointError, WorkloadError and StorageError.
     """
     made, settings = workload_of(trained, workload), trained.config.fine_tuning
     if adapter and settings.lora_rank:
         chosen = _with_adapters(trained, step, weights)
         base = getattr(made, "folder", None)
         write: Callable[[Path], None] = lambda place: write_adapter(
-            chosen.tensors, place, alpha=settings.lora_alpha, base=base
+            chosen.tensors, place, alpha=settings.lora_alpha, whole=settings.trained_whole, base=base
         )
     else:
         with stage("reading the weights"):
@@ -72,7 +72,7 @@ def _with_adapters(trained: TrainedRun, step: int | str | None, which: str | Non
         return weights
     newest = Catalog.of_run(trained.folder.root, trained.config.checkpoint.copy_path).newest()
     if newest is None and which != TRAINED and (adapters := read_adapters(trained)) is not None:
-        return dataclasses.replace(weights, tensors=adapters)
+        return dataclasses.replace(weights, tensors={**weights.tensors, **adapters})
     if newest is None:
         raise CheckpointError(
             f"the adapters of {trained.name}",

@@ -347,7 +347,7 @@ CHANGES = {
     "optimizer.trust_coefficient": 0.1, "optimizer.adapt_vectors": True,
     "pruning.method": "magnitude", "pruning.sparsity": 0.7, "pruning.start_step": 3, "pruning.end_step": 50, "pruning.every_steps": 7,
     "pruning.exclude": ["head"], "fine_tuning.lora_rank": 4, "fine_tuning.lora_alpha": 8.0, "fine_tuning.lora_layers": ["output"],
-    "fine_tuning.freeze": ["embedding"], "fine_tuning.merge": False,
+    "fine_tuning.trained_whole": ["head"], "fine_tuning.freeze": ["embedding"], "fine_tuning.merge": False,
     "fsdp.reshard_after_forward": False, "fsdp.replicas": 2, "fsdp.wrap": "size", "fsdp.wrap_min_parameters": 9,
     "fsdp.prefetch": 2, "fsdp.max_unsharded_gib": 1, "fsdp.accumulate": "sharded",
     "fsdp.reduce_unused": True, "fsdp.cpu_offload": True, "fsdp.parameter_dtype": "bf16", "fsdp.reduce_dtype": "fp32",

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from small_models import GPT2, IDS, LLAMA, Causal, built, causal
+from small_models import BERT, GPT2, IDS, LLAMA, Causal, built, causal
 from small_runs import train_alone
 from torch import nn
 
@@ -14,6 +14,7 @@ from scaleray.checkpoints.peft_adapter import write_adapter
 from scaleray.cli.main import run_command
 from scaleray.config.averaging_pruning_fine_tuning import FineTuningSettings
 from scaleray.errors import CheckpointError, WorkloadError
+from scaleray.hugging_face import SequenceClassification
 from scaleray.training.setup import fine_tuning
 
 
@@ -161,3 +162,78 @@ def test_a_model_wrapped_by_peft_trains_its_adapters_alone_and_is_exported_both_
         expected = own.eval()(IDS).logits
         torch.testing.assert_close(apart.eval()(IDS).logits, expected, rtol=0, atol=0)
         torch.testing.assert_close(merged.eval()(IDS).logits, expected, rtol=1e-4, atol=1e-5)  # one sum instead of two
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory):
+    """A BERT without a head."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    transformers.BertModel(transformers.BertConfig(**{k: v for k, v in BERT.items() if k != "model_type"}, vocab_size=261)).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def classifier(texts, encoder, **args):
+    return SequenceClassification(encoder, tokenizer="bytes", data={"train": texts}, sequence_length=24, **args)
+
+
+HEAD_FLAGS = {"stop.after": "4 steps", "precision.dtype": "fp32", "optimizer.learning_rate": 0.1}
+OF_HEAD = {"fine_tuning.lora_rank": 2, "fine_tuning.lora_alpha": 4.0, "fine_tuning.lora_layers": ["query"]}
+
+
+@pytest.mark.filterwarnings("ignore:initialised at random")
+def test_a_new_head_trains_with_scalerays_adapters_and_goes_to_peft_and_back(texts, encoder, tmp_path):
+    import peft
+
+    workload = classifier(texts, encoder)
+    run = train_alone(workload, {**HEAD_FLAGS, **OF_HEAD, "fine_tuning.merge": False})
+    settings = FineTuningSettings(lora_rank=2, lora_alpha=4.0, lora_layers=("query",))
+    with torch.random.fork_rng():
+        own = built(workload)
+    start = own.state_dict()
+    fixed = {name for name, value in run.weights.items() if name in start and torch.equal(value, start[name])}
+    assert start.keys() - fixed == {"classifier.weight", "classifier.bias"}  # drawn under another seed here, too
+    fine_tuning.adapt(own, settings)
+    assert {n for n, p in own.named_parameters() if p.requires_grad and "lora" not in n} == start.keys() - fixed
+    again = train_alone(workload, {**HEAD_FLAGS, **OF_HEAD, "fine_tuning.merge": False, "fine_tuning.trained_whole": []})  # fmt: skip
+    assert not torch.equal(again.weights["classifier.weight"], run.weights["classifier.weight"])
+
+    own.load_state_dict(run.weights)
+    write_adapter(run.weights, tmp_path / "ours", alpha=4, whole=settings.trained_whole, base=encoder)
+    assert json.loads((tmp_path / "ours/adapter_config.json").read_text())["modules_to_save"] == ["classifier"]
+    with torch.no_grad():
+        expected = own(IDS).logits
+        theirs = peft.PeftModel.from_pretrained(built(workload, seed=7), tmp_path / "ours")
+        torch.testing.assert_close(theirs.eval()(IDS).logits, expected, rtol=1e-5, atol=1e-6)
+        theirs.save_pretrained(tmp_path / "theirs")
+        back = built(workload, seed=8)
+        fine_tuning.adapt(back, settings)
+        fine_tuning.load(back, workload, str(tmp_path / "theirs"))
+        torch.testing.assert_close(back(IDS).logits, expected, rtol=0, atol=0)
+        # and merged: the folder of a classifier without adapters
+        workload.export(fine_tuning.merged(run.weights, settings), tmp_path / "merged")
+        merged = built(classifier(texts, str(tmp_path / "merged")))
+        torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-5, atol=1e-6)
+    without = built(workload)
+    fine_tuning.adapt(without, settings.model_copy(update={"trained_whole": ()}))
+    with pytest.raises(
+        CheckpointError, match=r"classifier\.bias is only in .*\n.*trained_whole must name these: classifier"
+    ):
+        fine_tuning.load(without, workload, str(tmp_path / "theirs"))
+
+
+@pytest.mark.filterwarnings("ignore:initialised at random")
+@pytest.mark.parametrize(("more", "trains"), [({}, True), ({"task_type": None}, False)])
+def test_a_new_head_trains_with_pefts_adapters_unless_another_task_is_stated(texts, encoder, tmp_path, more, trains):
+    workload = classifier(texts, encoder, peft={"r": 2, "target_modules": ["query"], **more})
+    names = {n for n, p in workload.build_model().named_parameters() if p.requires_grad and "lora" not in n}
+    assert bool(names) == trains and all("classifier.modules_to_save" in name for name in names)
+    run = train_alone(workload, HEAD_FLAGS)
+    own = workload.build_model()
+    own.load_state_dict(run.weights)
+    workload.export(run.weights, tmp_path / "merged")
+    merged = built(classifier(texts, str(tmp_path / "merged")))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(IDS).logits, own.eval()(IDS).logits, rtol=1e-4, atol=1e-5)

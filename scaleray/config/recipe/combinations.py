@@ -102,7 +102,7 @@ def check_fine_tuning(config: RunConfig) -> None:
     adapters."""
     settings, defaults = config.fine_tuning, type(config.fine_tuning)()
     if settings.lora_rank == 0:
-        for key in ("lora_alpha", "lora_layers", "merge"):
+        for key in ("lora_alpha", "lora_layers", "trained_whole", "merge"):
             if getattr(settings, key) != getattr(defaults, key):
                 raise ConfigError(
                     f"fine_tuning.{key}",

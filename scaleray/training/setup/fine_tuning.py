@@ -21,13 +21,11 @@ from torch import nn
 from scaleray.checkpoints import consolidated
 from scaleray.checkpoints.hugging_face import ModelFolder, model_folder
 from scaleray.checkpoints.model_layout import is_model_folder
-from scaleray.checkpoints.peft_adapter import is_adapter_folder, load_adapter
+from scaleray.checkpoints.peft_adapter import is_adapter_folder, is_inside, is_of_adapter, load_adapter
 from scaleray.config.averaging_pruning_fine_tuning import FineTuningSettings
 from scaleray.errors import CheckpointError, WorkloadError
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.workload import call_user_code
-
-ADAPTERS = ("lora_a", "lora_b")
 
 
 class LoraLinear(nn.Linear):
@@ -73,8 +71,10 @@ def adapt(model: nn.Module, settings: FineTuningSettings) -> None:
         for parameter in found:
             parameter.requires_grad_(False)
     if settings.lora_rank:
-        layers = _layers(model, settings)
+        layers, heads = _layers(model, settings), _trained_whole(model, settings)
         model.requires_grad_(False)
+        for parameter in heads:
+            parameter.requires_grad_(True)
         for layer in layers:
             LoraLinear.adapt(layer, rank=settings.lora_rank, alpha=settings.lora_alpha)
     if settings.freeze and not any(p.requires_grad for p in model.parameters()):
@@ -90,9 +90,10 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
     """
     where = model_folder(where)
     tensors = {name: t for name, t in module.state_dict().items() if isinstance(t, torch.Tensor)}
-    adapters = {name for name in tensors if _is_of_adapter(name)}
+    adapters = {name for name in tensors if is_of_adapter(name)}
     if is_adapter_folder(where):
-        _load_adapter(module, {name: tensors[name] for name in adapters}, where, is_part=is_part)
+        trained = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
+        _load_adapter(module, {n: t for n, t in tensors.items() if n in trained}, where, is_part=is_part)
         return
     if not is_model_folder(where):
         if consolidated.load_file(tensors, where, optional=adapters, is_part=is_part):
@@ -114,7 +115,7 @@ def load(module: nn.Module, workload: Any, where: str, *, is_part: bool = False)
 
 
 def _load_adapter(module: nn.Module, adapters: Mapping[str, torch.Tensor], where: str, *, is_part: bool) -> None:
-    """Fill the adapters alone: the rest of the model is as `build_model` made it."""
+    """Fill the adapters and the modules trained with them: the rest of the model is as `build_model` made it."""
     scales = {part.lora_scale for part in module.modules() if isinstance(part, LoraLinear)}
     if not scales:
         raise CheckpointError(
@@ -129,22 +130,22 @@ def merged_share(share: WeightShare, settings: FineTuningSettings) -> WeightShar
     """
     if not settings.lora_rank or not settings.merge:
         return share
-    layout = {name: placed for name, placed in share.layout.items() if not _is_of_adapter(name)}
+    layout = {name: placed for name, placed in share.layout.items() if not is_of_adapter(name)}
     apart = WeightShare(
-        {name: value for name, value in share.tensors.items() if _is_of_adapter(name)},
-        {name: placed for name, placed in share.layout.items() if _is_of_adapter(name)},
+        {name: value for name, value in share.tensors.items() if is_of_adapter(name)},
+        {name: placed for name, placed in share.layout.items() if is_of_adapter(name)},
     )
     return replace(share, tensors=merged(share.tensors, settings), layout=layout, adapters=apart)
 
 
 def has_adapters(weights: Mapping[str, Any]) -> bool:
     """Whether some of these tensors, by name, are of adapters."""
-    return any(map(_is_of_adapter, weights))
+    return any(map(is_of_adapter, weights))
 
 
 def merged(weights: dict[str, Any], settings: FineTuningSettings) -> dict[str, Any]:
     """A state dict of whole layers with each adapter added to its layer's weight."""
-    plain = {name: value for name, value in weights.items() if not _is_of_adapter(name)}
+    plain = {name: value for name, value in weights.items() if not is_of_adapter(name)}
     for name, low in weights.items():
         layer, _, last = name.rpartition(".")
         if last != "lora_a":
@@ -158,13 +159,10 @@ def merged(weights: dict[str, Any], settings: FineTuningSettings) -> dict[str, A
     return plain
 
 
-def _is_of_adapter(name: str) -> bool:
-    return name.rpartition(".")[2] in ADAPTERS
-
-
 def _layers(model: nn.Module, settings: FineTuningSettings) -> list[nn.Linear]:
     # exactly nn.Linear: a subclass may compute something else
-    linear = {name: part for name, part in model.named_modules() if type(part) is nn.Linear}
+    whole = settings.trained_whole
+    linear = {n: part for n, part in model.named_modules() if type(part) is nn.Linear and not is_inside(f"{n}.", whole)}
     chosen: dict[str, nn.Linear] = {}
     for words in settings.lora_layers:
         found = {name: part for name, part in linear.items() if name == words or name.endswith(f".{words}")}
@@ -175,6 +173,20 @@ def _layers(model: nn.Module, settings: FineTuningSettings) -> list[nn.Linear]:
             )
         chosen.update(found)
     return list(chosen.values())
+
+
+def _trained_whole(model: nn.Module, settings: FineTuningSettings) -> list[nn.Parameter]:
+    """Parameters of the modules that are trained whole, but those that the workload froze."""
+    if settings.trained_whole != FineTuningSettings().trained_whole:
+        there = [name for name, _ in model.named_modules()]
+        for words in settings.trained_whole:
+            if not any(is_inside(f"{name}.", [words]) for name in there):
+                own = sorted({name for name, _ in model.named_children()})
+                raise WorkloadError(
+                    "fine_tuning.trained_whole", words, "no module's name ends so", f"there are: {_shortened(own)}"
+                )
+    found = model.named_parameters(remove_duplicate=False)
+    return [p for name, p in found if p.requires_grad and is_inside(name, settings.trained_whole)]
 
 
 def _shortened(names: list[str]) -> str:

@@ -377,6 +377,18 @@ def test_adapters_train_the_same_on_any_number_of_workers_and_merge(gloo, tmp_pa
     assert apart.weights["blocks.0.attention.query.lora_b"].any()
 
 
+@pytest.mark.combination
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_module_trained_whole_is_the_same_on_any_number_of_workers(gloo, strategy):
+    flags = {**LORA, "fine_tuning.trained_whole": ["norm"], "optimizer.name": "adamw"}
+    alone, frozen = train_alone(Llama(), flags), train_alone(Llama(), {**flags, "fine_tuning.trained_whole": []})
+    finished = gloo.run(2, train, Llama(), {**flags, "strategy.name": strategy})[0]
+    assert max(relative_differences(alone.losses, finished.losses)) < 1e-9
+    assert largest_difference(alone.weights, finished.weights) < 1e-9
+    moved = {n for n, value in alone.weights.items() if not torch.equal(value, frozen.weights[n]) and "norm" in n}
+    assert moved == {"norm.weight"}
+
+
 def killed(place, flags, folder, kill_at):
     finished = train(place, Llama(num_rows=40), flags, folder=folder, kill_at=kill_at)
     return finished
@@ -440,6 +452,7 @@ def test_a_tied_parameter_is_frozen_under_either_name():
     [
         ({"freeze": ("embeding",)}, "embeding.*blocks, embedding, head, norm"),
         ({"freeze": ("",)}, "nothing is left"),
+        ({"lora_rank": 2, "trained_whole": ("head_2",)}, "head_2.*blocks, embedding, head, norm"),
         ({"lora_rank": 2, "lora_layers": ("q_proj",)}, "q_proj.*down, gate, head, key, output, query, up, value"),
     ],
 )
@@ -453,6 +466,7 @@ def test_names_that_the_model_does_not_have_are_refused(settings, words):
     [
         ({"fine_tuning.lora_alpha": 3.0}, "fine_tuning.lora_alpha"),
         ({"fine_tuning.merge": False}, "fine_tuning.merge"),
+        ({"fine_tuning.trained_whole": ["head"]}, "fine_tuning.trained_whole"),
         ({"fine_tuning.lora_rank": 2, "fine_tuning.freeze": ["a"]}, "fine_tuning.freeze"),
         ({"fine_tuning.lora_rank": 2, "fine_tuning.lora_layers": []}, "fine_tuning.lora_layers"),
         ({"fine_tuning.lora_rank": 2, "strategy.name": "tensor", "scale.workers": 2}, "fine_tuning.lora_rank"),
