@@ -1,8 +1,10 @@
-"""A module's `on_*` hooks, called where Lightning's Trainer calls them, and schedulers that follow a measured value."""
+"""The `on_*` hooks of a module and of its callbacks, called where Lightning's Trainer calls them, and schedulers that
+follow a measured value."""
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -58,17 +60,20 @@ NEVER_MEASURED = "set evaluation.every, to '1 epoch' say"
 
 
 class LightningHooks(Callback):
-    """Calls a module's hooks between steps and around evaluations, on every worker.
+    """Calls the hooks of a module and its callbacks between steps and around evaluations, on every worker.
 
-    schedule: the module's schedulers, if it has any. evaluate_every: steps from one evaluation to the next.
-    metrics: torchmetrics objects that training steps have logged, by name; evaluated_metrics: those that the split
-    which is evaluated has logged, by their names in the record. logged_as: names in `self.log` of the values of
-    evaluations, by their names in the record.
+    callbacks: those whose hooks are called, before the module's. monitors: names of callbacks and of the values in
+    `self.log` that they follow, by name in the record. schedule: the module's schedulers, if it has any.
+    evaluate_every: steps from one evaluation to the next. metrics: torchmetrics objects that training steps have
+    logged, by name; evaluated_metrics: those that the split which is evaluated has logged, by their names in the
+    record. logged_as: names in `self.log` of the values of evaluations, by their names in the record.
     """
 
     def __init__(self, trainer: TrainerStandIn) -> None:
         self.trainer = trainer
         self.module: Any = None
+        self.callbacks: list[Any] = []
+        self.monitors: Mapping[str, tuple[str, str]] = {}
         self.schedule: LightningSchedule | None = None
         self.evaluate_every: int | None = None
         self.logged_as: dict[str, str] = {}
@@ -78,9 +83,11 @@ class LightningHooks(Callback):
         self.evaluated_metrics: dict[str, Any] = {}
         self._run: Any = None
         self._last: tuple[Any, Any, int] | None = None
+        self._rows_of_last = self._began_step = -1
         self._stages: list[str] = []
         self._ends_epoch = self._has_evaluated = self._has_warned = False
         self._metrics_before: list[Mapping[str, Any]] = []
+        self._callbacks_before: list[Mapping[str, Any]] = []
 
     @property
     def is_running(self) -> bool:
@@ -94,29 +101,34 @@ class LightningHooks(Callback):
         connect(self.module, run)
         if anew := restore_states(self.module, self._metrics_before):
             run.warn(f"{', '.join(anew)}: no state of other workers can be added to it; it is of the rest of the epoch")
-        self._call("on_fit_start")
-        self._call("on_train_start")
+        self._restore_callbacks(run)
+        self.call("on_fit_start")
+        self._call_logging("on_train_start")
         if self.trainer.batch_idx == 0:
-            self._call("on_train_epoch_start")
+            self._call_logging("on_train_epoch_start")
 
     def before_batch(self, batch: Any) -> None:
-        """A micro-batch is about to be trained on."""
-        if not self.is_running or not self._has("on_train_batch_start"):
+        """A micro-batch is about to be trained on; of a step, hooks see the first."""
+        if not self.is_running or self._began_step == self.trainer.global_step:
             return
-        if self.module.on_train_batch_start(batch, self.trainer.batch_idx) == -1:
+        self._began_step = self.trainer.global_step
+        if self.call("on_train_batch_start", batch, self.trainer.batch_idx) == -1:
             place = place_of(type(self.module), "on_train_batch_start")
             raise WorkloadError(place, "skipping the rest of an epoch", "every row is learned once an epoch")
 
-    def after_batch(self, outputs: Any, batch: Any, kept: Mapping[str, Logged]) -> None:
+    def after_batch(self, outputs: Any, batch: Any, rows: int, kept: Mapping[str, Logged]) -> None:
         """A micro-batch has a loss; it is kept, with the batch, until its step is complete."""
         if not self.is_running:
             return
         if self._has("on_train_batch_end"):
             shown = {"loss": outputs} if isinstance(outputs, torch.Tensor) else outputs
             detached = {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in shown.items()}
-            self._last = detached, batch, self.trainer.batch_idx
-        self.sums.add(kept)
+            self._last, self._rows_of_last = (detached, batch, self.trainer.batch_idx), rows
         self.values_of_step = step_values(kept)
+        self._keep(kept)
+
+    def _keep(self, kept: Mapping[str, Logged]) -> None:
+        self.sums.add(kept)
         self.metrics.update({name: logged.value for name, logged in kept.items() if logged.is_metric})
 
     def on_step(self, run: Any) -> None:
@@ -124,7 +136,11 @@ class LightningHooks(Callback):
         self.trainer.global_step, self.trainer.looks_back = run.step, True
         if self._last is not None:
             last, self._last = self._last, None
-            self.module.on_train_batch_end(*last)
+            with self.module.log.keeping(self._rows_of_last, is_training=True) as kept:
+                self.call("on_train_batch_end", *last)
+            self._keep(kept)
+            if by_step := step_values(kept):
+                run.log_metrics({name: value() for name, value in by_step.items()})
         self.trainer.looks_back = False
         self._ends_epoch = run.step % (self.trainer.steps_per_epoch or 1) == 0
         if not self._is_evaluated(run.step):
@@ -135,19 +151,20 @@ class LightningHooks(Callback):
         """A batch of an evaluation is about to be measured. stage: `validation` or `test`."""
         if self.is_running and stage not in self._stages:
             self._stages.append(stage)
-            self._call(f"on_{stage}_start")
-            self._call(f"on_{stage}_epoch_start")
+            self.call(f"on_{stage}_start")
+            self.call(f"on_{stage}_epoch_start")
 
     def on_evaluation(self, run: Any) -> None:
         """An evaluation is complete."""
         if not self.is_running:
             return
+        self._check_monitors(run.metrics)
         measured = {logged: run.metrics[name] for name, logged in self.logged_as.items() if name in run.metrics}
         self.trainer.callback_metrics.update(measured)
         for stage in self._stages:
             with self._logging({"validation": "val"}.get(stage, stage)):
-                self._call(f"on_{stage}_epoch_end")
-            self._call(f"on_{stage}_end")
+                self.call(f"on_{stage}_epoch_end")
+            self.call(f"on_{stage}_end")
         self._stages.clear()
         self._has_evaluated = True
         self.trainer.stage, self.trainer.looks_back = "training", False
@@ -160,26 +177,49 @@ class LightningHooks(Callback):
             return
         self._ends_epoch = self._ends_epoch or self.trainer.batch_idx != 0  # one that was cut short ends too
         self._end_epoch()
-        self._call("on_train_end")
-        self._call("on_fit_end")
+        self.call("on_train_end")
+        self.call("on_fit_end")
+        self.call("teardown", "fit")
 
     def state_dict(self) -> dict[str, Any]:
-        """Values logged in the present epoch on this worker, and the last measurements."""
-        metrics = {} if self.module is None else states_of(self.module)
-        return {"sums": self.sums.values(), "metrics": metrics, "measured": dict(self.trainer.callback_metrics)}
+        """Values logged in the present epoch on this worker, the last measurements, and the callbacks' states."""
+        return {
+            "sums": self.sums.values(),
+            "metrics": {} if self.module is None else states_of(self.module),
+            "measured": dict(self.trainer.callback_metrics),
+            "callbacks": {key: state for key, each in self._by_key().items() if (state := each.state_dict())},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
         self._go_on([state], state["measured"])
+        self._callbacks_before = [state["callbacks"]]
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the states of another number of workers, of which rank 0 takes all."""
         self._go_on(states if self.trainer.is_global_zero else [], states[0]["measured"])
+        self._callbacks_before = [state["callbacks"] for state in states]
 
     def _go_on(self, states: Sequence[Mapping[str, Any]], measured: Mapping[str, float]) -> None:
         self.sums.load([state["sums"] for state in states])
         self.trainer.callback_metrics.update(measured)
         self._metrics_before = [state["metrics"] for state in states]
+
+    def _by_key(self) -> dict[str, Any]:
+        """The callbacks by Lightning's key of their state, and a number, as several may have one key."""
+        return {f"{number} {each.state_key}": each for number, each in enumerate(self.callbacks)}
+
+    def _restore_callbacks(self, run: Any) -> None:
+        """Set the callbacks up, and give them their states."""
+        self.call("setup", "fit")
+        for key, callback in self._by_key().items():
+            states = [before[key] for before in self._callbacks_before if key in before]
+            if not states:
+                continue
+            callback.load_state_dict(states[0])
+            if len({pickle.dumps(state) for state in states}) > 1:
+                name = type(callback).__name__
+                run.warn(f"callback {name} had another state on each of {len(states)} workers; all use rank 0's now")
 
     def _end_epoch(self) -> None:
         if not self._ends_epoch:
@@ -191,11 +231,25 @@ class LightningHooks(Callback):
         self.trainer.callback_metrics.update(means, **{f"{name}_epoch": mean for name, mean in means.items()})
         self._record("train", means)
         with self._logging("train"):
-            self._call("on_train_epoch_end")
+            self.call("on_train_epoch_end")
         self._follow("epoch")
         self.trainer.looks_back = False
         if self.trainer.total_steps is None or self.trainer.global_step < self.trainer.total_steps:
-            self._call("on_train_epoch_start")
+            self._call_logging("on_train_epoch_start")
+
+    def _call_logging(self, hook: str) -> None:
+        """Call a hook, whose logged values are recorded."""
+        if self._has(hook):
+            with self._logging("train"):
+                self.call(hook)
+
+    def _check_monitors(self, metrics: Mapping[str, float]) -> None:
+        """Raise WorkloadError for a callback that follows another value than the one of this name in the record."""
+        for recorded, (callback, monitor) in self.monitors.items():
+            splits = {name.partition("/")[0] for name in self.logged_as}
+            if recorded.partition("/")[0] in splits and self.logged_as.get(recorded) != monitor:
+                known = ", ".join(sorted(self.logged_as.values()))
+                raise WorkloadError(f"the monitor of {callback}", monitor, f"validation_step logs {known}")
 
     @contextlib.contextmanager
     def _logging(self, split: str) -> Iterator[None]:
@@ -242,8 +296,21 @@ class LightningHooks(Callback):
         return is_last or bool(self.evaluate_every and step % self.evaluate_every == 0)
 
     def _has(self, hook: str) -> bool:
-        return self.module is not None and is_overridden(hook, self.module)
+        return any(is_overridden(hook, each, "Callback") for each in self.callbacks) or self._is_of_module(hook)
 
-    def _call(self, hook: str) -> None:
-        if self.is_running and self._has(hook):
-            getattr(self.module, hook)()
+    def _is_of_module(self, hook: str) -> bool:
+        # setup() of a module belongs to the building of the model
+        return self.module is not None and hook != "setup" and is_overridden(hook, self.module)
+
+    def call(self, hook: str, *args: Any) -> Any:
+        """Call a hook of the callbacks, then that of the module, whose result is returned. Does nothing while no step
+        trains."""
+        if not self.is_running:
+            return None
+        for callback in self.callbacks:
+            if is_overridden(hook, callback, "Callback"):
+                getattr(callback, hook)(self.trainer, self.module, *args)
+        result = getattr(self.module, hook)(*args) if self._is_of_module(hook) else None
+        if self.trainer.should_stop:
+            self._run.stop("trainer.should_stop was set")
+        return result

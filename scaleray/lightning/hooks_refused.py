@@ -34,7 +34,6 @@ REFUSED_OF_MODULE = {
     "on_before_optimizer_step": (OWN_STEP, "gradients' norms are in the record; use --optimizer.clip-norm to clip"),
     "on_before_batch_transfer": ("scaleray brings batches to the device", "use on_after_batch_transfer"),
     "transfer_batch_to_device": ("scaleray brings batches to the device", "use on_after_batch_transfer"),
-    "configure_callbacks": ("Lightning's callbacks belong to its Trainer", "use stop.at, or callbacks of the workload"),
     "configure_sharded_model": ("Lightning has given it up", "use configure_model"),
     "on_save_checkpoint": ("checkpoints are scaleray's own", "keep what is to be saved in buffers"),
     "on_load_checkpoint": ("checkpoints are scaleray's own", "keep what is to be saved in buffers"),

@@ -122,6 +122,13 @@ def recorded_name(split: str, name: str) -> str:
     return f"{split}/{short.removesuffix('_epoch')}_epoch" if split == "train" else f"{split}/{short}"
 
 
+def evaluated_name(name: str) -> str:
+    """Name in the record of a value that a validation step logs, where it logs none of the same short name."""
+    logged, _, number = name.partition("/dataloader_idx_")
+    split = f"val_{number}" if number else "val"
+    return recorded_name(split, logged)
+
+
 def _without(name: str, words: Iterable[str]) -> str:
     for word in words:
         for mark in "/_.":

@@ -16,7 +16,7 @@ KNOWN = (
     "global_step", "current_epoch", "estimated_stepping_batches", "num_training_batches", "max_steps", "max_epochs",
     "global_rank", "local_rank", "world_size", "is_global_zero", "training", "validating",
     "testing", "predicting", "sanity_checking", "optimizers", "lr_scheduler_configs", "logger", "loggers",
-    "callback_metrics",
+    "callback_metrics", "callbacks", "lightning_module", "should_stop",
 )  # fmt: skip
 
 
@@ -25,7 +25,8 @@ class TrainerStandIn:
 
     place: rank and number of workers; None are those of the process group. total_steps and steps_per_epoch are None
     until the recipe is known; in a process that trains nothing, they stay so. looks_back: whether the step that was
-    taken last is still the present one, as in what follows it.
+    taken last is still the present one, as in what follows it. should_stop: whether the user's code asks for the end of
+    the training, as it may.
     """
 
     logger = None
@@ -44,6 +45,9 @@ class TrainerStandIn:
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
         self.callback_metrics: dict[str, Any] = {}
+        self.callbacks: list[Any] = []
+        self.lightning_module: Any = None
+        self.should_stop = False
 
     @property
     def current_epoch(self) -> int:

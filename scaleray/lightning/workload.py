@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from scaleray.config import RunConfig
+from scaleray.config.brought import Brought
 from scaleray.data.collation import Columnwise, refuse_ragged
 from scaleray.data.source_interface import TRAIN, Columns, rows_in
 from scaleray.errors import DataError, WorkloadError
@@ -34,6 +36,7 @@ from scaleray.lightning.lightning_batches import batch_of, items_of, split_of
 from scaleray.lightning.lightning_metrics import computed, left_alone
 from scaleray.lightning.lightning_optimizers import LightningSchedule, configured, give_rate, without_schedule
 from scaleray.lightning.logs import Log, short_names, sums
+from scaleray.lightning.trainer_callbacks import called, check_callbacks, monitors, settings_of, together
 from scaleray.lightning.trainer_object import TrainerStandIn
 from scaleray.workload import Workload
 
@@ -69,23 +72,28 @@ class Parts:
     """Parts of a workload. module, data: classes, or objects that are made already; data may be a function.
 
     count: what a batch counts in the loss; ROWS: its rows, also where the loss is no mean over them; None: its rows,
-    checked.
+    checked. callbacks: Lightning's, as a Trainer would get them.
     """
 
     module: Any
     data: Any
     count: Callable[[Any], Any] | str | None
+    callbacks: tuple[Any, ...]
     home: str
 
 
-def as_workload(module: Any, datamodule: Any = None, *, count: Any = None) -> type[LightningWorkload]:
+def as_workload(
+    module: Any, datamodule: Any = None, *, count: Any = None, callbacks: Sequence[Any] = ()
+) -> type[LightningWorkload]:
     """The workload class that trains a LightningModule; name it in a config, or give it to `scaleray.train`.
 
     module: the class, to be built with those of `workload.args` that it takes; or an object, each training of which
     starts from its weights. datamodule: a LightningDataModule (class or object), a function that returns DataLoaders or
     Datasets by split, or None where the module has its own `train_dataloader`. count: `count(batch)`, what the mean of
     the training loss is over, where that is not the rows of the batch: tokens, say; "rows" weights batches by rows all
-    the same. Raises WorkloadError for what cannot run here, by name.
+    the same. callbacks: Lightning's, as a Trainer takes them, in addition to those of the module's
+    `configure_callbacks`; each training starts with copies of them. Raises WorkloadError for what cannot run here, by
+    name.
     """
     cls = module if isinstance(module, type) else type(module)
     check_module_class(cls)
@@ -98,8 +106,9 @@ def as_workload(module: Any, datamodule: Any = None, *, count: Any = None) -> ty
         raise WorkloadError("the datamodule of as_workload()", found, allowed)
     if count is not None and count != ROWS and not callable(count):
         raise WorkloadError("count of as_workload()", count, "it is a function of the batch, or 'rows'")
+    check_callbacks(callbacks)
     home = sys._getframe(1).f_globals.get("__name__", cls.__module__)
-    return _made(Parts(module, datamodule, count, home))
+    return _made(Parts(module, datamodule, count, tuple(callbacks), home))
 
 
 def _made(parts: Parts) -> type[LightningWorkload]:
@@ -147,6 +156,9 @@ class LightningWorkload(Workload):
     def build_model(self) -> Any:
         """The module itself, set up as for `Trainer.fit`."""
         module = self._new_module()
+        if not self._hooks.is_running:  # else another look at the model
+            self._trainer.callbacks = callbacks = copy.deepcopy(self._callbacks_of(module))
+            self._hooks.callbacks, self._hooks.monitors = called(callbacks), monitors(callbacks)
         if is_overridden("setup", type(module)):
             module.setup("fit")
         if is_overridden("configure_model", type(module)):
@@ -171,10 +183,10 @@ class LightningWorkload(Workload):
         self._trainer.stage, self._trainer.looks_back = "training", False
         if not model.training:  # the loss of an evaluation, which is none of the module's steps
             return self._sum_and_count(self._step(model, "training_step", batch), batch, rows)
-        self._hooks.before_batch(batch)
         with model.log.keeping(rows, is_training=True) as kept:
+            self._hooks.before_batch(batch)
             given = self._step(model, "training_step", batch)
-        self._hooks.after_batch(given, batch, kept)
+        self._hooks.after_batch(given, batch, rows, kept)
         return self._sum_and_count(given, batch, rows)
 
     def metrics(self, model: Any, batch: Any) -> Mapping[str, Any]:
@@ -224,7 +236,7 @@ class LightningWorkload(Workload):
                 "its stages are parts of the model on different workers, and a LightningModule's step needs the whole",
                 "use --strategy.name fsdp, or tensor with a tensor_plan()",
             )
-        self._model = self._hooks.module = model
+        self._model = self._hooks.module = self._trainer.lightning_module = model
         self._trainer.total_steps, self._trainer.steps_per_epoch = settings.total_steps, settings.steps_per_epoch
         give_rate(model, settings, self.args)
         own = configured(model.configure_optimizers()) if is_overridden("configure_optimizers", type(model)) else None
@@ -267,10 +279,18 @@ class LightningWorkload(Workload):
         return given if isinstance(given, Mapping) else {"prediction": given}
 
     def callbacks(self) -> list[Any]:
-        """Caller of the module's hooks, a new one for each training."""
+        """Caller of the hooks, a new one for each training."""
         self._hooks = LightningHooks(self._trainer)
-        self._trainer.place, self._trainer.callback_metrics = None, {}
+        self._trainer.place, self._trainer.callback_metrics, self._trainer.should_stop = None, {}, False
         return [self._hooks]
+
+    def brought_settings(self, config: RunConfig) -> Mapping[str, Brought]:
+        """Settings that Lightning's callbacks become, by key of the config."""
+        is_asked = is_overridden("configure_callbacks", self._class())
+        return settings_of(self._callbacks_of(self._new_module()) if is_asked else self.parts.callbacks, config)
+
+    def _callbacks_of(self, module: Any) -> list[Any]:
+        return together(module.configure_callbacks(), self.parts.callbacks)
 
     def step_metrics(self) -> Mapping[str, Any]:
         """Values that the last step logged on this worker, for the record of that step."""
@@ -342,13 +362,10 @@ class LightningWorkload(Workload):
 
     def _with_batch_hooks(self, model: Any, kind: str, batch: Any, number: int | None) -> Any:
         """Result of a step of an evaluation, between its hooks."""
-        batch_hooks = self._hooks.is_running and is_overridden(f"on_{kind}_batch_start", model)
         args = (batch, self._trainer.batch_idx, *([] if number is None else [number]))
-        if batch_hooks:
-            getattr(model, f"on_{kind}_batch_start")(*args)
+        self._hooks.call(f"on_{kind}_batch_start", *args)
         given = self._step(model, f"{kind}_step", batch, number)
-        if self._hooks.is_running and is_overridden(f"on_{kind}_batch_end", model):
-            getattr(model, f"on_{kind}_batch_end")(given, *args)
+        self._hooks.call(f"on_{kind}_batch_end", given, *args)
         return given
 
     def _step(self, model: Any, name: str, batch: Any, loader: int | None = None) -> Any:

@@ -15,6 +15,7 @@ from scaleray.common.options import takes
 from scaleray.common.progress import stage
 from scaleray.common.stop_signals import sigterm_like_ctrl_c
 from scaleray.config import RunConfig
+from scaleray.config.brought import with_brought
 from scaleray.data import RaySources, load_sources
 from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError, first_line
@@ -119,6 +120,7 @@ def study(
     more = [_read(folder) for folder in options.points_of]
     code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
     workload = code.load()
+    config = with_brought(config, workload)
     check_learning_rate(config, workload)
     with connected_unless(config, local=local):
         nodes = None if local else nodes_of(config, options.sizes, workload, oversubscribe=options.oversubscribe)

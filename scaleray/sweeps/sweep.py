@@ -16,6 +16,7 @@ from scaleray.common.options import takes
 from scaleray.common.stop_signals import sigterm_like_ctrl_c
 from scaleray.config import RunConfig
 from scaleray.config.base import absolute_path
+from scaleray.config.brought import with_brought
 from scaleray.data import TRAIN, load_sources
 from scaleray.errors import ConfigError, UsageError
 from scaleray.launch.cluster import connection as cluster
@@ -99,6 +100,8 @@ def sweep(
     check_published(config)
     check_policy(config)
     workloads = _load_workloads(config, question, workload, base_dir)  # before a cluster is started
+    for each in workloads.values():
+        config = with_brought(config, each)
     try:
         if continue_folder is not None:
             folder = RunFolder.reopen(absolute_path(continue_folder))

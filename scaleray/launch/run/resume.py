@@ -24,6 +24,7 @@ from scaleray.records.json_record import NewerRecord
 from scaleray.records.run_record import RunRecord
 
 Say = Callable[[str], None]
+Settled = Callable[[RunConfig, Path | None], RunConfig]
 AUTO = "auto"
 FILE = "run.json"
 KINDS: dict[str, tuple[type, ...]] = {
@@ -100,9 +101,18 @@ class Request:
 
 
 def make_request(
-    config: RunConfig | None, base_dir: Path | None, *, resume: str | None, allow_change: Sequence[str], say: Say
+    config: RunConfig | None,
+    base_dir: Path | None,
+    *,
+    resume: str | None,
+    allow_change: Sequence[str],
+    say: Say,
+    settled: Settled = lambda config, base_dir: config,
 ) -> Request:
-    """The training of this config, of which `resume` may name an interrupted run. Raises UsageError."""
+    """The training of this config, of which `resume` may name an interrupted run. settled: gives the config with what
+    its workload brings, which the interrupted run's has. Raises UsageError."""
+    if config is not None and resume == AUTO:
+        config = settled(config, base_dir)
     before = find(resume, config, base_dir, say=say) if resume is not None else None
     if config is None:
         if before is None:
@@ -110,12 +120,14 @@ def make_request(
         config = before.valid_config()
     if before is None:
         return Request(config, base_dir, None, [])
+    if base_dir is None and before.about.get("base_dir"):
+        base_dir = Path(before.about["base_dir"])
+    if resume != AUTO and changes(before.config, config):  # else its workload need not be loaded
+        config = settled(config, base_dir)
     if config.scale.gpus_per_worker == "auto":  # as it was decided
         known = float(before.config.get("scale", {}).get("gpus_per_worker", 0.0))
         config = config.changed({"scale.gpus_per_worker": known})
     changed = check_changes(before, config, allow_change)
-    if base_dir is None and before.about.get("base_dir"):
-        base_dir = Path(before.about["base_dir"])
     return Request(config, base_dir, before, changed)
 
 

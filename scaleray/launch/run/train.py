@@ -25,6 +25,7 @@ from scaleray.common.stop_signals import sigterm_like_ctrl_c
 from scaleray.common.watchers import Guard, Watcher
 from scaleray.config import RunConfig
 from scaleray.config.base import without_password
+from scaleray.config.brought import with_brought
 from scaleray.config.recipe.derive import derive, resolve_strategy
 from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
@@ -157,7 +158,16 @@ def run_training(
         config, base_dir = whole_config(config, workload, base_dir)
         config = with_absolute_paths(config)
     local = options.local
-    request = make_request(config, base_dir, resume=options.resume, allow_change=options.allow_change, say=say)
+    made = workload
+
+    def settled(config: RunConfig, base_dir: Path | None) -> RunConfig:
+        nonlocal made
+        made = make_workload(made, config.workload.name, config.workload.args, base_dir=base_dir)
+        return with_brought(config, made)
+
+    request = make_request(
+        config, base_dir, resume=options.resume, allow_change=options.allow_change, say=say, settled=settled
+    )
     config, before = request.config, request.before
     if (finished := request.finished_record(say)) is not None:
         say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
@@ -169,7 +179,8 @@ def run_training(
     check_policy(config)
     port = chosen_port(config.monitoring.port)
     alert_settings(config.alerts)  # for its errors: the recorder asks for it when all data are read
-    workload = make_workload(workload, config.workload.name, config.workload.args, base_dir=request.base_dir)
+    config, workload = settled(config, request.base_dir), made
+    request = dataclasses.replace(request, config=config)
     check_learning_rate(config, workload)
     folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
     try:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from scaleray.common.progress import stage
 from scaleray.common.seeding import same_switches
 from scaleray.config import RunConfig
+from scaleray.config.brought import with_brought
 from scaleray.config.checkpoint import NOTHING_SAVED
 from scaleray.config.recipe.derive import derive
 from scaleray.data import TRAIN, Split, load_sources
@@ -76,7 +77,7 @@ class _Check:
         workload = self._step(
             "workload", lambda: make_workload(self.given, settings.name, settings.args, base_dir=self.base_dir)
         )
-        if workload is None:
+        if workload is None or self._step("settings", lambda: self._settle(workload)) is None:
             return
         sources = self._step("data", lambda: load_sources(workload, in_steps=is_in_steps(self.config)))
         if sources is None:
@@ -109,6 +110,10 @@ class _Check:
             code = UserCode(name, settings.args, self.base_dir, own)
             with stage("two processes beside one"):
                 self._step("two processes", lambda: self._add(two_processes(self.config, workload, sources, code)))
+
+    def _settle(self, workload: Any) -> None:
+        """Take over the settings that the workload brings."""
+        self.config = with_brought(self.config, workload)
 
     def _job(self, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
         """The training on one worker; the config's own number of workers must fit as well."""
