@@ -241,6 +241,8 @@ def _whole(value: Any) -> Any:
     return int(number) if number.is_integer() else value
 
 
+WATCHED = r"^[\w./-]+ (min|max)$"
+"""Pattern of a metric with its better direction, such as `val/loss min`."""
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT), BeforeValidator(_whole)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]

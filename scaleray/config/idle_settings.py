@@ -52,6 +52,10 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         (lambda config: config.noise_scale.measure is not False, "without noise_scale.measure"),
     ),
     "averaging.every": (lambda config: config.averaging.decay is not None, "without averaging.decay"),
+    **dict.fromkeys(
+        ("schedule.factor", "schedule.patience", "schedule.threshold", "schedule.cooldown"),
+        (lambda config: config.schedule.name == "plateau", "without schedule.name plateau"),
+    ),
     "stop.watch": (lambda config: config.stop.patience is not None, "without stop.patience"),
     "shares.measure_every": (lambda config: config.shares.by == "speed", "without shares.by speed"),
     "shares.smallest": (lambda config: config.shares.by != "equal", "with equal shares"),

@@ -6,21 +6,45 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from scaleray.config.base import Count, Duration, NonNegative, Positive, Probability, Settings, above_zero
+from scaleray.config.base import (
+    LARGEST_COUNT,
+    WATCHED,
+    Count,
+    Duration,
+    NonNegative,
+    Positive,
+    Probability,
+    Settings,
+    above_zero,
+)
 from scaleray.errors import ConfigError
 
 
 class ScheduleSettings(Settings):
-    """Linear warm-up from zero, then constant, cosine or linear decay to `final_ratio` of the peak."""
+    """Linear warm-up from zero, then constant, cosine or linear decay to `final_ratio` of the peak, or steps down where
+    evaluations get no better."""
 
-    name: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape of the schedule after the warm-up."""
+    name: Literal["constant", "cosine", "linear", "plateau"] = "constant"
+    """Shape of the schedule after the warm-up. plateau: multiply the rate by `factor` after `patience` evaluations
+    without a better one, as torch's ReduceLROnPlateau. Needs `evaluation.every`."""
     warmup: Duration = Duration(0, "steps")
     """Length of the warm-up at the reference batch; legw stretches it with the batch, unless it is in steps."""
     length: Duration | None = None
     """Length of the schedule up to the end of the decay. None: to the end of training."""
     final_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Learning rate at the end of the decay, relative to the peak."""
+    """Learning rate at the end of the decay, relative to the peak; plateau: the smallest one."""
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """plateau: factor on the learning rate, such as 0.25 to divide it by 4."""
+    patience: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 10
+    """plateau: number of evaluations in a row without a better one that leave the rate as it is; the next one reduces
+    it."""
+    threshold: NonNegative = 1e-4
+    """plateau: smallest relative change by which an evaluation counts as better."""
+    cooldown: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = 0
+    """plateau: number of evaluations after a reduction that do not count."""
+    watch: Annotated[str, Field(pattern=WATCHED)] | None = None
+    """Metric that a plateau follows, also one of the workload's own `schedule()`, and its direction, such as `val/loss
+    min`. None: that of `stop.patience` or `checkpoint.best`, else the loss of the first split that is evaluated."""
 
     _check_length = field_validator("length")(above_zero)
 

@@ -87,6 +87,10 @@ class RunConfig(Settings):
             raise ValueError("stop.patience: it counts evaluations, so evaluation.every is needed, such as '1 epoch'")
         if self.stop.patience is not None and self.stop.watch is None and self.checkpoint.best is None:
             raise ValueError("stop.patience: it needs stop.watch or checkpoint.best, such as 'val/loss min'")
+        if self.schedule.name == "plateau" and self.evaluation.every is None:
+            raise ValueError(
+                "schedule.name: plateau follows evaluations, so evaluation.every is needed, such as '1 epoch'"
+            )
         return self
 
     @model_validator(mode="after")
@@ -118,6 +122,12 @@ class RunConfig(Settings):
                 "memory.find_micro_size: CPU workers share their memory, so that it needs memory.limit_gib"
             )
         return self
+
+    @property
+    def followed(self) -> str | None:
+        """Metric that a plateau of the learning rate follows, with its direction; None: a loss, see
+        `schedule.watch`."""
+        return self.schedule.watch or (self.stop.watch if self.stop.patience else None) or self.checkpoint.best
 
     @property
     def model_parallel_size(self) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from scaleray.config.base import Count, Duration, Settings, Target, above_zero
+from scaleray.config.base import WATCHED, Count, Duration, Settings, Target, above_zero
 
 
 class StopSettings(Settings):
@@ -22,7 +22,7 @@ class StopSettings(Settings):
     """Number of evaluations in a row without a better one after which training stops. Needs `evaluation.every`. None:
     it continues.
     """
-    watch: Annotated[str, Field(pattern=r"^[\w./-]+ (min|max)$")] | None = None
+    watch: Annotated[str, Field(pattern=WATCHED)] | None = None
     """Metric that `patience` watches, and its direction, such as `val/loss min`. None: that of `checkpoint.best`."""
 
     _check_after = field_validator("after")(above_zero)

@@ -14,8 +14,10 @@ WORDS: dict[str, str] = {
     "optimizer.weight_decay": "wd decay l2",
     "optimizer.clip_norm": "clip grad_clip clip_grad clip_grad_norm max_grad_norm gradient_clip gradient_clip_val",
     "optimizer.name": "optim opt optimizer_name",
-    "schedule.name": "scheduler lr_scheduler lr_schedule lr_scheduler_type sched",
+    "schedule.name": "scheduler lr_scheduler lr_schedule lr_scheduler_type sched reduce_lr_on_plateau",
     "schedule.warmup": "warmup_steps num_warmup_steps warmup_epochs warmup_iters warmup_ratio lr_warmup",
+    "schedule.factor": "lr_factor reduce_factor gamma",
+    "schedule.patience": "lr_patience",
     "schedule.length": "lr_decay_iters decay_steps decay_epochs t_max total_steps",
     "schedule.final_ratio": "min_lr eta_min min_learning_rate final_lr",
     "stop.after": "epoch epochs num_epochs n_epochs max_epochs train_epochs num_train_epochs steps max_steps num_steps "

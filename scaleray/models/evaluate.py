@@ -269,7 +269,8 @@ def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Sourc
         config = config.changed({"batch.unit": "samples", "data.bucket_by_length": None})
     recipe = derive(config, DataSize(max(config.batch.global_size, first.num_rows), first.tokens_per_row))
     evaluated = {f"evaluated {name}": split for name, split in splits.items()}  # keys: `train` alone is not evaluated
-    return TrainJob(config, recipe, workload, {TRAIN: next(iter(splits.values())), **evaluated}, steady_time())
+    splits = {TRAIN: next(iter(splits.values())), **evaluated}
+    return TrainJob(config, recipe, workload, splits, steady_time(), is_only_measured=True)
 
 
 def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Source]:

@@ -109,7 +109,12 @@ def trial_config(base: RunConfig, settings: Settings, workers: int) -> RunConfig
     """The base with a trial's settings, its number of workers, and without what only a run of its own needs."""
     entries = _entries(base)
     args = dict(base.workload.args)
-    own: Settings = {"scale.workers": workers, "tracking.system_metrics": False, **NOTHING_SAVED}
+    own: Settings = {
+        "scale.workers": workers,
+        "tracking.system_metrics": False,
+        **NOTHING_SAVED,
+        "schedule.watch": base.followed,
+    }
     if base.optimizer.reference_batch_size is None:
         own["optimizer.reference_batch_size"] = base.batch.global_size
     for key, value in {**own, **settings}.items():

@@ -315,6 +315,8 @@ class _Run:
         record = self.evaluations.run(self.state.step, evaluators)
         if self.place.rank == 0:
             self.reporter.emit(record)
+        if not at_end and (moved := self.evaluations.follow()):  # a longer training may have none at its end
+            self.reporter.say(moved, step=self.state.step)
         self.state.verdict = self.callbacks.evaluated(record, at_end=at_end) or self.state.verdict
         if self.checkpointing is not None:
             is_last = self.state.step >= self.job.recipe.total_steps

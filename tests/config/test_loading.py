@@ -331,6 +331,7 @@ CHANGES = {
     "optimizer.rule": "sqrt", "optimizer.betas": [0.8, 0.9], "optimizer.epsilon": 1e-6, "optimizer.weight_decay": 0.1,
     "optimizer.momentum": 0.8, "optimizer.nesterov": True, "optimizer.clip_norm": 1.0, "stop.after": "2 epochs",
     "schedule.name": "linear", "schedule.warmup": "2 steps", "schedule.length": "3 steps", "schedule.final_ratio": 0.5,
+    "schedule.factor": 0.5, "schedule.patience": 2, "schedule.threshold": 0.1, "schedule.cooldown": 1, "schedule.watch": "val/loss min",
     "evaluation.test": "at_end", "evaluation.every": "1 steps", "evaluation.micro_size": 2, "scale.workers": 2, "scale.gpus_per_worker": 1, "scale.cpus_per_worker": 2,
     "scale.placement": "SPREAD", "scale.label_selector": {"a": "b"}, "scale.max_failures": 1, "scale.launch_timeout_s": 5, "scale.wait_for_nodes_s": 5,
     "scale.collective_timeout_s": 5, "scale.dashboard": True, "strategy.name": "ddp", "strategy.bucket_size_mib": 1, "strategy.gradient_as_bucket_view": False,

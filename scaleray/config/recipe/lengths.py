@@ -90,11 +90,11 @@ def schedule_lengths(
     if given.length is None:
         why["schedule_steps"] = "the whole training"
         return warmup_steps, total_steps
-    if given.name == "constant":
+    if given.name in ("constant", "plateau"):
         raise ConfigError(
             "schedule.length",
             str(given.length),
-            "a constant schedule has no decay that could end there",
+            f"a {given.name} schedule has no decay that could end there",
             "leave it out, or use --schedule.name cosine or linear",
         )
     schedule_steps = counter.steps(given.length, "schedule_steps")

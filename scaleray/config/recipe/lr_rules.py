@@ -21,7 +21,7 @@ def learning_rate_factor(step: int, *, name: str, warmup_steps: int, schedule_st
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    if name == "constant":
+    if name in ("constant", "plateau"):  # whose evaluations are not known here
         return 1.0
     decay_steps = max(1, schedule_steps - warmup_steps)
     progress = min(1.0, (step - warmup_steps) / decay_steps)

@@ -56,6 +56,8 @@ class TrainJob:
     """Wall clock at which each part of the start has ended, see `records/start.py`."""
     trace: TraceRequest | None = None
     """Trace of its last steps, if one is requested."""
+    is_only_measured: bool = False
+    """Whether its steps or evaluations are only measured or compared, as those of a part of a training."""
     probes_links: bool = False
     """Whether each pair of workers is measured when the training has ended."""
 
@@ -145,10 +147,10 @@ class TrainJob:
         first_steps: train so many steps, over its end if need be: no target, no patience, no evaluations, no files.
         """
         if first_steps is not None:
-            settings = {**FIRST_STEPS, **(settings or {})}
+            settings = {**FIRST_STEPS, "schedule.watch": self.config.followed, **(settings or {})}
             no_files = dict.fromkeys(("checkpoint_every_steps", "keep_checkpoint_every_steps"))
             values = {"total_steps": first_steps, "evaluate_every_steps": None, **no_files, **(values or {})}
-            fields = {"splits": {TRAIN: self.splits[TRAIN]}, **fields}
+            fields = {"splits": {TRAIN: self.splits[TRAIN]}, "is_only_measured": True, **fields}
         if settings:
             fields["config"] = self.config.changed(settings)
         if values:

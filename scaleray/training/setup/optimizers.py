@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from scaleray.config import RunConfig
 from scaleray.config.optimizer_schedule import missing_rate
@@ -19,6 +20,7 @@ from scaleray.config.strategy_traits import traits_of
 from scaleray.training.setup import own_schedule
 from scaleray.training.setup.large_batch_optimizers import Lamb, Lars
 from scaleray.training.setup.own_optimizer import InUse, OptimizerValues, WithoutRate, acts_on_elements, build_own
+from scaleray.training.setup.plateaus import ConfiguredPlateau, set_rate
 from scaleray.training.setup.several_optimizers import check_losses
 from scaleray.workload import brings_optimizer, brings_schedule
 
@@ -140,7 +142,49 @@ def _layer_wise(trained: list[nn.Parameter], values: OptimizerValues, config: Ru
 
 
 class Schedule(torch.optim.lr_scheduler.LambdaLR):
-    """torch's, which warns where the first step was skipped: that is no mistake here."""
+    """torch's, which warns where the first step was skipped: that is no mistake here. plateau: follows evaluations."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, factor: Callable[[int], float], plateau: ConfiguredPlateau | None = None
+    ) -> None:
+        self.plateau = plateau
+        super().__init__(optimizer, factor if plateau is None else lambda step: factor(step) * plateau.factor)
+
+    @property
+    def plateaus(self) -> list[ReduceLROnPlateau]:
+        """The scheduler that follows evaluations, if there is one."""
+        return [self.plateau.scheduler] if self.plateau is not None else []
+
+    def follow_evaluation(self, value: float) -> None:
+        """Let the plateau follow the value of an evaluation."""
+        if self.plateau is not None:
+            self.plateau.scheduler.step(value)
+            self.use_rates()
+
+    def use_rates(self) -> None:
+        """Give the optimizer the rates of the next step."""
+        rates: list[Any] = [
+            base * factor(self.last_epoch) for base, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            set_rate(group, rate)
+        self._last_lr: list[Any] = [group["lr"] for group in self.optimizer.param_groups]
+
+    def restart(self, first: dict[str, Any], position: int) -> None:
+        """Continue `position` steps after the start, where the state was `first`, with the reductions so far."""
+        super().load_state_dict({key: value for key, value in first.items() if key != "plateau"})
+        self.last_epoch, self._step_count = position, position + 1
+        self.use_rates()
+
+    def state_dict(self) -> dict[str, Any]:
+        found = {key: value for key, value in super().state_dict().items() if key != "plateau"}
+        return found if self.plateau is None else {**found, "plateau": self.plateau.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        plateau = state_dict.pop("plateau", None)
+        super().load_state_dict(state_dict)
+        if self.plateau is not None and plateau is not None:
+            self.plateau.load_state_dict(plateau)
 
     def step(self, epoch: int | None = None) -> None:
         if self._step_count > 1:
@@ -172,14 +216,17 @@ def build_schedule(
 
 
 def configured_schedule(optimizer: torch.optim.Optimizer, config: RunConfig, recipe: Recipe) -> Schedule:
-    """The schedule over steps that the config describes, relative to each parameter group's own learning rate."""
+    """The schedule that the config describes, relative to each parameter group's own learning rate."""
+    settings = config.schedule
+    direction: Any = (config.followed or "min").rpartition(" ")[2]
     return Schedule(
         optimizer,
         lambda step: learning_rate_factor(
             step,
-            name=config.schedule.name,
+            name=settings.name,
             warmup_steps=recipe.warmup_steps,
             schedule_steps=recipe.schedule_steps,
-            final_ratio=config.schedule.final_ratio,
+            final_ratio=settings.final_ratio,
         ),
+        ConfiguredPlateau(settings, direction) if settings.name == "plateau" else None,
     )

@@ -20,6 +20,7 @@ from scaleray.config import RunConfig
 from scaleray.config.recipe.values import Recipe
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training.setup.own_optimizer import InUse
+from scaleray.training.setup.plateaus import OwnPlateau
 from scaleray.training.setup.several_optimizers import SeveralOptimizers, SeveralSchedules, members
 from scaleray.workload import call_user_code
 
@@ -28,7 +29,7 @@ Rates = list[tuple[float, ...]]
 """Learning rate of every parameter group, step by step."""
 MOST_REHEARSED = 10_000
 """Steps that are rehearsed at most, which take some 0.2 s."""
-NEVER_USED = ("name", "final_ratio")
+NEVER_USED = ("name", "final_ratio", "factor", "patience", "threshold", "cooldown")
 """Settings of the section `schedule` that `schedule()` does not receive."""
 LENGTHS = {"warmup": "warmup_steps", "length": "schedule_steps"}
 """Settings that it receives as numbers of steps, by their names in the recipe."""
@@ -125,12 +126,7 @@ def _no_warning(optimizer: torch.optim.Optimizer) -> None:
 
 def _checked(own: Any) -> LRScheduler | None:
     if isinstance(own, ReduceLROnPlateau):
-        raise WorkloadError(
-            "schedule()",
-            "ReduceLROnPlateau",
-            "a schedule is stepped once per optimizer step, and evaluations come when they come",
-            "return a schedule over steps; stop.at ends a training that has reached its target",
-        )
+        return OwnPlateau(own)
     if own is not None and not isinstance(own, LRScheduler):
         raise WorkloadError(
             "schedule()", type(own).__name__, "it must return a torch.optim.lr_scheduler.LRScheduler or None"

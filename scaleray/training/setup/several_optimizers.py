@@ -90,6 +90,17 @@ class SeveralSchedules(LRScheduler):
     def __init__(self, optimizer: SeveralOptimizers, by_name: Mapping[str, LRScheduler]) -> None:
         self.optimizer, self.by_name = optimizer, dict(by_name)
 
+    @property
+    def plateaus(self) -> list[Any]:
+        """The schedulers that follow evaluations."""
+        return [plateau for own in self.by_name.values() for plateau in getattr(own, "plateaus", ())]
+
+    def follow_evaluation(self, value: float) -> None:
+        """Let those that follow evaluations follow the value of one."""
+        for own in self.by_name.values():
+            if callable(follow := getattr(own, "follow_evaluation", None)):
+                follow(value)
+
     def step(self, epoch: int | None = None) -> None:
         for own in self.by_name.values():
             own.step()

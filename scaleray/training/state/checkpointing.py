@@ -163,7 +163,8 @@ class Checkpointing:
         before, now = manifest.facts.get("config", {}), self.job.config.to_dict()
         changed = {name for name in RATE_SECTIONS if name in before and before[name] != now[name]}
         # rates that follow what was measured do not depend on the length of the training
-        follows_values = bool(getattr(state.setup.schedule, "plateaus", ()))
+        schedule = state.setup.schedule
+        follows_values = bool(getattr(schedule, "plateaus", ())) and not hasattr(schedule, "follow_evaluation")
         return bool(changed - {"stop"} if follows_values else changed)
 
     def before_update(self) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from scaleray.checkpoints.manifest import Manifest
 from scaleray.errors import CheckpointError
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.optimizers import Schedule
-from scaleray.training.setup.several_optimizers import members
+from scaleray.training.setup.plateaus import OwnPlateau
+from scaleray.training.setup.several_optimizers import SeveralSchedules, members
 from scaleray.training.state.items import OPTIMIZER, Tensors, Values, dtype_of, plain, tensors_of, unplain
 
 UNNAMED, VALUE = "unnamed-", "(value)"
@@ -130,19 +132,21 @@ class Rates:
         """Use these hyperparameters again, with the schedule `position` steps after its start."""
         for group, own in zip(setup.optimizer.param_groups, self.groups, strict=True):
             group.update(own)
-        schedule = setup.schedule
-        schedule.load_state_dict(copy.deepcopy(self.schedule))
-        if not isinstance(schedule, Schedule):
-            for _ in range(position):  # a workload's own may find a rate from the one before
-                schedule.step()
-            return
-        schedule.last_epoch, schedule._step_count = position, position + 1
-        rates: list[Any] = [
-            base * factor(position) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-        ]
-        for group, rate in zip(setup.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        schedule._last_lr = rates
+        _restart(setup.schedule, self.schedule, position)
+
+
+def _restart(schedule: LRScheduler, first: dict[str, Any], position: int) -> None:
+    """Bring a schedule `position` steps after its start, where its state was `first`. One that follows evaluations
+    keeps what it has reduced."""
+    if isinstance(schedule, SeveralSchedules):
+        for name, own in schedule.by_name.items():
+            _restart(own, first[name], position)
+    elif isinstance(schedule, (Schedule, OwnPlateau)):
+        schedule.restart(first, position)
+    else:
+        schedule.load_state_dict(copy.deepcopy(first))
+        for _ in range(position):  # a workload's own may find a rate from the one before
+            schedule.step()
 
 
 def _names(optimizer: torch.optim.Optimizer, module: nn.Module) -> list[str]:

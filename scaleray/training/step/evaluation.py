@@ -168,6 +168,7 @@ class Evaluations:
         self.metrics: dict[str, float] = {}
         self.step = -1
         self._own: OwnEvaluation | None = None
+        self._followed: str | None = None
 
     def prepare(self, job: TrainJob, setup: Setup) -> None:
         """Evaluate this job from now on, with micro-batches of its size. Collective.
@@ -185,6 +186,7 @@ class Evaluations:
             check_split(self.best.key, self.best.metric, job)
         if self.target is not None:
             check_split("stop.at", str(self.target), job)
+        self._followed = _followed_metric(job, setup.schedule)
 
     def due(self, step: int, *, at_end: bool) -> list[Evaluator]:
         """Evaluators of the splits to evaluate after `step`, without those that were evaluated after it already."""
@@ -213,6 +215,19 @@ class Evaluations:
             self.metrics = {}  # nothing of older evaluations: a metric belongs to its step
         self.metrics, self.step = {**self.metrics, **found}, step
         return EvaluationRecord(step, dict(self.metrics), time.perf_counter() - started)
+
+    def follow(self) -> str | None:
+        """Let a learning rate that waits for evaluations follow the last one; what it has become, if it moved. Raises
+        ConfigError if the evaluation lacks the metric."""
+        if self._followed is None:
+            return None
+        if self._followed not in self.metrics:
+            raise unknown_metric("schedule.watch", self._followed, self.metrics)
+        schedule: Any = self.setup.schedule
+        before = float(schedule.get_last_lr()[0])
+        schedule.follow_evaluation(self.metrics[self._followed])
+        now = float(schedule.get_last_lr()[0])
+        return None if now == before else f"{self._followed} is on a plateau: learning rate {before:g} -> {now:g}"
 
     def check_target(self) -> None:
         """Raise ConfigError if the target's metric is not among those that were measured."""
@@ -381,9 +396,35 @@ def whole(batch: RankBatch) -> list[tuple[int, int]]:
     return [(0, rows_in(batch.columns))]
 
 
+def _followed_metric(job: TrainJob, schedule: Any) -> str | None:
+    """The metric that the learning rate follows; None if it follows none. Raises ConfigError or WorkloadError where it
+    cannot."""
+    if not hasattr(schedule, "follow_evaluation") or not schedule.plateaus:
+        return None
+    names = decisive_splits(job)
+    text = job.config.followed or f"{names[0] if names else 'val'}/loss min"
+    metric, _, direction = text.partition(" ")
+    if job.is_only_measured and metric.partition("/")[0] not in names:
+        return None
+    if job.config.evaluation.every is None and not job.is_only_measured:
+        allowed = "it follows evaluations, and evaluation.every is not given"
+        raise WorkloadError("schedule()", "ReduceLROnPlateau", allowed, "such as --evaluation.every '1 epoch'")
+    check_split("schedule.watch", text, job)
+    if wrong := [plateau.mode for plateau in schedule.plateaus if plateau.mode != direction]:
+        allowed = f"it follows {text}"
+        hint = f"name another metric, such as --schedule.watch 'val/accuracy {wrong[0]}', or mode='{direction}'"
+        raise WorkloadError("schedule()", f"ReduceLROnPlateau with mode='{wrong[0]}'", allowed, hint)
+    return metric
+
+
+def decisive_splits(job: TrainJob) -> list[str]:
+    """Names of the splits that are evaluated during the training."""
+    return [split.name for split in job.evaluation_splits() if split.name != job.config.evaluation.only_at_end]
+
+
 def check_split(key: str, text: str, job: TrainJob) -> None:
     """Raise ConfigError where `text`, the value of `key`, begins with a metric of no split that is evaluated."""
-    names = [split.name for split in job.evaluation_splits() if split.name != job.config.evaluation.only_at_end]
+    names = decisive_splits(job)
     if text.partition("/")[0] not in names:
         raise unknown_metric(key, text, [f"{name}/loss" for name in names])
 

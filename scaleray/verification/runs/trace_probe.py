@@ -103,7 +103,8 @@ class TraceProbe:
         ids = {id(p) for group in setup.optimizer.param_groups for p in group["params"]}
         held = self.place.gathered({name for name, p in self._parameters.items() if id(p) in ids})
         self._owned = frozenset(set().union(*held) - set.intersection(*held))
-        self._is_due_known = isinstance(setup.schedule, Schedule)  # of a workload's own, nothing is known
+        # of a workload's own, and of one that follows evaluations, nothing is known
+        self._is_due_known = isinstance(setup.schedule, Schedule) and not setup.schedule.plateaus
         self._base_rates = self._due_rates()
         if self.take_apart_at is not None:
             self.parts = GradientParts(

@@ -1,14 +1,12 @@
-"""A schedule that follows a measured value."""
+"""A schedule that follows the evaluations."""
 
 from recipe import Recipe, X, Y
 from torch.optim import lr_scheduler
 
-REFUSED = r"schedule\(\) is .*ReduceLROnPlateau"
-
 
 class Workload(Recipe):
     def datasets(self):
-        return {"train": {"x": X, "y": Y}}
+        return {"train": {"x": X, "y": Y}, "val": {"x": X[:9], "y": Y[:9]}}
 
     def schedule(self, optimizer, recipe):
-        return lr_scheduler.ReduceLROnPlateau(optimizer)
+        return lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)

@@ -130,10 +130,6 @@ def test_a_rule_or_a_swept_value_that_would_change_nothing_is_refused():
         look("one_cycle", varied=("schedule.warmup",))
 
 
-def plateau(optimizer, recipe):
-    return schedulers.ReduceLROnPlateau(optimizer)
-
-
 def a_number(optimizer, recipe):
     return 0.1
 
@@ -144,11 +140,7 @@ def broken(optimizer, recipe):
 
 @pytest.mark.parametrize(
     ("make", "text"),
-    [
-        ("plateau", "ReduceLROnPlateau.*once per optimizer step"),
-        ("a_number", "float.*LRScheduler or None"),
-        ("broken", r"(?s)schedule\(\).*test_own_schedule\.py.*no_such_value"),
-    ],
+    [("a_number", "float.*LRScheduler or None"), ("broken", r"(?s)schedule\(\).*test_own_schedule\.py.*no_such_value")],
 )
 def test_what_is_no_schedule_over_steps_is_one_clear_error(make, text):
     with pytest.raises(WorkloadError, match=text):

@@ -1,0 +1,95 @@
+"""Learning rates that follow an evaluation: torch's ReduceLROnPlateau, of the config or of the workload."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from scaleray.config.optimizer_schedule import ScheduleSettings
+
+MOVES = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+"""Attributes of a ReduceLROnPlateau that evaluations change, besides the rates."""
+
+
+class ConfiguredPlateau:
+    """The factor of `schedule.name: plateau` on the rate of the warm-up: the rate, from 1, of an optimizer that trains
+    nothing. mode: the better direction of the metric."""
+
+    def __init__(self, settings: ScheduleSettings, mode: Literal["min", "max"]) -> None:
+        stand_in = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        self.scheduler = ReduceLROnPlateau(
+            stand_in,
+            mode,
+            factor=settings.factor,
+            patience=settings.patience,
+            threshold=settings.threshold,
+            cooldown=settings.cooldown,
+            min_lr=settings.final_ratio,
+            eps=0.0,
+        )
+
+    @property
+    def factor(self) -> float:
+        """Factor on the rate of every parameter group."""
+        return float(self.scheduler.optimizer.param_groups[0]["lr"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What evaluations have changed; the settings are those of the config."""
+        return {"factor": self.factor, **{name: getattr(self.scheduler, name) for name in MOVES}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`."""
+        self.scheduler.optimizer.param_groups[0]["lr"] = state["factor"]
+        self.scheduler.__dict__.update({name: state[name] for name in MOVES})
+
+
+class OwnPlateau(LRScheduler):
+    """A ReduceLROnPlateau of the workload's own as a schedule, which an optimizer step leaves as it is.
+
+    first_rates: rate of each parameter group before any evaluation.
+    """
+
+    def __init__(self, scheduler: ReduceLROnPlateau) -> None:
+        # not LRScheduler's own, which would take a first step
+        self.scheduler, self.optimizer, self.last_epoch = scheduler, scheduler.optimizer, 0
+        self.first_rates = [float(rate) for rate in self.get_last_lr()]
+
+    @property
+    def plateaus(self) -> list[ReduceLROnPlateau]:
+        """The scheduler that follows evaluations."""
+        return [self.scheduler]
+
+    def step(self, epoch: int | None = None) -> None:
+        self.last_epoch += 1
+
+    def follow_evaluation(self, value: float) -> None:
+        """Let the scheduler follow the value of an evaluation."""
+        self.scheduler.step(value)
+
+    def get_last_lr(self) -> list[float | torch.Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def restart(self, first: dict[str, Any], position: int) -> None:
+        """Reduce the first rates of another training, which the groups have now, as those of this one were."""
+        now, before = [float(rate) for rate in self.get_last_lr()], self.scheduler._last_lr
+        for group, rate, was, start in zip(self.optimizer.param_groups, now, before, self.first_rates, strict=True):
+            set_rate(group, float(was) if rate == start else rate * float(was) / start)
+        self.first_rates, self.last_epoch, self.scheduler._last_lr = now, position, self.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        scheduler = self.scheduler.state_dict()
+        return {"last_epoch": self.last_epoch, "first_rates": self.first_rates, "scheduler": scheduler}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch, self.first_rates = state_dict["last_epoch"], state_dict["first_rates"]
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a parameter group, which may be a tensor."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
