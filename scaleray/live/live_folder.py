@@ -95,7 +95,8 @@ def of_record(record: AnyRecord, folder: Path) -> LiveState:
             seen_at=record.started_at + record.duration_s,
             notes=words,
         )
-    profile = record.profile
+    profile, judged = record.profile, record.judged
+    values = [value for _, value in record.evaluations.get(judged.name, [])] if judged else []
     return LiveState(
         **{name: getattr(record, name) for name in OF_RECORD},
         run_dir=str(folder),
@@ -104,6 +105,8 @@ def of_record(record: AnyRecord, folder: Path) -> LiveState:
         step=record.steps,
         total_steps=record.derived.get("total_steps"),
         loss=record.final_loss,
+        judged_by=judged.name if judged else "",
+        best=judged.best([value for value in values if value is not None]) if judged else None,
         curve=_replayed(folder).curve.points,
         goodput=profile.goodput.shares().get("productive") if profile and profile.goodput else None,
         phases=_phases(profile) if profile else {},

@@ -47,6 +47,7 @@ def live_state(
     return state.live_state(
         name=d.run_name,
         total_steps=d.total_steps,
+        config=d.config,
         ranks=ranks_of(beats),
         run_id=identity.run_id if identity is not None else "",
         mlflow_link=identity.link if identity is not None else "",

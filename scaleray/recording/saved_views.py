@@ -119,13 +119,13 @@ def trainings_view(metrics: Sequence[str]) -> View:
 
 
 def save_trainings(client: Any, experiment_id: str, metrics: Iterable[str]) -> None:
-    """Save the experiment's view, adding these metrics to those of earlier runs."""
+    """Save the experiment's view, adding these metrics, the most telling first, to those of earlier runs."""
     tags = client.get_experiment(experiment_id).tags
     kept = tags.get(f"{TAG}{TRAININGS}")
     columns = state_of(kept)["selectedColumns"] if kept else []
     others = {names.LOSS.name, names.POINT_SAMPLES_PER_S.name}
     before = [name for column in columns if (name := column[9:-1]) not in others and column.startswith("metrics.")]
-    known = list(dict.fromkeys([*before, *sorted(metrics)]))[:MOST_METRICS]
+    known = list(dict.fromkeys([*before, *metrics]))[:MOST_METRICS]
     if known != before or not kept:
         client.set_experiment_tag(experiment_id, *tag(TRAININGS, trainings_view(known)))
 

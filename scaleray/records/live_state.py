@@ -97,6 +97,10 @@ class LiveState(JsonRecord):
     """Prediction of a study or the planner for this training."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Last evaluation, by `split/metric`."""
+    judged_by: str = ""
+    """Metric of evaluations that the run is judged by."""
+    best: float | None = None
+    """Best value of `judged_by` so far; None where it is not known which of its values are better."""
     nonfinite_steps: int = 0
     attempts: int = 1
     """Number of starts, including restarts after lost workers."""

@@ -16,6 +16,7 @@ from scaleray.common.parsing import inert_json, load_json
 from scaleray.common.printed import figures, quantity
 from scaleray.records.alert_record import counted
 from scaleray.records.json_record import JsonRecord, check_types, of_known_version
+from scaleray.records.judged_metric import JudgedMetric, judged_metric
 from scaleray.records.live_state import RecentSteps
 from scaleray.records.profile_record import RankMeasurements, RunProfile
 from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
@@ -303,6 +304,11 @@ class RunRecord(JsonRecord):
             Row(names.NONFINITE_STEPS, self.nonfinite_steps or None),
             *(Row(names.evaluation(name), value) for name, value in sorted(self.metrics.items())),
         ]
+
+    @property
+    def judged(self) -> JudgedMetric | None:
+        """The evaluation metric that the run is judged by; None without an evaluation."""
+        return judged_metric(self.metrics, self.config)
 
     def lines(self) -> list[str]:
         """Summary of the run: its kind, its result, and its folder."""

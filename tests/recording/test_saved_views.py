@@ -28,7 +28,7 @@ def view_in(uri, store):
 
 
 def test_the_table_has_what_tells_runs_apart_and_the_evaluation_metric_is_first(uri, store):
-    saved_views.save_trainings(store.client, store.experiment_id, ["test/loss", "test/accuracy"])
+    saved_views.save_trainings(store.client, store.experiment_id, ["test/accuracy", "test/loss"])
     state = view_in(uri, store)
     for column in (
         "params.`topology.workers`",

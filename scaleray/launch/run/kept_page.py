@@ -29,8 +29,14 @@ def keep_for_readers(record: RunRecord, *, tracking_uri: str) -> str | None:
         path = (folder if is_local else Path(temporary)) / NAME
         path.write_text(html)
         client.log_artifact(record.run_id, str(path))
-    saved_views.save_trainings(client, record.experiment_id, record.metrics)
+    saved_views.save_trainings(client, record.experiment_id, _judged_first(record))
     return str(path) if is_local else None
+
+
+def _judged_first(record: RunRecord) -> list[str]:
+    """Names of the evaluation metrics, that which the run is judged by first."""
+    judged = record.judged
+    return sorted(record.metrics, key=lambda name: (judged is None or name != judged.name, name))
 
 
 def _page(record: RunRecord, client: Any) -> str:

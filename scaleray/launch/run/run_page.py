@@ -60,9 +60,12 @@ def run_page(
     closing: str = BESIDE,
 ) -> Page:
     """The page of a training. closing: the last line of the page, on the files next to it."""
-    learning = [_line("loss", "Loss", rows, "loss", "loss", evaluations=_of(evaluations, "loss"))] if rows else []
+    judged = record.judged
+    loss = [_line("loss", "Loss", rows, "loss", "loss", evaluations=_of(evaluations, "loss"))] if rows else []
     others = [(name, at) for name, at in sorted(evaluations.items()) if len(at) > 1 and not name.endswith("loss")]
-    learning += [_evaluations(name, at) for name, at in others[:MOST_EVALUATIONS]]
+    others.sort(key=lambda each: judged is None or each[0] != judged.name)
+    drawn = [_evaluations(name, at) for name, at in others[:MOST_EVALUATIONS]]
+    learning = [*drawn[:1], *loss, *drawn[1:]] if judged and others and others[0][0] == judged.name else [*loss, *drawn]
     left_out = (
         [f"{len(others) - MOST_EVALUATIONS} metrics of {len(others)} have no figure here: see evaluations.csv"]
         if len(others) > MOST_EVALUATIONS
@@ -87,7 +90,11 @@ def run_page(
     values = ", ".join(f"{name} {figure(value)}" for name, value in sorted(record.metrics.items()))
     verdict, _, reason = record.verdict.partition("\n")
     if len(verdict) > LONGEST_HEADLINE:
-        verdict, reason = record.status.lower(), record.verdict
+        cut = f"{verdict[: LONGEST_HEADLINE - 3].rpartition(' ')[0]} ..."
+        verdict, reason = (
+            (f"{record.status.lower()}: {cut}" if record.status == "FAILED" else record.status.lower()),
+            record.verdict,
+        )
     headline = f"{sentence_case(verdict)} after {record.steps} steps in {seconds(record.total_time_s)}"
     return Page(
         kind="Training",
@@ -103,7 +110,7 @@ def run_page(
             *([f"{sentence_case(start.in_words(record.start))}."] if record.start else []),
         ],
         marks=record.marks,
-        figures=_facts(record),
+        figures=[*_result(record, evaluations), *_facts(record)],
         sections=[*(s for s in sections if s.drawings), *profile_section(record), *events],
         facts={
             "Environment": record.environment,
@@ -119,6 +126,19 @@ def run_page(
 def _where_time_goes(record: RunRecord) -> list[str]:
     """Verdict of the run's profile, if it has one."""
     return [] if record.profile is None else [sentence_case(verdict_of_run(record).sentence)]
+
+
+def _result(record: RunRecord, evaluations: Mapping[str, Sequence[tuple[int, float]]]) -> list[Fact]:
+    """The best and the last value of the metric that the run is judged by."""
+    judged = record.judged
+    if judged is None:
+        return []
+    last, at = record.metrics[judged.name], evaluations.get(judged.name, ())
+    best = judged.best([value for _, value in at])
+    if best is None:
+        return [Fact(judged.name, figure(last), "at the end")]
+    step = next(step for step, value in at if value == best)
+    return [Fact(judged.name, figure(best), f"best, after step {step}; {figure(last)} at the end")]
 
 
 def _facts(record: RunRecord) -> list[Fact]:
@@ -178,6 +198,9 @@ def _evaluations(metric: str, at: Sequence[tuple[int, float]]) -> Drawing:
         ax.plot([s for s, _ in finite], [v for _, v in finite], color=BLUE, marker="o", markersize=3.5)
         drawing.plain_axis(ax.xaxis)
         drawing.plain_axis(ax.yaxis)
+        if all(0 <= value <= 1 for _, value in finite):  # a share, whose axis ends where it does
+            low, high = ax.get_ylim()
+            ax.set_ylim(max(low, 0.0), min(high, 1.0))
         ax.set(xlabel="step", ylabel=metric)
         drawing.label_ends(ax, [(*finite[-1], figure(finite[-1][1]), BLUE)] if finite else [])
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from scaleray.live.state.rank_series import ComparedRanks
 from scaleray.profiling.goodput import GoodputLedger
+from scaleray.records.judged_metric import judged_metric
 from scaleray.records.live_state import RUNNING, STARTING, LiveState, RankNow
 from scaleray.records.profile_record import Goodput
 from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
@@ -137,6 +138,7 @@ class RunState:
         self.curve, self.window = Curve(), Window(tokens_per_sample)
         self.evaluated: dict[str, float] = {}
         """Last evaluation of this attempt, by `split/metric`."""
+        self._extremes: dict[str, list[float]] = {}
         self.checkpoint: CheckpointRecord | None = None
         self.ranks = ComparedRanks()
         self.links: LinksMeasured | None = None
@@ -168,6 +170,8 @@ class RunState:
         self.curve.points = list(curve)
         self.curve.width = max(1, round(curve[-1][0] - curve[-2][0])) if len(curve) > 1 else 1
         self._evaluated_before = {name: value for name, value in before.metrics.items() if value is not None}
+        if before.best is not None:
+            self._extremes = {before.judged_by: [before.best]}
         self._furthest, self.nonfinite_steps = int(curve[-1][0]) if curve else 0, before.nonfinite_steps
 
     def take(self, message: WorkerMessage) -> None:
@@ -232,11 +236,20 @@ class RunState:
         return max(0.0, (total_steps - last.step) * pace_s)
 
     def live_state(
-        self, *, name: str, total_steps: int | None = None, ranks: Sequence[RankNow] = (), **facts: Any
+        self,
+        *,
+        name: str,
+        total_steps: int | None = None,
+        ranks: Sequence[RankNow] = (),
+        config: Mapping[str, Any] | None = None,
+        **facts: Any,
     ) -> LiveState:
-        """State as `live.json` has it. ranks: activity of the workers. facts: other fields that no message gives."""
+        """State as `live.json` has it. ranks: activity of the workers. config: of the run, by section. facts: other
+        fields that no message gives."""
         with self.lock:
             last, checkpoint, goodput = self.last, self.checkpoint, self.goodput()
+            metrics = {**self._evaluated_before, **self.evaluated}
+            judged = judged_metric(metrics, config or {})
             known: dict[str, Any] = {
                 "status": self.status or (STARTING if last is None else RUNNING),
                 "verdict": self.verdict,
@@ -246,7 +259,9 @@ class RunState:
                 "left_s": self.left_s(total_steps),
                 "curve": list(self.curve.points),
                 "best_samples_per_s": self.window.best,
-                "metrics": {**self._evaluated_before, **self.evaluated},
+                "metrics": metrics,
+                "judged_by": judged.name if judged else "",
+                "best": judged.best(self._extremes.get(judged.name, [])) if judged else None,
                 "nonfinite_steps": self.nonfinite_steps,
                 "ranks": list(ranks),
                 "events": list(self.events),
@@ -286,6 +301,9 @@ class RunState:
 
     def _take_evaluation(self, record: EvaluationRecord) -> None:
         self.evaluated.update(record.metrics)
+        for name, value in record.metrics.items():
+            known = [*self._extremes.get(name, []), *([value] if math.isfinite(value) else [])]
+            self._extremes[name] = [min(known), max(known)] if known else []
         self.values.update(record.metrics)
         self._evaluations.append((record.recorded_at, record.duration_s))
         if self.ledger is not None:

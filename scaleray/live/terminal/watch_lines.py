@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scaleray.live.terminal.watch_page import SEVERITIES, STYLES
+from scaleray.live.terminal.watch_page import SEVERITIES, STYLES, result_of
 from scaleray.records.live_state import LiveState
 from scaleray.records.text import units
 from scaleray.records.text.units import printable
@@ -24,6 +24,8 @@ SHOWN_OF_ID = 8
 def state_line(state: LiveState) -> str:
     """A run in one line, in the columns of a training's own lines."""
     parts = [f"{state.name} {state.status}", _how_far(state)]
+    if result := result_of(state):
+        parts.append(result)
     if state.loss is not None:
         parts.append(f"loss {state.loss:.4f}")
     if state.samples_per_s:
@@ -41,16 +43,17 @@ def state_line(state: LiveState) -> str:
 
 
 def runs_table(states: Sequence[LiveState], *, width: int) -> RenderableType:
-    """All runs, a row each, with their alerts below."""
+    """All runs, a row each, with their alerts and the reasons of failures below."""
     if not states:
         return Text("no run lives here, and none has ended within the last hour")
     is_narrow, names = width < NARROW, _names(states)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("run", "status", "done", *([] if is_narrow else ["loss", "samples/s"]), "left"):
-        table.add_column(name, justify="left" if name in ("run", "status") else "right", overflow="fold")
+    for name in ("run", "status", "done", *([] if is_narrow else ["result", "samples/s"]), "left"):
+        table.add_column(name, justify="left" if name in ("run", "status", "result") else "right", overflow="fold")
     for state in states:
         style = STYLES.get(state.status, "")
-        figures = [] if is_narrow else [units.figure(state.loss), units.count(state.samples_per_s)]
+        loss = f"loss {units.figure(state.loss)}" if state.loss is not None else ""
+        figures = [] if is_narrow else [printable(result_of(state) or loss), units.count(state.samples_per_s)]
         left = duration(state.left_s) if state.left_s is not None else ""
         table.add_row(Text(names[id(state)]), Text(state.status, style=style), _share(state), *figures, left)
     alerts = [
@@ -58,7 +61,12 @@ def runs_table(states: Sequence[LiveState], *, width: int) -> RenderableType:
         for state in states
         for alert in state.firing
     ]
-    return Group(table, *alerts)
+    reasons = [
+        Text(f"{names[id(state)]}: {printable(state.verdict.splitlines()[0])}", style=STYLES.get(state.status, ""))
+        for state in states
+        if state.status == "FAILED" and state.verdict
+    ]
+    return Group(table, *reasons, *alerts)
 
 
 def _names(states: Sequence[LiveState]) -> dict[int, str]:

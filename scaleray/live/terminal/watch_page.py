@@ -98,6 +98,15 @@ def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableTy
     return Group(*parts)
 
 
+def result_of(state: LiveState) -> str:
+    """The last and the best value of the metric that a run is judged by; nothing before there is one."""
+    if (last := state.metrics.get(state.judged_by)) is None:
+        return ""
+    return f"{state.judged_by} {units.figure(last)}" + (
+        f", best {units.figure(state.best)}" if state.best is not None else ""
+    )
+
+
 def _title(state: LiveState) -> Text:
     title = Text(printable(state.name), style="bold")
     title.append(f"  {state.status}", style=STYLES.get(state.status, ""))
@@ -115,11 +124,13 @@ def _rows(state: LiveState, width: int, *, is_narrow: bool) -> Iterator[tuple[st
         yield "", Text(f"nothing heard for {_ago(state)}: it was killed, or its machine is gone", style="red")
     elif not state.has_ended and _age_s(state) > SILENT_S:
         yield "", Text(f"nothing heard for {_ago(state)}", style="yellow")
+    if result := result_of(state):
+        yield "result", result
     yield "progress", _progress(state, width, is_narrow=is_narrow)
     if state.curve:
         yield "loss", _loss(state, width)
-    if state.metrics:
-        yield "evaluated", ", ".join(f"{name} {units.figure(value)}" for name, value in sorted(state.metrics.items()))
+    if others := [f"{n} {units.figure(value)}" for n, value in sorted(state.metrics.items()) if n != state.judged_by]:
+        yield "evaluated", ", ".join(others)
     if state.samples_per_s:
         yield "speed", _speed(state)
     if sum(state.phases.values()) > 0:

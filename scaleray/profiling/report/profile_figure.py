@@ -45,7 +45,7 @@ LEAST_SHOWN = 0.005
 def profile_drawings(profile: RunProfile) -> list[Drawing]:
     """The figures of a profile; those whose figures were not measured are left out."""
     found = [_parts_by_rank(profile), _waterfall(profile)]
-    if any(len(rank.step.series) > 1 for rank in profile.ranks):
+    if len(profile.ranks) > 1 and any(len(rank.step.series) > 1 for rank in profile.ranks):
         found.insert(0, _heat_map(profile))
     return [*found, *([_goodput(profile)] if profile.goodput is not None else [])]
 

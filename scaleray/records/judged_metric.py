@@ -1,0 +1,52 @@
+"""The evaluation metric that a run is judged by: the one its config watches, else the most telling of those there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+HIGHER = re.compile(
+    r"(^|_|/)(acc\w*|f1|auroc|auc|average_precision|precision|recall|dice|iou|map|bleu|rouge\w*|r2|exact_match)(_|@|$)"
+)
+LOWER = re.compile(r"(^|_|/)(loss|error|perplexity|ppl|mse|mae|rmse|wer|cer|bits\w*|nll)(_|$)")
+"""Names of metrics by which of their values are better; of any other nothing is assumed."""
+
+
+@dataclass(frozen=True)
+class JudgedMetric:
+    """name: `split/metric`. better: which of its values are better; None where that is not known."""
+
+    name: str
+    better: Literal["min", "max"] | None
+
+    def best(self, values: Sequence[float]) -> float | None:
+        """The best of these values; None without one, and where it is not known which is better."""
+        finite = [value for value in values if value == value]
+        return None if self.better is None or not finite else max(finite) if self.better == "max" else min(finite)
+
+
+def judged_metric(names: Iterable[str], config: Mapping[str, Any]) -> JudgedMetric | None:
+    """The metric of `stop.watch`, `checkpoint.best` or `stop.at`, whichever is set first; else the first of split `val`
+    or of the first split, before its loss. config: of a run, by section. None without an evaluation."""
+    there = sorted(names)
+    stop, checkpoint = config.get("stop") or {}, config.get("checkpoint") or {}
+    for words in (stop.get("watch"), checkpoint.get("best"), stop.get("at")):
+        name, _, rest = str(words or "").partition(" ")
+        if name in there:
+            return JudgedMetric(name, "max" if rest.startswith((">", "max")) else "min")
+    first = min(
+        there,
+        key=lambda name: (not name.startswith("val/"), name.partition("/")[0], _is_loss(name), name),
+        default=None,
+    )
+    return None if first is None else JudgedMetric(first, _better(first))
+
+
+def _is_loss(name: str) -> bool:
+    return name.rpartition("/")[2] == "loss"
+
+
+def _better(name: str) -> Literal["min", "max"] | None:
+    return "min" if LOWER.search(name.lower()) else "max" if HIGHER.search(name.lower()) else None
