@@ -7,11 +7,13 @@ documents them, and any class with the same methods works. Nothing here imports 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -37,13 +39,20 @@ Batch = Mapping[str, "torch.Tensor"]
 SumAndCount = tuple["torch.Tensor", "torch.Tensor | int | float"]
 """Value summed over rows (or tokens), and the number of rows (or tokens) it was summed over."""
 
-NEEDED = (("build_model",), ("datasets",), ("loss", "losses"))
+Outputs = Mapping[str, "torch.Tensor"]
+"""What a loss over the whole batch needs of a model and its rows: tensors by name, with a row for each of them."""
+
+NEEDED = (("build_model",), ("datasets",), ("loss", "losses", "batch_loss"))
 """Required methods of a workload: at least one of each."""
 
 
 class Workload:
     """Base class of workloads; a class with the same methods works too.
     Keyword arguments of `__init__` come from the config."""
+
+    depends_on_micro_batch = False
+    """Whether `loss` may depend on the rows that share a micro-batch, as a load-balancing loss of experts does. A loss
+    that does so unsaid is refused at the first batch; one over the whole batch is a `batch_loss`."""
 
     def build_model(self) -> nn.Module:
         """Build a new model on the default device. Called once a worker, after the seed of the run has been set."""
@@ -62,6 +71,20 @@ class Workload:
 
         Return the sum, not the mean: the gradient is the sum over all micro-batches and workers divided by the
         total count, which stays exact with accumulation, padding and uneven shares.
+        """
+        raise NotImplementedError
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """Tensors of a micro-batch for `batch_loss`, each with one row for each row of the batch. Optional."""
+        raise NotImplementedError
+
+    def batch_loss(self, outputs: Outputs) -> SumAndCount:
+        """Loss over the whole global batch in place of `loss`, for one that depends on several rows at once: in-batch
+        negatives, a contrastive or Dice loss. Optional.
+
+        outputs: those of all rows of all workers and micro-batches, in the order of the batch; every worker computes
+        the loss of them. Return the sum over rows with their number, or (mean, 1). Evaluations take it over
+        `batch.global_size` rows at a time.
         """
         raise NotImplementedError
 
@@ -256,7 +279,7 @@ def make_workload(given: Any, name: str, args: Mapping[str, Any], *, base_dir: P
     """`given` itself, or built with `args` where it is a class; the workload of that name where it is None."""
     if given is None:
         return load_workload(name, args, base_dir=base_dir)
-    return build_workload(given, args, name=given.__name__) if isinstance(given, type) else given
+    return build_workload(given, args, name=given.__name__) if isinstance(given, type) else with_loss(given)
 
 
 def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
@@ -277,7 +300,56 @@ def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
             f"{name} does not accept them: {exc}",
             f"its signature is {getattr(factory, '__name__', name)}{inspect.signature(factory)}",
         ) from exc
-    return call_user_code(lambda: factory(**args), what=f"workload {name}", doing="being built")
+    return with_loss(call_user_code(lambda: factory(**args), what=f"workload {name}", doing="being built"))
+
+
+_outputs_taken = contextvars.ContextVar[Callable[[Outputs], SumAndCount] | None]("outputs_taken", default=None)
+
+
+@contextlib.contextmanager
+def outputs_go_to(take: Callable[[Outputs], SumAndCount]) -> Iterator[None]:
+    """Context in which the loss of a workload with `batch_loss` is `take` of its outputs."""
+    token = _outputs_taken.set(take)
+    try:
+        yield
+    finally:
+        _outputs_taken.reset(token)
+
+
+def with_loss(workload: Any) -> Any:
+    """The workload; one with `batch_loss` gets a `loss`: that of its outputs, as if they were the whole batch, or where
+    `outputs_go_to` sends them. Raises WorkloadError for methods that contradict each other."""
+    if own_method(workload, "batch_loss") is None or isinstance(getattr(workload, "loss", None), partial):
+        return workload
+    for name in ("loss", "losses"):
+        if own_method(workload, name) is not None:
+            raise WorkloadError("batch_loss()", "there", f"{name}() has the same purpose", f"leave {name}() out")
+    if own_method(workload, "outputs") is None:
+        allowed = "outputs(model, batch) gives it the tensors of a micro-batch"
+        raise WorkloadError("outputs()", "missing", allowed, "return them by name from outputs()")
+    workload.loss = partial(_loss_of_outputs, workload)
+    return workload
+
+
+def _loss_of_outputs(workload: Any, model: nn.Module, batch: Batch) -> SumAndCount:
+    outputs = workload.outputs(model, batch)
+    _check_outputs(outputs)
+    return (_outputs_taken.get() or workload.batch_loss)(outputs)
+
+
+def _check_outputs(outputs: Any) -> None:
+    found = type(outputs).__name__
+    if isinstance(outputs, Mapping) and all(hasattr(value, "shape") for value in outputs.values()):
+        sizes = {tuple(value.shape[:1]) for value in outputs.values()}
+        if len(sizes) == 1 and () not in sizes:
+            return
+        found = ", ".join(f"{name} {list(value.shape)}" for name, value in outputs.items()) or "empty"
+    raise WorkloadError(
+        "outputs()",
+        found,
+        "it must return tensors by name, each with one row for each row of the batch",
+        "a number for all rows, such as a temperature, is given with expand(rows)",
+    )
 
 
 def _listed(methods: Iterable[Iterable[str]]) -> str:

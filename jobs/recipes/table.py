@@ -47,6 +47,8 @@ RECIPES = (
     Recipe("parquet_table", "Parquet table through Ray Data's preprocessors", "test/accuracy", counted=("ParquetTable",)),
     Recipe("lightning_digits", "LightningModule and its loaders, unchanged", "val/acc", "none; counted is what was added", ("digits",)),
     Recipe("gan", "GAN: two optimizers and losses", "val/as_asked", "the losses are two methods; each optimizer has its own step", ("Gan",)),
+    Recipe("two_towers", "two towers with in-batch negatives", "val/loss", "the loss is over the whole batch: outputs() and batch_loss()", ("TwoTowers",)),
+    Recipe("unet_dice", "U-Net with a Dice loss", "val/loss", "the loss is over the whole batch", ("Ink",)),
     Recipe("masked_lm", "masked language model: a RoFormer from transformers", "val/accuracy"),
     Recipe("ema", "an object that needs EMA", "test/accuracy", counted=("*",)),
     Recipe("strokes", "ragged, speech-like sequences: pen strokes by length, in steps of points", "val/accuracy", counted=("Strokes",)),

@@ -38,7 +38,7 @@ from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.own_schedule import take_step
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.several_optimizers import config_for
-from scaleray.training.setup.weighted_losses import losses_of
+from scaleray.training.setup.weighted_losses import check_batch_loss, losses_of
 from scaleray.workload import built_model
 
 
@@ -115,6 +115,7 @@ def prepare(
     the config by which this training differs from others of a sweep.
     """
     config = config_for(losses_of(workload), config, recipe.strategy)
+    check_batch_loss(workload, config, recipe.strategy)
     with contextlib.ExitStack() as undo:
         if config.deterministic:
             use_deterministic_algorithms()

@@ -1,11 +1,14 @@
-"""The losses of a workload: most have one, `loss()`; one with several optimizers names them in `losses()`."""
+"""The losses of a workload: most have one, `loss()`; one with several optimizers names them in `losses()`; one over the
+whole batch has `batch_loss()`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from scaleray.errors import WorkloadError
+from scaleray.config import RunConfig
+from scaleray.config.strategy_traits import TRAITS, traits_of
+from scaleray.errors import ConfigError, WorkloadError
 from scaleray.workload import call_user_code, own_method
 
 
@@ -46,3 +49,25 @@ class OneLoss:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workload, name)
+
+
+def has_batch_loss(workload: Any) -> bool:
+    """Whether the loss of a workload is one over the whole global batch."""
+    return own_method(workload, "batch_loss") is not None
+
+
+def check_batch_loss(workload: Any, config: RunConfig, strategy: str) -> None:
+    """Raise ConfigError for what cannot be done with a loss over the whole batch."""
+    if not has_batch_loss(workload):
+        return
+    why = "the workload has a batch_loss(), over the outputs of all workers"
+    if traits_of(strategy).trains_apart or strategy == "pipeline":
+        reason = (
+            "its stages run one micro-batch after the other" if strategy == "pipeline" else "its workers train apart"
+        )
+        able = [n for n, t in TRAITS.items() if not t.trains_apart and n not in ("pipeline", "single")]
+        raise ConfigError("strategy.name", strategy, f"{why}, and {reason}", f"use {', '.join(able)}")
+    if config.noise_scale.measure is not False:
+        reason = "the noise scale needs gradients of rows that do not depend on each other"
+        hint = "leave noise_scale.measure out"
+        raise ConfigError("noise_scale.measure", config.noise_scale.measure, f"{why}, and {reason}", hint)

@@ -25,13 +25,14 @@ from scaleray.training.health.worker_errors import is_lost_peer
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.training.setup.weighted_losses import has_loss
+from scaleray.training.setup.weighted_losses import has_batch_loss, has_loss
 from scaleray.training.step.metric_objects import MetricObjects
 from scaleray.training.step.micro_batches import collate_ahead, user_batch
 from scaleray.training.step.one_pass import OnePass
 from scaleray.training.step.sum_and_count import check_sum_and_count
+from scaleray.training.step.whole_batch import EvaluatedBatchLoss
 from scaleray.training.step.whole_copy import WholeCopy
-from scaleray.workload import call_user_code, own_method
+from scaleray.workload import call_user_code, outputs_go_to, own_method
 
 
 class NamedSums:
@@ -261,11 +262,13 @@ class Evaluations:
             rank_bytes=rank_bytes,
             own=self._own,
             enter=self.enter,
+            global_batch_size=job.recipe.global_batch_size,
         )
 
 
 class Evaluator:
-    """Evaluates one split; `open_stream` gives this worker's batches of it, in file order."""
+    """Evaluates one split; `open_stream` gives this worker's batches of it, in file order. global_batch_size: rows at a
+    time for a loss over the whole batch."""
 
     def __init__(
         self,
@@ -279,6 +282,7 @@ class Evaluator:
         rank_bytes: int,
         own: OwnEvaluation | None = None,
         enter: Callable[[Phase], object] = lambda phase: None,
+        global_batch_size: int = 1,
     ) -> None:
         self.name, self.workload, self.setup, self.place = name, workload, setup, place
         self.gives_tuples, self.enter = gives_tuples, enter
@@ -286,6 +290,7 @@ class Evaluator:
         self._sums = NamedSums(place)
         self._objects = MetricObjects(workload, place, name)
         self._needs_gradients = False
+        self._whole = EvaluatedBatchLoss(workload, place, global_batch_size) if has_batch_loss(workload) else None
         self._keeps = rank_bytes <= KEPT_BYTES
         self._kept: list[RankBatch] | None = None
 
@@ -306,6 +311,8 @@ class Evaluator:
                         totals[name][0] += total.detach()
                         totals[name][1] += count
                 self.enter(Phase.INPUT)
+            if self._whole is not None and "loss" in totals:
+                totals["loss"] += self._whole.rest()
             own = self._own.sums(self.name, self._with_rows()) if self._own is not None else {}
             if taken := own.keys() & (totals.keys() | self._objects.names):
                 raise WorkloadError(
@@ -345,7 +352,11 @@ class Evaluator:
             metrics = getattr(self.workload, "metrics", None)
             given = dict(run(metrics)) if callable(metrics) else {}
             if "loss" not in given and has_loss(self.workload):
-                given["loss"] = self._with_gradients_if_needed(lambda: run(self.workload.loss))
+                if self._whole is not None:
+                    with outputs_go_to(self._whole.of_batch(batch.num_rows)):
+                        given["loss"] = run(self.workload.loss)
+                else:
+                    given["loss"] = self._with_gradients_if_needed(lambda: run(self.workload.loss))
             for name in self._objects.names & given.keys():
                 self._objects.update(name, given.pop(name), counts=batch.num_rows > 0)
             return {name: check_sum_and_count(pair, what=f"metrics()[{name!r}]") for name, pair in given.items()}

@@ -22,7 +22,7 @@ from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_errors import explained, is_lost_peer
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.training.setup.weighted_losses import OneLoss, losses_of
+from scaleray.training.setup.weighted_losses import OneLoss, has_batch_loss, losses_of
 from scaleray.training.step.batch_structure import check_same_structure
 from scaleray.training.step.evaluation import evaluation_mode
 from scaleray.training.step.micro_batches import user_batch
@@ -192,21 +192,26 @@ class _Look:
         return name in batch.missed
 
     def whether_it_is_a_sum(self, config: RunConfig) -> None:
-        """Raise WorkloadError where the loss is a mean.
+        """Raise WorkloadError where the loss is a mean, or depends on how a batch is cut unsaid.
 
         The look is in evaluation mode if the loss can be had there: dropout, and statistics of a batch, change with the
         rows and from pass to pass.
         """
         module = self.setup.parallel.module
+        if has_batch_loss(self.workload):
+            return
         for with_gradients in (False, True):  # a penalty on gradients needs them
             with evaluation_mode(module, with_gradients=with_gradients):
                 found = self._attempt(partial(self._halves, with_gradients))
-                asks = found is not None and hasattr(self.workload, "explain_weight")
-                again = self._attempt(partial(self._halves, with_gradients)) if asks else None
+                again = (
+                    self._attempt(partial(self._halves, with_gradients)) if self._may_differ(found, config) else None
+                )
             if found is not None:
                 _check_halves(*found)
                 if found == again:  # else it draws random numbers, and nobody can tell
-                    self._check_weight(*found, precision="tf32" if config.precision.tf32 else config.precision.dtype)
+                    self._check_cut(
+                        found, rounding_of(config), self.rows_with_gradients if with_gradients else self.rows
+                    )
                 return
         self.can_be_evaluated = False
         for with_gradients in (False, True):
@@ -216,13 +221,29 @@ class _Look:
                 _check_repeated(*repeats)
                 return
 
-    def _check_weight(self, whole: tuple[float, float], *halves: tuple[float, float], precision: str) -> None:
-        """Raise the workload's error for a loss whose halves do not add up, where it wants to know."""
-        if len(halves) == 2 and min(count for _, count in halves) > 0:
-            added = sum(total for total, _ in halves)
-            is_sum = math.isclose(whole[0], added, rel_tol=ROUNDING.get(precision, 1e-2), abs_tol=1e-12)
-            if not is_sum and math.isfinite(added) and (error := self.workload.explain_weight(whole, *halves)):
+    def _may_differ(self, found: list[tuple[float, float]] | None, config: RunConfig) -> bool:
+        """Whether the loss of some rows is not the sum of those of their halves; on any rank, if ranks must act alike.
+        Never for one that may depend on it."""
+        if getattr(self.workload, "depends_on_micro_batch", False):
+            return False
+        differs = found is not None and len(found) == 3 and apart(found[0], found[1], found[2], rounding_of(config))
+        return bool(self.place.all_reduce_max([float(differs)])[0]) if self.ranks_agree else differs
+
+    def _check_cut(self, found: list[tuple[float, float]], rounding: float, rows: int) -> None:
+        """Raise WorkloadError for a loss that depends on how a batch is cut: the workload's own, where it has one."""
+        if len(found) < 3 or not apart(found[0], found[1], found[2], rounding):
+            return
+        whole, first, second = found
+        if hasattr(self.workload, "explain_weight"):
+            if min(first[1], second[1]) > 0 and (error := self.workload.explain_weight(whole, first, second)):
                 raise error
+            return
+        raise WorkloadError(
+            "loss()", in_words(whole, first, second, (rows, rows // 2, rows - rows // 2)),
+            "other micro-batches and numbers of workers would train something else",
+            "give outputs() and batch_loss() in place of loss() for one over the whole batch, or compute the loss of a "
+            "row from that row alone; depends_on_micro_batch = True in the workload takes it as it is",
+        )  # fmt: skip
 
     def whether_it_can_be_evaluated(self, splits: Sequence[str]) -> None:
         """Raise WorkloadError for a loss that training mode alone has, where evaluations have no other."""
@@ -299,6 +320,36 @@ class _Noting(dict[str, Any]):
     def __missing__(self, name: Any) -> Any:
         self.missed.append(name)
         raise KeyError(name)
+
+
+def apart(whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rounding: float) -> bool:
+    """Whether sum or count of some rows are further from those of their halves than rounding explains."""
+    if not all(map(math.isfinite, (*whole, *first, *second))):
+        return False
+    least = 1e-2 * rounding * max(1.0, whole[1])  # of a loss near zero
+    return any(
+        abs(all_ - (a + b)) > max(rounding * max(abs(all_), abs(a) + abs(b)), least)
+        for all_, a, b in zip(whole, first, second, strict=True)
+    )
+
+
+def in_words(
+    whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rows: tuple[int, int, int]
+) -> str:
+    """By how much the value of some rows differs from that of their halves."""
+    halves = first[0] + second[0], first[1] + second[1]
+    one, other = (total / count if count else math.nan for total, count in (whole, halves))
+    by = f"{abs(other - one) / abs(one):.2g} of it apart" if one else f"{abs(other - one):.2g} apart"
+    words = f"it depends on how a batch is cut: {rows[0]} rows give {one:.6g} each, {rows[1]} and {rows[2]} of them "
+    words += f"{other:.6g} ({by})"
+    if whole[1] != halves[1]:
+        words += f"; the count is {whole[1]:g}, and {first[1]:g} and {second[1]:g} of the halves"
+    return words
+
+
+def rounding_of(config: RunConfig) -> float:
+    """How far a sum may be from that of its halves, relatively, in the precision of a config."""
+    return ROUNDING.get("tf32" if config.precision.tf32 else config.precision.dtype, 1e-2)
 
 
 def _check_halves(

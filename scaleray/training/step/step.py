@@ -5,6 +5,7 @@ The gradient is the sum over all micro-batches and workers divided by the total 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from scaleray.common.equal_models import dense_buffers
 from scaleray.config import RunConfig
 from scaleray.config.recipe.values import Recipe
 from scaleray.data import RankBatch
@@ -24,11 +26,13 @@ from scaleray.training.noise.meter import NoiseMeter
 from scaleray.training.observer import TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.weighted_losses import has_batch_loss
 from scaleray.training.step.back_off import BackOff, MemoryRanOut
 from scaleray.training.step.guarded_update import GuardedUpdate
 from scaleray.training.step.launched import LaunchedStep
 from scaleray.training.step.micro_batches import micro_batches, most_micro_batches, user_batch
 from scaleray.training.step.sum_and_count import check_sum_and_count
+from scaleray.training.step.whole_batch import WholeBatchLoss
 
 
 class Probe(Protocol):
@@ -94,6 +98,7 @@ class TrainStep:
         self._reads = ahead == 0 and place.device.type == "cpu"
         self._apply = GuardedUpdate(setup, place.device, waits=ahead == 0)
         self.noise: NoiseMeter | None = None
+        self._whole = WholeBatchLoss(workload, place, config.seed) if has_batch_loss(workload) else None
 
     @property
     def count_per_row(self) -> float:
@@ -211,6 +216,8 @@ class TrainStep:
         size, shares = self.recipe.micro_batch_size, self.place.data_parallel_size
         most = most_micro_batches(batch, size, num_rows=num_rows, num_shares=shares)
         pieces = list(micro_batches(batch, size, at_least=most if parallel.forward_is_collective else 1))
+        if self._whole is not None:
+            pieces = self._after_first_pass(self._whole, batch, pieces, most=most)
         pending: tuple[Any, torch.Tensor] | None = None
         own = self._totals
 
@@ -244,6 +251,8 @@ class TrainStep:
                 scaled.backward()
             if shortage:
                 raise MemoryRanOut(shortage[0])
+        if self._whole is not None and self.num_updates == 0 and (shares > 1 or not self._whole.at_once):
+            setup.parallel.notes.append(self._whole.note(most))
         if pending is not None:
             self.enter(Phase.COMMUNICATION)
             work, sums = pending
@@ -251,9 +260,38 @@ class TrainStep:
             self._totals = self._each(sums)
         return own[0], own[1]
 
+    def _after_first_pass(self, whole: WholeBatchLoss, batch: RankBatch, pieces: list[Any], *, most: int) -> list[Any]:
+        """The micro-batches after their first forward pass for a loss over the whole batch, then on the device; as they
+        are where a worker has one, and needs no second pass. Collective."""
+        # a step that may be repeated shares whether memory ran out before it gathers
+        at_once = most == 1 and not self.back_off.is_on and getattr(self.workload, "collates_ahead", True)
+        whole.begin(self.num_updates + 1, batch.num_rows, at_once=at_once)
+        if at_once:
+            return pieces
+        autocast = self.setup.precision.autocast
+        buffers = [(b, b.clone()) for b in dense_buffers(self.setup.parallel.module)]
+        with self.back_off.caught() as shortage:
+            pieces = [(self._on_device(*piece), piece[1]) for piece in pieces]
+            for piece, _ in pieces:
+                self.enter(Phase.FORWARD)
+                with whole.first_pass(piece.batch), autocast():
+                    self.setup.parallel.run_alone(partial(self._loss_of, piece.batch))
+        self.enter(Phase.COMMUNICATION)
+        self.back_off.agree_on(shortage)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        self.enter(Phase.FORWARD)
+        whole.meet(autocast)
+        return pieces
+
+    def _loss_of(self, batch: Any, model: torch.nn.Module) -> Any:
+        return self.workload.loss(model, batch)
+
     def _on_device(self, rows: Any, weight: int) -> MicroBatch:
         """Move a micro-batch to the device, only when its turn comes, so that one micro-batch's rows are there at a
         time."""
+        if isinstance(rows, MicroBatch):
+            return rows
         self.enter(Phase.COPY)
         dtype = self.setup.precision.input_dtype
         batch = user_batch(self.workload, rows, self.place.device, dtype, gives_tuples=self.gives_tuples)
@@ -264,8 +302,9 @@ class TrainStep:
         self.enter(Phase.FORWARD)
         if self.noise is not None:
             self.noise.before_pass(piece.weight, self._totals[1])
-        with self.setup.precision.autocast():
-            result = run(lambda module: self.workload.loss(module, piece.batch))
+        passing = contextlib.nullcontext() if self._whole is None else self._whole.second_pass()
+        with passing, self.setup.precision.autocast():
+            result = run(partial(self._loss_of, piece.batch))
         loss, count = check_sum_and_count(result, what="loss()")
         if piece.weight == 0:  # a placeholder: it must run, as the collectives need every rank, and count nothing
             loss, count = loss * 0.0, count * 0

@@ -23,9 +23,9 @@ from scaleray.training.health.live_memory import LiveTensors, storage_bytes
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
-from scaleray.training.setup.weighted_losses import has_loss, losses_of
+from scaleray.training.setup.weighted_losses import has_batch_loss, has_loss, losses_of
 from scaleray.training.step.evaluation import evaluation_mode
-from scaleray.training.step.first_batch import ROUNDING, check_first_batch
+from scaleray.training.step.first_batch import apart, check_first_batch, in_words, rounding_of
 from scaleray.training.step.metric_objects import MetricObjects
 from scaleray.training.step.micro_batches import user_batch
 from scaleray.training.step.sum_and_count import check_sum_and_count
@@ -36,10 +36,6 @@ CPU = torch.device("cpu")
 MOST_NAMED = 4
 METRIC_ROUNDING = 1e-2
 """How far the sum of a metric may be from that of its halves, relatively: a threshold may lie between two roundings."""
-CUT_ADVICE = (
-    "other micro-batches and other numbers of workers train something else: keep one worker (scale.workers 1) and "
-    "whole batches (batch.micro_size equal to batch.global_size), or compute the loss of a row from that row alone"
-)
 MOST_ROWS = 100_000
 """Rows of a split that are searched for extreme values."""
 DTYPE_WORDS = ("dtype", "expected scalar type", "same type")
@@ -118,19 +114,20 @@ class ModelLook:
             each = total / count if count else math.nan
             if "loss" not in figures:  # the record has room for one
                 figures |= {"loss_sum": total, "loss_count": count, "loss": each}
-            adds_up, words = self._halves(loss)
-            text = f"sum {total:.6g}, count {count:g}, {each:.6g} each, over {self.num_rows} rows; {words}"
-            yield Finding(subject, WRONG if not count else GOOD if adds_up else DOUBTFUL, text)
+            text = f"sum {total:.6g}, count {count:g}, {each:.6g} each, over {self.num_rows} rows; {self._cut(loss)}"
+            yield Finding(subject, GOOD if count else WRONG, text)
 
-    def _halves(self, loss: Callable[[Any, Any], Any]) -> tuple[bool, str]:
-        """Whether the loss of the rows may be cut into micro-batches, with the text for it: that of the rows is
-        compared with those of their halves, in evaluation mode, where dropout and the statistics of a batch have no
-        effect.
+    def _cut(self, loss: Callable[[Any, Any], Any]) -> str:
+        """Whether the loss of the rows may be cut into micro-batches, in words: that of the rows is compared with those
+        of their halves, in evaluation mode, where dropout and the statistics of a batch have no effect. One that may
+        not is refused before.
         """
+        if has_batch_loss(self.job.workload):
+            return "it is taken over the whole batch"
         rows = {name: values[: max(2, self.num_rows)] for name, values in self.batch.columns.items()}
         size = rows_in(rows)
         if (half := size // 2) == 0:
-            return True, "one row has no halves to compare"
+            return "one row has no halves to compare"
         cuts = slice(None), slice(half), slice(half, None), slice(None)
         try:
             with (
@@ -141,16 +138,13 @@ class ModelLook:
                 found = [self._raw_loss({n: v[cut] for n, v in rows.items()}, loss) for cut in cuts]
                 whole, first, second, again = [(float(total.detach()), float(count)) for total, count in found]
         except Exception:  # whatever the user's code raises in a mode that it may not know
-            return True, "halves not compared, as the loss fails in evaluation mode"
+            return "halves not compared, as the loss fails in evaluation mode"
         if again != whole:
-            return True, "halves not compared, as the loss draws random numbers"
-        config = self.job.config.precision
-        if not _apart(whole, first, second, ROUNDING.get("tf32" if config.tf32 else config.dtype, 1e-2)):
-            return True, "halves add up"
-        words = _in_words(whole, first, second, (size, half, size - half))
-        if hasattr(self.job.workload, "explain_weight"):  # else the first batch was refused
-            return True, f"{words}, which count='rows' takes as it is"
-        return False, f"{words}.\n  {CUT_ADVICE}"
+            return "halves not compared, as the loss draws random numbers"
+        if not apart(whole, first, second, rounding_of(self.job.config)):
+            return "halves add up"
+        declared = "count='rows'" if hasattr(self.job.workload, "explain_weight") else "depends_on_micro_batch"
+        return f"{in_words(whole, first, second, (size, half, size - half))}, which {declared} takes as it is"
 
     def gradients(self, figures: dict[str, Any]) -> Iterator[Finding]:
         """The gradients of one micro-batch, which parameters get none, and the memory of it."""
@@ -210,9 +204,9 @@ class ModelLook:
                 for name, pair in whole.items():
                     if again.get(name) != pair or any(name not in part for part in parts):
                         continue  # it draws random numbers, or knows rows of which it has nothing to say
-                    if cut is None and _apart(pair, parts[0][name], parts[1][name], METRIC_ROUNDING):
+                    if cut is None and apart(pair, parts[0][name], parts[1][name], METRIC_ROUNDING):
                         counts = (rows_in(rows), half, rows_in(rows) - half)
-                        cut = f"{split.name}/{name}: {_in_words(pair, parts[0][name], parts[1][name], counts)}"
+                        cut = f"{split.name}/{name}: {in_words(pair, parts[0][name], parts[1][name], counts)}"
             names |= {f"{split.name}/{name}" for name in whole}
             objects |= {f"{split.name}/{name}" for name in self._objects(split.name).names}
         if cut is not None:
@@ -361,33 +355,6 @@ def _placed(exc: WorkloadError, method: Any) -> WorkloadError:
     if exc.__cause__ is not None or 'File "' in exc.hint:
         return exc
     return WorkloadError(f"{exc.what} at {place_of(method)}", exc.found, exc.allowed, exc.hint)
-
-
-def _apart(
-    whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rounding: float
-) -> bool:
-    """Whether sum or count of some rows are further from those of their halves than rounding explains."""
-    if not all(map(math.isfinite, (*whole, *first, *second))):
-        return False
-    least = 1e-2 * rounding * max(1.0, whole[1])  # of a loss near zero
-    return any(
-        abs(all_ - (a + b)) > max(rounding * max(abs(all_), abs(a) + abs(b)), least)
-        for all_, a, b in zip(whole, first, second, strict=True)
-    )
-
-
-def _in_words(
-    whole: tuple[float, float], first: tuple[float, float], second: tuple[float, float], rows: tuple[int, int, int]
-) -> str:
-    """By how much the value of some rows differs from that of their halves."""
-    halves = first[0] + second[0], first[1] + second[1]
-    one, other = (total / count if count else math.nan for total, count in (whole, halves))
-    by = f"{abs(other - one) / abs(one):.2g} of it apart" if one else f"{abs(other - one):.2g} apart"
-    words = f"it depends on how a batch is cut: {rows[0]} rows give {one:.6g} each, {rows[1]} and {rows[2]} of them "
-    words += f"{other:.6g} ({by})"
-    if whole[1] != halves[1]:
-        words += f"; the count is {whole[1]:g}, and {first[1]:g} and {second[1]:g} of the halves"
-    return words
 
 
 def _averaged(

@@ -49,6 +49,8 @@ def test_a_workload_without_a_mistake_is_ready_to_train():
         ("InfiniteGradient", "gradients", ["NaN or infinite in", "square root at zero"]),
         ("RaisesInTheLoss", "loss", ["wrong_workloads.py", "KeyError: 'labels'"]),
         ("Gaps", "loss", ["column x of the first batch", "NaN or infinite in 8 of 8 rows"]),
+        ("BatchNegatives", "loss", ["it depends on how a batch is cut: 8 rows give ", "wrong_workloads.py:"]),
+        ("Dice", "loss", ["of it apart)", "outputs() and batch_loss() in place of loss()"]),
         ("OneIsAMean", "loss", ["other", "a mean", "reduction='sum'"]),
         ("WrongArguments", "metrics", ["metrics()['auroc'] failed while being given to MulticlassAUROC"]),
         ("NeedsAMissingColumn", "evaluation", ["loss() failed while evaluating val", "KeyError: 'noise'"]),
@@ -66,8 +68,6 @@ def test_a_mistake_is_named_with_its_place(name, subject, says):
     ("name", "subject", "says"),
     [
         ("Unused", "unused parameters", "head.weight, head.bias get none"),
-        ("BatchNegatives", "loss", "it depends on how a batch is cut: 8 rows give "),
-        ("Dice", "loss", "of it apart).\n  other micro-batches and other numbers of workers train something else"),
         ("BatchMetric", "metrics", "val/squared: it depends on how a batch is cut: 8 rows give "),
         ("OtherColumns", "split val", "column x is float64[4], and float32[4] in train"),
     ],
@@ -106,6 +106,8 @@ def test_two_processes_that_train_something_else_are_found():
         ("LossesAlone", "noise only in train"),
         ("DrawsInItsLoss", "halves not compared, as the loss draws random numbers"),
         ("SparseBuffer", "halves add up"),
+        ("NegativesOfMicroBatches", "which depends_on_micro_batch takes as it is"),
+        ("WholeBatchNegatives", "it is taken over the whole batch"),
         ("Compiled", "draws the same 2 parameters"),
     ],
 )
@@ -121,7 +123,8 @@ def test_what_the_documentation_allows_is_ready_to_train(name, says):
     [
         ("LossesAlone", "equal one process within"),
         ("SparseBuffer", "in float32; the workload does not run in float64"),
-        ("BatchNegatives", "the gradient is the sum of those of its 2 micro-batches, each computed alone"),
+        ("WholeBatchNegatives", "equal one process within"),
+        ("NegativesOfMicroBatches", "the gradient is the sum of those of its 2 micro-batches, each computed alone"),
     ],
 )
 def test_two_processes_judge_a_workload_as_training_takes_it(name, says):

@@ -125,6 +125,21 @@ class BatchNegatives(Right):
         return nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores)
 
 
+class NegativesOfMicroBatches(BatchNegatives):
+    depends_on_micro_batch = True
+
+
+class WholeBatchNegatives(BatchNegatives):
+    loss = None
+
+    def outputs(self, model, batch):
+        return {"one": model(batch["x"])}
+
+    def batch_loss(self, outputs):
+        scores = outputs["one"] @ outputs["one"].T
+        return nn.functional.cross_entropy(scores, torch.arange(len(scores)), reduction="sum"), len(scores)
+
+
 class Dice(Right):
     """One number for a batch, which is neither a sum nor a mean over its rows."""
 
