@@ -21,7 +21,7 @@ from scaleray.errors import WorkloadError, first_line
 from scaleray.hugging_face import pretrained_models
 from scaleray.hugging_face.exported_folder import check_same, distinct_names, write_model
 from scaleray.hugging_face.libraries import peft
-from scaleray.hugging_face.token_rows import IGNORED
+from scaleray.hugging_face.token_rows import IGNORED, MASK, TokenPadding
 from scaleray.hugging_face.tokenizers import has_tokenizer, load_tokenizer
 from scaleray.workload import Workload
 
@@ -104,10 +104,17 @@ class HuggingFaceWorkload(Workload):
 
     def labels(self, batch: Any) -> torch.Tensor:
         """Tokens that the model should predict, -100 where they do not count; without such a column, the tokens
-        themselves.
+        themselves that attention reaches.
         """
-        found: torch.Tensor = batch[LABELS] if LABELS in batch else batch["input_ids"]
-        return found.long()
+        if LABELS in batch:
+            return batch[LABELS].long()
+        ids: torch.Tensor = batch["input_ids"].long()
+        return ids.masked_fill(batch[MASK] == 0, IGNORED) if MASK in batch else ids
+
+    @property
+    def collate(self) -> Any:
+        """How rows of unequal length become a batch."""
+        return TokenPadding(getattr(self.config(), "pad_token_id", None) or 0)
 
     # what a run asks for
 
@@ -119,10 +126,7 @@ class HuggingFaceWorkload(Workload):
         return summed_loss(*self.predictions(model, batch))
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        logits, labels = self.predictions(model, batch)
-        total, count = summed_loss(logits, labels)
-        is_right = (logits.argmax(dim=-1) == labels) & (labels != IGNORED)
-        return {"loss": (total, count), "accuracy": (is_right.sum(), count)}
+        return label_metrics(*self.predictions(model, batch))
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return find_blocks(model)
@@ -183,6 +187,13 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tenso
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (labels != IGNORED).sum()
+
+
+def label_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
+    """Loss and accuracy over the labels that are not -100, as sums and counts."""
+    total, count = summed_loss(logits, labels)
+    is_right = (logits.argmax(dim=-1) == labels) & (labels != IGNORED)
+    return {"loss": (total, count), "accuracy": (is_right.sum(), count)}
 
 
 def as_input(column: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from scaleray.images.classifier import class_answers
 
 ONE_CLASS, SEVERAL_CLASSES, NUMBERS = "single_label_classification", "multi_label_classification", "regression"
 KINDS = (ONE_CLASS, SEVERAL_CLASSES, NUMBERS)
-CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification")
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification")
 """Endings of the names of transformers' classes whose heads sort into classes."""
 LIKELY = 0.5  # probability from which a class of several is said to be one of the row's
 

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from scaleray.data import TRAIN, ArraySource
-from scaleray.errors import DataError, WorkloadError
+from scaleray.errors import WorkloadError
 from scaleray.hugging_face import pretrained_models, text_files
 from scaleray.hugging_face.base_workload import LABELS, HuggingFaceWorkload
 from scaleray.hugging_face.classifier_losses import ONE_CLASS, LabelKind, OneClass, check_name, in_order_of, label_kind
@@ -105,16 +104,7 @@ class SequenceClassification(_Classifier, TextWorkload):
 
     def read_data(self, path: str) -> ArraySource | None:
         """Records with a text; labels may be missing."""
-        try:
-            records = list(text_files.read_records(path, what="--data"))
-        except DataError:
-            return None  # of no such format: it is for others to say what is
-        is_text = bool(records) and all(isinstance(record.get(self.text), str) for record in records)
-        if not is_text:
-            return None
-        rows = self._rows(path, records)
-        rows.beside = {name: [record.get(name) for record in records] for name in records[0]}
-        return rows
+        return self.read_records(path, lambda text: isinstance(text, str), self._rows)
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """The most likely class of each row, its name and its probability; or the classes of each row and their
@@ -123,11 +113,7 @@ class SequenceClassification(_Classifier, TextWorkload):
 
     def _rows(self, what: str, records: list[text_files.Record]) -> ArraySource:
         texts = [text_files.texts(records, name, what=what) for name in (self.text, self.pair) if name is not None]
-        assert self.pad is not None  # which gives the tokenizer one
-        found = self.tokenizer(
-            *texts, truncation=True, padding="max_length", max_length=self.sequence_length, return_tensors="np"
-        )
-        columns = {name: values.astype(np.int32) for name, values in found.items()}
+        columns, _ = self.tokenized(*texts)
         if what in self.data or all(record.get(self.label) is not None for record in records):
             columns[LABELS] = self.kind.column(text_files.column(records, self.label, what=what), what=what)
         return ArraySource(columns)
@@ -142,6 +128,7 @@ class ImageClassification(_Classifier):
     """
 
     auto_class = "AutoModelForImageClassification"
+    collate = None  # type: ignore[assignment]  # images have one size
 
     def __init__(
         self,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from scaleray.data import ArraySource
-from scaleray.errors import ConfigError
+from scaleray.data import ArraySource, Ragged
+from scaleray.errors import ConfigError, DataError
 from scaleray.hugging_face import text_files, token_rows
 from scaleray.hugging_face.base_workload import HuggingFaceWorkload
 from scaleray.hugging_face.chat import conversations
@@ -116,6 +116,30 @@ class TextWorkload(HuggingFaceWorkload):
         found = self.tokenizer.pad_token_id
         return int(found if found is not None else self.tokenizer.eos_token_id or 0)
 
+    def tokenized(self, *texts: Any, **more: Any) -> tuple[dict[str, Any], Any]:
+        """Columns of these texts, or pairs of them, with special tokens; cut at `sequence_length`, not filled up. And
+        the tokenizer's own result. more: options of the tokenizer."""
+        cut = {"truncation": True, "max_length": self.sequence_length, "return_attention_mask": False}
+        found = self.tokenizer(*texts, **cut, **more)
+        return {name: Ragged.of([np.array(row, np.int32) for row in rows]) for name, rows in found.items()}, found
+
+    def read_records(
+        self, path: str, is_text: Callable[[Any], bool], rows: Callable[[str, list[text_files.Record]], ArraySource]
+    ) -> ArraySource | None:
+        """Rows of a file of records for `--data`, with all columns beside them; None for files of another kind.
+
+        is_text: whether a value of the column `text` is one that the workload takes.
+        """
+        try:
+            records = list(text_files.read_records(path, what="--data"))
+        except DataError:
+            return None  # of no such format: it is for others to say what is
+        if not records or not all(is_text(record.get(self.text)) for record in records):
+            return None
+        found = rows(path, records)
+        found.beside = {name: [record.get(name) for record in records] for name in records[0]}
+        return found
+
 
 class CausalLanguageModel(TextWorkload):
     """Predict each token from those before it, in plain text or in conversations.
@@ -128,6 +152,7 @@ class CausalLanguageModel(TextWorkload):
 
     auto_class = "AutoModelForCausalLM"
     predicts_next = True
+    collate = None  # type: ignore[assignment]  # rows have one length
 
     def __init__(self, model: Any, *, packing: str | None = None, messages: str = "messages", **more: Any) -> None:
         super().__init__(model, **more)
@@ -164,6 +189,7 @@ class MaskedLanguageModel(TextWorkload):
     """
 
     auto_class = "AutoModelForMaskedLM"
+    collate = None  # type: ignore[assignment]  # rows have one length
 
     def __init__(self, model: Any, *, masked_share: float = 0.15, **more: Any) -> None:
         super().__init__(model, **more)

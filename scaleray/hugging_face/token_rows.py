@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
-from scaleray.data import ArraySource
+from scaleray.data import ArraySource, Ragged
+from scaleray.data import padded as filled_up
+from scaleray.data.collation import Batch, Columnwise, columns_of
 from scaleray.errors import DataError
 
 IGNORED = -100
 """Label of a position that no loss is taken of, as everywhere in transformers."""
+MASK = "attention_mask"
 AT_ONCE = 1000  # documents given to the tokenizer together: it uses all cores for them
 
 
@@ -99,7 +103,26 @@ def padded(documents: Sequence[Tokens], length: int, *, pad: int) -> ArraySource
         piece = document.piece(0, length)
         place = slice(0, len(piece))
         ids[row, place], labels[row, place], mask[row, place] = piece.ids, piece.as_labels, 1
-    return ArraySource({"input_ids": ids, "labels": labels, "attention_mask": mask}, tokens_per_row=length)
+    return ArraySource({"input_ids": ids, "labels": labels, MASK: mask}, tokens_per_row=length)
+
+
+class TokenPadding(Columnwise):
+    """Rows of unequal length as a batch: filled up at the end, and a mask of the real tokens where the data have none.
+
+    pad: the token that fills `input_ids`; labels are filled with -100, other columns with 0.
+    """
+
+    def __init__(self, pad: int) -> None:
+        self.pad = pad
+
+    def __call__(self, rows: Any) -> Batch:
+        columns = columns_of(rows)
+        batch = filled_up(columns, value={"input_ids": self.pad, "labels": IGNORED}, mask=None)
+        ids = columns.get("input_ids")
+        if isinstance(ids, Ragged) and MASK not in columns:
+            is_real = np.arange(batch["input_ids"].shape[1]) < ids.lengths[:, None]
+            batch[MASK] = torch.from_numpy(is_real.astype(np.int8))
+        return batch
 
 
 def _fill(sizes: Sequence[int], length: int) -> list[list[int]]:

@@ -22,6 +22,10 @@ def record(i):
         "labels": [["one"], ["two", "odd"], []][i % 3],
         "number": 0.5 + i % 3,
         "numbers": [i % 3, 0.25 * (i % 2)],
+        "words": ["x", "is", f"number{i}", "of", "y"][: 3 + i % 3],
+        "tags": ["B-VAR", "O", "B-NUM", "O", "B-VAR"][: 3 + i % 3],
+        "source": f"{i % 7} plus {i % 3}",
+        "target": f"makes {i % 7 + i % 3}",
     }
 
 

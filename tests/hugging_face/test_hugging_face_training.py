@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from small_models import BERT, GPT2, LLAMA, VIT, Causal, batch_of, built, causal, masked
+from small_models import BART, BERT, GPT2, LLAMA, T5, VIT, Causal, batch_of, built, causal, masked
 from small_runs import largest_difference, make_job, train_alone, train_in_plain_torch
 from torch import nn
 from verified import judge_all
@@ -18,7 +18,7 @@ from scaleray.common.seeding import seed_everything, stream_seed
 from scaleray.data import TRAIN
 from scaleray.data.transformed import under_transforms
 from scaleray.errors import ConfigError, DataError, WorkloadError
-from scaleray.hugging_face import ImageClassification, SequenceClassification
+from scaleray.hugging_face import ImageClassification, SequenceClassification, SequenceToSequence, TokenClassification
 from scaleray.hugging_face.classifier_losses import Numbers, SeveralClasses
 from scaleray.hugging_face.pretrained_models import read_config
 from scaleray.hugging_face.token_rows import IGNORED
@@ -44,7 +44,7 @@ def batches_of(workload, flags):
         positions = plan.positions(step)
         rows = under_transforms(source).read(plan.samples_at(positions))
         changed = rows if source is under_transforms(source) else source.changed(rows, plan.row_seeds(positions))
-        yield {name: torch.as_tensor(values) for name, values in changed.items()}
+        yield workload.collate(changed) if workload.collate else {n: torch.as_tensor(v) for n, v in changed.items()}
 
 
 def one_sort_of(kind, texts, pictures):
@@ -58,6 +58,11 @@ def one_sort_of(kind, texts, pictures):
     if kind == "chat":
         return causal(conversations_file(texts), GPT2, sequence_length=64), as_whole
     sort = {"tokenizer": "bytes", "data": {"train": texts}, "sequence_length": 24}
+    if kind == "tags":
+        return TokenClassification(BERT, **sort), lambda batch: {n: v for n, v in as_whole(batch).items() if n != "starts"}  # fmt: skip
+    if kind in ("t5", "bart"):
+        answers = SequenceToSequence({"t5": T5, "bart": BART}[kind], target_length=12, **sort)
+        return answers, lambda batch: {n: v for n, v in as_whole(batch).items() if n != "is_generated"}
     more = {
         "classes": {},
         "several": {"label": "labels", "problem_type": "multi_label_classification"},
@@ -74,8 +79,10 @@ def conversations_file(texts):
     return str(path)
 
 
-@pytest.mark.always("chat", "classes")
-@pytest.mark.parametrize("kind", ["masked", "images", "chat", "classes", "several", "number", "numbers"])
+@pytest.mark.always("chat", "classes", "tags", "t5")
+@pytest.mark.parametrize(
+    "kind", ["masked", "images", "chat", "classes", "tags", "t5", "bart", "several", "number", "numbers"]
+)
 def test_training_is_that_of_a_loop_with_transformers_own_loss_on_the_same_rows(texts, pictures, kind):
     workload, inputs = one_sort_of(kind, texts, pictures)
     flags = {"optimizer.name": "adamw", "optimizer.learning_rate": 1e-3, "stop.after": "20 steps", "optimizer.clip_norm": None}  # fmt: skip
@@ -95,8 +102,8 @@ def test_training_is_that_of_a_loop_with_transformers_own_loss_on_the_same_rows(
         optimizer.step()
         losses.append(loss.item())
     assert len(losses) == 20
-    # of masks and conversations transformers' loss rounds logits to float32
-    assert ours.losses == pytest.approx(losses, rel=1e-5 if kind in ("masked", "chat") else 1e-9)
+    # of masks and conversations transformers' loss rounds logits to float32, and T5's norms compute in float32
+    assert ours.losses == pytest.approx(losses, rel=1e-5 if kind in ("masked", "chat", "t5") else 1e-9)
 
 
 def in_transformers_loop(workload, steps, batch_size, folder):
@@ -210,7 +217,7 @@ def test_several_classes_a_text_and_numbers_are_learned(texts, kind, metrics, an
     assert sum(run.losses[-5:]) < 0.5 * sum(run.losses[:5])
     assert run.evaluations[-1].metrics.keys() == {f"val/{name}" for name in ("loss", *metrics)}
     assert workload.config().problem_type == kind["problem_type"]
-    found = workload.predict(built(workload), batch_of(workload.datasets()["train"]))
+    found = workload.predict(built(workload), batch_of(workload.datasets()["train"], collate=workload.collate))
     assert {name: tuple(values.shape) for name, values in found.items()} == answers
 
 
