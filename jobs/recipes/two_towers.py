@@ -14,7 +14,9 @@ from scaleray import Workload
 class TwoTowers(Workload):
     def build_model(self):
         tower = lambda: nn.Sequential(nn.Flatten(), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 64))
-        return nn.ModuleDict({"left": tower(), "right": tower(), "scale": nn.Linear(1, 1, bias=False)})
+        model = nn.ModuleDict({"left": tower(), "right": tower(), "scale": nn.Linear(1, 1, bias=False)})
+        nn.init.constant_(model["scale"].weight, 2.3)
+        return model
 
     def datasets(self):
         images = load_digits().images.astype("float32") / 16
@@ -22,7 +24,7 @@ class TwoTowers(Workload):
 
     def outputs(self, model, batch):
         left, right = batch["image"].split(4, dim=2)
-        scale = model["scale"](torch.ones_like(left[:, 0, :1])).exp() * 5  # a temperature that is learned, for each row
+        scale = model["scale"](torch.ones_like(left[:, 0, :1])).exp()  # one over a learned temperature, for each row
         return {"left": F.normalize(model["left"](left)), "right": F.normalize(model["right"](right)), "scale": scale}
 
     def batch_loss(self, outputs):
