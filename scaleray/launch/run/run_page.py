@@ -25,7 +25,6 @@ from scaleray.reports.page.page import BESIDE, Fact, Page, Section, where, write
 MOST_POINTS = 600
 """Maximum number of points of a line; beyond it, each point is the mean of a window."""
 FACTS = (
-    ("Final loss", names.RECORD_FINAL_LOSS, ""),
     ("Throughput", names.POINT_SAMPLES_PER_S, "samples/s, steady state"),
     ("Step time", names.POINT_STEP_TIME_S, "median, steady state"),
     ("Waits for input", names.INPUT_WAIT_SHARE, "of the step time"),
@@ -129,14 +128,15 @@ def _where_time_goes(record: RunRecord) -> list[str]:
 
 
 def _result(record: RunRecord, evaluations: Mapping[str, Sequence[tuple[int, float]]]) -> list[Fact]:
-    """The best and the last value of the metric that the run is judged by."""
+    """The best and the last value of the metric that the run is judged by; without an evaluation the loss."""
     judged = record.judged
     if judged is None:
-        return []
+        loss = shown(by_metric(record.rows())[names.RECORD_FINAL_LOSS])
+        return [Fact("Final loss", loss)] if loss else []
     last, at = record.metrics[judged.name], evaluations.get(judged.name, ())
     best = judged.best([value for _, value in at])
-    if best is None:
-        return [Fact(judged.name, figure(last), "at the end")]
+    if best is None or best == last:
+        return [Fact(judged.name, figure(last), "at the end" if best is None else "at the end, which is the best")]
     step = next(step for step, value in at if value == best)
     return [Fact(judged.name, figure(best), f"best, after step {step}; {figure(last)} at the end")]
 
@@ -144,7 +144,7 @@ def _result(record: RunRecord, evaluations: Mapping[str, Sequence[tuple[int, flo
 def _facts(record: RunRecord) -> list[Fact]:
     row_of = by_metric(record.rows())
     found = [Fact(title, shown(row_of[metric]), note) for title, metric, note in FACTS]
-    return [Fact("Workers", str(record.workers), record.strategy), *(fact for fact in found if fact.value)]
+    return [*(fact for fact in found if fact.value), Fact("Workers", str(record.workers), record.strategy)]
 
 
 def _line(

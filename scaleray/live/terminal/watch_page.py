@@ -99,12 +99,12 @@ def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableTy
 
 
 def result_of(state: LiveState) -> str:
-    """The last and the best value of the metric that a run is judged by; nothing before there is one."""
+    """The last value of the metric that a run is judged by, and the best if that was another; nothing before there is
+    one."""
     if (last := state.metrics.get(state.judged_by)) is None:
         return ""
-    return f"{state.judged_by} {units.figure(last)}" + (
-        f", best {units.figure(state.best)}" if state.best is not None else ""
-    )
+    words = f"{state.judged_by} {units.figure(last)}"
+    return words if state.best in (None, last) else f"{words}, best {units.figure(state.best)}"
 
 
 def _title(state: LiveState) -> Text:

@@ -18,7 +18,7 @@ from scaleray.launch.run.run_page import MOST_EVALUATIONS, run_page, step_rows, 
 from scaleray.profiling.run_profile import run_profile
 from scaleray.records.text.headlines import study_headline
 from scaleray.reports.page.drawing import PALETTE, readable, shades
-from scaleray.reports.page.page import Page, as_csv, render
+from scaleray.reports.page.page import Fact, Page, as_csv, render
 from scaleray.studies.speedup_figure import speedup
 from scaleray.studies.study_page import study_page, write_study_report
 from scaleray.sweeps.result import rule_sentences
@@ -39,6 +39,24 @@ def a_run_page(count=300):
     return run_page(
         study_examples.run_record(), rows=step_rows(study_examples.steps_csv(count)), evaluations=evaluations
     )
+
+
+def test_the_page_of_a_training_begins_with_the_metric_that_it_is_judged_by():
+    record = study_examples.run_record(
+        metrics={"validation/loss": 0.3, "validation/accuracy": 0.91},
+        config={"stop": {"watch": "validation/accuracy max"}},
+    )
+    at = [(100, 0.8), (200, 0.95), (300, 0.91)]
+    page = run_page(record, rows=step_rows(study_examples.steps_csv(300)), evaluations={"validation/accuracy": at})
+    assert page.figures[0] == Fact("validation/accuracy", "0.95", "best, after step 200; 0.91 at the end")
+    assert page.drawings[0].name == "evaluation-validation-accuracy" and page.drawings[1].name == "loss"
+    assert run_page(dataclasses.replace(record, metrics={}), rows=[], evaluations={}).figures[0].label == "Final loss"
+
+
+def test_a_failed_training_says_why_in_its_headline():
+    verdict = "rank 1 on node 10.0.0.7 died in step 12: the kernel killed it, as the node had no memory left for it"
+    headline = run_page(study_examples.run_record(status="FAILED", verdict=verdict), rows=[], evaluations={}).headline
+    assert headline.startswith("Failed: rank 1 on node 10.0.0.7 died in step 12") and len(headline) < 130
 
 
 @pytest.mark.combination

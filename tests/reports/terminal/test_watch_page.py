@@ -169,3 +169,15 @@ def test_runs_of_one_name_are_told_apart_in_the_table():
         "same (abcdefgh)",
         "other",
     ]
+
+
+def test_a_page_and_the_table_begin_with_the_result_and_say_why_a_run_failed():
+    state = live_state(
+        name="run", judged_by="val/accuracy", best=0.98, status="FAILED", verdict="rank 1 died\nthen all"
+    )
+    words = [line.split()[0] for line in page(state).splitlines() if line.strip()]
+    assert words.index("result") < words.index("progress")
+    assert "val/accuracy 0.97, best 0.98" in page(state)
+    rows = drawn(runs_table([state], width=100), 100)
+    assert "val/accuracy 0.97, best 0.98" in rows and "run: rank 1 died\n" in rows.replace(" \n", "\n")
+    assert "best" not in page(live_state(judged_by="val/accuracy", best=0.97))
