@@ -32,6 +32,8 @@ class MeanOfMeans(Tokens):
         total, count = super().loss(model, batch)
         return total / count, 1
 
+    depends_on_micro_batch = True  # else the first batch is refused
+
 
 def test_a_mean_in_place_of_the_sum_is_found_as_loss_normalisation(gloo):
     assert found(gloo.run(2, judge, MeanOfMeans(), {})[0])[:2] == ("loss normalisation", 1)

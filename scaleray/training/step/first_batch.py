@@ -37,9 +37,10 @@ DRAWS = 5
 """How often a loss is looked at that can only be had in training mode, where dropout and the like make each look
 another."""
 
-ROUNDING = {"fp64": 1e-9, "fp32": 2e-5, "tf32": 2e-3}
-"""How far a sum may be from that of its halves, relatively, which other kernels compute; before training, rows have
-much the same loss, so that little tells a mean over something else from one over rows."""
+ROUNDING = {"fp64": 2e-5, "fp32": 2e-5, "tf32": 2e-3}
+"""How far a sum may be from that of its halves, relatively, which other kernels compute; in fp64 a loss may still
+compute in float32. Before training, rows have much the same loss, so that little tells a mean over something else from
+one over rows."""
 
 Result = TypeVar("Result")
 
@@ -238,9 +239,9 @@ class _Look:
             if min(first[1], second[1]) > 0 and (error := self.workload.explain_weight(whole, first, second)):
                 raise error
             return
-        raise WorkloadError(
-            "loss()", in_words(whole, first, second, (rows, rows // 2, rows - rows // 2)),
-            "other micro-batches and numbers of workers would train something else",
+        words = in_words(whole, first, second, (rows, rows // 2, rows - rows // 2)).removeprefix("it ")
+        raise WorkloadError.problem(
+            "loss()", f"{words}, so that other micro-batches and numbers of workers train something else",
             "give outputs() and batch_loss() in place of loss() for one over the whole batch, or compute the loss of a "
             "row from that row alone; depends_on_micro_batch = True in the workload takes it as it is",
         )  # fmt: skip

@@ -279,7 +279,8 @@ class BetweenRows(Classify):
 
 def test_a_loss_between_rows_is_refused_unless_it_is_declared():
     with pytest.raises(
-        WorkloadError, match=r"(?s)depends on how a batch is cut: 8 rows give .*outputs\(\) and batch_loss"
+        WorkloadError,
+        match=r"(?s)depends on how a batch is cut: 8 rows give .*so that other.*outputs\(\) and batch_loss",
     ):
         train_alone(BetweenRows(), FLAGS)
 
