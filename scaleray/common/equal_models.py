@@ -1,9 +1,10 @@
-"""Whether all ranks have built the same model, before they train it together."""
+"""Whether all ranks have built the same model, before they train it together, and whether states are the same."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -113,3 +114,12 @@ def dense_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 def dense_buffers(module: nn.Module) -> list[torch.Tensor]:
     """Buffers of a model as tensors that can be sent and copied: of a sparse one its parts, which share its memory."""
     return [part for buffer in module.buffers() for part in dense_parts(buffer.detach()).values()]
+
+
+def equal_states(one: Any, other: Any) -> bool:
+    """Whether two states of numbers, tensors and mappings of them are the same."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal_states(value, other[key]) for key, value in one.items())
+    return bool(one == other)

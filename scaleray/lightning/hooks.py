@@ -4,13 +4,13 @@ follow a measured value."""
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from scaleray.common.callbacks import Callback
+from scaleray.common.equal_models import equal_states
 from scaleray.errors import WorkloadError
 from scaleray.lightning.hooks_refused import is_overridden, place_of
 from scaleray.lightning.lightning_metrics import computed, connect, restore_states, states_of
@@ -217,7 +217,7 @@ class LightningHooks(Callback):
             if not states:
                 continue
             callback.load_state_dict(states[0])
-            if len({pickle.dumps(state) for state in states}) > 1:
+            if not all(equal_states(states[0], other) for other in states[1:]):
                 name = type(callback).__name__
                 run.warn(f"callback {name} had another state on each of {len(states)} workers; all use rank 0's now")
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from scaleray.common.callbacks import callbacks_of
+from scaleray.common.equal_models import equal_states
 from scaleray.common.metric_names import GRAD_NORM, LEARNING_RATE, LOSS, LOSS_OF, by_loss
 from scaleray.common.seeding import same_random_numbers
 from scaleray.common.user_code import call_user_code
@@ -147,7 +148,7 @@ class Callbacks(Observer):
                 self._user_code(each, "load_states", partial(load_all, before))
             else:
                 self._user_code(each, "load_state_dict", partial(load, before[0]))
-                if not all(_are_equal(before[0], other) for other in before[1:]):
+                if not all(equal_states(before[0], other) for other in before[1:]):
                     self.context.warn(
                         f"callback {type(each).__name__} had another state on each of {len(states)} workers; "
                         f"on {self.place.world_size} all use rank 0's (a method load_states(states) may do better)"
@@ -183,14 +184,6 @@ class Callbacks(Observer):
         assert self.context is not None
         everyone = self.place.gathered(self.context._wish)
         return f"ended by a callback: {next(reason for reason in everyone if reason is not None)}"
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_are_equal(value, other[key]) for key, value in one.items())
-    return bool(one == other)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.config.brought import with_brought
 from scaleray.data import load_sources
 from scaleray.data.source_interface import Source
 from scaleray.launch.cluster.awaited_nodes import nodes_for
@@ -62,6 +63,7 @@ def prepared(
     store.check_reachable(tracking_uri)
     code = UserCode(config.workload.name if workload is None else None, config.workload.args, base_dir, workload)
     workload = code.load()
+    config = with_brought(config, workload)
     check_learning_rate(config, workload)
     with connected_unless(config, local=options.local):
         largest = _alone(on_workers(config, "auto", options.sizes[-1]))
