@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
@@ -18,6 +18,7 @@ def init(
     name: str | None = None,
     data: str | None = None,
     workers: int = 1,
+    arguments: str | None = None,
 ) -> int:
     """Write a project that trains as it is, on sample data: a workload, its config and its test.
 
@@ -35,6 +36,8 @@ def init(
         Your own data, as the workload's docstring says; by default sample data from a package.
     workers
         Workers that train.
+    arguments
+        With --from hf: a file with TrainingArguments of transformers' Trainer as JSON, whose values the config takes.
     """
     from scaleray.cli.projects.write import KINDS, write_project
 
@@ -44,9 +47,12 @@ def init(
                 "--from", None, f"there is no terminal to ask on: {', '.join(KINDS)}", "scaleray init --from table"
             )
         kind, name, data, workers, out = _asked()
-    files = write_project(kind, out or ".", name=name, data=data, workers=workers)
+    values, left = _trained_with(arguments, kind, workers) if arguments is not None else ({}, [])
+    files = write_project(kind, out or ".", name=name, data=data, workers=workers, values=values)
     for path in files:
         print(f"wrote {path}")
+    for line in left:
+        print(f"not taken: {line}")
     about, config = KINDS[kind], files[1]
     if about.extra is not None:
         print(f"it needs:  {install_command(about.extra)}")
@@ -54,6 +60,29 @@ def init(
     print(f"train:     scaleray train -c {config}")
     print(f"test:      python -m pytest {files[2]}")
     return 0
+
+
+def _trained_with(path: str, kind: str, workers: int) -> tuple[dict[str, Any], list[str]]:
+    """Values of the config from a file of TrainingArguments, and a line for each that has no equivalent."""
+    import dataclasses
+    from pathlib import Path
+
+    from scaleray.common.extras import library
+    from scaleray.common.parsing import load_json
+    from scaleray.config.trainer_arguments import config_of
+
+    if kind != "hf":
+        raise UsageError("--arguments", path, "TrainingArguments are transformers'", "--from hf")
+    fields = dataclasses.fields(
+        library("transformers", extra="hugging-face", wanted_by="--arguments").TrainingArguments
+    )
+    defaults = {f.name: f.default_factory() if callable(f.default_factory) else f.default for f in fields}
+    try:
+        stated = load_json(Path(path).expanduser().read_text())
+    except (OSError, ValueError) as exc:
+        raise UsageError("--arguments", path, f"it cannot be read: {exc}",
+                         "Path('arguments.json').write_text(args.to_json_string()) writes one") from exc  # fmt: skip
+    return config_of(stated, workers=workers, defaults=defaults)
 
 
 def _asked() -> tuple[str, str | None, str | None, int, str]:

@@ -57,7 +57,9 @@ WORDS: dict[str, str] = {
     "workload.args": "model_args kwargs hparams hyperparameters model_kwargs",
     "fine_tuning.lora_rank": "lora lora_r r rank_lora",
     "seed": "random_seed manual_seed rng_seed random_state",
-    "deterministic": "use_deterministic_algorithms cudnn_deterministic",
+    "deterministic": "use_deterministic_algorithms cudnn_deterministic full_determinism",
+    "memory.find_micro_size": "auto_find_batch_size",
+    "data.bucket_by_length": "group_by_length",
 }
 """Words of other libraries, by the key that they mean."""
 NOTES: dict[str, str] = {

@@ -114,7 +114,9 @@ class HuggingFaceWorkload(Workload):
     @property
     def collate(self) -> Any:
         """How rows of unequal length become a batch."""
-        return TokenPadding(getattr(self.config(), "pad_token_id", None) or 0)
+        if self._config is None:
+            self.config()
+        return TokenPadding(self._config.get("pad_token_id") or 0)
 
     # what a run asks for
 

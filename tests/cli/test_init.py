@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import shutil
@@ -103,3 +104,51 @@ def test_a_folder_that_cannot_be_written_is_one_message(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="it cannot be written"):
         write_project("table", tmp_path / "file" / "project")
+
+
+def trainer_arguments(tmp_path, **changes):
+    """A file of TrainingArguments as transformers writes it."""
+    from transformers import TrainingArguments
+
+    path = tmp_path / "arguments.json"
+    path.write_text(TrainingArguments(str(tmp_path / "runs"), use_cpu=True, report_to=[], **changes).to_json_string())
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({}, {"optimizer.learning_rate": 5e-5, "batch.global_size": 16, "stop.after": "3 epochs", "schedule.name": "linear", "optimizer.clip_norm": 1.0, "seed": 42, "precision.dtype": "fp32", "evaluation.every": "None", "checkpoint.every": "500 steps", "tracking.every_steps": 500}),
+        ({"max_steps": 200, "warmup_steps": 20, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}, {"stop.after": "200 steps", "schedule.warmup": "20 steps", "batch.global_size": 16, "batch.micro_size": 4}),
+        ({"warmup_steps": 0.1, "lr_scheduler_type": "cosine", "num_train_epochs": 5}, {"schedule.warmup": "0.5 epochs", "schedule.name": "cosine", "stop.after": "5 epochs"}),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 9}, {"schedule.name": "constant", "schedule.warmup": "0 steps"}),
+        ({"optim": "sgd"}, {"optimizer.name": "sgd", "optimizer.momentum": 0.0}),
+        ({"adam_beta2": 0.95, "adam_epsilon": 1e-6, "max_grad_norm": 0.0}, {"optimizer.betas": (0.9, 0.95), "optimizer.epsilon": 1e-6, "optimizer.clip_norm": None}),
+        ({"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "save_total_limit": 2}, {"evaluation.every": "1 epochs", "checkpoint.every": "1 epochs", "checkpoint.best": "val/loss min", "checkpoint.keep_last": 2}),
+        ({"eval_strategy": "steps", "eval_steps": 50, "save_steps": 50, "load_best_model_at_end": True, "metric_for_best_model": "eval_accuracy"}, {"evaluation.every": "50 steps", "checkpoint.best": "val/accuracy max"}),
+        ({"gradient_checkpointing": True, "train_sampling_strategy": "group_by_length", "seed": 7, "full_determinism": True}, {"activations.checkpointing": "full", "data.bucket_by_length": 50, "seed": 7, "deterministic": True}),
+        ({"bf16": True}, {"precision.dtype": "bf16"}),
+    ],
+)  # fmt: skip
+def test_the_config_takes_the_arguments_of_transformers_trainer(tmp_path, changes, values, capsys):
+    words = ["init", "--from", "hf", "--out", str(tmp_path / "mine"), "--workers", "2"]
+    assert run_command([*words, "--arguments", trainer_arguments(tmp_path, **changes)]) == 0
+    assert "not taken" not in capsys.readouterr().out
+    config = load_config(tmp_path / "mine" / "language.yaml", environ={})
+    found = {key: functools.reduce(getattr, key.split("."), config) for key in values}
+    assert {key: str(value) for key, value in found.items()} == {key: str(value) for key, value in values.items()}
+    assert config.workload.name == "language.py:Language" and config.scale.workers == 2
+
+
+def test_arguments_without_an_equivalent_are_named_with_what_to_do(tmp_path, capsys):
+    changes = {"label_smoothing_factor": 0.1, "optim": "adafactor", "lr_scheduler_type": "inverse_sqrt", "neftune_noise_alpha": 5.0, "weight_decay": 0.01}  # fmt: skip
+    words = ["init", "--from", "hf", "--out", str(tmp_path / "mine")]
+    assert run_command([*words, "--arguments", trainer_arguments(tmp_path, **changes)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("not taken: ")]
+    assert [line.split(": ")[1] for line in lines] == ["lr_scheduler_type", "optim", "weight_decay", "label_smoothing_factor", "neftune_noise_alpha"]  # fmt: skip
+    assert "label_smoothing_factor: 0.1: a loss() of your own" in lines[3]
+    path = tmp_path / "other.json"
+    path.write_text('{"a": 1}')
+    assert run_command([*words, "--arguments", str(path)]) == 2
+    assert "must hold TrainingArguments" in capsys.readouterr().err
+    assert run_command(["init", "--from", "table", "--out", str(tmp_path / "x"), "--arguments", str(path)]) == 2

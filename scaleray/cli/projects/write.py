@@ -5,10 +5,14 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from string import Template
+from typing import Any
+
+import yaml
 
 from scaleray.errors import UsageError
 
@@ -38,13 +42,19 @@ KINDS = {
 
 
 def write_project(
-    kind: str, out: str | Path, *, name: str | None = None, data: str | None = None, workers: int = 1
+    kind: str,
+    out: str | Path,
+    *,
+    name: str | None = None,
+    data: str | None = None,
+    workers: int = 1,
+    values: Mapping[str, Any] | None = None,
 ) -> list[Path]:
     """Write a project that trains as it is, and return its files: the workload, its config and its test.
 
     kind: table, text, images, lightning or hf. out: folder; it may exist, its files are never overwritten. name: of
     the files; None is one that fits. data: your own, as the workload's docstring says; None is sample data from a
-    package. workers: how many train. Raises UsageError.
+    package. workers: how many train. values: by key, in place of those of the template's config. Raises UsageError.
     """
     if kind not in KINDS:
         raise UsageError("--from", kind, f"there are: {', '.join(KINDS)}")
@@ -58,7 +68,7 @@ def write_project(
     if workers < 1:
         raise UsageError("--workers", workers, "it must be at least 1")
     folder, about = Path(out).expanduser().absolute(), KINDS[kind]
-    values = {
+    words = {
         "file": file,
         "class_name": about.class_name,
         "data": SAMPLE if data is None else _quoted(data),
@@ -72,8 +82,23 @@ def write_project(
         folder / f"{file}.yaml": templates / kind / "config.yaml.in",
         folder / f"test_{file}.py": templates / "test.py.in",
     }
-    _write({path: Template(source.read_text()).substitute(values) for path, source in texts.items()})
+    written = {path: Template(source.read_text()).substitute(words) for path, source in texts.items()}
+    if values:
+        config = folder / f"{file}.yaml"
+        written[config] = _changed(written[config], values)
+    _write(written)
     return list(texts)
+
+
+def _changed(text: str, values: Mapping[str, Any]) -> str:
+    """A config with these values in place of all but its workload and its workers. values: by dotted key."""
+    first, *_ = text.splitlines()
+    stated = yaml.safe_load(text)
+    config = {"workload": stated["workload"], "scale": stated["scale"]}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (config.setdefault(section, {}) if section else config)[name] = value
+    return f"{first}\n{yaml.safe_dump(config, sort_keys=False, default_flow_style=None)}"
 
 
 def _write(texts: dict[Path, str]) -> None:
