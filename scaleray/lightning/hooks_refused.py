@@ -81,14 +81,6 @@ def check_data_class(cls: type) -> None:
             raise WorkloadError.problem(place_of(cls, name), f"defines its own {name}(): {allowed}", hint)
 
 
-def check_module(module: Any) -> None:
-    """Raise WorkloadError for a module that wants to take its steps itself."""
-    if not module.automatic_optimization:
-        allowed = "scaleray takes the step itself: automatic_optimization must stay True"
-        hint = "return the loss from training_step, and one optimizer from configure_optimizers"
-        raise WorkloadError.problem(place_of(type(module)), f"uses manual optimisation: {allowed}", hint)
-
-
 def is_attached(module: Any) -> bool:
     """Whether a LightningModule has something in the place of its trainer, as copies have not."""
     try:

@@ -72,6 +72,17 @@ def configured(given: Any) -> Configured:
     return Configured(own, found)
 
 
+def configured_by_hand(given: Any) -> list[tuple[Optimizer, dict[int, Due]]]:
+    """Result of `configure_optimizers` of a module with manual optimisation: each optimizer with its schedulers, by
+    their numbers among all."""
+    optimizers, schedulers, _ = _taken_apart(given)
+    found = [each["scheduler"] if isinstance(each, Mapping) else each for each in schedulers]
+    if any(all(each.optimizer is not own for own in optimizers) for each in found):
+        raise WorkloadError(f"a scheduler in {WHAT}", "of another optimizer", "it must move one that is returned")
+    dues = {number: Due(each, monitor="") for number, each in enumerate(found)}
+    return [(own, {n: due for n, due in dues.items() if due.scheduler.optimizer is own}) for own in optimizers]
+
+
 def _taken_apart(given: Any) -> tuple[list[Any], list[Any], str | None]:
     if given is None:
         return [], [], None
@@ -166,7 +177,7 @@ class LightningSchedule(LRScheduler):
     def _step_all(self, interval: str, number: int) -> None:
         for due in self.schedulers:
             if due.interval == interval and not due.reduce_on_plateau and due.is_due(number):
-                _step(due.scheduler)
+                step_scheduler(due.scheduler)
 
     def follow(self, due: Due, value: float) -> None:
         """Let a scheduler follow a value that was measured."""
@@ -187,7 +198,8 @@ class LightningSchedule(LRScheduler):
             due.scheduler.load_state_dict(state)
 
 
-def _step(scheduler: Any) -> None:
+def step_scheduler(scheduler: Any) -> None:
+    """Step a scheduler, whose optimizer's own step torch may have missed."""
     try:
         if _has_begun(scheduler):
             scheduler.step()

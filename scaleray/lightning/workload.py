@@ -11,10 +11,12 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
+from scaleray.common.seeding import same_random_numbers
 from scaleray.config import RunConfig
 from scaleray.config.brought import Brought
 from scaleray.data.collation import Columnwise, refuse_ragged
@@ -25,7 +27,6 @@ from scaleray.lightning.hooks import LightningHooks
 from scaleray.lightning.hooks_refused import (
     arguments_of,
     check_data_class,
-    check_module,
     check_module_class,
     is_attached,
     is_overridden,
@@ -34,8 +35,15 @@ from scaleray.lightning.hooks_refused import (
 )
 from scaleray.lightning.lightning_batches import batch_of, items_of, split_of
 from scaleray.lightning.lightning_metrics import computed, left_alone
-from scaleray.lightning.lightning_optimizers import LightningSchedule, configured, give_rate, without_schedule
+from scaleray.lightning.lightning_optimizers import (
+    LightningSchedule,
+    configured,
+    configured_by_hand,
+    give_rate,
+    without_schedule,
+)
 from scaleray.lightning.logs import Log, short_names, sums
+from scaleray.lightning.manual_steps import ManualSchedule, ManualSteps, may_be_manual
 from scaleray.lightning.trainer_callbacks import called, check_callbacks, monitors, settings_of, together
 from scaleray.lightning.trainer_object import TrainerStandIn
 from scaleray.workload import Workload
@@ -149,6 +157,8 @@ class LightningWorkload(Workload):
         self._model: Any = None
         self._hooks = LightningHooks(self._trainer)
         self._collations: dict[str, Any] | None = None
+        self._steps = ManualSteps()
+        self._names: tuple[str, ...] | None = None
 
     def __reduce__(self) -> Any:
         return _rebuilt, (self.parts, self.args)
@@ -188,6 +198,62 @@ class LightningWorkload(Workload):
             given = self._step(model, "training_step", batch)
         self._hooks.after_batch(given, batch, rows, kept)
         return self._sum_and_count(given, batch, rows)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether `training_step` gives a loss to evaluate, which manual optimisation does not."""
+        return not self._optimizer_names()
+
+    def losses(self) -> Mapping[str, Callable[[Any, Any], Any]] | None:
+        """The losses of a module with manual optimisation, by optimizer."""
+        names = self._optimizer_names()
+        return {name: partial(self._loss_of, number) for number, name in enumerate(names)} or None
+
+    @property
+    def order_of_losses(self) -> list[str]:
+        """Names of the losses in the order of the module's steps; empty before the first `training_step`."""
+        return [self._optimizer_names()[number] for number in self._steps.order]
+
+    def _loss_of(self, number: int, model: Any, batch: Any) -> tuple[Any, Any]:
+        _, rows, batch = self._batch(model, batch)
+        self._trainer.stage, self._trainer.looks_back = "training", False
+        trains = self._hooks.is_running and model.training
+        with model.log.keeping(rows, is_training=True) as kept:
+            if trains:
+                self._hooks.before_batch(batch)
+            step = partial(self._step, model, "training_step", batch)
+            loss, given = self._steps.run(number, model, step, trains=trains)
+        if trains and number == self._steps.order[-1]:
+            self._hooks.after_batch({} if given is None else given, batch, rows, kept)
+        return self._sum_and_count(loss, batch, rows)
+
+    def _optimizer_names(self) -> tuple[str, ...]:
+        """Names of the optimizers of a module with manual optimisation; none of any other."""
+        if self._names is None:
+            self._names = ()
+            if may_be_manual(self.parts.module):
+                self._names = self._names_of_new_module()
+        return self._names
+
+    def _names_of_new_module(self) -> tuple[str, ...]:
+        with same_random_numbers(torch.device("cpu")):
+            module, trainer = self._new_module(), self._trainer
+            if module.automatic_optimization:
+                return ()
+            length = trainer.total_steps, trainer.steps_per_epoch
+            trainer.total_steps, trainer.steps_per_epoch = length[0] or 1000, length[1] or 1000  # only to be counted
+            try:
+                found = configured_by_hand(module.configure_optimizers())
+            finally:
+                trainer.total_steps, trainer.steps_per_epoch = length
+        return tuple(f"optimizer_{number}" for number in range(len(found)))
+
+    def _check_manual(self) -> None:
+        """Raise WorkloadError for manual optimisation that the class does not show."""
+        if not may_be_manual(self.parts.module):
+            allowed = "scaleray looks for it in the module's own class"
+            hint = "set self.automatic_optimization = False in its __init__"
+            raise WorkloadError.problem(place_of(self._class()), f"uses manual optimisation: {allowed}", hint)
 
     def metrics(self, model: Any, batch: Any) -> Mapping[str, Any]:
         """Values that `validation_step` or `test_step` logs, as sums and counts; its loss if it returns one."""
@@ -239,6 +305,11 @@ class LightningWorkload(Workload):
         self._model = self._hooks.module = self._trainer.lightning_module = model
         self._trainer.total_steps, self._trainer.steps_per_epoch = settings.total_steps, settings.steps_per_epoch
         give_rate(model, settings, self.args)
+        if names := self._optimizer_names():
+            made = [each for each, _ in configured_by_hand(model.configure_optimizers())]
+            self._trainer.optimizers = [without_schedule(each) for each in made]
+            self._steps.take(made, settings.clip_norm)
+            return dict(zip(names, made, strict=True))
         own = configured(model.configure_optimizers()) if is_overridden("configure_optimizers", type(model)) else None
         if own is None or own.optimizer is None:
             return None
@@ -253,6 +324,8 @@ class LightningWorkload(Workload):
             return None
         self._hooks.evaluate_every, self._hooks.schedule = recipe.evaluate_every_steps, None
         give_rate(model, recipe, self.args)
+        if names := self._optimizer_names():
+            return self._schedules_by_hand(optimizer, names, recipe)
         own = configured(model.configure_optimizers())
         if not own.schedulers or own.optimizer is None:
             return None
@@ -260,6 +333,18 @@ class LightningWorkload(Workload):
         made = LightningSchedule(optimizer, own.optimizer, own.schedulers, recipe.steps_per_epoch)
         self._hooks.schedule = made
         return made
+
+    def _schedules_by_hand(self, optimizers: Any, names: Sequence[str], recipe: Any) -> dict[str, Any] | None:
+        found = configured_by_hand(self._model.configure_optimizers())
+        everyone = {number: due.scheduler for _, dues in found for number, due in dues.items()}
+        self._steps.schedulers = [everyone[number] for number in sorted(everyone)]
+        return {
+            name: ManualSchedule(
+                self._steps, list(dues), optimizers[name], made, list(dues.values()), recipe.steps_per_epoch
+            )
+            for name, (made, dues) in zip(names, found, strict=True)
+            if dues
+        } or None
 
     def end_of_split(self) -> Mapping[str, Any]:
         """Values over all workers of the torchmetrics objects that the split has logged. Collective."""
@@ -281,6 +366,7 @@ class LightningWorkload(Workload):
     def callbacks(self) -> list[Any]:
         """Caller of the hooks, a new one for each training."""
         self._hooks = LightningHooks(self._trainer)
+        self._steps.begin()
         self._trainer.place, self._trainer.callback_metrics, self._trainer.should_stop = None, {}, False
         return [self._hooks]
 
@@ -304,8 +390,10 @@ class LightningWorkload(Workload):
         """A new module, attached to the object in place of its trainer."""
         made_of = self.parts.module
         module = made_of(**self._args_of(made_of)) if isinstance(made_of, type) else copy.deepcopy(made_of)
-        check_module(module)
         module.trainer = self._trainer
+        if not module.automatic_optimization:
+            self._check_manual()
+            self._steps.attach(module)
         for part in module.modules():
             if lightning_base(type(part), "LightningModule") is not None:
                 part.log = Log() if part is module else module.log

@@ -101,8 +101,9 @@ def with_scaleray(workload, flags=None, **options):
     return train_alone(workload, {**FLAGS, **(flags or {})}, **options)
 
 
-def with_lightning(make_module, workload, flags=None, loader=None, **options):
-    """The module after the same steps under Lightning's own Trainer, on the CPU in float64, and the Trainer."""
+def with_lightning(make_module, workload, flags=None, loader=None, optimizers=1, **options):
+    """The module after the same steps under Lightning's own Trainer, on the CPU in float64, and the Trainer, which
+    counts the steps of each optimizer."""
     with same_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         job, _ = make_job(workload, {**FLAGS, **(flags or {})})
@@ -113,7 +114,7 @@ def with_lightning(make_module, workload, flags=None, loader=None, **options):
         seed_everything(stream_seed(job.config.seed, "model"))
         module = make_module()
         trainer = L.Trainer(
-            max_steps=job.recipe.total_steps, accelerator="cpu", devices=1, precision="64-true", logger=False,
+            max_steps=job.recipe.total_steps * optimizers, accelerator="cpu", devices=1, precision="64-true", logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
             use_distributed_sampler=False, **options,
         )  # fmt: skip

@@ -32,16 +32,6 @@ def test_a_hook_that_would_change_the_step_is_refused_with_its_line(hook):
     assert f"defines its own {hook}()" in message and f"{__file__}:" in message
 
 
-def test_manual_optimisation_is_refused_by_name():
-    class Manual(Plain):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-
-    message = refused(lambda: as_workload(Manual, Data)().build_model())
-    assert "manual optimisation" in message and "automatic_optimization" in message
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -59,6 +59,7 @@ def _build(
         nesterov=settings.nesterov,
         total_steps=own_schedule.whole_steps(config, recipe),
         steps_per_epoch=recipe.steps_per_epoch,
+        clip_norm=settings.clip_norm,
     )
     own, in_use = None, InUse()
     if brings_optimizer(workload):

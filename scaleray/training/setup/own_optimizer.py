@@ -39,6 +39,7 @@ class OptimizerValues:
     total_steps: int
     """Optimizer steps of the whole training."""
     steps_per_epoch: int
+    clip_norm: float | None = None
 
     def changed(self, **values: Any) -> OptimizerValues:
         """The same values but for these."""

@@ -66,7 +66,7 @@ class SeveralLosses:
     ) -> None:
         optimizer = setup.optimizer
         assert isinstance(optimizer, SeveralOptimizers)
-        self.setup, self.probe = setup, probe
+        self.workload, self.setup, self.probe = workload, setup, probe
         self.steps: dict[str, TrainStep] = {}
         for name, loss in (losses_of(workload) or {}).items():
             own = optimizer.parameters_of[name]
@@ -126,6 +126,7 @@ class SeveralLosses:
 
     def launch(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> LaunchedSteps:
         """Train every loss on one global batch. Collective. See `TrainStep.launch`."""
+        self._put_in_order()
         launched: dict[str, LaunchedStep] = {}
         before: TrainStep | None = None
         for name, step in self.steps.items():
@@ -138,6 +139,18 @@ class SeveralLosses:
         if self.probe is not None:
             self.probe.on_step(together.result(), float(self.setup.schedule.get_last_lr()[0]))
         return together
+
+    def _put_in_order(self) -> None:
+        """Bring the losses into the order that the workload has for them, once it knows it."""
+        order = getattr(self.workload, "order_of_losses", None) or self.steps
+        if list(order) == list(self.steps):
+            return
+        first = next(iter(self.steps.values()))
+        self.steps = {name: self.steps[name] for name in order}
+        now = next(iter(self.steps.values()))
+        first.signals, first.shapes, now.signals, now.shapes = now.signals, now.shapes, first.signals, first.shapes
+        if isinstance(first.probe, _Part) and isinstance(now.probe, _Part):
+            first.probe.is_first, now.probe.is_first = False, True
 
     @contextlib.contextmanager
     def _alone(self, parameters: list[nn.Parameter], recipe: Recipe) -> Iterator[None]:
@@ -173,7 +186,7 @@ class LaunchedSteps:
         for name, step in self._by_name.items():
             with named(name):
                 found[name] = step.result()
-        first, *_, last = found.values()
+        first, last = next(iter(found.values())), next(reversed(found.values()))
         norms = {name: result.grad_norm for name, result in found.items() if result.grad_norm is not None}
         return dataclasses.replace(
             first,
