@@ -10,7 +10,10 @@ from typing import Any
 from scaleray.common.user_code import call_user_code
 from scaleray.errors import WorkloadError
 
-HOOKS = ("on_begin", "on_step", "on_evaluation", "on_checkpoint", "on_end")
+HOOKS = (
+    "on_begin", "on_epoch_start", "on_step", "on_evaluation_start", "on_evaluation", "on_epoch_end", "on_checkpoint",
+    "on_end",
+)  # fmt: skip
 
 
 class Callback:
@@ -26,11 +29,21 @@ class Callback:
     def on_begin(self, run: Any) -> None:
         """Look at the training once it is set up and, after an interruption, restored."""
 
+    def on_epoch_start(self, run: Any) -> None:
+        """Look at the training before the first step of an epoch, whose number from 0 is `run.epoch`."""
+
     def on_step(self, run: Any) -> None:
         """Look at an optimizer step whose result is known. On a GPU the model may be some steps further."""
 
+    def on_evaluation_start(self, run: Any) -> None:
+        """Look at the training before an evaluation."""
+
     def on_evaluation(self, run: Any) -> None:
         """Look at an evaluation, whose metrics are in `run.metrics`."""
+
+    def on_epoch_end(self, run: Any) -> None:
+        """Look at the training after the last step of an epoch and the evaluation that follows it; `run.epoch` epochs
+        are complete. Not called for an epoch that the end of the training cuts short."""
 
     def on_checkpoint(self, run: Any) -> None:
         """Look at the training right before a checkpoint is taken of it, and of this callback's state."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scaleray.common.callbacks import callbacks_of
+from scaleray.common.callbacks import Callback, callbacks_of
 from scaleray.common.equal_models import equal_states
 from scaleray.common.metric_names import GRAD_NORM, LEARNING_RATE, LOSS, LOSS_OF, by_loss
 from scaleray.common.seeding import same_random_numbers
@@ -22,6 +23,9 @@ from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.evaluation import NamedSums
+
+SCALING = ("on_epoch_start", "on_step", "on_evaluation_start", "on_evaluation", "on_epoch_end")
+"""Hooks that may change the learning rate."""
 
 
 class RunContext(Logger):
@@ -37,6 +41,8 @@ class RunContext(Logger):
         self.epoch = 0.0
         self.metrics: Mapping[str, float] = {}
         self._wish: str | None = None
+        self._hook = ""
+        self.steps_ahead = 0
 
     @property
     def model(self) -> nn.Module:
@@ -66,6 +72,18 @@ class RunContext(Logger):
         """Ask for the end of the training. Any worker may ask; all end after the same step, at most one step later."""
         self._wish = reason
 
+    def scale_learning_rate(self, factor: float) -> None:
+        """Multiply the rates of all parameter groups by `factor` from the next step on (on a GPU two steps later in
+        `on_step`), on top of the schedule and of earlier factors. Every worker must ask alike, which is checked.
+        Checkpoints hold the factor."""
+        if not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+            raise WorkloadError("the factor of scale_learning_rate()", factor, "it is a number above 0")
+        if self._hook not in SCALING:
+            allowed = f"{', '.join(SCALING)} may ask: they come at the same steps after an interruption too"
+            raise WorkloadError("scale_learning_rate()", f"called in {self._hook}()", allowed)
+        ahead = self.steps_ahead if self._hook == "on_step" else 0
+        self._setup.rate_scale.change(float(factor), first_step=self.step + ahead + 1)
+
 
 class Callbacks(Observer):
     """Calls a workload's callbacks; without any it does nothing. emit: takes what they log."""
@@ -74,10 +92,19 @@ class Callbacks(Observer):
         self.place, self.emit = place, emit
         self.callbacks = callbacks_of(workload)
         self.context: RunContext | None = None
+        self.steps_ahead = 0
+        self.follows_epochs = self.has("on_epoch_start") or self.has("on_epoch_end")
 
     def begin(self, setup: Setup) -> None:
         if self.callbacks:
             self.context = RunContext(self.place, self.emit, setup)
+            self.context.steps_ahead = self.steps_ahead
+
+    def has(self, hook: str) -> bool:
+        """Whether any callback has this hook, other than the base class's."""
+        idle = getattr(Callback, hook)
+        found = (getattr(each, hook, None) for each in self.callbacks)
+        return any(callable(call) and getattr(call, "__func__", None) is not idle for call in found)
 
     def started(self, step: int, epoch: float, metrics: Mapping[str, float]) -> None:
         """Call `on_begin`: everything is restored, and the next step is the first."""
@@ -91,24 +118,60 @@ class Callbacks(Observer):
             metrics[GRAD_NORM.name] = taken.grad_norm
         self._call("on_step", step=taken.number, epoch=taken.epoch, metrics=metrics)
 
+    def epoch_starts(self, epoch: float, metrics: Mapping[str, float]) -> None:
+        """Call `on_epoch_start`."""
+        self._call("on_epoch_start", epoch=epoch, metrics=metrics)
+
+    def epoch_ended(self, epoch: float, metrics: Mapping[str, float]) -> None:
+        """Call `on_epoch_end`."""
+        self._call("on_epoch_end", epoch=epoch, metrics=metrics)
+
+    def evaluation_starts(self, metrics: Mapping[str, float]) -> None:
+        """Call `on_evaluation_start`."""
+        self._call("on_evaluation_start", metrics=metrics)
+
     def evaluated(self, record: EvaluationRecord, *, at_end: bool = False) -> str | None:
         """Call `on_evaluation`. Returns the reason to end the training now, if a callback asks for that. Collective."""
         self._call("on_evaluation", step=record.step, metrics=record.metrics)
         if at_end or not self.callbacks:
             return None
-        return self._agreed() if self.place.all_reduce(list(self.signals()))[0] > 0 else None
+        return self._agreed() if self._share()[0] > 0 else None
 
     def before_checkpoint(self) -> None:
-        """Call `on_checkpoint`."""
+        """Call `on_checkpoint`. Collective."""
         self._call("on_checkpoint")
+        if self.callbacks:
+            self._share()
 
     def ended(self, metrics: Mapping[str, float]) -> None:
         """Call `on_end`."""
         self._call("on_end", metrics=metrics)
 
     def signals(self) -> tuple[float, ...]:
-        """Signal that the ranks share with every step: whether a callback requests the end."""
-        return (float(self.context._wish is not None),) if self.context is not None else ()
+        """Signals that the ranks share with every step: whether a callback requests the end, and what they ask for the
+        learning rate."""
+        if self.context is None:
+            return ()
+        return (float(self.context._wish is not None), *self.context._setup.rate_scale.signals())
+
+    def check_rates(self, sums: tuple[float, ...]) -> tuple[float, ...]:
+        """The sums of a step's signals, which end with those of `signals`, without those of the learning rate. Raises
+        WorkloadError on every worker if they did not ask alike."""
+        if not sums or self.context is None:
+            return sums
+        *others, code, square = sums
+        if code * code != self.place.world_size * square:
+            raise WorkloadError(
+                "scale_learning_rate()",
+                "not called alike on all workers",
+                "each of them would train with a rate of its own",
+                "decide by run.metrics, which are the same on all workers, or by run.sums() and run.gather()",
+            )
+        return tuple(others)
+
+    def _share(self) -> tuple[float, ...]:
+        """The sums of `signals` over all ranks, between two steps. Collective."""
+        return self.check_rates(tuple(self.place.all_reduce(list(self.signals()))))
 
     def verdict(self, signals: tuple[float, ...]) -> str | None:
         """Reason for ending the training, after a step in which the ranks shared it. Collective."""
@@ -160,6 +223,7 @@ class Callbacks(Observer):
             return
         for name, value in known.items():
             setattr(context, name, value)
+        context._hook = hook
         groups, schedule = context._setup.optimizer.param_groups, context._setup.schedule
         rates = [group.get("lr") for group in groups]
         with _leaving_no_trace(self.place.device):
@@ -172,7 +236,7 @@ class Callbacks(Observer):
                         f"the learning rate after {hook}() of callback {type(each).__name__}",
                         now[0],
                         "the schedule sets the rate of every step, and the next one would undo it",
-                        "return a schedule from schedule(), such as LambdaLR with a function of the step",
+                        "call run.scale_learning_rate(factor), or return a schedule from schedule()",
                     )
 
     def _user_code(self, callback: Any, hook: str, call: Callable[[], Any]) -> None:

@@ -151,6 +151,7 @@ class _Run:
             job.config.averaging.decay is not None and job.config.on_nonfinite == "stop"
         )
         self.under_way = StepsUnderWay(0 if is_known_first else steps_ahead(place.device))
+        self.callbacks.steps_ahead = self.under_way.ahead
         self.evaluations = Evaluations(place, self.input, progress.enter, job.config)
         resumed_from = checkpointing.resumed_from if checkpointing is not None else None
         before = resumed_from.values[PROGRESS].get("shares") if resumed_from is not None else None
@@ -233,17 +234,22 @@ class _Run:
         self.clock.start(stream.waited_s)
         batch: RankBatch | None = first
         while batch is not None:
+            if self._is_between_epochs():  # after a checkpoint that was taken there
+                self.callbacks.epoch_starts(self.plan.epochs(state.step), self.evaluations.metrics)
             self._take(step, batch, setup, stream)
             is_meeting = setup.parallel.replicas_differ and setup.parallel.meets(state.step)
-            signals = self._know(is_meeting or self.job.recipe.decides_after(state.step))
+            ends_epoch = self._is_between_epochs()
+            signals = self._know(is_meeting or ends_epoch or self.job.recipe.decides_after(state.step))
             state.verdict = state.verdict or self.callbacks.verdict(signals)
-            if state.verdict is not None:
-                return state.verdict
-            if self._evaluate_if_due(setup):
+            verdict = state.verdict
+            if verdict is None and self._evaluate_if_due(setup):
                 self.clock.start(stream.waited_s)
                 self.evaluations.check_target()
-                if verdict := self.evaluations.target_reached(state.step) or state.verdict:
-                    return verdict
+                verdict = self.evaluations.target_reached(state.step) or state.verdict
+            if ends_epoch and self._is_between_epochs():  # else steps were taken back
+                self.callbacks.epoch_ended(self.plan.epochs(state.step), self.evaluations.metrics)
+            if verdict is not None:
+                return verdict
             self.progress.enter(Phase.CHECKPOINT)
             self._check_after_callbacks()
             if saves is not None and signals and saves.after_step(state.step, signals):
@@ -252,12 +258,17 @@ class _Run:
             batch = next(stream, None)
         return "done"
 
+    def _is_between_epochs(self) -> bool:
+        """Whether the last step has ended an epoch, for callbacks that follow them."""
+        return self.callbacks.follows_epochs and self.plan.place(self.state.step)[1] == 0
+
     def _take(self, step: OptimizerStep, batch: RankBatch, setup: Setup, stream: StepStream) -> None:
         """Take one optimizer step and prepare the next one: its learning rate and its share of the input."""
         number, num_samples = batch.step + 1, self.plan.num_rows(batch.step)
-        learning_rate = float(setup.schedule.get_last_lr()[0])
+        setup.rate_scale.begin_step(number)
+        learning_rate = float(setup.schedule.get_last_lr()[0]) * setup.rate_scale.factor
         self.shares.begin_step(number)
-        with self.observers.during_step(number):
+        with self.observers.during_step(number), setup.rate_scale.in_use(setup.optimizer):
             launched = step.launch(
                 batch,
                 num_rows=num_samples,
@@ -299,7 +310,7 @@ class _Run:
             self.observers.after_step(taken)
             if self.state.ends_with(taken, partial(self.input.look_at_step, self.job.splits[TRAIN], self.plan)):
                 self.under_way.forget()
-            told = self.fixed.check_shapes(taken.signals)
+            told = self.callbacks.check_rates(self.fixed.check_shapes(taken.signals))
             signals = tuple(map(sum, zip(signals, told, strict=True))) if signals else told
             # whoever leaves, or saves by the clock, does so with what is known of every step
             knows_all = knows_all or any(signals)
@@ -312,6 +323,7 @@ class _Run:
         self.progress.enter(Phase.COMMUNICATION)
         if self.checkpointing is not None and (setup.parallel.replicas_differ or setup.averaging.is_on):
             self.checkpointing.before_update()  # a mean takes the place of the weights while it is evaluated
+        self.callbacks.evaluation_starts(self.evaluations.metrics)
         record = self.evaluations.run(self.state.step, evaluators)
         if self.place.rank == 0:
             self.reporter.emit(record)

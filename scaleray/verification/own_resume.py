@@ -8,7 +8,7 @@ import dataclasses
 import math
 
 from scaleray.records.certificate import Divergence
-from scaleray.training.state.items import IN_WORDS, ITEMS, RANDOM, SCHEDULE
+from scaleray.training.state.items import IN_WORDS, ITEMS, RANDOM, RATE_SCALE, SCHEDULE
 from scaleray.verification.causes.cause_classes import Cause, Finding, Layout, from_traces
 from scaleray.verification.runs.compared_runs import Key, Runs, Variant, Watched
 from scaleray.verification.runs.rank0_decisions import on_first
@@ -17,8 +17,8 @@ from scaleray.verification.traces.run_trace import Trace
 from scaleray.verification.verdicts.verdict_texts import Found, promised
 
 CAUSES = {
-    RANDOM: Cause.RANDOMNESS, SCHEDULE: Cause.SCHEDULE, "draws": Cause.RANDOMNESS, "learning rate": Cause.SCHEDULE,
-    "rows": Cause.DATA_ORDER, "steps": Cause.DATA_ORDER,
+    RANDOM: Cause.RANDOMNESS, SCHEDULE: Cause.SCHEDULE, RATE_SCALE: Cause.SCHEDULE, "draws": Cause.RANDOMNESS,
+    "learning rate": Cause.SCHEDULE, "rows": Cause.DATA_ORDER, "steps": Cause.DATA_ORDER,
 }  # fmt: skip
 """Classes by what differs after a resume; anything else is `Cause.RESUME`."""
 RESUMED = "after a resume on as many workers"

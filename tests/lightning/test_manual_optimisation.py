@@ -130,7 +130,9 @@ def in_a_plain_loop(module_class, workload):
         module.optimizers = lambda: (g_opt, d_opt)
         module.manual_backward = lambda loss: loss.backward()
         logged = []
-        module.log_dict = lambda values, **_: logged.append({name: float(value.detach()) for name, value in values.items()})
+        module.log_dict = lambda values, **_: logged.append(
+            {name: float(value.detach()) for name, value in values.items()}
+        )
         for step in range(job.recipe.total_steps):
             columns = sources["train"].read(plan.global_indices(step))
             x, y = (torch.from_numpy(values) for values in columns.values())

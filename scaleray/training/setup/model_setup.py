@@ -37,6 +37,7 @@ from scaleray.training.setup.compilation import Compilation, compiled
 from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.own_schedule import take_step
 from scaleray.training.setup.place import Place
+from scaleray.training.setup.rate_scale import RateScale
 from scaleray.training.setup.several_optimizers import config_for
 from scaleray.training.setup.weighted_losses import check_batch_loss, losses_of
 from scaleray.workload import built_model
@@ -78,6 +79,8 @@ class Setup:
     pruning: pruning.Pruning | None = None
     compilation: Compilation | None = None
     averaging: Averaging = field(default_factory=lambda: Averaging(nn.Module(), AveragingSettings()))
+    rate_scale: RateScale = field(default_factory=RateScale)
+    """Factor of callbacks on the learning rate."""
     in_use: InUse = field(default_factory=InUse)
     """Values that an optimizer or a schedule of the workload's own has in place of derived ones."""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)

@@ -325,7 +325,7 @@ def evaluation_facts(progress: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _first_rate(state: TrainState) -> float:
-    return float(state.setup.optimizer.param_groups[0]["lr"])
+    return float(state.setup.optimizer.param_groups[0]["lr"]) * state.setup.rate_scale.factor
 
 
 def _told(damage: Damage, step: int) -> str:

@@ -20,10 +20,10 @@ MODEL, BUFFERS, OPTIMIZER, SCHEDULE, SCALER, RANDOM, PROGRESS, WORKLOAD, STRATEG
     "model", "buffers", "optimizer", "schedule", "scaler", "random", "progress", "workload", "strategy", "replica",
     "pruning",
 )  # fmt: skip
-CALLBACKS, AVERAGING, ATTRIBUTES = "callbacks", "averaging", "attributes"
+CALLBACKS, AVERAGING, ATTRIBUTES, RATE_SCALE = "callbacks", "averaging", "attributes", "rate_scale"
 ITEMS = (
-    MODEL, BUFFERS, ATTRIBUTES, OPTIMIZER, SCHEDULE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING, AVERAGING,
-    CALLBACKS, RANDOM,
+    MODEL, BUFFERS, ATTRIBUTES, OPTIMIZER, SCHEDULE, RATE_SCALE, SCALER, PROGRESS, WORKLOAD, STRATEGY, REPLICA, PRUNING,
+    AVERAGING, CALLBACKS, RANDOM,
 )  # fmt: skip
 """State items in the order in which they are restored: random numbers last, as anything before may draw some."""
 IN_WORDS = {
@@ -32,6 +32,7 @@ IN_WORDS = {
     "attributes": "attributes of modules that have changed",
     "optimizer": "optimizer state",
     "schedule": "learning-rate schedule",
+    "rate_scale": "factor of callbacks on the learning rate",
     "scaler": "loss scaler",
     "progress": "progress of the loop",
     "workload": "the workload's own state",
@@ -45,7 +46,7 @@ IN_WORDS = {
 """Name in a sentence of each item of the state."""
 SETUP_ITEMS = {
     "parallel": MODEL, "optimizer": OPTIMIZER, "schedule": SCHEDULE, "precision": SCALER, "pruning": PRUNING,
-    "averaging": AVERAGING,
+    "averaging": AVERAGING, "rate_scale": RATE_SCALE,
 }  # fmt: skip
 """Which item holds the state of each field of Setup; the fields not named here have none."""
 

@@ -39,6 +39,7 @@ from scaleray.training.state.items import (
     PROGRESS,
     PRUNING,
     RANDOM,
+    RATE_SCALE,
     REPLICA,
     SCALER,
     SCHEDULE,
@@ -113,6 +114,7 @@ class TrainState:
             MODEL: extra,
             OPTIMIZER: optimizer_values,
             SCHEDULE: {key: plain(value) for key, value in self.setup.schedule.state_dict().items()},
+            RATE_SCALE: self.setup.rate_scale.state_dict(),
             SCALER: self.setup.precision.scaler.state_dict(),
             PROGRESS: self.get_progress(),
             AVERAGING: {"num_updates": self.setup.averaging.num_updates},
@@ -171,6 +173,8 @@ class TrainState:
         optimizer.load_state_dict(build(templates))
         schedule = {key: unplain(value) for key, value in manifest.values[SCHEDULE].items()}
         self.setup.schedule.load_state_dict(schedule)
+        if RATE_SCALE in manifest.values:
+            self.setup.rate_scale.load_state_dict(manifest.values[RATE_SCALE])
         if self.setup.precision.scaler.is_enabled() and manifest.values[SCALER]:
             self.setup.precision.scaler.load_state_dict(manifest.values[SCALER])
         parallel.load_state({name.removeprefix(mine): value for name, value in strategy.items()})

@@ -137,7 +137,7 @@ class SeveralLosses:
             before = step
         together = LaunchedSteps(launched)
         if self.probe is not None:
-            self.probe.on_step(together.result(), float(self.setup.schedule.get_last_lr()[0]))
+            self.probe.on_step(together.result(), float(self.setup.optimizer.param_groups[0]["lr"]))
         return together
 
     def _put_in_order(self) -> None:

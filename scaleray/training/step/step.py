@@ -180,7 +180,7 @@ class TrainStep:
             self.noise.settle(num_rows)
         launched.begin_copy(signals_of_all if meets else [])
         if self.probe is not None:
-            self.probe.on_step(launched.result(), float(setup.schedule.get_last_lr()[0]))
+            self.probe.on_step(launched.result(), float(setup.optimizer.param_groups[0]["lr"]))
         return launched
 
     def _meet(self, launched: LaunchedStep, loss_sum: Number, count: Number) -> None:

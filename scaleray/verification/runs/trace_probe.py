@@ -184,7 +184,7 @@ class TraceProbe:
             replica_size=self._replica_size,
             updates=tuple(self._updates),
             gradient_formats=self._formats,
-            due_factor=self.due.factor(self._step) if self.due is not None and self._is_due_known else None,
+            due_factor=self._due_factor(),
         )
         self._steps.append(seen)
         self._updated = after
@@ -277,6 +277,11 @@ class TraceProbe:
             for position, (name, parameter), part in zip(positions, trained, parts, strict=False):
                 mass[position] += float(letter[-1]) * self._sign(name, part.view_as(parameter))
         return dataclasses.replace(found, weight=weight, mass=mass)
+
+    def _due_factor(self) -> float | None:
+        """Factor of the step's learning rate that the config asks for; None where others decide on the rate."""
+        is_scaled = self._setup.rate_scale.factor != 1.0
+        return self.due.factor(self._step) if self.due is not None and self._is_due_known and not is_scaled else None
 
     def _due_rates(self) -> tuple[float, ...]:
         """Learning rates without the schedule's factor: the recipe's, unless the workload has chosen its own."""

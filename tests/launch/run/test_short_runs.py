@@ -78,7 +78,9 @@ def test_the_adapters_of_a_run_without_a_checkpoint_are_exported(config, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("workload", "why"), [(Mean, "a mean"), (as_workload(Manual, Data), "takes 0 steps of optimizer 0")], ids=["mean", "manual"]
+    ("workload", "why"),
+    [(Mean, "a mean"), (as_workload(Manual, Data), "takes 0 steps of optimizer 0")],
+    ids=["mean", "manual"],
 )
 def test_what_is_refused_before_the_first_step_takes_no_name_and_is_no_failed_run(config, tmp_path, uri, workload, why):
     from mlflow import MlflowClient

@@ -194,7 +194,18 @@ REPORTER_STATELESS = {
     "_setup", "_others_figures", "_kept",
 }  # fmt: skip
 EVALUATIONS_SAVED = {"metrics", "step", "best"}
-EVALUATIONS_STATELESS = {"place", "input", "enter", "setup", "target", "every", "only_at_end", "evaluators", "_own"}
+EVALUATIONS_STATELESS = {
+    "place",
+    "input",
+    "enter",
+    "setup",
+    "target",
+    "every",
+    "only_at_end",
+    "evaluators",
+    "_own",
+    "_followed",
+}
 STEP_SAVED = {"_count_per_row", "num_updates", "_nonfinite", "noise"}
 STEP_STATELESS = {
     "_has_ended", "_ends",  # a training that has ended saves no more
