@@ -85,9 +85,9 @@ class LightningHooks(Callback):
         self._last: tuple[Any, Any, int] | None = None
         self._rows_of_last = self._began_step = -1
         self._stages: list[str] = []
-        self._ends_epoch = self._has_evaluated = self._has_warned = False
+        self._ends_epoch = self._has_evaluated = self._has_warned = self._are_set_up = False
         self._metrics_before: list[Mapping[str, Any]] = []
-        self._callbacks_before: list[Mapping[str, Any]] = []
+        self._had_others: list[str] = []
 
     @property
     def is_running(self) -> bool:
@@ -101,7 +101,9 @@ class LightningHooks(Callback):
         connect(self.module, run)
         if anew := restore_states(self.module, self._metrics_before):
             run.warn(f"{', '.join(anew)}: no state of other workers can be added to it; it is of the rest of the epoch")
-        self._restore_callbacks(run)
+        self._set_up_callbacks()
+        if self._had_others:
+            run.warn(f"{', '.join(self._had_others)}: the workers had different states; all use rank 0's now")
         self.call("on_fit_start")
         self._call_logging("on_train_start")
         if self.trainer.batch_idx == 0:
@@ -193,12 +195,12 @@ class LightningHooks(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`."""
         self._go_on([state], state["measured"])
-        self._callbacks_before = [state["callbacks"]]
+        self._load_callbacks([state])
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the states of another number of workers, of which rank 0 takes all."""
         self._go_on(states if self.trainer.is_global_zero else [], states[0]["measured"])
-        self._callbacks_before = [state["callbacks"] for state in states]
+        self._load_callbacks(states)
 
     def _go_on(self, states: Sequence[Mapping[str, Any]], measured: Mapping[str, float]) -> None:
         self.sums.load([state["sums"] for state in states])
@@ -209,17 +211,21 @@ class LightningHooks(Callback):
         """The callbacks by Lightning's key of their state, and a number, as several may have one key."""
         return {f"{number} {each.state_key}": each for number, each in enumerate(self.callbacks)}
 
-    def _restore_callbacks(self, run: Any) -> None:
-        """Set the callbacks up, and give them their states."""
-        self.call("setup", "fit")
+    def _set_up_callbacks(self) -> None:
+        if not self._are_set_up:
+            self._are_set_up = True
+            for callback in self.callbacks:
+                callback.setup(self.trainer, self.module, "fit")
+
+    def _load_callbacks(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Give the callbacks their states; on another number of workers, those of rank 0."""
+        self._set_up_callbacks()
         for key, callback in self._by_key().items():
-            states = [before[key] for before in self._callbacks_before if key in before]
-            if not states:
-                continue
-            callback.load_state_dict(states[0])
-            if not all(equal_states(states[0], other) for other in states[1:]):
-                name = type(callback).__name__
-                run.warn(f"callback {name} had another state on each of {len(states)} workers; all use rank 0's now")
+            found = [state["callbacks"][key] for state in states if key in state["callbacks"]]
+            if found:
+                callback.load_state_dict(found[0])
+            if not all(equal_states(found[0], other) for other in found[1:]):
+                self._had_others.append(type(callback).__name__)
 
     def _end_epoch(self) -> None:
         if not self._ends_epoch:
@@ -299,8 +305,7 @@ class LightningHooks(Callback):
         return any(is_overridden(hook, each, "Callback") for each in self.callbacks) or self._is_of_module(hook)
 
     def _is_of_module(self, hook: str) -> bool:
-        # setup() of a module belongs to the building of the model
-        return self.module is not None and hook != "setup" and is_overridden(hook, self.module)
+        return self.module is not None and is_overridden(hook, self.module)
 
     def call(self, hook: str, *args: Any) -> Any:
         """Call a hook of the callbacks, then that of the module, whose result is returned. Does nothing while no step

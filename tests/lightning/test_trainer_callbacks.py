@@ -245,7 +245,7 @@ def test_states_of_callbacks_come_back_on_as_many_workers_and_on_fewer(gloo, tmp
         assert rest[16, "train/batches"] == 16.0
         assert rest == pytest.approx({key: value for key, value in whole.items() if key[0] > 10}, rel=1e-9)
         assert all(torch.allclose(weights[name], again[name], rtol=1e-9) for name in weights)
-        assert not [event for event in events if "another state" in event]
+        assert not [event for event in events if "different states" in event]
 
 
 def test_early_stopping_ends_after_the_step_at_which_lightnings_does():
