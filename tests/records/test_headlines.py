@@ -7,7 +7,7 @@ import pytest
 import study_examples
 
 from scaleray.records.study_record import Estimate
-from scaleray.records.text.headlines import study_headline, worth_using
+from scaleray.records.text.headlines import MUCH_FASTER, study_headline, worth_using, would_pay
 from scaleray.reports.page.page import render
 from scaleray.studies.study_page import study_page
 
@@ -31,6 +31,7 @@ def study(speedups, **more):
         ([(1, 1, 1), (0.7, 0.6, 0.8)], "Stay on 1 worker: 2 workers are 0.7× as fast as 1, 35% of ideal (strong scaling)"),
         ([(1, 1, 1), (1.9, 1.8, 2.0)], "Use 2 workers: 1.9× as fast as 1, 95% of ideal (strong scaling)"),
         ([(1, 1, 1), (1.9, 1.8, 2.0), (2.0, 1.9, 2.1)], "Stay on 2 workers: 4 workers are 2× as fast as 1, 50% of ideal (strong scaling)"),
+        ([(1, 1, 1), (1.3, 0.9, 1.6)], "Whether 2 workers pay is open: 2 workers are 1.3× as fast as 1 (0.9–1.6×)"),
         ([(1, 1, 1), (1.4, 0.5, 2.4)], "How many workers to use is open: 2 workers are 1.4× as fast as 1, known only to 0.5–2.4×"),
     ],
 )  # fmt: skip
@@ -41,6 +42,23 @@ def test_the_headline_is_the_answer(speedups, headline):
 def test_a_size_that_is_slower_for_itself_does_not_hide_a_larger_one_that_pays():
     record = study([(1, 1, 1), (1.05, 0.9, 1.2), (3.0, 2.8, 3.2)])
     assert worth_using(record.curves[0]).point.workers == 4
+
+
+@pytest.mark.parametrize(("mode", "ms", "needed"), [("strong", (6.0, 9.0), 14.67), ("weak", (6.0, 12.0), 7.333)])
+def test_a_curve_without_a_gain_says_from_which_step_time_on_there_would_be_one(mode, ms, needed):
+    (curve,) = study([(1, 1, 1), (0.7, 0.6, 0.8)]).curves
+    points = [
+        dataclasses.replace(at, point=dataclasses.replace(at.point, step_time_s=Estimate(*[t / 1e3] * 3)))
+        for at, t in zip(curve.points, ms, strict=True)
+    ]
+    text = would_pay(dataclasses.replace(curve, mode=mode, points=points))
+    assert text == f"A step takes 6 ms on 1 worker: from about {needed:.3g} ms, with more work in it, 2 would pay"
+    # at that step time, with the same time extra, 2 workers are just MUCH_FASTER
+    extra = ms[1] - (ms[0] / 2 if mode == "strong" else ms[0])
+    then = needed / 2 + extra if mode == "strong" else needed + extra
+    assert (1 if mode == "strong" else 2) * needed / then == pytest.approx(MUCH_FASTER, rel=1e-3)
+    (gains,) = study([(1, 1, 1), (1.9, 1.8, 2.0)]).curves
+    assert would_pay(gains) == ""
 
 
 @pytest.mark.combination

@@ -9,7 +9,7 @@ from scaleray.common.printed import quantity
 from scaleray.records.settings import Setting, best, settings
 from scaleray.records.study_record import Curve, CurvePoint, Estimate, StudyRecord
 from scaleray.records.sweep_record import SweepRecord
-from scaleray.records.text.units import count, figure
+from scaleray.records.text.units import count, figure, seconds
 
 MUCH_FASTER = 1.1
 """Factor of throughput that twice the workers must surely bring: in a doubling that brings less, they wait for each
@@ -36,6 +36,8 @@ def study_headline(record: StudyRecord) -> str:
     if not _is_known(last.speedup):
         return f"How many workers to use is open: {others}, known only to {_span(last.speedup)}"
     share = f"{last.efficiency.value:.0%} of ideal ({curve.mode} scaling)"
+    if chosen is not last and last.speedup.value > _surely_faster(chosen, last):
+        return f"Whether {workers} workers pay is open: {others} ({_span(last.speedup)})"
     if chosen is not last:
         return f"Stay on {number}: {others}, {share}"
     return f"Use {number}: {_times(last)} as fast as {curve.base_workers}, {share}"
@@ -48,10 +50,32 @@ def worth_using(curve: Curve) -> CurvePoint:
     """
     chosen = curve.points[0]
     for at in curve.points[1:]:
-        doublings = math.log2(at.point.workers / chosen.point.workers)
-        if at.speedup.low > chosen.speedup.value * MUCH_FASTER**doublings:
+        if at.speedup.low > _surely_faster(chosen, at):
             chosen = at
     return chosen
+
+
+def would_pay(curve: Curve) -> str:
+    """Step time from which the largest number of workers would be worth it, as a sentence; nothing where it is, or
+    where no step time would do. Each step of it costs the same time more than its share of the computation as now."""
+    chosen, last = worth_using(curve), curve.points[-1]
+    before, now = chosen.point.step_time_s.value, last.point.step_time_s.value
+    ratio = last.point.workers / chosen.point.workers
+    much = MUCH_FASTER ** math.log2(ratio)
+    rest = ratio - much if curve.mode == "weak" else 1 - much / ratio
+    extra = now - (before if curve.mode == "weak" else before / ratio)
+    if chosen is last or last.speedup.value > _surely_faster(chosen, last) or extra <= 0:
+        return ""
+    number = quantity(chosen.point.workers, "worker")
+    return (
+        f"A step takes {seconds(before)} on {number}: from about {seconds(much * extra / rest)}, with more work in it, "
+        f"{last.point.workers} would pay"
+    )
+
+
+def _surely_faster(chosen: CurvePoint, at: CurvePoint) -> float:
+    """Speed-up that a larger number of workers must exceed to be worth it."""
+    return chosen.speedup.value * MUCH_FASTER ** math.log2(at.point.workers / chosen.point.workers)
 
 
 def sweep_headline(record: SweepRecord) -> str:

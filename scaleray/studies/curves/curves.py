@@ -4,9 +4,11 @@ words."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from scaleray.errors import UsageError
 from scaleray.records.study_record import Curve, CurvePoint, Estimate, Fit, Mode, NextDoubling, Point
+from scaleray.records.text.headlines import would_pay
 from scaleray.studies.curves import extrapolation
 from scaleray.studies.curves.efficiency import curve_points, scaled
 from scaleray.studies.curves.extrapolation import in_words
@@ -85,7 +87,7 @@ def as_curve(
             f"measure {doubling.workers}"
         )
         doubling = None
-    return Curve(
+    curve = Curve(
         mode=mode,
         base_workers=found[0].point.workers,
         points=found,
@@ -101,9 +103,10 @@ def as_curve(
         best_law=best.law.name if best else None,
         next_doubling=doubling,
         limit=limit,
-        verdict=f"{mode.capitalize()} scaling: "
-        + verdict_of(found[-1], doubling, reason, limit, price_per_worker_hour),
     )
+    verdict = verdict_of(found[-1], doubling, reason, limit, price_per_worker_hour)
+    needed = would_pay(curve)
+    return replace(curve, verdict=f"{mode.capitalize()} scaling: {verdict}" + (f" {needed}." if needed else ""))
 
 
 def _best(mode: Mode, fitted: Sequence[FittedLaw]) -> FittedLaw | None:
