@@ -49,6 +49,7 @@ RECIPES = (
     Recipe("gan", "GAN: two optimizers and losses", "val/as_asked", "the losses are two methods; each optimizer has its own step", ("Gan",)),
     Recipe("two_towers", "two towers with in-batch negatives", "val/loss", "the loss is over the whole batch: outputs() and batch_loss()", ("TwoTowers",)),
     Recipe("unet_dice", "U-Net with a Dice loss", "val/loss", "the loss is over the whole batch", ("Ink",)),
+    Recipe("graph", "graph network with a sparse matrix", "test/accuracy", "a row's loss needs the whole graph, which is a buffer", ("Graph",)),
     Recipe("masked_lm", "masked language model: a RoFormer from transformers", "val/accuracy"),
     Recipe("ema", "an object that needs EMA", "test/accuracy", counted=("*",)),
     Recipe("strokes", "ragged, speech-like sequences: pen strokes by length, in steps of points", "val/accuracy", counted=("Strokes",)),
