@@ -54,7 +54,7 @@ ORDER = (
     ("Clusters", ("cluster_up", "cluster_status", "cluster_down", "write_cluster_files")),
     ("Configs, and MLflow", ("show_config", "config_keys", "config_schema", "replay", "tracking_ui")),
     ("Dashboards", ("write_dashboards", "install_dashboards")),
-    ("What you bring", ("Workload", "Callback", "ArraySource", "ParquetSource", "TokenSource")),
+    ("What you bring", ("Workload", "Callback", "CarriedState", "ArraySource", "ParquetSource", "TokenSource")),
     ("What comes back", ("RunRecord",)),
     ("What can be raised", ("ScaleRayError", "ConfigError")),
 )

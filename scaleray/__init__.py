@@ -62,6 +62,7 @@ _HOMES = {
     "install_dashboards": "scaleray.live.grafana.grafana_client",
     "Workload": "scaleray.workload",
     "Callback": "scaleray.common.callbacks",
+    "CarriedState": "scaleray.common.carried_state",
     "RunConfig": "scaleray.config",
     "RunRecord": "scaleray.records.run_record",
     "load_config": "scaleray.config",
@@ -75,6 +76,7 @@ _HOMES = {
 __all__ = [
     "ArraySource",
     "Callback",
+    "CarriedState",
     "ConfigError",
     "ParquetSource",
     "RunConfig",
@@ -141,6 +143,7 @@ if TYPE_CHECKING:
     from scaleray.clusters.manifests.written_files import write_cluster_files
     from scaleray.clusters.submit.submit import job_logs, list_jobs, stop_job, submit
     from scaleray.common.callbacks import Callback
+    from scaleray.common.carried_state import CarriedState
     from scaleray.config import RunConfig, load_config
     from scaleray.config.reference import config_keys
     from scaleray.data import ArraySource, ParquetSource, TokenSource

@@ -103,12 +103,16 @@ class TokenSource:
 
     tokens: a one-dimensional integer array in memory, or the path of a raw binary file of `dtype`, read by memory map.
     Rows overlap by one token, so that every token but the first is predicted once an epoch. Column: `tokens`.
+    lanes: cut the sequence into so many contiguous parts of equal length, of which each row continues the one `lanes`
+    rows before it, for `scaleray.CarriedState`; columns `lane` and `place` number the part and the row in it.
     """
 
     group_sizes: tuple[int, ...] | None = None
     row_s = 0.0
 
-    def __init__(self, tokens: np.ndarray | str | Path, *, sequence_length: int, dtype: str = "uint8") -> None:
+    def __init__(
+        self, tokens: np.ndarray | str | Path, *, sequence_length: int, dtype: str = "uint8", lanes: int | None = None
+    ) -> None:
         self.path = None if isinstance(tokens, np.ndarray) else str(Path(tokens).expanduser().absolute())
         self._array = np.ascontiguousarray(tokens) if isinstance(tokens, np.ndarray) else None
         self.dtype = np.dtype(dtype) if self._array is None else self._array.dtype
@@ -118,11 +122,22 @@ class TokenSource:
         self.sequence_length = self.tokens_per_row = sequence_length
         self.row_bytes = (sequence_length + 1) * self.dtype.itemsize
         self.num_rows = max(0, (len(self._tokens()) - 1) // sequence_length)
+        self.lanes = lanes
+        if lanes is not None:
+            if not 0 < lanes <= self.num_rows:
+                raise DataError("lanes of TokenSource", lanes, f"there are {self.num_rows} rows", "use fewer lanes")
+            self.num_rows -= self.num_rows % lanes
 
     def read(self, indices: np.ndarray) -> Columns:
         if self._windows is None:  # making them takes as long as copying several rows
             self._windows = np.lib.stride_tricks.sliding_window_view(self._tokens(), self.sequence_length + 1)
-        return {"tokens": np.asarray(self._windows[indices * self.sequence_length])}  # whole rows, not single tokens
+        if self.lanes is None:
+            return {
+                "tokens": np.asarray(self._windows[indices * self.sequence_length])
+            }  # whole rows, not single tokens
+        place, lane = np.divmod(indices, self.lanes)
+        rows = lane * (self.num_rows // self.lanes) + place
+        return {"tokens": np.asarray(self._windows[rows * self.sequence_length]), "lane": lane, "place": place}
 
     def describe(self) -> dict[str, Any]:
         tokens = self._tokens()

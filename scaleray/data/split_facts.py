@@ -43,6 +43,8 @@ class Split:
     """How its rows are dealt out to the workers that train on them; "" where they are not."""
     lengths: Lengths | None = None
     """Lengths of the rows, where the source knows them."""
+    lanes: int | None = None
+    """Number of contiguous parts whose rows follow each other, so many rows apart; None: rows stand alone."""
     collate: CollateLook | None = None
     """Result of calling the workload's `collate` on a few rows, if it has one."""
     transform: Step | None = None
@@ -69,6 +71,7 @@ class Split:
             is_sequential=isinstance(under_transforms(source), IterableSource),
             dealt_by=getattr(under_transforms(source), "deals_by", "") if name == TRAIN else "",
             lengths=lengths_of(source),
+            lanes=getattr(under_transforms(source), "lanes", None),
             row_s=None if type(source) in IN_MEMORY else getattr(source, "row_s", None),
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from scaleray.common.carried_state import IS_TRIED
 from scaleray.training.health.live_memory import local_part
 
 PLAIN = (bool, int, float, str, type(None))
@@ -52,9 +53,11 @@ def unchanged_buffers(workload: Any, module: nn.Module) -> Iterator[None]:
     extra = [(part, copy.deepcopy(part.get_extra_state())) for part in module.modules() if _has_extra_state(part)]
     has_state = callable(getattr(workload, "state_dict", None)) and callable(getattr(workload, "load_state_dict", None))
     state = copy.deepcopy(workload.state_dict()) if has_state else None
+    was_tried = IS_TRIED.set(True)
     try:
         yield
     finally:
+        IS_TRIED.reset(was_tried)
         with torch.no_grad():
             for (part, name, buffer), value in zip(buffers, values, strict=True):
                 part._buffers[name] = buffer

@@ -240,7 +240,8 @@ class ModelLook:
             chosen = _extreme_rows(source)
             for column, rows in chosen.items():
                 try:
-                    self._pass_over(split, source.read(np.array(rows)))
+                    with unchanged_model(self.job.workload, self.module):
+                        self._pass_over(split, source.read(np.array(rows)))
                 except Exception as exc:
                     values = [np.asarray(source.read(np.array([row]))[column]).ravel() for row in rows]
                     shown = " and ".join(f"{v.min():g} (row {row})" for v, row in zip(values, rows, strict=True))

@@ -117,7 +117,9 @@ def with_rows(job: TrainJob, rows: int, *, evaluated: int = 0) -> TrainJob:
 
 
 def first_rows(split: Split, rows: int) -> Split:
-    """The split without the rows after its first ones."""
+    """The split without the rows after its first ones; of lanes that are continued, each has as many."""
+    if split.lanes is not None:
+        rows = max(split.lanes, rows - rows % split.lanes)
     groups = None
     if split.group_sizes is not None:
         left, cut = rows, []
