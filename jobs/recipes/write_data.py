@@ -3,16 +3,20 @@
     python jobs/recipes/write_data.py [build/recipes]
 
 Text (train.jsonl, val.jsonl), a tokenizer trained on it (tokenizer/), snippets with the package they come from
-(snippets.jsonl), conversations (chats.jsonl) and images in a folder for each class (digits/train/7/0123.png).
+(snippets.parquet), conversations (chats.jsonl), statements with tags of their words (statements.jsonl), names in two
+spellings (names.jsonl) and images in a folder for each class (digits/train/7/0123.png).
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import keyword
+import re
 import sys
 import sysconfig
+import tokenize
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,19 +36,21 @@ def main(folder: Path) -> None:
     write_lines(folder / "train.jsonl", ({"text": text} for text in train))
     write_lines(folder / "val.jsonl", ({"text": t} for t, is_out in zip(documents, held_out, strict=True) if is_out))
     write_tokenizer(folder / "tokenizer", train)
-    write_lines(folder / "snippets.jsonl", snippets())
+    write_parquet(folder / "snippets.parquet", list(snippets()))
     write_lines(folder / "chats.jsonl", chats(documents))
+    write_lines(folder / "statements.jsonl", statements(documents))
+    write_lines(folder / "names.jsonl", names(library(4 * TEXT_BYTES)))
     write_digits(folder / "digits")
 
 
-def library() -> Iterator[str]:
-    """Source files of the standard library, chosen by a hash, up to TEXT_BYTES."""
+def library(limit: int = TEXT_BYTES) -> Iterator[str]:
+    """Source files of the standard library, chosen by a hash, up to so many characters."""
     home, total = Path(sysconfig.get_path("stdlib")), 0
     paths = [p for p in home.rglob("*.py") if not {"test", "tests", "site-packages"} & set(p.relative_to(home).parts)]
     for path in sorted(paths, key=lambda p: share(p.relative_to(home).as_posix())):
         text = path.read_text(encoding="utf-8", errors="ignore")
         total += len(text)
-        if total > TEXT_BYTES:
+        if total > limit:
             return
         yield text
 
@@ -71,6 +77,50 @@ def chats(documents: Iterable[str]) -> Iterator[dict[str, Any]]:
                 {"role": "assistant", "content": answer},
             ]
         }
+
+
+STATEMENTS, NAMES = 6000, 8000
+
+
+def statements(documents: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Statements as words with a tag each: what is called, imported or defined is an entity, of one or more words."""
+    found: dict[str, dict[str, Any]] = {}
+    for text in documents:
+        words: list[str] = []
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.NEWLINE:
+                if 3 <= len(words) <= 24:
+                    found.setdefault(" ".join(words), {"words": words, "tags": tags(words)})
+                words = []
+            elif token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER):
+                words.append(token.string)
+            elif token.type == tokenize.STRING:
+                words.append("'text'")
+    yield from sorted(found.values(), key=lambda record: share(" ".join(record["words"])))[:STATEMENTS]
+
+
+def tags(words: list[str]) -> list[str]:
+    """Tag of each word: B- at the first of an entity, I- at its others, and O."""
+    found, start = ["O"] * len(words), 0
+    while start < len(words):
+        end = start + 1
+        if words[start].isidentifier() and not keyword.iskeyword(words[start]):
+            while words[end : end + 1] == ["."] and words[end + 1 : end + 2] and words[end + 1].isidentifier():
+                end += 2
+            before, after = words[start - 1] if start else "", words[end] if end < len(words) else ""
+            kind = {"def": "FUNCTION", "class": "CLASS", "import": "MODULE", "from": "MODULE"}.get(before)
+            kind = kind or ("CALL" if after == "(" else None)
+            if kind is not None:
+                found[start:end] = [f"B-{kind}", *[f"I-{kind}"] * (end - start - 1)]
+        start = end
+    return found
+
+
+def names(documents: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Names of the library with underscores, and in one word with capitals."""
+    found = {word for text in documents for word in re.findall(r"\b[a-z]{2,9}(?:_[a-z]{2,9}){1,2}\b", text)}
+    for name in sorted(found, key=share)[:NAMES]:
+        yield {"source": name, "target": name.title().replace("_", "")}
 
 
 def write_tokenizer(folder: Path, texts: list[str]) -> None:
@@ -107,6 +157,14 @@ def write_digits(folder: Path) -> None:
 def write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Write records as lines of JSON."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+
+
+def write_parquet(path: Path, records: list[dict[str, Any]]) -> None:
+    """Write records as rows of a Parquet file."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(records), path)
 
 
 def share(content: str | bytes) -> float:
