@@ -71,8 +71,9 @@ def options_of(words):
         yield from [f.name for f in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else [name]
 
 
-ELSEWHERE = {"config schema": {"out"}, "promote": {"verify"}, "predict": {"config"}}
-"""What a function gives in another way: the schema is returned, `check_promoted` verifies, and `workload` is what the config of `predict` names."""
+ELSEWHERE = {"config schema": {"out"}, "promote": {"verify"}, "predict": {"config"}, "init": {"arguments"}}
+"""What a function gives in another way: the schema is returned, `check_promoted` verifies, `workload` is what the config of `predict` names, and `init` takes the
+values that `config_of` finds in TrainingArguments."""
 
 
 def others(name):
