@@ -212,6 +212,7 @@ STEP_STATELESS = {
     "_apply", "_reads",
     "workload", "setup", "config", "recipe", "place", "gives_tuples", "probe", "signals", "before_update", "enter", "shapes",
     "_scale", "_totals", "back_off", "on_halved",
+    "_whole",  # of a loss over the whole batch: begun with each step
 }  # fmt: skip
 
 
