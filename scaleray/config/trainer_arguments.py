@@ -51,6 +51,8 @@ IDLE = ("accelerator_config", "average_tokens_across_devices", "dataloader_num_w
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
              "reduce_lr_on_plateau": "plateau"}  # fmt: skip
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "sgd": "sgd"}
+VALIDATION = "val"
+"""Split that a Trainer's `eval_` metrics become those of."""
 
 
 def config_of(arguments: Any, *, workers: int, defaults: Arguments) -> tuple[dict[str, Any], list[str]]:
@@ -154,7 +156,7 @@ def _checkpoints(given: Arguments) -> tuple[dict[str, Any], list[str]]:
         metric = (given["metric_for_best_model"] or "loss").removeprefix("eval_")
         is_greater = given["greater_is_better"]
         is_greater = not metric.endswith("loss") if is_greater is None else is_greater
-        values["checkpoint.best"] = f"val/{metric} {'max' if is_greater else 'min'}"
+        values["checkpoint.best"] = f"{VALIDATION}/{metric} {'max' if is_greater else 'min'}"
     return values, []
 
 

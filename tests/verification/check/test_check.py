@@ -49,7 +49,7 @@ def test_a_workload_without_a_mistake_is_ready_to_train():
         ("InfiniteGradient", "gradients", ["NaN or infinite in", "square root at zero"]),
         ("RaisesInTheLoss", "loss", ["wrong_workloads.py", "KeyError: 'labels'"]),
         ("Gaps", "loss", ["column x of the first batch", "NaN or infinite in 8 of 8 rows"]),
-        ("BatchNegatives", "loss", ["it depends on how a batch is cut: 8 rows give ", "wrong_workloads.py:"]),
+        ("BatchNegatives", "loss", ["depends on how a batch is cut: 8 rows give ", "wrong_workloads.py:"]),
         ("Dice", "loss", ["of it apart)", "outputs() and batch_loss() in place of loss()"]),
         ("OneIsAMean", "loss", ["other", "a mean", "reduction='sum'"]),
         ("WrongArguments", "metrics", ["metrics()['auroc'] failed while being given to MulticlassAUROC"]),
