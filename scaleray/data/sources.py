@@ -132,9 +132,7 @@ class TokenSource:
         if self._windows is None:  # making them takes as long as copying several rows
             self._windows = np.lib.stride_tricks.sliding_window_view(self._tokens(), self.sequence_length + 1)
         if self.lanes is None:
-            return {
-                "tokens": np.asarray(self._windows[indices * self.sequence_length])
-            }  # whole rows, not single tokens
+            return {"tokens": np.asarray(self._windows[indices * self.sequence_length])}  # rows, not single tokens
         place, lane = np.divmod(indices, self.lanes)
         rows = lane * (self.num_rows // self.lanes) + place
         return {"tokens": np.asarray(self._windows[rows * self.sequence_length]), "lane": lane, "place": place}

@@ -126,7 +126,7 @@ class TextWorkload(HuggingFaceWorkload):
     def read_records(
         self, path: str, is_text: Callable[[Any], bool], rows: Callable[[str, list[text_files.Record]], ArraySource]
     ) -> ArraySource | None:
-        """Rows of a file of records for `--data`, with all columns beside them; None for files of another kind.
+        """Rows of a file of records for `--data`, and all their columns; None for files of another kind.
 
         is_text: whether a value of the column `text` is one that the workload takes.
         """

@@ -310,8 +310,8 @@ class _Run:
             self.observers.after_step(taken)
             if self.state.ends_with(taken, partial(self.input.look_at_step, self.job.splits[TRAIN], self.plan)):
                 self.under_way.forget()
-            told = self.callbacks.check_rates(self.fixed.check_shapes(taken.signals))
-            signals = tuple(map(sum, zip(signals, told, strict=True))) if signals else told
+            reported = self.callbacks.check_rates(self.fixed.check_shapes(taken.signals))
+            signals = tuple(map(sum, zip(signals, reported, strict=True))) if signals else reported
             # whoever leaves, or saves by the clock, does so with what is known of every step
             knows_all = knows_all or any(signals)
         return signals

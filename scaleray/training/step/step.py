@@ -217,7 +217,7 @@ class TrainStep:
         most = most_micro_batches(batch, size, num_rows=num_rows, num_shares=shares)
         pieces = list(micro_batches(batch, size, at_least=most if parallel.forward_is_collective else 1))
         if self._whole is not None:
-            pieces = self._after_first_pass(self._whole, batch, pieces, most=most)
+            pieces = self._after_first_pass(self._whole, pieces, most=most)
         pending: tuple[Any, torch.Tensor] | None = None
         own = self._totals
 
@@ -260,21 +260,21 @@ class TrainStep:
             self._totals = self._each(sums)
         return own[0], own[1]
 
-    def _after_first_pass(self, whole: WholeBatchLoss, batch: RankBatch, pieces: list[Any], *, most: int) -> list[Any]:
+    def _after_first_pass(self, whole: WholeBatchLoss, pieces: list[Any], *, most: int) -> list[Any]:
         """The micro-batches after their first forward pass for a loss over the whole batch, then on the device; as they
         are where a worker has one, and needs no second pass. Collective."""
         # a step that may be repeated shares whether memory ran out before it gathers
         at_once = most == 1 and not self.back_off.is_on and getattr(self.workload, "collates_ahead", True)
-        whole.begin(self.num_updates + 1, batch.num_rows, at_once=at_once)
+        whole.begin(self.num_updates + 1, at_once=at_once)
         if at_once:
             return pieces
         autocast = self.setup.precision.autocast
         buffers = [(b, b.clone()) for b in dense_buffers(self.setup.parallel.module)]
         with self.back_off.caught() as shortage:
             pieces = [(self._on_device(*piece), piece[1]) for piece in pieces]
-            for piece, _ in pieces:
+            for piece, weight in pieces:
                 self.enter(Phase.FORWARD)
-                with whole.first_pass(piece.batch), autocast():
+                with whole.first_pass(piece.batch, weight), autocast():
                     self.setup.parallel.run_alone(partial(self._loss_of, piece.batch))
         self.enter(Phase.COMMUNICATION)
         self.back_off.agree_on(shortage)
@@ -302,7 +302,7 @@ class TrainStep:
         self.enter(Phase.FORWARD)
         if self.noise is not None:
             self.noise.before_pass(piece.weight, self._totals[1])
-        passing = contextlib.nullcontext() if self._whole is None else self._whole.second_pass()
+        passing = contextlib.nullcontext() if self._whole is None else self._whole.second_pass(piece.weight)
         with passing, self.setup.precision.autocast():
             result = run(partial(self._loss_of, piece.batch))
         loss, count = check_sum_and_count(result, what="loss()")

@@ -67,9 +67,9 @@ class WholeBatchLoss:
         self.bytes_gathered = 0
         self._states: list[dict[str, torch.Tensor]] = []
 
-    def begin(self, step: int, num_rows: int, *, at_once: bool) -> None:
-        """Begin a step, of which `num_rows` rows are this worker's."""
-        self.at_once, self._step, self._num_rows = at_once, step, num_rows
+    def begin(self, step: int, *, at_once: bool) -> None:
+        """Begin a step."""
+        self.at_once, self._step = at_once, step
         self._parts: list[dict[str, torch.Tensor]] = []
         self._position = 0
         self._gradients: dict[str, torch.Tensor] | None = None
@@ -77,8 +77,10 @@ class WholeBatchLoss:
         self._states = []
 
     @contextlib.contextmanager
-    def first_pass(self, batch: Any) -> Iterator[None]:
-        """Context of a micro-batch's first forward pass. Raises WorkloadError where the batch is changed in place."""
+    def first_pass(self, batch: Any, weight: int) -> Iterator[None]:
+        """Context of a micro-batch's first forward pass. weight: its rows that count, 0 for a placeholder. Raises
+        WorkloadError where the batch is changed in place."""
+        self._counts = weight > 0
         self._states.append(random_state(self.place.device))
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
         before = [tensor._version for tensor in tensors]
@@ -89,8 +91,9 @@ class WholeBatchLoss:
             raise WorkloadError("outputs()", "changes its batch in place", allowed, "work on a copy of the tensor")
 
     @contextlib.contextmanager
-    def second_pass(self) -> Iterator[None]:
+    def second_pass(self, weight: int) -> Iterator[None]:
         """Context of a micro-batch's forward pass with gradients, with the random numbers of the first."""
+        self._counts = weight > 0
         if self._states:
             set_random_state(self._states.pop(0), self.place.device)
         with outputs_go_to(self._at_once if self.at_once else self._replay):
@@ -98,8 +101,7 @@ class WholeBatchLoss:
 
     def meet(self, autocast: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         """Compute the loss of the outputs of all workers, and its gradient. Collective."""
-        own = {name: tensor[: self._num_rows] for name, tensor in joined(self._parts).items()}
-        everyone, sizes = gathered_rows(own, self.place)
+        everyone, sizes = gathered_rows(joined(self._parts), self.place)
         self.bytes_gathered = sum(tensor.nbytes for tensor in everyone.values())
         start = sum(sizes[: self.place.data_rank])
         leaves = {name: wide(tensor).detach() for name, tensor in everyone.items()}
@@ -127,7 +129,8 @@ class WholeBatchLoss:
             return check_sum_and_count(self.workload.batch_loss(leaves), what="batch_loss()")
 
     def _collect(self, outputs: Outputs) -> tuple[torch.Tensor, int]:
-        self._parts.append({name: tensor.detach() for name, tensor in outputs.items()})
+        found = {name: tensor.detach() for name, tensor in outputs.items()}
+        self._parts.append(found if self._counts else {name: tensor[:0] for name, tensor in found.items()})
         return torch.zeros((), device=self.place.device), 0
 
     def _at_once(self, outputs: Outputs) -> tuple[torch.Tensor, Any]:
@@ -138,17 +141,18 @@ class WholeBatchLoss:
     def _replay(self, outputs: Outputs) -> tuple[torch.Tensor, Any]:
         """The loss of a micro-batch's own outputs, whose gradient is that of the whole; the first has the value."""
         assert self._gradients is not None and self._value is not None
+        value, count = self._value
+        if not self._counts:  # a placeholder, which has no part in it
+            nothing = sum((wide(outputs[n]).sum() for n in self._gradients if outputs[n].requires_grad), value * 0.0)
+            return nothing * 0.0, 0
         rows = next(iter(outputs.values())).shape[0]
         part = slice(self._position, self._position + rows)
         self._position += rows
-        value, count = self._value
         self._value = torch.zeros_like(value), 0
         for name, gradient in self._gradients.items():
-            if outputs[name].requires_grad and (own := gradient[part]).shape[0]:
-                moving = (wide(outputs[name]) * own).sum()
+            if outputs[name].requires_grad:
+                moving = (wide(outputs[name]) * gradient[part]).sum()
                 value = value + (moving - moving.detach()).to(value.dtype)
-            elif outputs[name].requires_grad:  # a placeholder, which has no part in it
-                value = value + outputs[name].sum().to(value.dtype) * 0.0
         return value, count
 
     def note(self, num_micro_batches: int) -> str:

@@ -133,6 +133,17 @@ def test_workers_train_what_one_does(gloo, workload, strategy, world_size, micro
         assert one.metrics.keys() == {"val/loss"} and other.metrics == pytest.approx(one.metrics, rel=1e-12)
 
 
+@pytest.mark.parametrize("num_rows", [29, 25])
+def test_a_placeholder_beside_other_micro_batches_has_no_part_in_the_loss(gloo, num_rows):
+    """Of the last 5 rows one worker has two micro-batches and the other one; of the last row one has none."""
+    flags = {**FLAGS, "batch.drop_last": False}
+    alone = train_alone(with_loss(Contrast(num_rows)), flags)
+    own = {"strategy.name": "fsdp", "batch.micro_size": 2}
+    both = gloo.run(2, train, with_loss(Contrast(num_rows)), {**flags, **own})[0]
+    assert max(relative_differences(alone.losses, both.losses)) < 1e-12
+    assert largest_difference(alone.weights, both.weights) < 1e-11
+
+
 def test_an_evaluation_takes_the_loss_over_as_many_rows_as_a_global_batch():
     workload = with_loss(Contrast(num_val=21))
     finished = train_alone(workload, {**FLAGS, "evaluation.every": None})
