@@ -25,6 +25,7 @@ LARGEST_WORLD = 4
 HOST = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 60.0
 GRACE_S = 15.0
+SUBGROUPS_KEPT = 4  # the thread of a gloo group wakes a hundred times a second, used or not
 # one forking process serves the product's groups and the commands of `forked_command` as well
 COMMANDS = ("scaleray.cli", "scaleray.launch.run.train", "mlflow.store.tracking.sqlalchemy_store")
 PRELOADED = (*forks.PRELOADED, "hypothesis", *COMMANDS)
@@ -175,6 +176,7 @@ def _serve(rank: int, pipe: Connection) -> None:
                     timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
                 )
                 group = task.group
+            _leave_subgroups()  # only now: all ranks have ended the last task
             place = Place(rank, task.world_size, local_rank=rank, local_world_size=task.world_size, node=f"node {rank}")
             outcome = task.function(place, *task.args)
             pickle.dumps(outcome)
@@ -192,13 +194,32 @@ def _serve(rank: int, pipe: Connection) -> None:
 
 def _leave_group() -> None:
     import torch.distributed as dist
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    # it holds meshes, which compare equal to those of the next group and would lead to groups that are gone
-    _clear_sharding_prop_cache()
-    gc.collect()  # a wrapper of the last task may still hold the group
+    _forget_tasks()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _leave_subgroups() -> None:
+    """Leave the groups that tasks made and left behind, once there are several: leaving is local to a process."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    made = [group for group in _world.pg_map if group is not dist.group.WORLD]
+    if len(made) > SUBGROUPS_KEPT:
+        for group in made:
+            dist.destroy_process_group(group)
+        made.clear()
+        _forget_tasks()
+
+
+def _forget_tasks() -> None:
+    """Drop what still holds groups of past tasks: caches with their meshes, which compare equal to those of the next
+    group and would lead to groups that are gone, and wrappers that are garbage."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    gc.collect()
 
 
 def _picklable(exc: BaseException) -> BaseException | None:

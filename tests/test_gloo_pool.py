@@ -1,9 +1,11 @@
 """The pool itself: results by rank, errors as they were, and a working group after any of them."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_pool import Failure
+from gloo_pool import SUBGROUPS_KEPT, Failure
 
 
 def sum_of_ranks(place, factor):
@@ -33,3 +35,14 @@ def test_the_error_of_a_rank_arrives_and_the_next_group_works(gloo):
     with pytest.raises(LookupError, match="only here"):
         gloo.run(2, fails_on_rank_1)
     assert gloo.run(2, sum_of_ranks, 1) == [(0, 2, 1), (1, 2, 1)]
+
+
+def threads_with_one_more_group(place):
+    group = dist.new_group()
+    dist.all_reduce(torch.zeros(1), group=group)
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_groups_that_tasks_leave_behind_do_not_pile_up(gloo):
+    threads = [max(gloo.run(2, threads_with_one_more_group)) for _ in range(3 * SUBGROUPS_KEPT)]
+    assert max(threads[SUBGROUPS_KEPT + 1 :]) <= max(threads[: SUBGROUPS_KEPT + 1]), threads
