@@ -7,6 +7,7 @@ never touches another Ray on the machine, as `ray stop` would.
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from scaleray.launch.cluster.worker_template import WorkerTemplate, is_possible
 START_TIMEOUT_S = 300.0
 """Seconds to wait for a start: a loaded machine was seen to need more than two minutes."""
 OBJECT_STORE_BYTES = 512 * 2**20
+OPEN_FILES = 65536
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,9 @@ def wait_for_head(node: NodeProcess, url: str) -> None:
 
 def main() -> None:
     """Run Ray's own command line with workers that are forks. First argument: folder for their template."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:  # a shell's 1,024 is too low for Ray; ray.init raises it, Ray's command line does not
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     folder = Path(sys.argv.pop(1))
     template = WorkerTemplate(folder=folder) if is_possible() else None  # first, as it takes longest
     # Ray joins no cluster where its switch for machines without one is set; it looks for that while it is imported
