@@ -1,12 +1,14 @@
 """Who is asked for a token, decided anew for each cluster that a process starts or talks to; and who is given it."""
 
+import contextlib
+import http.server
 import os
-import socket
 import threading
 import urllib.request
 from types import SimpleNamespace
 
 import pytest
+import ray  # noqa: F401  # before a test sets a mode that Ray refuses when it is imported
 
 from scaleray.clusters import local_clusters
 from scaleray.clusters.submit import jobs_api
@@ -123,31 +125,29 @@ def asked(user, monkeypatch):
         yield SimpleNamespace(proxy=proxy.got, dashboard=dashboard.got, url=dashboard.url)
 
 
-class listening:
-    """A socket that keeps what it is sent, and answers each request with the same page."""
+@contextlib.contextmanager
+def listening():
+    """A server that keeps the headers that it is sent, and answers each request with the same page."""
+    page = b'{"ray_version": "2.60.0", "version": "4", "ray_commit": "", "session_name": ""}'
+    got: list[str] = []
 
-    def __enter__(self):
-        self.socket = socket.create_server((loopback.ADDRESS, 0))
-        self.url, self.got = f"http://127.0.0.1:{self.socket.getsockname()[1]}", []
-        threading.Thread(target=self._serve, daemon=True).start()
-        return self
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            got.append(str(self.headers))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            with contextlib.suppress(OSError):  # a caller that waited for too long asks again
+                self.wfile.write(page)
 
-    def _serve(self):
-        page = b'{"ray_version": "2.60.0", "version": "4", "ray_commit": "", "session_name": ""}'
-        while True:
-            try:
-                connection, _ = self.socket.accept()
-            except OSError:
-                return
-            with connection:
-                self.got.append(connection.recv(65536).decode())
-                connection.sendall(
-                    b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(page) + page
-                )
+        def log_message(self, *about: object) -> None:
+            pass
 
-    def __exit__(self, *error):
-        self.socket.shutdown(socket.SHUT_RDWR)  # wakes who waits in accept
-        self.socket.close()
+    with http.server.ThreadingHTTPServer((loopback.ADDRESS, 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_address[1]}", got=got)
+        server.shutdown()
 
 
 def test_a_proxy_is_never_given_the_token_of_a_cluster_of_this_machine(asked):
