@@ -34,8 +34,6 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
         begin_imports(OF_A_CHECK)  # beside this process's own imports
     from scaleray.verification.check.check import check as run
 
-    pass  # DROPPED
-
     output = Output(json=json)
     with output.running():
         output.say(f"checking {resolved.workload.name}")

@@ -36,8 +36,6 @@ def evaluate(
     """
     from scaleray.models.evaluate import evaluate as run_evaluation
 
-    pass  # DROPPED
-
     output = Output(json=json)
     with output.running():
         result = run_evaluation(run, options=options, data=data, record=record, say=output.say)

@@ -44,7 +44,7 @@ def init(
     if kind is None:
         if not sys.stdin.isatty():
             raise UsageError(
-                "--from", None, f"there is no terminal to ask on: {', '.join(KINDS)}", "scaleray init --from table"
+                "--from", None, f"one of {', '.join(KINDS)}, as no terminal can be asked", "scaleray init --from table"
             )
         kind, name, data, workers, out = _asked()
     values, left = _trained_with(arguments, kind, workers) if arguments is not None else ({}, [])
@@ -56,7 +56,7 @@ def init(
     about, config = KINDS[kind], files[1]
     if about.extra is not None:
         print(f"it needs:  {install_command(about.extra)}")
-    print(f"look:      scaleray check -c {config}")
+    print(f"check:     scaleray check -c {config}")
     print(f"train:     scaleray train -c {config}")
     print(f"test:      python -m pytest {files[2]}")
     return 0

@@ -174,7 +174,6 @@ def _printed(name: str | None, until: str | None, *, json: bool) -> int:
 
 def _shown(path: PathRecord, *, json: bool, tables: bool = False) -> int:
     """Show a path. tables: with all of its tasks."""
-    pass  # DROPPED
     from scaleray.reports.terminal.printed_record import print_whole, width_of
     from scaleray.reports.terminal.terminal_tables import as_rich
 

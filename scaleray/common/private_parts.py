@@ -164,6 +164,19 @@ SETTINGS = PrivatePart(
     },
     protects=True,
 )
+PATIENT_START = PrivatePart(
+    "patient start",
+    "ray",
+    "scaleray/launch/cluster/lean_node.py",
+    "a node that starts slowly on a loaded machine is waited for, up to 4 minutes, while its raylet lives",
+    "Ray gives up after 30 s",
+    {
+        f"{NODE}.start_raylet": "(self, plasma_directory, fallback_directory, object_store_memory, use_valgrind=False, "
+        "use_profiler=False)",
+        "ray._private.services:get_node": "(gcs_address, node_id)",
+    },
+    protects=True,
+)
 FIRST_ANSWER = PrivatePart(
     "first answer",
     "ray",
@@ -185,4 +198,7 @@ EMPTY_ANSWERS = PrivatePart(
     {"mlflow.utils.rest_utils:verify_rest_response": "(response, endpoint, expected_status=200)"},
     protects=True,
 )
-PARTS = (LEAN_NODE, FORKED_WORKERS, LEAN_TRAINER, QUIET_WATCHER, LOOPBACK, SETTINGS, FIRST_ANSWER, EMPTY_ANSWERS)
+PARTS = (
+    LEAN_NODE, FORKED_WORKERS, LEAN_TRAINER, QUIET_WATCHER, LOOPBACK, PATIENT_START, SETTINGS, FIRST_ANSWER,
+    EMPTY_ANSWERS,
+)  # fmt: skip

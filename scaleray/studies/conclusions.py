@@ -203,7 +203,6 @@ def about_launches(points: Sequence[Point]) -> list[str]:
     if not apart:
         return []
     return [
-        f"Sizes of the {' and the '.join(apart)} curve were measured by different launches, "
-        "and what two launches of the same "
-        "differ by is in no interval: to compare them, measure all in one (--force, without --relaunch)."
+        f"Sizes of the {' and the '.join(apart)} curve were measured by different launches, and no interval includes "
+        "how much two launches of the same differ: to compare them, measure all in one (--force, without --relaunch)."
     ]

@@ -154,7 +154,7 @@ def test_between_single_launches_a_slower_one_is_inconclusive_and_it_says_how_ma
     assert (verdict["verdict"], verdict["basis"], verdict["repeats"]) == ("inconclusive", "steps", 2)
     assert "takes 2.1" in verdict["words"] and "beyond noise" not in verdict["words"]
     assert "at least 2 launches of each" in verdict["words"]
-    assert any("of single runs" in note for note in found["notes"])
+    assert any("single launches" in note for note in found["notes"])
 
 
 def test_two_trainings_of_the_same_are_not_called_different(tmp_path, capsys):
@@ -175,7 +175,7 @@ def test_repeats_are_turns_so_that_the_noise_between_launches_counts(tmp_path, c
     single = compared(capsys, base[0], new[0])["verdicts"][0]
     width = [v["time_ratio"]["high"] - v["time_ratio"]["low"] for v in (verdict, single)]
     assert width[0] > width[1]
-    assert not any("of single runs" in note for note in found["notes"])
+    assert not any("single launches" in note for note in found["notes"])
     assert {"section": "code", "key": "git.commit", "values": ["aaa", "bbb"] * 3} in found["differences"]
 
 

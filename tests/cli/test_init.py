@@ -86,7 +86,7 @@ def test_five_questions_are_asked_on_a_terminal(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "there is no terminal to ask on: table, text, images, lightning, hf"),
+        ([], "--from is required: one of table, text, images, lightning, hf, as no terminal can be asked"),
         (["--from", "audio"], "there are: table, text, images, lightning, hf"),
         (["--from", "text", "--name", "my-text"], "the name of a Python module"),
         (["--from", "text", "--name", "json"], "a module of this name is installed"),

@@ -52,7 +52,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     model_parallel_size = model_parallel_size_of(config, workers, why)
     data_parallel_size = workers // model_parallel_size
     per_worker, micro_size, accumulation_steps = cut_batch(config, data, global_batch_size, data_parallel_size, why)
-    why["evaluation_micro_batch_size"] = "evaluation.micro_size" if config.evaluation.micro_size else "that of training"
+    why["evaluation_micro_batch_size"] = "evaluation.micro_size" if config.evaluation.micro_size else "as in training"
     check_data_fills(config, data, global_batch_size, workers)
     counter = StepCounter(config, data, global_batch_size, why)
     total_steps = max(1, counter.steps(config.stop.after, "total_steps"))
@@ -127,7 +127,7 @@ def _scaled(config: RunConfig, why: dict[str, str]) -> Hyperparameters:
     kappa = size / (settings.reference_batch_size or size)
     by_rule = f"rule {settings.rule} at kappa = {kappa:.4g} = {size} / {settings.reference_batch_size}"
     for name in MOVED_BY_RULES:
-        why[name] = "as tuned (rule none)" if settings.rule == "none" else by_rule
+        why[name] = "as given (optimizer.rule none)" if settings.rule == "none" else by_rule
     rate = settings.learning_rate
     if rate is None:
         if settings.rule != "none":

@@ -156,7 +156,7 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
     address = os.environ.get("RAY_ADDRESS") or "local"
     is_good = False
     try:
-        with _importing([*meanwhile, "ray.train.torch"]):
+        with _importing(meanwhile, "ray.train.torch"):
             if address != "local":
                 with stage(f"connecting to Ray at {address}"):
                     _connect(address)
@@ -176,20 +176,26 @@ def connected(config: RunConfig, *, meanwhile: Sequence[str] = ()) -> Iterator[s
 
 
 @contextlib.contextmanager
-def _importing(modules: Sequence[str]) -> Iterator[None]:
-    """Import these modules in a thread while Ray starts. Nothing waits for it: code that needs a module imports it
-    too."""
+def _importing(modules: Sequence[str], later: str) -> Iterator[None]:
+    """Import these modules in a thread while Ray starts, and `later` after the context. Code that needs a module
+    imports it too, and gets its error."""
+    ready = threading.Event()
 
     def work() -> None:
-        with contextlib.suppress(Exception):  # who needs it hears of it
+        with contextlib.suppress(Exception):
             for name in modules:
                 importlib.import_module(name)
+        ready.set()
+        with contextlib.suppress(Exception):
+            importlib.import_module(later)
 
     was_collecting = gc.isenabled()
     gc.disable()  # a tenth of the time of imports
     threading.Thread(target=work, name="scaleray-imports", daemon=True).start()
     try:
         yield
+        with stage("importing"):  # an import that waits for one that fails gets a module without its names
+            ready.wait()
     finally:
         if was_collecting:
             gc.enable()
@@ -288,7 +294,7 @@ def _own_ray_failed(exc: BaseException) -> ClusterError:
     return ClusterError(
         "Ray on this machine",
         "not up",
-        f"it did not start: {first_line(exc)}",
+        f"it did not start: {first_line(exc).rstrip('.')}",
         f"its logs: {ray_logs()}\n  a second try often helps on a loaded machine; --local trains without Ray",
     )
 

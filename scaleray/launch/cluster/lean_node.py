@@ -12,24 +12,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scaleray.common.private_parts import FORKED_WORKERS, LEAN_NODE
+from scaleray.common.private_parts import FORKED_WORKERS, LEAN_NODE, PATIENT_START
 from scaleray.launch.cluster import worker_template
 from scaleray.launch.cluster.worker_template import WorkerTemplate
 
 NOT_PRESTARTED = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
 """Variables of a node. Idle workers that are not requested yet would take the cores from the start."""
+START_TIMEOUT_S = 240.0
+"""Seconds to wait until a node has joined its cluster. Ray waits for 30 s, which a loaded machine was seen to need."""
 
 
 @contextlib.contextmanager
 def nodes(*, template: WorkerTemplate | None, has_dashboard: bool, has_autoscaler: bool) -> Iterator[None]:
     """Let Ray start nodes of this kind in this process. template: what their workers are forked from."""
     import ray._private.node as node
+    import ray._private.services as services
     import ray._private.utils as utils
 
-    is_lean = LEAN_NODE.is_used()
+    started: list[Any] = []
+    is_lean, is_patient = LEAN_NODE.is_used(), PATIENT_START.is_used()
     if template is not None and not FORKED_WORKERS.is_used():
         template = None
 
@@ -47,17 +52,33 @@ def nodes(*, template: WorkerTemplate | None, has_dashboard: bool, has_autoscale
                 os.environ[worker_template.ORIGINAL] = self._ray_params.setup_worker_path
                 self._ray_params.setup_worker_path = str(worker_template.SCRIPT)
             super().start_raylet(*arguments, **named)
+            started.append(self)
 
+    def get_node(*arguments: Any) -> Any:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                return find_node(*arguments)
+            except RuntimeError:  # it has not joined yet
+                raylets = [one.process for lean in started for one in lean.all_processes["raylet"]]
+                if time.monotonic() > deadline or not raylets or any(one.poll() is not None for one in raylets):
+                    raise
+                time.sleep(0.1)
+
+    find_node = services.get_node
     before = node.Node, utils.get_dashboard_dependency_error
     node.Node = LeanNode if is_lean or template is not None else node.Node
     if is_lean and not has_dashboard:  # without the dashboard's libraries, the agent is in its minimal form
         utils.get_dashboard_dependency_error = lambda: ImportError("not asked for")
+    if is_patient:
+        services.get_node = get_node
     names = {worker_template.SOCKET: str(template.socket), worker_template.ORIGINAL: ""} if template else {}
     try:
         with variables(names):
             yield
     finally:
         node.Node, utils.get_dashboard_dependency_error = before
+        services.get_node = find_node
 
 
 def processes() -> dict[str, int]:

@@ -29,6 +29,8 @@ START_TIMEOUT_S = 300.0
 """Seconds to wait for a start: a loaded machine was seen to need more than two minutes."""
 OBJECT_STORE_BYTES = 512 * 2**20
 OPEN_FILES = 65536
+JOINED = b"Ray runtime started"
+"""Line of `ray start` once the node is in its cluster: on a loaded machine long after its dashboard answers."""
 
 
 @dataclass(frozen=True)
@@ -146,19 +148,23 @@ def path() -> str:
 
 
 def wait_for_head(node: NodeProcess, url: str) -> None:
-    """Wait until the head's dashboard answers at this URL. Raises ClusterError."""
+    """Wait until the head's dashboard answers at this URL and its node has joined. Raises ClusterError."""
     what, wanted = "the local Ray head", f"it should answer at {url}"
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         node.check(what, wanted)
-        try:
-            fetch(f"{url}/api/version", timeout_s=2)
+        if JOINED in node.log.read_bytes() and _answers(url):
             return
-        except HttpError as exc:
-            if exc.status is not None:  # it answers, and wants its token
-                return
-            time.sleep(0.3)
+        time.sleep(0.3)
     raise node.failed(what, wanted)
+
+
+def _answers(url: str) -> bool:
+    try:
+        fetch(f"{url}/api/version", timeout_s=2)
+    except HttpError as exc:
+        return exc.status is not None  # it answers, and requires its token
+    return True
 
 
 def main() -> None:

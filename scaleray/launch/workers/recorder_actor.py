@@ -37,7 +37,6 @@ def spawn_recorder(description: RunDescription, *, publishes: bool = False) -> A
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    pass  # DROPPED
     from scaleray.recording.recorder import Recorder
     from scaleray.training.ray_metrics import RayMetrics
 

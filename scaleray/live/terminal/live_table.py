@@ -45,6 +45,8 @@ class Terminal:
         self.total_steps = 0
         self.stages = StageDisplay(console, above=lambda: self._shown)
         self._shown: Table | None = None
+        self._last: StepRecord | None = None
+        """Step of the table that is shown."""
         self._steps: Stage | None = None
         self._status: Stage | None = None
         self._evaluation_s: float | None = None
@@ -93,6 +95,8 @@ class Terminal:
         elif isinstance(message, EvaluationRecord):
             self._evaluation_s = message.duration_s
             self._set_status(None)
+            if self._last is not None:
+                self._shown = self._table(self._last)
             if not self.console.is_terminal:
                 values = " | ".join(f"{k} {v:.4g}" for k, v in sorted(message.metrics.items()))
                 self.say(f"{_progress(message.step, self.total_steps)} | {values}")
@@ -147,7 +151,8 @@ class Terminal:
         new, self._new = self._new, []
         self._printed_at = time.monotonic()
         if self.console.is_terminal:
-            self._shown = self._table(new[-1])
+            self._last = new[-1]
+            self._shown = self._table(self._last)
         else:
             left_s = self._steps.left_s if self._steps is not None else None
             left = f" | about {duration(left_s)} left" if left_s is not None and left_s >= LEFT_S else ""

@@ -94,7 +94,7 @@ def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableTy
     if lines := [*state.events[-MOST_EVENTS:], *state.notes]:
         parts += ["", *(Text(printable(line.splitlines()[0]), style="dim") for line in lines if line)]
     if where:
-        parts.append(Text(f"asked: {where}", style="dim", overflow="ellipsis", no_wrap=True))
+        parts.append(Text(f"source: {where}", style="dim", overflow="ellipsis", no_wrap=True))
     return Group(*parts)
 
 
@@ -193,7 +193,7 @@ def _speed(state: LiveState) -> str:
 def _health(state: LiveState) -> list[str]:
     words = []
     if state.goodput is not None:
-        words.append(f"goodput {state.goodput:.0%}")
+        words.append(f"goodput {state.goodput:.0%} (share of the time in steps)")
     if state.checkpoint_step is not None:
         ago = "" if state.has_ended or not state.checkpoint_at else f", {duration(_since(state.checkpoint_at))} ago"
         words.append(f"checkpoint of step {state.checkpoint_step:,}{ago}")

@@ -56,7 +56,8 @@ def _cells(rank: RankNow, state: LiveState, *, is_narrow: bool, has_late: bool) 
     cells = [Text(str(rank.rank))]
     if not is_narrow:
         cells.append(Text(rank.node))
-    cells.append(Text(f"{rank.step:,}"))
+    step = state.step if state.status == "FINISHED" else rank.step  # the last sample of a rank may be older
+    cells.append(Text(f"{step:,}"))
     if has_late:
         cells.append(Text(units.seconds(rank.late_s) if rank.late_s else "-", style="bold yellow" if is_late else ""))
     if not is_narrow:

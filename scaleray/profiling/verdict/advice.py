@@ -76,7 +76,7 @@ def about_communication(facts: Facts) -> Advice:
         return Advice("a larger global batch, or local_sgd, which meets less often", ("batch.global_size",))
     return Advice(
         "a larger global batch, larger buckets (strategy.bucket_size_mib), half the bytes (compression.name bf16), "
-        "or fewer meetings (local_sgd)",
+        "or averaging now and then in place of each step (local_sgd)",
         ("batch.global_size", "strategy.bucket_size_mib", "compression.name"),
     )
 

@@ -96,7 +96,7 @@ class StageDisplay:
                     self._heard.add(stage)
                     self.say(f"  {stage.name} ...")
                 elif stage in self._heard and silent_s >= EVERY_S:
-                    self.say(f"  {stage.name}: {so_far(stage)}")
+                    self.say(f"  {stage.name} ... {so_far(stage)}")
 
     def _look_now_and_then(self) -> None:
         while not self._stop.wait(0.5):

@@ -50,8 +50,8 @@ def _losses(run: FoundRun) -> dict[int, float]:
 
 KINDS = {RunRecord: "training", StudyRecord: "scaling study", SweepRecord: "sweep"}
 SINGLE = (
-    "of single runs, what differs between two launches of the same is not known, and none is called slower or faster: "
-    "give at least 2 launches of each, better 3 or more"
+    "single launches: how much two launches of the same training differ is unknown, so none is called slower or "
+    "faster: give several launches of each"
 )
 EXIT_INCONCLUSIVE = 3
 """Exit status of `scaleray compare --fail-if-slower` if there are too few launches for a verdict."""

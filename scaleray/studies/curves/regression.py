@@ -78,12 +78,12 @@ class Change:
         if verdict != "inconclusive":
             return f"{self._size}, beyond noise"
         if self.basis == "steps":
-            known, about = "what two launches of the same differ by is not known", "at least"
+            known, about = "how much two launches of the same differ is unknown", "at least"
         else:
             spread = f"{100 * (self.spread or 0):.2g} %"
             known, about = f"one side is a single launch, and launches of the other differ by {spread}", "about"
         needed = f"{about} {self.repeats}" if self.repeats else f"more than {MOST_REPEATS}"
-        return f"inconclusive: {self._size}, but {known}; it takes {needed} launches of each to tell"
+        return f"inconclusive: {self._size}, but {known}; {needed} launches of each would tell"
 
     @property
     def _size(self) -> str:

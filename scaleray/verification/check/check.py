@@ -108,7 +108,7 @@ class _Check:
         if processes and self.record.passed:
             name, own = (settings.name, None) if self.given is None else (None, workload)
             code = UserCode(name, settings.args, self.base_dir, own)
-            with stage("two processes beside one"):
+            with stage("comparing two processes with one"):
                 self._step("two processes", lambda: self._add(two_processes(self.config, workload, sources, code)))
 
     def _settle(self, workload: Any) -> None:

@@ -150,16 +150,35 @@ def listening():
         server.shutdown()
 
 
-def test_a_proxy_is_never_given_the_token_of_a_cluster_of_this_machine(asked):
+def test_a_proxy_is_never_given_the_token_of_a_cluster_of_this_machine(asked, tmp_path):
     connection.set_auth_mode("local")
     local_clusters._nodes_of_ray(asked.url)
     jobs_api.Jobs(asked.url)._client.get_version()
-    node_process.wait_for_head(SimpleNamespace(check=lambda *words: None), asked.url)
+    log = tmp_path / "log"
+    log.write_bytes(node_process.JOINED)
+    node_process.wait_for_head(SimpleNamespace(check=lambda *words: None, log=log), asked.url)
     assert asked.proxy == [] and len(asked.dashboard) >= 4
     assert any("Bearer mine" in request for request in asked.dashboard)
     assert os.environ["no_proxy"] == os.environ["NO_PROXY"] == "example.com,127.0.0.1,localhost,::1,[::1]"
     connection.set_auth_mode("local")
     assert os.environ["no_proxy"].count("localhost") == 1
+
+
+def test_a_head_is_awaited_until_its_node_has_joined_however_early_its_dashboard_answers(tmp_path, monkeypatch):
+    """Jobs were submitted to a head that gave up after its dashboard had answered."""
+    log = tmp_path / "log"
+    log.write_text("Local node IP: 127.0.0.1")
+    looks = []
+
+    def check(*words):
+        looks.append(words)
+        if len(looks) == 3:
+            log.write_text("Ray runtime started.")
+
+    monkeypatch.setattr(node_process, "fetch", lambda url, **how: b"{}")
+    monkeypatch.setattr(node_process.time, "sleep", lambda seconds: None)
+    node_process.wait_for_head(SimpleNamespace(check=check, log=log), "http://127.0.0.1:1")
+    assert len(looks) == 3
 
 
 def test_other_hosts_are_still_asked_through_the_users_proxy(asked):

@@ -104,4 +104,17 @@ def test_a_ray_that_does_not_come_up_here_is_one_message_with_its_logs(monkeypat
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ClusterError, match="timed out during startup") as caught, connection.connected(CONFIG):
         pass
+    assert "during startup.\n" in str(caught.value)
     assert "session_latest/logs" in str(caught.value) and len(str(caught.value).splitlines()) == 3
+
+
+def test_a_module_whose_import_failed_while_ray_started_shows_its_own_error(tmp_path, monkeypatch):
+    """An import that waited for the failing one got a module without its names, and blamed the name."""
+    (tmp_path / "slow_to_fail.py").write_text(
+        "import time\ntime.sleep(0.3)\nraise ImportError('the cause')\nname = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with connection._importing(["slow_to_fail"], "json"):
+        pass
+    with pytest.raises(ImportError, match="the cause"):
+        exec("from slow_to_fail import name")

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import venv
+from types import SimpleNamespace
 
 import pytest
 
@@ -227,3 +228,34 @@ def test_the_environment_of_the_start_is_gone_afterwards(monkeypatch):
     with lean_node.variables({"COLOUR": "blue", "SHAPE": "round"}):
         assert (os.environ["COLOUR"], os.environ["SHAPE"]) == ("blue", "round")
     assert os.environ["COLOUR"] == "red" and "SHAPE" not in os.environ
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_node_that_joins_late_is_awaited_while_its_raylet_lives(monkeypatch, ends):
+    """Ray gives up after 30 s, which a loaded machine needs."""
+    import ray._private.node as node
+    import ray._private.services as services
+
+    asked, alive = [], [None, None, 1] if ends else [None] * 9
+
+    def find(gcs_address, node_id):
+        asked.append((gcs_address, node_id))
+        if len(asked) < 4:
+            raise RuntimeError("no node of this id")
+        return {"node_id": node_id}
+
+    def start_raylet(self, plasma_directory, fallback_directory, object_store_memory, use_valgrind=False, use_profiler=False):  # fmt: skip
+        self.all_processes = {"raylet": [SimpleNamespace(process=SimpleNamespace(poll=lambda: alive.pop(0)))]}
+
+    monkeypatch.setattr(services, "get_node", find)
+    monkeypatch.setattr(node.Node, "start_raylet", start_raylet)
+    monkeypatch.setattr(lean_node.time, "sleep", lambda seconds: None)
+    with lean_node.nodes(template=None, has_dashboard=False, has_autoscaler=False):
+        made = node.Node.__new__(node.Node)
+        made.start_raylet("", "", 0)
+        if ends:
+            with pytest.raises(RuntimeError, match="no node"):
+                services.get_node("here", "1")
+        else:
+            assert services.get_node("here", "1") == {"node_id": "1"}
+    assert len(asked) == (3 if ends else 4) and services.get_node is find

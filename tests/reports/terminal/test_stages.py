@@ -73,8 +73,8 @@ def test_a_pipe_hears_of_what_is_long_and_not_of_what_is_short(clock):
     assert printed(shown).splitlines() == [
         "  a moment: 1.4 s",
         "  hashing ...",
-        "  hashing: 18 s, 45.0 of 100.0 MiB, about 22 s left",
-        "  hashing: 34 s, 85.0 of 100.0 MiB, about 6.0 s left",
+        "  hashing ... 18 s, 45.0 of 100.0 MiB, about 22 s left",
+        "  hashing ... 34 s, 85.0 of 100.0 MiB, about 6.0 s left",
         "  hashing: 40 s",
     ]
 
@@ -205,3 +205,14 @@ def test_brackets_in_names_of_stages_and_metrics_are_no_markup(clock):
     terminal.show([step_record(11)])
     terminal.console.print(terminal._shown)
     assert "val/top[5]" in printed(terminal) and "val/[/x]" in printed(terminal)
+
+
+def test_the_table_that_stays_at_the_end_has_the_metrics_of_the_last_evaluation(clock):
+    """It kept those of the one before, above a verdict with the last."""
+    terminal = Terminal(Console(file=io.StringIO(), width=100, force_terminal=True), interval_s=2.0)
+    terminal.expect_steps(11)
+    terminal.show([EvaluationRecord(10, {"val/accuracy": 0.25}, 9.0)])
+    terminal.show([step_record(11)])
+    terminal.show([EvaluationRecord(11, {"val/accuracy": 0.75}, 9.0)])
+    terminal.console.print(terminal._shown)
+    assert "0.75" in printed(terminal) and "0.25" not in printed(terminal)

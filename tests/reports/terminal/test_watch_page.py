@@ -35,7 +35,7 @@ def test_a_page_fits_and_has_what_matters_at_any_width(width):
         "79% of the 1000 predicted",
         "val/accuracy 0.97",
         "CRITICAL straggler",
-        "goodput 87%",
+        "goodput 87% (share of the time in steps)",
     ):
         assert words in flat, words
     assert "loss_spike" not in flat  # it is over
@@ -181,3 +181,10 @@ def test_a_page_and_the_table_begin_with_the_result_and_say_why_a_run_failed():
     rows = drawn(runs_table([state], width=100), 100)
     assert "val/accuracy 0.97, best 0.98" in rows and "run: rank 1 died\n" in rows.replace(" \n", "\n")
     assert "best" not in page(live_state(judged_by="val/accuracy", best=0.97))
+
+
+def test_ranks_of_a_finished_run_have_its_last_step():
+    """The last sample of a rank may be some steps older."""
+    ranks = [RankNow(n, "node", 452 + n, "", 0.1, 0.1, 0.08, 0.0, {}) for n in range(2)]
+    text = page(live_state(status="FINISHED", step=460, ranks=ranks))
+    assert [line.split()[2] for line in text.splitlines() if line.lstrip()[:2] in ("0 ", "1 ")] == ["460", "460"]
