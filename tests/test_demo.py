@@ -6,8 +6,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from jobs import demo
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,6 +32,16 @@ def test_the_demo_prints_its_table_and_leaves_no_ray_behind():
     assert report is not None and "<svg" in Path(report.group(1)).read_text()
     picture = re.search(r"picture: (\S+)", done.stdout)
     assert picture is not None and Path(picture.group(1)).stat().st_size > 0
-    assert "study: strong scaling: " in done.stdout and done.stdout.count("language model") >= 3
+    assert "study: Strong scaling: " in done.stdout and done.stdout.count("language model") >= 3
     left = [p.name() for p in psutil.process_iter() if p.pid not in before and p.name() in ("raylet", "gcs_server")]
     assert left == []
+
+
+@pytest.mark.parametrize(
+    ("both_s", "words"), [(0.5, "2. Scaling pays"), (1.2, "2. Here two workers were 0.83 times as fast")]
+)
+def test_the_demo_does_not_claim_a_gain_that_its_table_lacks(monkeypatch, both_s, words):
+    points = [SimpleNamespace(step_time_s=SimpleNamespace(value=value)) for value in (1.0, both_s)]
+    study = SimpleNamespace(curves=[SimpleNamespace(points=[SimpleNamespace(point=one) for one in points])], words=[])
+    monkeypatch.setattr(demo, "equality", lambda one, two: "")
+    assert demo.lessons([SimpleNamespace(step_time_s=0.01)] * 2, study)[1].startswith(words)

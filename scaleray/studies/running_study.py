@@ -157,8 +157,8 @@ class RunningStudy(Campaign):
         modes = " and ".join(mode for mode in MODES if mode in q.modes)
         self.say(f"study {self.folder.name}: {self.config.workload.name} on {sizes}, {modes} scaling")
         self.say(
-            f"  {quantity(q.repeats, 'turn')} of each of "
-            f"{quantity(len(self.rungs), 'rung')} "
+            f"  {quantity(q.repeats, 'measurement')} of each of "
+            f"{quantity(len(self.rungs), 'point')} "
             f"in random order, each at least {q.steps} steps and {q.seconds:g} s; "
             f"{first.job.recipe.global_batch_size} samples a step at the base"
         )
@@ -172,7 +172,7 @@ class RunningStudy(Campaign):
             rung.turns = self.known.turns(name)[-self.options.repeats :]
             if rung.turns:
                 names = ", ".join(dict.fromkeys(turn.study for turn in rung.turns))
-                self.say(f"  {name}: {len(rung.turns)} turns reused from {names} (--force measures them again)")
+                self.say(f"  {name}: {len(rung.turns)} measurements reused from {names} (--force measures them again)")
             if rung.trains_to_target and (result := self.known.to_target(name)) is not None:
                 rung.to_target = result
                 self.say(f"  {name}: training to the target reused")

@@ -174,7 +174,10 @@ def _measured(running: RunningStudy, measure: Callable[..., None], spread: RunCo
     """Take what turns are missing, and conclude. measure: measures a group of rungs, with the config of its workers."""
     with running.kept_to_its_end():
         groups = running.begin()
-        with stage("measuring", total=running.total, unit="turns") as running.under_way, running.shown_in_its_folder():
+        with (
+            stage("measuring", total=running.total, unit="measurements") as running.under_way,
+            running.shown_in_its_folder(),
+        ):
             for group in groups:
                 measure(group, running.options.seed, running.keep, spread, running.sources)
                 check_one_kind(running.rungs.values())

@@ -239,15 +239,12 @@ class RunningSweep(Campaign):
             )
         if self.same.num_shared:
             self.say(
-                f"  {self.same.num_shared} of them are the same training as another, "
-                "such as under every rule at the reference batch: "
+                f"  {self.same.num_shared} of them {'is' if self.same.num_shared == 1 else 'are'} "
+                "the same training as another, such as under every rule at the reference batch: "
                 "each training runs once and counts for all"
             )
         if fit > 1:
-            self.say(
-                "  trials beside each other share the machine: "
-                "their times compare with each other, not with a run alone"
-            )
+            self.say("  concurrent trials share the machine: their times compare with each other, not with a run alone")
         causes = Counter(reason.splitlines()[0] for _, reason in self.asked.refused)
         for cause, number in causes.most_common(MAX_SHOWN):
             self.say(f"  not started: {quantity(number, 'combination')}, as {cause}")

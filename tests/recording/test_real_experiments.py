@@ -50,7 +50,7 @@ def test_studies_are_reused_invalidated_and_learned_from(flags, tmp_path, uri):
     assert first.model_profile is not None
     said = []
     again = scaleray.study({**flags, "tracking.run_name": "again"}, Classify(), **sizes, say=said.append)
-    assert any("turns reused from first" in line for line in said)
+    assert any("measurements reused from first" in line for line in said)
     assert {at.point.reused_from for at in again.curves[0].points} == {"first"}
     steady = {
         (record.name, at.point.workers)

@@ -168,7 +168,7 @@ def test_what_was_measured_is_reused_and_named_and_can_be_forced_anew(study):
     second = study(workers=nobody, said=said)
     assert nobody.groups == []
     assert any("no worker is started" in line for line in said)
-    assert any(f"3 turns reused from {first.name}" in line for line in said)
+    assert any(f"3 measurements reused from {first.name}" in line for line in said)
     assert {p.reused_from for p in points_of(second).values()} == {first.name}
     assert points_of(second)["strong", 2].turns == points_of(first)["strong", 2].turns
     forced = study(StudyOptions(world_sizes=[1, 2, 4], repeats=3, force=True))
