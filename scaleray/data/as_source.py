@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from scaleray.common.progress import stage
-from scaleray.data import preprocessing
+from scaleray.data import hugging_face_data, preprocessing
 from scaleray.data.collation import refuse_ragged
 from scaleray.data.iterable import IterableSource
 from scaleray.data.parquet import ParquetSource
@@ -113,6 +113,7 @@ def as_source(
     of `load_sources`.
     """
     source: Source
+    hugging_face_data.check(value, split=split)
     one_by_one: dict[str, Any] = {
         "allows_text": allows_text,
         "reads_copy": split != TRAIN,
@@ -135,6 +136,8 @@ def as_source(
         source = ArraySource(value, allows_text=allows_text)
     elif type(value).__module__.startswith("ray.data"):
         source = StreamSource(value)
+    elif hugging_face_data.is_dataset(value) and (found := hugging_face_data.in_blocks(value, allows_text=allows_text)):
+        source = found
     elif isinstance(value, torch.utils.data.IterableDataset):
         source = IterableSource(value, **one_by_one)
     elif (

@@ -25,6 +25,7 @@ import torch.utils.data
 
 from scaleray.common.progress import stage
 from scaleray.common.seeding import seed_row
+from scaleray.data.hugging_face_data import is_stream
 from scaleray.data.rank_part import Part
 from scaleray.data.row_values import RowValues, first_difference, generator_states, generators_kept, have_moved
 from scaleray.data.sample_order import StepPlan, stream_key
@@ -52,12 +53,16 @@ def deals_by(dataset: Any, first_rows: Callable[[Any], list[Any]]) -> str:
 
     first_rows: the first rows of an iterable, in a form that can be compared.
     """
+    if is_stream(
+        getattr(dataset, "items", dataset)
+    ):  # also in a DataLoader of Lightning: its shards are not of one size
+        return ""
     if _shard_parameters(dataset) is not None:
         return BY_SHARD
     if not isinstance(dataset, torch.utils.data.IterableDataset):
         return ""
     halves = [first_rows(_WithWorkerInfo(dataset, part, 2)) for part in range(2)]
-    return BY_WORKER_INFO if halves[0] != halves[1] else ""
+    return BY_WORKER_INFO if halves[0] != halves[1] and all(halves) else ""
 
 
 def part_of(dataset: Any, how: str, rank: int, world_size: int) -> Any:
@@ -231,6 +236,8 @@ class IterableSource(DatasetSource):
         """The same rows with a place of its own, for one reader: of this part, where the rows are dealt out."""
         source = copy.copy(self)
         source._place = None
+        if is_stream(self.dataset) and self.as_given.problem is None:
+            source.dataset = self.as_given.copy()  # its epoch and place belong to all who iterate the object
         if part is not None and part.plan.is_dealt:
             source._rank, source._world_size = part.rank, part.world_size
         return source

@@ -58,7 +58,8 @@ def as_numbers(name: str, value: Any, *, allows_text: bool = False) -> np.ndarra
             f"column {name}",
             f"{array.dtype}",
             "columns hold numbers",
-            "encode text or categories as integers first, in the workload's transform() or preprocessor()",
+            "encode text or categories as integers first, in the workload's transform() or preprocessor(), or leave "
+            "the column out",
         )
     return array
 
@@ -79,7 +80,7 @@ def _of_objects(name: str, array: np.ndarray) -> DataError:
     place = next((n for n, value in enumerate(values) if not is_number(value)), 0)
     kind = type(values[place]).__name__ if values else "object"
     where = f"value {place} of column {name}" if array.ndim else f"column {name}"
-    advice = "make numbers of it, in datasets() or in the workload's transform() or preprocessor()"
+    advice = "make numbers of it, in datasets() or in the workload's transform() or preprocessor(), or leave it out"
     found = "nothing (None)" if kind == "NoneType" else f"a {kind}, {str(values[place])[:40] if values else ''}"
     return DataError(where, found, "columns hold numbers", _ADVICE.get(kind, advice))
 

@@ -20,7 +20,7 @@ import torch
 from scaleray.errors import DataError
 
 SHARED = (np.ndarray, torch.Tensor, type, types.FunctionType, types.ModuleType)
-"""Types whose objects are not copied: memory of any size, and code."""
+"""Types whose objects are not copied: memory of any size, and code. Tables of Arrow are neither."""
 DEPTH = 6  # levels of attributes that are searched for the one that cannot be pickled
 ITEMS = 8  # items of a list or dict that are searched
 
@@ -44,7 +44,7 @@ class AsGiven:
         """The Dataset as it was given. is_writable: arrays that cannot be written are copied."""
         if self.problem is not None:
             raise self.problem
-        shared = [_writable(value) if is_writable else value for value in self._shared]
+        shared = [_writable(value) if is_writable else _own_counter(value) for value in self._shared]
         return _Unpickler(io.BytesIO(self._state), shared).load()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,6 +99,12 @@ def _writable(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value
 
 
+def _own_counter(value: Any) -> Any:
+    """A copy of a number that processes share, such as the epoch of a stream of Hugging Face; else the value."""
+    is_counter = isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_shared()
+    return value.clone() if is_counter else value
+
+
 def _shared_object(number: int) -> Any:
     """Name in the pickled bytes of an object that is shared; `_Unpickler` replaces it."""
     raise pickle.UnpicklingError(f"object {number} is not here")
@@ -110,7 +116,11 @@ class _Pickler(pickle.Pickler):
         self.shared: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, SHARED) or value is _shared_object:
+        is_shared = isinstance(value, SHARED) or (type(value).__module__, type(value).__name__) == (
+            "pyarrow.lib",
+            "Table",
+        )
+        if not is_shared or value is _shared_object:
             return NotImplemented
         self.shared.append(value)
         return _shared_object, (len(self.shared) - 1,)

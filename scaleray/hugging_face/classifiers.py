@@ -42,9 +42,10 @@ class SequenceClassification(_Classifier, TextWorkload):
     """Sort texts, or pairs of texts, into classes, or learn numbers of them.
 
     label: column of the label. pair: column of a second text. labels: names of the classes in the order of the model's
-    logits; None takes those of the training data, in the order of the model's id2label or else sorted. problem_type:
-    as transformers names it: `single_label_classification`, `multi_label_classification` (a label is a list of classes)
-    or `regression` (a number or a list of them); None is what the model's config says, or else a single label.
+    logits; None takes those of the training data, in the order of the model's id2label, of their ClassLabel, or else
+    sorted. problem_type: as transformers names it: `single_label_classification`, `multi_label_classification` (a label
+    is a list of classes) or `regression` (a number or a list of them); None is what the model's config says, or else a
+    single label.
     """
 
     auto_class = "AutoModelForSequenceClassification"
@@ -70,9 +71,9 @@ class SequenceClassification(_Classifier, TextWorkload):
         """Kind of the labels of the training data."""
         if self._kind is None:
             found = text_files.column(self.records()[TRAIN], self.label, what=TRAIN)
-            config = pretrained_models.read_config(self.model, {})
-            name = self.problem_type or getattr(config, "problem_type", None) or ONE_CLASS
-            order = partial(in_order_of, config, is_trained=self.folder is not None, argument="labels")
+            own = getattr(pretrained_models.read_config(self.model, {}), "problem_type", None)
+            name = self.problem_type or own or ONE_CLASS
+            order = partial(self.in_order, column=self.label)
             self._kind = label_kind(name, found, self.stated_labels, order=order)
         return self._kind
 

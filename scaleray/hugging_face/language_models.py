@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from scaleray.data import ArraySource, Ragged
+from scaleray.data import TRAIN, ArraySource, Ragged
 from scaleray.errors import ConfigError, DataError
 from scaleray.hugging_face import text_files, token_rows
 from scaleray.hugging_face.base_workload import HuggingFaceWorkload
 from scaleray.hugging_face.chat import conversations
+from scaleray.hugging_face.classifier_losses import in_order_of
 from scaleray.hugging_face.pretrained_models import read_config
 from scaleray.hugging_face.token_rows import IGNORED, Tokens
 
@@ -57,8 +58,9 @@ PACKINGS = ("concatenate", "separate", "pad")
 class TextWorkload(HuggingFaceWorkload):
     """Base of workloads with a tokenizer and text files.
 
-    data: files by split, as `text_files.read_splits` takes them. sequence_length: tokens of a row. text: column of the
-    text in records. validation_share: share of the training records held out as `val`, where the data name no `val`.
+    data: files or Datasets of Hugging Face by split, as `text_files.read_splits` takes them. sequence_length: tokens of
+    a row. text: column of the text in records. validation_share: share of the training records held out as `val`, where
+    the data name no `val`.
     """
 
     def __init__(
@@ -84,6 +86,13 @@ class TextWorkload(HuggingFaceWorkload):
     def records(self) -> dict[str, list[text_files.Record]]:
         """The records of each split."""
         return text_files.read_splits(self.data, validation_share=self.validation_share)
+
+    def in_order(self, names: list[str], *, column: str) -> list[str]:
+        """Names of classes in the order of the model's id2label, where it has them, or of the column's ClassLabel in a
+        Dataset of Hugging Face; else as they are."""
+        stated = text_files.classes_of(self.data[TRAIN], column) or names
+        is_trained = self.folder is not None
+        return in_order_of(read_config(self.model, {}), stated, is_trained=is_trained, argument="labels")
 
     def config_changes(self) -> dict[str, Any]:
         """Vocabulary and special tokens of the tokenizer, for a config that does not state them."""

@@ -1,4 +1,5 @@
-"""Records from local files: text, JSON, JSON lines, CSV, TSV and Parquet, one record a document, line or row."""
+"""Records from local files: text, JSON, JSON lines, CSV, TSV and Parquet, one record a document, line or row; or from
+a Dataset of Hugging Face."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 from scaleray.common.parsing import load_json
 from scaleray.data import TRAIN
+from scaleray.data.hugging_face_data import check, is_dataset, is_stream
 from scaleray.errors import DataError, first_line
 
 Record = dict[str, Any]
@@ -23,8 +25,8 @@ def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]
     """The records of each split. Raises DataError.
 
     data: paths by split, each one path, a pattern such as `texts/**/*.txt`, or a list of them; a folder means all files
-    in and below it. validation_share: share of the training records that becomes the split `val`, chosen by a hash of
-    their content, so that other records do not move them.
+    in and below it. Or Datasets of Hugging Face by split. validation_share: share of the training records that becomes
+    the split `val`, chosen by a hash of their content, so that other records do not move them.
     """
     if not isinstance(data, Mapping) or TRAIN not in data:
         raise DataError(
@@ -42,7 +44,11 @@ def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]
 
 
 def read_records(given: Any, *, what: str) -> Iterator[Record]:
-    """The records of the files that one path, pattern or list of them names, in the order of names."""
+    """The records of the files that one path, pattern or list of them names, in the order of names; or those of a
+    Dataset or a stream of Hugging Face."""
+    if is_dataset(given) or is_stream(given):
+        yield from _records_of(given, what)
+        return
     for path in _paths(given, what):
         try:
             yield from _READERS.get(path.suffix.lower(), _read_text)(path)
@@ -76,6 +82,27 @@ def texts(records: list[Record], name: str, *, what: str) -> list[str]:
             f"column {name} of record {wrong} of the {what} data", type(found[wrong]).__name__, "it must be text"
         )
     return found
+
+
+def classes_of(given: Any, name: str) -> list[str]:
+    """Names of the classes of a column of a Dataset of Hugging Face, in their order; empty where it states none."""
+    feature = (getattr(given, "features", None) or {}).get(name)
+    return list(getattr(getattr(feature, "feature", feature), "names", ()))
+
+
+def _records_of(given: Any, what: str) -> Iterator[Record]:
+    """The rows of a Dataset or a stream, with the names of classes in place of their numbers."""
+    check(given, split=what)
+    given = given.with_format(None)
+    classes = {name: names for name in given.features or {} if (names := classes_of(given, name))}
+    for row in given:
+        for name, names in classes.items():
+            number = row[name]
+            if isinstance(number, list):
+                row[name] = [names[each] for each in number]
+            else:
+                row[name] = None if number is None or number < 0 else names[number]  # -1: not known
+        yield row
 
 
 def _paths(given: Any, what: str) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,9 @@ from torch import nn
 
 from scaleray.data import TRAIN, ArraySource, Ragged
 from scaleray.errors import DataError, WorkloadError
-from scaleray.hugging_face import pretrained_models, text_files
+from scaleray.hugging_face import text_files
 from scaleray.hugging_face.base_workload import LABELS, label_metrics
-from scaleray.hugging_face.classifier_losses import class_names, in_order_of, named_classes
+from scaleray.hugging_face.classifier_losses import class_names, named_classes
 from scaleray.hugging_face.language_models import TextWorkload
 from scaleray.hugging_face.token_rows import IGNORED
 
@@ -33,7 +32,7 @@ class TokenClassification(TextWorkload):
 
     words, tags: columns of a list of words and of a list of as many tags, names or numbers. labels: names of the tags
     in the order of the model's logits, by which tags that are numbers count; None takes those of the training data, in
-    the order of the model's id2label or else sorted.
+    the order of the model's id2label, of their ClassLabel, or else sorted.
     """
 
     auto_class = "AutoModelForTokenClassification"
@@ -50,9 +49,7 @@ class TokenClassification(TextWorkload):
         """Names of the tags in the order of the model's logits."""
         if self._names is None:
             found = _lists(text_files.column(self.records()[TRAIN], self.tags, what=TRAIN), self.tags, TRAIN)
-            config = pretrained_models.read_config(self.model, {})
-            order = partial(in_order_of, config, is_trained=self.folder is not None, argument="labels")
-            self._names = order(class_names([tag for tags in found for tag in tags]))
+            self._names = self.in_order(class_names([tag for tags in found for tag in tags]), column=self.tags)
         return self._names
 
     def config_changes(self) -> dict[str, Any]:

@@ -109,7 +109,8 @@ def padded(documents: Sequence[Tokens], length: int, *, pad: int) -> ArraySource
 class TokenPadding(Columnwise):
     """Rows of unequal length as a batch: filled up at the end, and a mask of the real tokens where the data have none.
 
-    pad: the token that fills `input_ids`; labels are filled with -100, other columns with 0.
+    pad: the token that fills `input_ids`; labels are filled with -100, other columns with 0. A column `label` is called
+    `labels`, as by the collators of transformers.
     """
 
     def __init__(self, pad: int) -> None:
@@ -122,6 +123,8 @@ class TokenPadding(Columnwise):
         if isinstance(ids, Ragged) and MASK not in columns:
             is_real = np.arange(batch["input_ids"].shape[1]) < ids.lengths[:, None]
             batch[MASK] = torch.from_numpy(is_real.astype(np.int8))
+        if "label" in batch and "labels" not in batch:
+            batch["labels"] = batch.pop("label")
         return batch
 
 

@@ -24,7 +24,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from scaleray.data import ArraySource, IterableSource
+from scaleray.data import ArraySource, IterableSource, hugging_face_data
 from scaleray.data.source_interface import TRAIN
 from scaleray.data.sources import DatasetSource
 from scaleray.errors import DataError
@@ -212,6 +212,7 @@ def _items(loader: Any) -> Any:
 
 def _source(split: str, loader: Any, notes: list[str]) -> ArraySource | DatasetSource:
     items, is_exact = _items(loader), collation_of(loader) is not None
+    hugging_face_data.check(items, split=split)
     if isinstance(items, IterableDataset):
         streamed = IterableSource(IteratedRows(split, items, is_exact=is_exact))
         streamed.notes = tuple(notes)
