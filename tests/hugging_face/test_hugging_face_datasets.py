@@ -144,6 +144,20 @@ def test_a_column_label_holds_the_labels_as_for_transformers_collators(rows_file
     assert renamed["labels"].tolist() == [1, 0] and "label" not in renamed and batch["labels"].shape == (4, 6)
 
 
+def test_the_example_of_the_page_trains(rows_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"words": [n % 5, 1, 2][: 1 + n % 3]}) + "\n" for n in range(20)))  # fmt: skip
+    page = (Path(__file__).parents[2] / "docs/hugging_face.md").read_text()
+    names = {
+        "HuggingFaceWorkload": HuggingFaceWorkload,
+        "load_dataset": lambda *args, **more: datasets.load_dataset(*args, cache_dir=str(tmp_path), **more),
+        "to_tokens": lambda batch: {"input_ids": batch["words"], "labels": batch["words"]},
+    }
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    run = train_alone(names["Tagger"]({**BERT, "vocab_size": 50, "num_labels": 5}), {**FLAGS, "stop.after": "2 epochs"})
+    assert run.losses[-1] < run.losses[0]
+
+
 # rows that are read by index
 
 
