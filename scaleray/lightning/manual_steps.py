@@ -28,8 +28,36 @@ from scaleray.lightning.lightning_metrics import left_alone
 from scaleray.lightning.lightning_optimizers import LightningSchedule, step_scheduler
 from scaleray.lightning.trainer_object import refused
 
-ADVICE = "give a loss for each optimizer in losses() of a class derived from that of as_workload: docs/workloads.md"
 SAME_EACH_TIME = "each optimizer takes one step in every training_step, in the same order"
+
+
+def losses_in_place(module: Any, optimizers: Sequence[Any]) -> str:
+    """Workload for a module whose `training_step` cannot be taken, with a loss for each of its optimizers."""
+    name, numbers = type(module).__name__, range(len(optimizers))
+    by_name = lambda value: "{" + ", ".join(f'"optimizer_{n}": {value(n)}' for n in numbers) + "}"
+    losses = "".join(
+        f"""
+
+        def loss_{n}(self, model, batch):  # its {type(optimizers[n]).__name__} takes the step after it
+            loss = ...  # the mean that training_step gives to manual_backward
+            return loss * len(batch[0]), len(batch[0])"""
+        for n in numbers
+    )
+    return f"""a plain workload has a loss for each optimizer instead (docs/workloads.md):
+
+    class Workload(scaleray.Workload):
+        def build_model(self):
+            return {name}()
+
+        def datasets(self):
+            return {{"train": ..., "val": ...}}  # the Datasets of the DataLoaders
+
+        def optimizer(self, model, settings):
+            optimizers = model.configure_optimizers()  # without schedulers, which schedule() returns
+            return {by_name(lambda n: f"optimizers[{n}]")}
+
+        def losses(self):  # in the order of the steps: each sees the weights after those before
+            return {by_name(lambda n: f"self.loss_{n}")}{losses}"""
 
 
 class _Reached(BaseException):
@@ -167,7 +195,9 @@ class ManualSteps:
                 self._after.__enter__()
             return
         if self._stepped is None:
-            raise refused("the step of an optimizer", "optimizers take their steps in training_step alone", ADVICE)
+            raise refused(
+                "the step of an optimizer", "optimizers take their steps in training_step alone", self._advice
+            )
         place, wanted = len(self._stepped), self.order
         self._stepped.append(number)
         if place >= len(wanted) or wanted[place] != number:
@@ -201,7 +231,7 @@ class ManualSteps:
         if self._events is not None:
             self._events.append(("backward", None))
         elif self._stepped is None:
-            raise refused("self.manual_backward", "gradients are computed in training_step alone", ADVICE)
+            raise refused("self.manual_backward", "gradients are computed in training_step alone", self._advice)
         elif len(self._stepped) == self._wanted:
             self._loss = loss if self._loss is None else self._loss + loss
 
@@ -240,7 +270,7 @@ class ManualSteps:
         for number in range(len(self.optimizers)):
             if (times := steps.count(number)) != 1:
                 found = f"takes {times} steps of optimizer {number}"
-                hint = "batch.global_size decides how many rows a step has" if times == 0 else ADVICE
+                hint = "batch.global_size decides how many rows a step has" if times == 0 else ""
                 raise self._refused(found, SAME_EACH_TIME, hint)
         clipped = {number for kind, number in events if kind == "clip"}
         if clipped and len(clipped) < len(self.optimizers):
@@ -262,8 +292,13 @@ class ManualSteps:
             raise self._refused("takes a step without a manual_backward of its own", SAME_EACH_TIME)
         self.order = steps
 
-    def _refused(self, found: str, allowed: str, hint: str = ADVICE) -> WorkloadError:
-        return WorkloadError.problem(place_of(type(self._model), "training_step"), f"{found}: {allowed}", hint)
+    @property
+    def _advice(self) -> str:
+        return losses_in_place(self._model, self.optimizers)
+
+    def _refused(self, found: str, allowed: str, hint: str = "") -> WorkloadError:
+        where = place_of(type(self._model), "training_step")
+        return WorkloadError.problem(where, f"{found}: {allowed}", hint or self._advice)
 
 
 class OptimizerStandIn:

@@ -1,12 +1,15 @@
 """Manual optimisation: what a plain loop and Lightning's own Trainer train, on one worker and on several."""
 
+import textwrap
+
 import pytest
 import torch
 import torch.nn.functional as F
 from lit_modules import FLAGS, NUM_FEATURES, Data, Plain, farthest, with_lightning, with_scaleray
-from small_runs import make_job, same_generators, train
+from small_runs import largest_difference, make_job, same_generators, train
 from torch import nn
 
+import scaleray
 from scaleray.common.seeding import seed_everything, stream_seed
 from scaleray.errors import ScaleRayError
 from scaleray.lightning import as_workload
@@ -284,6 +287,26 @@ def test_steps_that_cannot_be_taken_exactly_are_refused_at_the_first_batch(body,
     with pytest.raises(ScaleRayError, match=f"(?s){words}") as refusal:
         with_scaleray(as_workload(step_of(body), Data)())
     assert f"{__file__}:" in str(refusal.value) and "Traceback" not in str(refusal.value)
+
+
+def test_a_refusal_shows_a_workload_that_trains_what_the_steps_mean():
+    class Both(Without):
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                one(self, optimizer, self.D(self.G(self.noise(batch[0]))).square().mean())
+
+    with pytest.raises(ScaleRayError) as refusal:
+        with_scaleray(as_workload(step_of(never_zeroed), Data)())
+    lines = textwrap.dedent(str(refusal.value).partition("workloads.md):\n\n")[2])
+    assert len(lines.splitlines()) < 25 and lines.count("Adam takes the step") == 2
+    data = Data()
+    data.setup("fit")
+    lines = lines.replace('"train": ..., "val": ...', '"train": data.rows["train"]').replace("return Own()", "return module()")  # fmt: skip
+    lines = lines.replace("loss = ...", "loss = model.D(model.G(model.noise(batch[0]))).square().mean()")
+    names = {"scaleray": scaleray, "data": data, "module": Both}
+    exec(lines, names)
+    shown, expected = with_scaleray(names["Workload"]()), with_scaleray(as_workload(Both, Data)())
+    assert largest_difference(shown.weights, expected.weights) < ROUNDING
 
 
 def test_manual_optimisation_that_the_class_does_not_show_is_refused():
