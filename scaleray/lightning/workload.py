@@ -142,6 +142,14 @@ def _rebuilt(parts: Parts, args: Mapping[str, Any]) -> LightningWorkload:
     return _made(parts)(**args)
 
 
+def _rebuilt_as(cls: type[LightningWorkload], args: Mapping[str, Any], own: Mapping[str, Any]) -> LightningWorkload:
+    """A workload of a class derived from the one that `as_workload` made, with the attributes that it has set."""
+    workload = cls.__new__(cls)
+    LightningWorkload.__init__(workload, **args)
+    vars(workload).update(own)
+    return workload
+
+
 class LightningWorkload(Workload):
     """A LightningModule as a workload; `as_workload` makes a class of it for each module.
 
@@ -159,9 +167,13 @@ class LightningWorkload(Workload):
         self._collations: dict[str, Any] | None = None
         self._steps = ManualSteps()
         self._names: tuple[str, ...] | None = None
+        self._names_of_base = {*vars(self), "_names_of_base"}
 
     def __reduce__(self) -> Any:
-        return _rebuilt, (self.parts, self.args)
+        if "parts" in vars(type(self)):
+            return _rebuilt, (self.parts, self.args)
+        own = {name: value for name, value in vars(self).items() if name not in self._names_of_base}
+        return _rebuilt_as, (type(self), self.args, own)
 
     def build_model(self) -> Any:
         """The module itself, set up as for `Trainer.fit`."""

@@ -1,5 +1,9 @@
 """Loaders of a LightningModule: what its steps get is what its own loaders would have given, whatever these look like."""
 
+import pickle
+import sys
+
+import cloudpickle
 import lightning as L
 import numpy as np
 import pytest
@@ -260,3 +264,31 @@ def test_a_datamodule_from_datasets_works():
     data = L.LightningDataModule.from_datasets(ROWS, val_dataset=ROWS, batch_size=4)
     sources = as_workload(Plain, data)().datasets()
     assert sorted(sources) == ["train", "val"] and sources["train"].num_rows == 12
+
+
+class Doubled(as_workload(Plain, Data)):
+    """A class derived from that of a module, with a loss and an attribute of its own."""
+
+    def __init__(self, factor, **args):
+        super().__init__(**args)
+        self.factor = factor
+
+    def loss(self, model, batch):
+        total, count = super().loss(model, batch)
+        return total * self.factor, count
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_a_derived_class_travels_with_what_it_adds(by_value):
+    """Workers got the class of the module itself, and trained its loss."""
+    module = sys.modules[__name__]
+    if by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        sent = pickle.loads(cloudpickle.dumps(Doubled(2.0)))
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    flags = {"stop.after": "1 steps"}
+    [plain], [doubled] = (with_scaleray(each, flags).losses for each in (as_workload(Plain, Data)(), sent))
+    assert sent.factor == 2.0 and doubled == pytest.approx(2 * plain)
