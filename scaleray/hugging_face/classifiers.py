@@ -14,7 +14,7 @@ from scaleray.errors import WorkloadError
 from scaleray.hugging_face import pretrained_models, text_files
 from scaleray.hugging_face.base_workload import LABELS, HuggingFaceWorkload
 from scaleray.hugging_face.classifier_losses import ONE_CLASS, LabelKind, OneClass, check_name, in_order_of, label_kind
-from scaleray.hugging_face.language_models import TextWorkload
+from scaleray.hugging_face.language_models import LabelledTexts
 from scaleray.images.classifier import dtype_of
 from scaleray.images.image_data import PIXELS, ImageData
 from scaleray.images.image_folder import ImageFiles, ImageFolder
@@ -38,7 +38,7 @@ class _Classifier(HuggingFaceWorkload):
         return self.kind.metrics(*self.predictions(model, batch))
 
 
-class SequenceClassification(_Classifier, TextWorkload):
+class SequenceClassification(_Classifier, LabelledTexts):
     """Sort texts, or pairs of texts, into classes, or learn numbers of them.
 
     label: column of the label. pair: column of a second text. labels: names of the classes in the order of the model's
@@ -98,14 +98,6 @@ class SequenceClassification(_Classifier, TextWorkload):
         if getattr(pretrained_models.read_config(self.model, {}), "pad_token_id", None) is None:
             changes["pad_token_id"] = self.pad
         return changes
-
-    def datasets(self) -> dict[str, ArraySource]:
-        self.check_length()
-        return {name: self._rows(name, records) for name, records in self.records().items()}
-
-    def read_data(self, path: str) -> ArraySource | None:
-        """Records with a text; labels may be missing."""
-        return self.read_records(path, lambda text: isinstance(text, str), self._rows)
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
         """The most likely class of each row, its name and its probability; or the classes of each row and their

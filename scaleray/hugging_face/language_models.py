@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -132,20 +132,30 @@ class TextWorkload(HuggingFaceWorkload):
         found = self.tokenizer(*texts, **cut, **more)
         return {name: Ragged.of([np.array(row, np.int32) for row in rows]) for name, rows in found.items()}, found
 
-    def read_records(
-        self, path: str, is_text: Callable[[Any], bool], rows: Callable[[str, list[text_files.Record]], ArraySource]
-    ) -> ArraySource | None:
-        """Rows of a file of records for `--data`, and all their columns; None for files of another kind.
+    def datasets(self) -> dict[str, ArraySource]:
+        self.check_length()
+        return {name: self._rows(name, records) for name, records in self.records().items()}
 
-        is_text: whether a value of the column `text` is one that the workload takes.
-        """
+    def _rows(self, what: str, records: list[text_files.Record]) -> ArraySource:
+        """Rows of the records of the split, or file, `what`."""
+        raise NotImplementedError
+
+
+class LabelledTexts(TextWorkload):
+    """Base of workloads whose records have a text and what is to be found for it, which may be missing in `--data`."""
+
+    text_type: ClassVar[type] = str
+    """Type of a record's text."""
+
+    def read_data(self, path: str) -> ArraySource | None:
+        """Rows of a file of records with a text, and all their columns; None for files of another kind."""
         try:
             records = list(text_files.read_records(path, what="--data"))
         except DataError:
             return None  # of no such format: it is for others to say what is
-        if not records or not all(is_text(record.get(self.text)) for record in records):
+        if not records or not all(isinstance(record.get(self.text), self.text_type) for record in records):
             return None
-        found = rows(path, records)
+        found = self._rows(path, records)
         found.beside = {name: [record.get(name) for record in records] for name in records[0]}
         return found
 
@@ -168,10 +178,6 @@ class CausalLanguageModel(TextWorkload):
         if packing not in (None, *PACKINGS):
             raise ConfigError("workload.args.packing", packing, f"it must be one of {', '.join(PACKINGS)}")
         self.packing, self.messages = packing, messages
-
-    def datasets(self) -> dict[str, ArraySource]:
-        self.check_length()
-        return {name: self._rows(name, records) for name, records in self.records().items()}
 
     def _rows(self, what: str, records: list[text_files.Record]) -> ArraySource:
         is_chat = self.messages in records[0]

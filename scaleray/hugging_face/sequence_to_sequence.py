@@ -14,7 +14,7 @@ from scaleray.data import ArraySource, Ragged
 from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.hugging_face import pretrained_models, text_files
 from scaleray.hugging_face.base_workload import LABELS
-from scaleray.hugging_face.language_models import TextWorkload
+from scaleray.hugging_face.language_models import LabelledTexts
 from scaleray.hugging_face.token_rows import IGNORED
 
 GENERATED = "is_generated"
@@ -23,7 +23,7 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 """Kinds of ROUGE that need no library for sentences."""
 
 
-class SequenceToSequence(TextWorkload):
+class SequenceToSequence(LabelledTexts):
     """Answer a text with another one.
 
     source, target: columns of the two texts. prefix: text before every source, as T5 has it for its tasks.
@@ -71,14 +71,6 @@ class SequenceToSequence(TextWorkload):
         if changes and "decoder_start_token_id" not in self.model:
             changes["decoder_start_token_id"] = self.pad
         return changes
-
-    def datasets(self) -> dict[str, ArraySource]:
-        self.check_length()
-        return {name: self._rows(name, records) for name, records in self.records().items()}
-
-    def read_data(self, path: str) -> ArraySource | None:
-        """Records with a source; targets may be missing."""
-        return self.read_records(path, lambda text: isinstance(text, str), self._rows)
 
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
         return {name: column for name, column in super().inputs(batch).items() if name != GENERATED}

@@ -15,7 +15,7 @@ from scaleray.errors import DataError, WorkloadError
 from scaleray.hugging_face import text_files
 from scaleray.hugging_face.base_workload import LABELS, label_metrics
 from scaleray.hugging_face.classifier_losses import class_names, named_classes
-from scaleray.hugging_face.language_models import TextWorkload
+from scaleray.hugging_face.language_models import LabelledTexts
 from scaleray.hugging_face.token_rows import IGNORED
 
 STARTS = "starts"
@@ -27,7 +27,7 @@ BEGIN, END = ("B", "S", "U"), ("E", "S", "L", "U")
 WITH_PREFIX = tuple(f"{prefix}-" for prefix in (*BEGIN, *END, "I"))
 
 
-class TokenClassification(TextWorkload):
+class TokenClassification(LabelledTexts):
     """Give each word a tag: the first token of a word has it, the others count nothing.
 
     words, tags: columns of a list of words and of a list of as many tags, names or numbers. labels: names of the tags
@@ -36,6 +36,7 @@ class TokenClassification(TextWorkload):
     """
 
     auto_class = "AutoModelForTokenClassification"
+    text_type = list
 
     def __init__(
         self, model: Any, *, words: str = "words", tags: str = "tags", labels: Sequence[Any] | None = None, **more: Any
@@ -54,14 +55,6 @@ class TokenClassification(TextWorkload):
 
     def config_changes(self) -> dict[str, Any]:
         return {**super().config_changes(), **named_classes(self.names)}
-
-    def datasets(self) -> dict[str, ArraySource]:
-        self.check_length()
-        return {name: self._rows(name, records) for name, records in self.records().items()}
-
-    def read_data(self, path: str) -> ArraySource | None:
-        """Records with words; tags may be missing."""
-        return self.read_records(path, lambda words: isinstance(words, list), self._rows)
 
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
         return {name: column for name, column in super().inputs(batch).items() if name != STARTS}
