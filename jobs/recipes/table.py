@@ -50,6 +50,13 @@ RECIPES = (
     Recipe("two_towers", "two towers with in-batch negatives", "val/loss", "the loss is over the whole batch: outputs() and batch_loss()", ("TwoTowers",)),
     Recipe("unet_dice", "U-Net with a Dice loss", "val/loss", "the loss is over the whole batch", ("Ink",)),
     Recipe("graph", "graph network with a sparse matrix", "test/accuracy", "a row's loss needs the whole graph, which is a buffer", ("Graph",)),
+    Recipe("lstm", "stateful LSTM with truncated backpropagation", "val/bits_per_byte", "the state is declared: CarriedState", ("Bytes",)),
+    Recipe("lightning_gan", "LightningModule with manual optimisation: a GAN", "val/as_asked", counted=("gan",)),
+    Recipe("lightning_callbacks", "LightningModule with torchmetrics and four callbacks", "val/acc", counted=("classifier",)),
+    Recipe("lightning_unet", "LightningModule: a U-Net", "val/iou", counted=("unet",)),
+    Recipe("lora_classes", "text classes: adapters of peft on a Llama", "val/accuracy"),
+    Recipe("entities", "tags of words: a RoFormer from transformers", "val/f1"),
+    Recipe("t5_names", "texts that answer texts: a T5 from transformers", "val/exact_match"),
     Recipe("masked_lm", "masked language model: a RoFormer from transformers", "val/accuracy"),
     Recipe("ema", "an object that needs EMA", "test/accuracy", counted=("*",)),
     Recipe("strokes", "ragged, speech-like sequences: pen strokes by length, in steps of points", "val/accuracy", counted=("Strokes",)),
@@ -111,6 +118,7 @@ def measure(recipe: Recipe) -> dict[str, Any]:
         "1",
         "--steps",
         str(STEPS),
+        "--local",
         *recipe.verified_with,
     )
     judged = [o for o in verified["outcomes"] if o["verdict"] != "refused" and o["world_size"] > 1]
@@ -119,7 +127,8 @@ def measure(recipe: Recipe) -> dict[str, Any]:
     )
     found = {"verified": bool(verified["passed"]), "distance": distance, "verdict": verified["verdict"], "quality": {}}
     for workers in (1, 2):
-        record = scaleray("train", *config, "--scale.workers", str(workers))
+        how = ("--local",) if workers == 1 else ("--scale.workers", str(workers))
+        record = scaleray("train", *config, *how)
         found["quality"][str(workers)] = record["metrics"].get(recipe.metric)
     return found
 

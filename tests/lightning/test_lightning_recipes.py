@@ -1,10 +1,12 @@
 """The Lightning recipes of jobs/recipes: two workers train what one does, and both reach what Lightning's Trainer does."""
 
+import functools
 import sys
 import warnings
 from pathlib import Path
 
 import lightning as L
+import numpy as np
 import pytest
 from small_runs import largest_difference, train, train_alone
 
@@ -84,18 +86,24 @@ def with_the_trainer(name, seed):
     return values[-1]
 
 
-def at_the_end(finished, name):
-    return finished.evaluations[-1].metrics[FIGURES[name][2]]
+@functools.cache
+def trainers_values(name):
+    return [with_the_trainer(name, seed) for seed in SEEDS]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", FIGURES)
-def test_three_seeds_reach_on_one_and_two_workers_what_lightnings_trainer_does(gloo, name):
-    theirs = [with_the_trainer(name, seed) for seed in SEEDS]
-    changes = [{"precision.dtype": "fp32", "seed": seed} for seed in SEEDS]
-    alone = [at_the_end(train_alone(*recipe_of(name, **each)), name) for each in changes]
-    both = [at_the_end(gloo.run(2, trained, name, each)[0], name) for each in changes]
-    print(name, theirs, alone, both)
-    for ours in (alone, both):
-        assert sum(ours) / 3 >= sum(theirs) / 3 - FIGURES[name][3]
+def test_three_seeds_reach_what_lightnings_trainer_does(gloo, name, world_size):
+    ours = []
+    for seed in SEEDS:
+        changes = {"precision.dtype": "fp32", "seed": seed}
+        if world_size == 1:
+            finished = train_alone(*recipe_of(name, **changes))
+        else:
+            finished = gloo.run(world_size, trained, name, changes)[0]
+        ours.append(finished.evaluations[-1].metrics[FIGURES[name][2]])
+    theirs = trainers_values(name)
+    print(name, world_size, ours, theirs, flush=True)
+    assert np.mean(ours) >= np.mean(theirs) - FIGURES[name][3]
