@@ -27,7 +27,7 @@ FIGURES = {
     "entities": ("val/f1", 0.02),
     "t5_names": ("val/exact_match", 0.05),
 }
-"""Metric of each recipe, and how far the mean over three seeds may be from a plain loop's."""
+"""Metric of each recipe, and how far the mean over three seeds may be below a plain loop's."""
 SEEDS = (0, 1, 2)
 
 
@@ -166,4 +166,4 @@ def test_a_recipe_is_as_good_as_a_plain_loop_over_three_seeds(data, name):
         with same_generators():
             plain.append(plain_loop(workload, flags, metric, seed))
         print(name, seed, ours[-1], plain[-1], flush=True)
-    assert np.mean(ours) == pytest.approx(np.mean(plain), abs=allowed), (ours, plain)
+    assert np.mean(ours) >= np.mean(plain) - allowed, (ours, plain)
