@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-# Which combinations of settings the tests take: another part of eight at every commit on the main line, until all were had.
-# `make test PART=3/8` takes that one, `make test PART=` all of them.
+# Which combinations of settings the tests take: another part of sixteen at every commit on the main line, until all were had.
+# `make test PART=3/16` takes that one, `make test PART=` all of them.
 COMMITS := $(shell git rev-list --count --first-parent HEAD 2>/dev/null || date +%j)
-export PART ?= $(shell expr $(COMMITS) % 8 + 1)/8
+export PART ?= $(shell expr $(COMMITS) % 16 + 1)/16
 
 # Tests without Ray, in four parts of about one length: one process of pytest at a time would leave a core idle most of the time.
 PARTS := unit-training unit-strategies unit-verification unit-others
