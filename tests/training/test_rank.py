@@ -53,4 +53,5 @@ def test_a_rank_that_hangs_says_where_and_ends_its_process(tmp_path):
 
 def test_a_rank_without_a_limit_may_stop_for_longer(tmp_path):
     code, lines = ran(tmp_path, sleep_s=3, ends_hangs=False)
-    assert code == 0 and lines[-1] == "flushed" and not any("a hang" in line for line in lines)
+    # a last sign of life may come later: it is on its way in a thread of its own
+    assert code == 0 and "flushed" in lines and not any("a hang" in line for line in lines)
