@@ -122,7 +122,7 @@ def terminate_driver(scene: Scene) -> float:
     assert run.driver is not None
     at, before = time.time(), run.step()
     run.driver.terminate()
-    if run.driver.wait(timeout=60) != 1 or not run.said("KILLED", since=at):
+    if run.driver.wait(timeout=60) != 130 or not run.said("KILLED", since=at):
         raise Failed(f"SIGTERM ended the run with exit code {run.driver.returncode}:\n{run.tail()}")
     saved = [line for _, line in run.said("to continue after step", since=at)]
     if not saved or int(saved[-1].split("after step ")[1].split(":")[0]) < before:
