@@ -291,7 +291,7 @@ class RunningStudy(Campaign):
             self.mlflow.finish(None, status=status)
         if count:
             same = "the same command without --force" if self.options.force else "the same command"
-            self.say(f"  {count} turns are kept: {same} continues from there")
+            self.say(f"  {count} measurements are kept: {same} continues from there")
 
     def write(self, record: StudyRecord, status: str = "FINISHED") -> StudyRecord:
         """Write the record and the report, in its folder and in MLflow."""

@@ -159,4 +159,4 @@ def studies_of(turns: Iterable[Turn], *, own: str) -> str | None:
     if not others:
         return None
     names = ", ".join(dict.fromkeys(others))
-    return names if len(others) == len(turns) else f"{names} ({len(others)} of {len(turns)} turns)"
+    return names if len(others) == len(turns) else f"{names} ({len(others)} of {len(turns)} measurements)"

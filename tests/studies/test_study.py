@@ -153,9 +153,9 @@ def test_a_study_says_how_many_turns_it_has_taken_and_how_long_the_others_will(s
     with shown(monkeypatch, is_terminal=is_terminal) as seen:
         study(workers=Seen())
     assert len(seen.views) == 9 and "left" not in seen.views[0]
-    (line,) = [line for line in seen.views[-1].splitlines() if "8 of 9 turns" in line]
+    (line,) = [line for line in seen.views[-1].splitlines() if "8 of 9 measurements" in line]
     assert (
-        re.search(r"8 of 9 turns, about 11 min \d+ s left$", line.rstrip())
+        re.search(r"8 of 9 measurements, about 11 min \d+ s left$", line.rstrip())
         and len(line) <= 80
         and ("━" in line) == is_terminal
     )
@@ -243,7 +243,7 @@ def test_an_interrupted_study_keeps_what_it_has_and_goes_on_from_there(study, tm
     said, question = [], StudyOptions(world_sizes=[1, 2, 4], repeats=3)
     with pytest.raises((KeyboardInterrupt, RunFailedError)):
         study(question, Workers(fails_after=5, error=error), said)
-    assert any("5 turns are kept: the same command continues from there" in line for line in said)
+    assert any("5 measurements are kept: the same command continues from there" in line for line in said)
     (folder,) = [f for f in (tmp_path / "runs").iterdir() if f.name.startswith("study-")]
     left = StudyRecord.read(folder / "record.json")
     assert sum(len(p.turns) for p in points_of(left).values()) == 5
@@ -252,7 +252,7 @@ def test_an_interrupted_study_keeps_what_it_has_and_goes_on_from_there(study, tm
     record = study(question, workers)
     assert workers.told == 9 - 5
     assert all(len(p.turns) == 3 for p in points_of(record).values())
-    assert f"{left.name} (2 of 3 turns)" in {p.reused_from for p in points_of(record).values()}
+    assert f"{left.name} (2 of 3 measurements)" in {p.reused_from for p in points_of(record).values()}
 
 
 def test_a_study_that_ends_before_its_first_turn_leaves_no_record(study, tmp_path):

@@ -43,7 +43,7 @@ class ScalingPolicy(Settings):
     base_workers: Annotated[int, Field(ge=1)] = 1
     """Largest number of workers that a study may begin with: its efficiency is relative to that."""
     min_launches: Annotated[int, Field(ge=2)] = 3
-    """Fewest turns of a number of workers: a single one does not show how much the next would differ."""
+    """Fewest measurements of a number of workers: a single one does not show how much the next would differ."""
 
 
 class ConvergencePolicy(Settings):

@@ -68,7 +68,7 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
     efficiency, point = _judged(found.efficiency), found.point
     turns, limit = len(point.turns), policy.min_efficiency
     numbers = {"efficiency": efficiency.value, "low": efficiency.low, "high": efficiency.high, "turns": float(turns)}
-    shown = f"{efficiency} in study {study.name}, {turns} turns"
+    shown = f"{efficiency} in study {study.name}, {turns} measurements"
     if marks := [mark for mark in point.marks if mark in UNREAL]:
         why = "; ".join(UNREAL[mark] for mark in marks)
         return Check(what=what, answer="inconclusive", words=f"{shown}; {why}", numbers=numbers)
@@ -76,7 +76,7 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
         words = f"{shown}; the policy asks for {policy.min_launches}"
         remedy = study_command(study, point.workers, policy, policy.min_launches)
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy,
-                     runs_needed=policy.min_launches, needed_of="turns of each size")  # fmt: skip
+                     runs_needed=policy.min_launches, needed_of="measurements of each size")  # fmt: skip
     noise = _noise(found)
     power, needed = _power(noise, limit), _turns_needed(noise, limit)
     if efficiency.low > limit:
@@ -86,12 +86,12 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
         return Check(what=what, answer="fail", words=shown, numbers=numbers, remedy=remedy)
     words = f"{shown}; the interval holds {limit:g}"
     if needed is None:
-        words += ", and no number of turns would show an efficiency like this one to be above it"
+        words += ", and no number of measurements would show an efficiency like this one to be above it"
     else:
         needed = max(needed, turns + 1)
     remedy = study_command(study, point.workers, policy, needed or 2 * turns)
     return Check(what=what, answer="inconclusive", words=words, numbers=numbers, power=power, runs_needed=needed,
-                 needed_of="turns of each size", remedy=remedy)  # fmt: skip
+                 needed_of="measurements of each size", remedy=remedy)  # fmt: skip
 
 
 def _judged(measured: Estimate) -> Estimate:

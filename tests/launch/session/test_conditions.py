@@ -113,7 +113,7 @@ def test_a_file_that_is_no_turn_counts_as_not_there(tmp_path):
 def test_reused_turns_are_named():
     assert studies_of([turn(1, "a"), turn(2, "a")], own="a") is None
     assert studies_of([turn(1, "a"), turn(2, "b")], own="c") == "a, b"
-    assert studies_of([turn(1, "a"), turn(2, "c"), turn(3, "c")], own="c") == "a (1 of 3 turns)"
+    assert studies_of([turn(1, "a"), turn(2, "c"), turn(3, "c")], own="c") == "a (1 of 3 measurements)"
 
 
 def test_a_turn_that_was_changed_on_the_disk_is_refused_with_its_file(tmp_path):

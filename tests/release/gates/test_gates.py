@@ -220,14 +220,14 @@ class TestScaling:
 
     def test_where_the_interval_holds_the_limit_power_turns_and_the_command_are_told(self):
         (check,) = scaling_gate(self.a_study(0.68, 0.84), workers=4, policy=ScalingPolicy()).checks
-        assert check.answer == "inconclusive" and check.needed_of == "turns of each size"
+        assert check.answer == "inconclusive" and check.needed_of == "measurements of each size"
         assert check.power is not None and check.power < 0.9
         assert check.runs_needed is not None and check.runs_needed > 5
         assert check.remedy == (
             f"scaleray study -c jobs/digits.yaml --world-sizes 1,2,4,8 --mode strong --repeats {check.runs_needed}"
         )
         (far,) = scaling_gate(self.a_study(0.5, 0.8), workers=4, policy=ScalingPolicy()).checks
-        assert far.answer == "inconclusive" and far.runs_needed is None and "no number of turns" in far.words
+        assert far.answer == "inconclusive" and far.runs_needed is None and "no number of measurements" in far.words
         (lucky,) = scaling_gate(self.a_study(0.9, 0.95, turns=1), workers=4, policy=ScalingPolicy()).checks
         assert (lucky.runs_needed, lucky.remedy.rpartition(" ")[2]) == (3, "3")
 
