@@ -53,9 +53,7 @@ def deals_by(dataset: Any, first_rows: Callable[[Any], list[Any]]) -> str:
 
     first_rows: the first rows of an iterable, in a form that can be compared.
     """
-    if is_stream(
-        getattr(dataset, "items", dataset)
-    ):  # also in a DataLoader of Lightning: its shards are not of one size
+    if is_stream(dataset):  # its shards are not of one size
         return ""
     if _shard_parameters(dataset) is not None:
         return BY_SHARD
@@ -237,7 +235,7 @@ class IterableSource(DatasetSource):
         source = copy.copy(self)
         source._place = None
         if is_stream(self.dataset) and self.as_given.problem is None:
-            source.dataset = self.as_given.copy()  # its epoch and place belong to all who iterate the object
+            source.dataset = self.as_given.copy()  # all readers of one object share its epoch and place
         if part is not None and part.plan.is_dealt:
             source._rank, source._world_size = part.rank, part.world_size
         return source
