@@ -137,14 +137,18 @@ def listening():
             self.send_response(200)
             self.send_header("Content-Length", str(len(page)))
             self.end_headers()
-            with contextlib.suppress(OSError):  # a caller that waited for too long asks again
-                self.wfile.write(page)
+            self.wfile.write(page)
 
         def log_message(self, *about: object) -> None:
             pass
 
-    with http.server.ThreadingHTTPServer((loopback.ADDRESS, 0), Handler) as server:
-        server.daemon_threads = True
+    class Server(http.server.ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request, client_address):
+            pass  # a caller that waited for too long has closed its connection, and asks again
+
+    with Server((loopback.ADDRESS, 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_address[1]}", got=got)
         server.shutdown()

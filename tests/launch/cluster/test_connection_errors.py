@@ -12,6 +12,7 @@ from scaleray.config import load_config
 from scaleray.errors import ClusterError
 from scaleray.launch.cluster import connection, own_ray, token
 
+IMPORTING = connection._importing  # which no other test has
 CONFIG = load_config(
     flags={"workload.name": "m:W", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "stop.after": "1 epoch"},
     environ={},
@@ -114,7 +115,7 @@ def test_a_module_whose_import_failed_while_ray_started_shows_its_own_error(tmp_
         "import time\ntime.sleep(0.3)\nraise ImportError('the cause')\nname = 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with connection._importing(["slow_to_fail"], "json"):
+    with IMPORTING(["slow_to_fail"], "json"):
         pass
     with pytest.raises(ImportError, match="the cause"):
         exec("from slow_to_fail import name")
