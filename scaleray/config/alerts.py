@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from scaleray.common.parsing import near_words
-from scaleray.config.base import Count, Positive, Settings, without_password
+from scaleray.config.base import HIDDEN, Count, Positive, Settings, without_password
 
 Severity = Literal["critical", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("critical", "warning", "info")
@@ -27,8 +27,6 @@ RULES = (
 )  # fmt: skip
 """Names of the rules, which are defined in `live/rules/`."""
 WEBHOOK = "alerts.webhook"
-HIDDEN = "***"
-"""Text in place of the part of an address that may hold a secret."""
 
 
 class AlertLimits(Settings):

@@ -257,15 +257,25 @@ def absolute_path(value: str) -> str:
     return value if "://" in value else str(Path(value).expanduser().absolute())
 
 
+HIDDEN = "***"
+"""Text in place of the part of an address that may hold a secret."""
+_SECRETS = tuple(
+    re.compile(rf"(?is)(?={pattern})")  # matches may overlap
+    for pattern in (
+        # up to the last @: drivers of databases take /, ? and # in a password. Elsewhere digits before these are a port
+        r"://[^/:]*:(?!\d{1,5}[/?#])(.*)@",
+        r"(?:postgresql|mysql|mssql)[^:/]*://[^/:]*:(.*)@",
+        r"https?://([^/?#:@]+):?@",  # a token in place of a user
+        r"[?&;][^=&?;/]*(?:pass|pwd|token|secret|key|odbc_connect)[^=&?;/]*=([^&]*)",
+    )
+)
+
+
 def without_password(uri: str) -> str:
-    """The URI as it may be shown and stored: the password, if any, replaced by stars."""
-    try:
-        parts = urllib.parse.urlsplit(uri)
-        password = parts.password
-    except ValueError:  # brackets that are no IPv6 address: not a URI
-        return uri
-    query = re.sub(r"(?i)(^|&)(password|passwd)=[^&]*", r"\1\2=***", parts.query)  # as drivers of databases take it
-    if password is None and query == parts.query:
-        return uri
-    host = parts.netloc if password is None else f"{parts.username}:***@{parts.netloc.rpartition('@')[2]}"
-    return urllib.parse.urlunsplit(parts._replace(netloc=host, query=query))
+    """The URI as it may be shown and stored: passwords, tokens and keys, if any, replaced by stars."""
+    shown, end = "", 0
+    for start, stop in sorted({match.span(1) for secret in _SECRETS for match in secret.finditer(uri)}):
+        if start >= end:
+            shown += uri[end:start] + HIDDEN
+        end = max(end, stop)
+    return shown + uri[end:]

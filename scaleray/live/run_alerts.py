@@ -18,7 +18,8 @@ from scaleray.common import live_metrics as live
 from scaleray.common import metric_names as names
 from scaleray.common.metric import prometheus_name
 from scaleray.common.watchers import Guard, Watcher
-from scaleray.config.alerts import HIDDEN, SEVERITIES
+from scaleray.config.alerts import SEVERITIES
+from scaleray.config.base import HIDDEN
 from scaleray.live.alert_delivery import Delivery, to_command, to_webhook, webhook_named
 from scaleray.live.rules import gpu_rules
 from scaleray.live.rules.rule import Found, Rule

@@ -9,7 +9,6 @@ import math
 import os
 import secrets
 import time
-import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -17,7 +16,7 @@ from typing import Any, Self, TypeVar
 from scaleray.common.filesystems import lock, shared_filesystem, unlock
 from scaleray.common.private_parts import EMPTY_ANSWERS
 from scaleray.common.progress import stage
-from scaleray.config.base import without_password
+from scaleray.config.base import HIDDEN, without_password
 from scaleray.errors import TrackingError, first_line
 from scaleray.records.accepted_names import acceptable_name, acceptable_text
 from scaleray.records.mlflow_operations import LogArtifact, LogDataset, LogMetrics, LogParams, Operation, SetTags
@@ -45,12 +44,12 @@ def resolve_uri(uri: str | None) -> str:
     """The tracking URI to use, always absolute: the given one (an option, or a config's `tracking.uri`), that of the
     environment, or an SQLite file in ~/scaleray. A saved one, without its password, is that of the environment if they
     differ by the password alone. Raises TrackingError."""
-    if uri is not None and (":***@" in uri or "=***" in uri):
+    if uri is not None and HIDDEN in uri:
         uri = _with_its_password(uri)
     uri = uri or uri_of_environment() or _file_at_home()
     if uri.startswith("sqlite:///"):
         return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).expanduser().absolute()}"
-    scheme = urllib.parse.urlparse(uri).scheme
+    scheme = uri.partition("://")[0].lower() if "://" in uri else ""  # urllib refuses some passwords of databases
     if scheme not in ("http", "https", "databricks") and not scheme.startswith(("postgresql", "mysql", "mssql")):
         raise TrackingError(
             "tracking.uri",
@@ -141,7 +140,7 @@ def _reason(exc: BaseException, uri: str) -> str:
     """The first line of the innermost cause, without what the address says of a user."""
     while (cause := exc.__cause__ or exc.__context__) is not None:
         exc = cause
-    user, at, _ = urllib.parse.urlsplit(uri).netloc.rpartition("@")
+    user, at, _ = uri.partition("://")[2].rpartition("@")
     return first_line(exc).replace(user + at, "")[:300] if at else first_line(exc)[:300]
 
 

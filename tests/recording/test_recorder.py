@@ -8,6 +8,7 @@ import io
 import json
 import math
 import multiprocessing
+import re
 import shutil
 import threading
 import time
@@ -347,11 +348,42 @@ def test_no_database_is_made_by_default_in_a_home_that_machines_share(kind, is_r
     assert store.resolve_uri(f"sqlite:///{tmp_path}/named.db")
 
 
-def test_passwords_are_neither_shown_nor_stored():
-    assert store.without_password("postgresql://me:secret@db:5432/mlflow") == "postgresql://me:***@db:5432/mlflow"
-    assert store.without_password("http://server:5000") == "http://server:5000"
-    given = "postgresql://db/mlflow?user=me&Password=secret&sslmode=require"
-    assert store.without_password(given) == given.replace("secret", "***")
+@pytest.mark.parametrize(
+    "address",
+    [
+        "postgresql://me:<secret>@db:5432/mlflow",
+        "postgresql://db/mlflow?user=me&Password=<secret>&sslmode=require",
+        *(f"postgresql://me:<se{sign}cret>@host/db" for sign in "/#?[@:"),
+        "postgresql://me:<12/secret>@host/db",
+        "postgresql://me@corp:<secret>@host/db?sslpassword=<secret>",
+        "mssql+pyodbc:///?odbc_connect=<Driver%3DX%3BPWD%3Dsecret>",
+        "mysql://host/db?user=a;passwd=<secret>",
+        "postgresql://host:<5432/db?password=se@cret>&user=me",
+        *(f"https://host:80/x?{key}=<secret>" for key in ("pwd", "token", "access_token", "AWS_SECRET", "api-key")),
+        "https://<secret>@host/a@b",
+        "https://<secret>:<>@host",
+        "http://me:<pa/secret>@host",
+        "http://server:5000",
+        "http://server:5000/#/experiments/1/runs/2?workflowType=machine_learning",
+        "postgresql://me@db/mlflow",
+    ],
+)
+def test_secrets_of_addresses_are_neither_shown_nor_stored(address, monkeypatch):
+    """The parts in <> are secret."""
+    given, hidden = re.sub("[<>]", "", address), re.sub("<.*?>", "***", address)
+    assert store.without_password(given) == store.without_password(hidden) == hidden
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
+    assert store.resolve_uri(hidden) == given
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/a@b", "s3://bucket/a:1@b", "hdfs://node:8020/me@corp/runs", "/a:b@c"])
+def test_addresses_with_an_at_in_their_path_stay(path):
+    assert store.without_password(path) == path
+
+
+def test_secrets_of_an_address_within_an_address_are_hidden():
+    given = "s3://bucket/runs?endpoint_override=http://me:secret@host:9000&secret_key=secret"
+    assert store.without_password(given) == given.replace("=secret", "=***").replace(":secret", ":***")
 
 
 def create_run(uri, name):

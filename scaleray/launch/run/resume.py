@@ -16,7 +16,7 @@ from scaleray.checkpoints.manifest import Manifest
 from scaleray.checkpoints.storage import Store
 from scaleray.common.parsing import load_json
 from scaleray.config import RunConfig, load_config
-from scaleray.config.base import absolute_path, without_password
+from scaleray.config.base import HIDDEN, absolute_path, without_password
 from scaleray.config.changes import Change, changes, training_values
 from scaleray.config.checkpoint import default_storage_path
 from scaleray.errors import CheckpointError, ConfigError, first_line
@@ -194,7 +194,7 @@ def check_changes(before: Interrupted, config: RunConfig, allowed: Sequence[str]
     training.
     """
     for key in ("storage_path", "copy_path"):
-        if ":***@" in (value := getattr(config.checkpoint, key) or ""):
+        if HIDDEN in (value := getattr(config.checkpoint, key) or ""):
             raise ConfigError(
                 f"checkpoint.{key}",
                 value,

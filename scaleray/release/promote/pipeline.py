@@ -25,8 +25,8 @@ from scaleray.common.metric import prometheus_name
 from scaleray.common.metric_names import SAMPLES_PER_S
 from scaleray.common.parsing import load_json
 from scaleray.config import RunConfig
-from scaleray.config.alerts import HIDDEN, AlertLimits
-from scaleray.config.base import without_password
+from scaleray.config.alerts import AlertLimits
+from scaleray.config.base import HIDDEN, without_password
 from scaleray.errors import StorageError, UsageError
 from scaleray.live.rules.promql import RUN
 from scaleray.live.rules.rule_files import PATH as ALERTS
