@@ -280,14 +280,16 @@ KINDS: dict[str, Callable[[Random, int, float], Any]] = {
     "counts of mean 3": lambda random, rows, by: random.poisson(3 + math.sqrt(3) * by, rows),
     "counts of mean 20": lambda random, rows, by: random.poisson(20 + math.sqrt(20) * by, rows),
     "labels, one of 1 in 1,000": lambda random, rows, by: _labels(random, rows, by),
-    "floats, 1 in 1,000 missing": lambda random, rows, by: _with_missing(random, rows, by),
+    "floats, 1 in 1,000 missing": lambda random, rows, by: _with_missing(random, rows, by, 0.001),
+    "floats, 1 in 1,000 there": lambda random, rows, by: _with_missing(random, rows, 0.0, 0.999 - _largest(by)),
     "texts": lambda random, rows, by: np.array(["w" * n for n in _tokens(random, rows, by).lengths]),
     "images": lambda random, rows, by: (
         random.normal(size=(rows, 8, 8)) + (random.normal(size=rows) + by)[:, None, None]
     ),
     "tokens": _tokens,
 }
-"""Columns of rows that have moved by so many of their standard deviations, or lengths."""
+"""Columns of rows that have moved by so many of their standard deviations, or lengths; of labels and columns that are
+mostly missing, shares move."""
 AT_MARGIN: dict[str, Callable[[Random, int, bool], Any]] = {
     "normal": lambda random, rows, is_today: random.normal(size=rows) + 0.3782 * is_today,
     "log-normal": lambda random, rows, is_today: np.exp(random.normal(size=rows) + 0.3782 * is_today),
@@ -310,11 +312,16 @@ AT_MARGIN: dict[str, Callable[[Random, int, bool], Any]] = {
 def _labels(random: Random, rows: int, by: float) -> np.ndarray:
     """Five labels and a rare one; as many rows as move below the median of a normal column get a new label."""
     found = np.where(random.random(rows) < 0.001, 7, random.integers(5, size=rows))
-    return np.where(random.random(rows) < math.erf(by / 2 / math.sqrt(2)) / 2, 8, found)
+    return np.where(random.random(rows) < _largest(by) / 2, 8, found)
 
 
-def _with_missing(random: Random, rows: int, by: float) -> np.ndarray:
-    return np.where(random.random(rows) < 0.001, np.nan, random.normal(size=rows) + by)
+def _with_missing(random: Random, rows: int, by: float, missing: float) -> np.ndarray:
+    return np.where(random.random(rows) < missing, np.nan, random.normal(size=rows) + by)
+
+
+def _largest(by: float) -> float:
+    """Largest difference of shares of a normal column that moved."""
+    return math.erf(by / 2 / math.sqrt(2))
 
 
 def data_rows() -> Iterator[Row]:

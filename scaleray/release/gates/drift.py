@@ -155,7 +155,7 @@ def _values(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: 
         once = sum(count == 1 for count in known.values())
         shown = f"new: {', '.join(list(new)[:8])}" if new else f"{len(mine['values'])} of {len(known)} known ones"
         checks.append(_new(f"values of {where}", sum(new.values()), once, rows, shown, policy, alpha))
-    bad = [number - one.get("finite_rows", number) for number, one in zip(rows, sides, strict=True)]
+    bad = [round(share * number) for share, number in zip(_not_finite(sides), rows, strict=True)]
     if bad[0] and not bad[1]:
         checks.append(_new(f"finite values of {where}", bad[0], 0, rows, "none was not finite", policy, alpha))
     if (distance := _distance(mine, theirs)) is not None:
@@ -198,10 +198,9 @@ def _apart(what: str, distance: float, rows: Sequence[int], policy: DriftPolicy,
 def _distance(mine: Facts, theirs: Facts) -> float | None:
     """Largest difference of the shares of rows below any value, where rows that are not finite are below all. None for
     columns whose values are neither numbers nor few."""
-    if "quantiles" in mine and "quantiles" in theirs:
-        return _apart_at_most([(one["quantiles"], 1 - one["finite_rows"] / one["rows"]) for one in (mine, theirs)])
     if "quantiles" in mine or "quantiles" in theirs:
-        return 1.0
+        quantiles = [one.get("quantiles", ()) for one in (mine, theirs)]
+        return _apart_at_most(list(zip(quantiles, _not_finite((mine, theirs)), strict=True)))
     if "values" in mine and "values" in theirs:
         names = sorted({*mine["values"], *theirs["values"]})
         shares = [np.array([one["values"].get(name, 0) / one["rows"] for name in names]) for one in (mine, theirs)]
@@ -209,11 +208,19 @@ def _distance(mine: Facts, theirs: Facts) -> float | None:
     return None
 
 
+def _not_finite(sides: Sequence[Facts]) -> list[float]:
+    """Share of the rows without a finite mean, of each side; 0 for columns that are no numbers. A side may have not one
+    finite row."""
+    if not any("quantiles" in one for one in sides):
+        return [0.0 for _ in sides]
+    return [1 - one.get("finite_rows", 0) / one["rows"] for one in sides]
+
+
 def _apart_at_most(sides: Sequence[tuple[Sequence[float], float]]) -> float:
     """Largest difference between two distributions, each given by its quantiles and a share of rows below them all."""
     places = np.concatenate([quantiles for quantiles, _ in sides])
     below = [
-        share + (1 - share) * np.searchsorted(quantiles, places, side="right") / len(quantiles)
+        share + (1 - share) * np.searchsorted(quantiles, places, side="right") / max(1, len(quantiles))
         for quantiles, share in sides
     ]
     return float(max(np.abs(below[0] - below[1]).max(), abs(sides[0][1] - sides[1][1])))

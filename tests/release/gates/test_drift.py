@@ -42,6 +42,10 @@ KINDS = {
     "counts of large mean": lambda random, rows: random.poisson(20, rows),
     "rare labels": lambda random, rows: np.where(random.random(rows) < 0.001, 9, random.integers(5, size=rows)),
     "missing values": lambda random, rows: np.where(random.random(rows) < 0.001, np.nan, random.normal(size=rows)),
+    "mostly missing": lambda random, rows: np.where(random.random(rows) < 0.999, np.nan, random.normal(size=rows)),
+    "mostly empty": lambda random, rows: Ragged(
+        np.ones(n := random.binomial(rows, 0.001)), np.clip(np.arange(rows + 1), 0, n)
+    ),
     "texts": lambda random, rows: np.array(["w" * length for length in random.integers(1, 200, rows)]),
     "text labels": lambda random, rows: WORDS[random.integers(4, size=rows)],
     "images": lambda random, rows: random.integers(256, size=(rows, 8, 8)).astype(np.uint8),
@@ -240,6 +244,12 @@ class TestData:
         broken[: int(share * 2000), 2] = np.nan
         found = answers(self.gate(data_of(sha256="bb", x=broken), data_of(x=whole)))
         assert found["finite values of x in train of run0"] == answer
+
+    @pytest.mark.parametrize(("today", "then", "answer"), [(1.0, 0.998, "pass"), (1.0, 0.8, "fail"), (0.8, 1.0, "fail"),
+                                                           (1.0, 1.0, "pass"), (1.0, 0.0, "fail")])  # fmt: skip
+    def test_columns_without_a_finite_row_are_judged_by_their_share_of_missing_values(self, today, then, answer):
+        sides = [split_of({"x": np.where(np.arange(2000) < share * 2000, np.nan, 1.0)}) for share in (today, then)]
+        assert self.gate(*sides).answer == answer
 
     def test_a_handful_of_rows_is_too_few_to_judge_and_says_how_many_it_takes(self):
         result = self.gate(data_of(8, sha256="bb"))
