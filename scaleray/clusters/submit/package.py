@@ -33,8 +33,21 @@ NEVER = (
     ".ruff_cache",
 )
 SECRETS = (
-    *(".env*", ".netrc", ".git-credentials", ".pypirc", ".ssh", ".aws", ".gnupg"),
-    *("*.pem", "*.key", "*.p12", "*.pfx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
+    *(".env*", "*.env", ".netrc", ".npmrc", ".git-credentials", "*credentials*.json", ".pypirc", ".pgpass"),
+    *(".ssh", ".aws", ".gnupg", ".kube", ".docker"),
+    *(
+        "*.pem",
+        "*.key",
+        "*.p12",
+        "*.pfx",
+        "*.ppk",
+        "*.jks",
+        "*.keystore",
+        "id_rsa*",
+        "id_dsa*",
+        "id_ecdsa*",
+        "id_ed25519*",
+    ),
 )
 """Names that never travel, whatever ignore files say."""
 NO_CHECKOUT, GIT_S = "not a git repository", 60.0
@@ -46,7 +59,8 @@ FIRST_MOMENT = (1980, 1, 1, 0, 0, 0)
 @dataclass(frozen=True)
 class Contents:
     """Contents of a package. files: paths relative to `folder` and their bytes. left_out: how many files and folders
-    are not included. linked: links to folders and to files outside, which are not included either.
+    are not included. linked: links to folders, to files outside and to those that are left out, which are not included
+    either.
     """
 
     folder: Path
@@ -76,7 +90,7 @@ class Contents:
             else ""
         )
         named = ", ".join([*self.linked[:5], *(["..."] if len(self.linked) > 5 else [])])
-        linked = f"; links to folders and outside stay here: {named}" if self.linked else ""
+        linked = f"; links to folders, outside and to what is left out stay here: {named}" if self.linked else ""
         return f"{len(self.files)} files, {disk_space(self.num_bytes)} ({largest}){left_out}{linked}"
 
 
@@ -84,30 +98,32 @@ def contents_of(folder: Path, *, max_mib: float) -> Contents:
     """Contents of a folder that are sent. Raises ConfigError if they are too large, before anything is read."""
     if not folder.is_dir():
         raise ConfigError("--working-dir", str(folder), "it is not a folder", "give the folder that your code is in")
-    files: dict[str, int] = {}
-    linked: list[str] = []
-    left_out, total = 0, 0
-    for path, is_in in _walk(folder.resolve()):
+    top, found, links, left_out = folder.resolve(), dict[Path, int](), list[Path](), 0
+    for path, is_in in _walk(top):
         if not is_in:
             left_out += 1
-            continue
-        if path.is_dir() or not path.resolve().is_relative_to(folder.resolve()):
-            linked.append(path.relative_to(folder.resolve()).as_posix())
-            continue
-        size = path.stat().st_size
-        files[path.relative_to(folder.resolve()).as_posix()] = size
-        total += size
-        if len(files) > MOST_FILES:
+        elif path.is_symlink():
+            links.append(path)
+        else:
+            found[path] = path.stat().st_size
+        if len(found) + len(links) > MOST_FILES:
             raise ConfigError("--working-dir", str(folder), f"it has more than {MOST_FILES:,} files", _advice([]))
-    found = Contents(folder.resolve(), files, left_out, tuple(linked))
-    if total > max_mib * 2**20:
+    targets = {path: target for path in links if (target := path.resolve()) in found}
+    found |= {path: found[target] for path, target in targets.items()}
+    contents = Contents(
+        top,
+        {path.relative_to(top).as_posix(): size for path, size in found.items()},
+        left_out,
+        tuple(path.relative_to(top).as_posix() for path in links if path not in targets),
+    )
+    if (total := contents.num_bytes) > max_mib * 2**20:
         raise ConfigError(
             "--working-dir",
             str(folder),
             f"it holds {disk_space(total)} that would travel, more than --max-mib {max_mib:g}",
-            _advice(found.largest()),
+            _advice(contents.largest()),
         )
-    return found
+    return contents
 
 
 def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
@@ -174,8 +190,7 @@ def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
         for name in sorted(names):
             path = here / name
             if path.is_file():  # neither sockets nor links that lead nowhere
-                stays = _stays(name) or _is_secret(*path.resolve().parts[len(folder.parts) :])
-                yield path, not stays and not _is_ignored(path, specs, ignored, is_folder=False)
+                yield path, not _stays(name) and not _is_ignored(path, specs, ignored, is_folder=False)
 
 
 def _stays(name: str) -> bool:

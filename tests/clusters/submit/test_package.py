@@ -55,9 +55,29 @@ def test_links_to_folders_and_outside_stay_and_are_named_and_others_travel_as_th
     (folder / "c").symlink_to(folder / "a")
     found = contents_of(folder, max_mib=1)
     assert found.files == {"a": 1, "c": 1} and found.linked == ("data", "round", "b") and found.left_out == 1
-    assert "links to folders and outside stay here: data, round, b" in found.in_words()
+    assert "links to folders, outside and to what is left out stay here: data, round, b" in found.in_words()
     with pytest.raises(ConfigError, match="outside of the working directory"):
         check_is_in(found, folder / "data" / "b", what="--config")
+
+
+def test_links_to_files_that_stay_do_too_and_are_named(checkout):
+    write(checkout, ".rayignore", "left\n")
+    made(checkout, left__a="1", late__ignored__key__a="1", later__b="2")
+    write(checkout, "late/.gitignore", "ignored/\n")
+    for name, to in {
+        "settings.txt": "private",
+        "log": "old/log",
+        "x": "left/a",
+        "y": "late/ignored/key/a",
+        "z": "settings.txt",
+        "to/b": "../later/b",
+    }.items():
+        (checkout / name).parent.mkdir(exist_ok=True)
+        (checkout / name).symlink_to(to)
+    git(checkout, "add", "settings.txt", "log", "x", "y", "z")
+    found = contents_of(checkout, max_mib=1)
+    assert sorted(found.files) == [".rayignore", "job", "kept", "late/.gitignore", "later/b", "to/b"]
+    assert found.files["to/b"] == 1 and found.linked == ("log", "settings.txt", "x", "y", "z")
 
 
 def test_a_line_with_an_exclamation_mark_brings_a_file_back(tmp_path):
@@ -157,7 +177,10 @@ def test_a_git_that_does_not_answer_is_an_error_and_not_a_folder_without_one(che
     assert names(made(checkout.parents[1] / "plain", a="1")) == ["a"]
 
 
-SECRET = (".env", ".env.local", ".netrc", "server.PEM", "tls.key", "id_rsa", ".ssh/config", ".git-credentials")
+SECRET = (
+    *(".env", ".env.local", "prod.env", ".netrc", "server.PEM", "tls.key", "id_rsa", ".ssh/config", ".git-credentials"),
+    *(".npmrc", ".kube/config", ".docker/config.json", "gcp-credentials-2.json", "a.ppk", "a.jks", "a.keystore"),
+)
 
 
 @pytest.mark.parametrize("name", SECRET)
