@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from scaleray.common.fingerprint import git_state
+from scaleray.common.git_state import git_state
 from scaleray.common.guarded import ending_like_ctrl_c, guarded
 from scaleray.launch.cluster.head import Head, local_head
 from scaleray.recording.store import experiment_link

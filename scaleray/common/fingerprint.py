@@ -6,9 +6,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
-import subprocess
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,9 @@ import psutil
 import torch
 
 from scaleray.common import nvml
+from scaleray.common.git_state import git_state
 from scaleray.common.progress import stage
 
-LARGEST_HASHED_BYTES = 2**24  # larger files count by their size: data beside the code must not delay every start
 PACKAGES = ("scaleray", "torch", "ray", "mlflow", "mlflow-skinny", "numpy", "pyarrow", "pydantic")
 
 
@@ -40,40 +38,6 @@ def environment(folder: str | Path = ".") -> dict[str, Any]:
 def environment_hash(facts: dict[str, Any]) -> str:
     """SHA-256 (16 hex digits) of the facts: two measurements with the same hash may be on one curve."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def git_state(folder: Path) -> dict[str, Any]:
-    """Commit of the checkout around `folder`, and a hash of what differs from it.
-
-    Outside a checkout, as in a submitted job, it is the commit that GIT_COMMIT names, if that is set.
-    """
-
-    def git(*words: str) -> bytes:
-        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, check=True, timeout=20).stdout
-
-    try:
-        commit = git("rev-parse", "HEAD").decode().strip()
-        new_files = git("ls-files", "-z", "--others", "--exclude-standard").split(b"\0")
-        difference = git("diff", "HEAD") + b"".join(_new_file(folder, name) for name in new_files if name)
-    except (OSError, subprocess.SubprocessError):
-        commit = os.environ.get("GIT_COMMIT", "")
-        return {"commit": commit, "is_dirty": None, "diff_sha256": None} if commit else {}
-    return {
-        "commit": commit,
-        "is_dirty": bool(difference),
-        "diff_sha256": hashlib.sha256(difference).hexdigest() if difference else None,
-    }
-
-
-def _new_file(folder: Path, name: bytes) -> bytes:
-    """Part of the difference that a file unknown to git adds: its name and a hash of its content, or its size if it is
-    large."""
-    path = folder / os.fsdecode(name)
-    if not path.is_file():
-        return name
-    size = path.stat().st_size
-    content = hashlib.sha256(path.read_bytes()).digest() if size <= LARGEST_HASHED_BYTES else str(size).encode()
-    return name + b"\0" + content
 
 
 def package_versions() -> dict[str, str]:

@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 
-from scaleray.common.fingerprint import environment, environment_hash, git_state, package_versions
+from scaleray.common.fingerprint import environment, environment_hash, package_versions
+from scaleray.common.git_state import SENT, git_state, state_to_send
 
 
 def git(folder, *words):
@@ -46,7 +47,7 @@ def test_a_new_file_makes_a_checkout_dirty_and_its_content_counts(checkout):
 
 
 def test_a_large_new_file_counts_by_its_size(checkout, monkeypatch):
-    monkeypatch.setattr("scaleray.common.fingerprint.LARGEST_HASHED_BYTES", 3)
+    monkeypatch.setattr("scaleray.common.git_state.LARGEST_HASHED_BYTES", 3)
     digests = []
     for content in ("12345", "54321", "123456"):
         (checkout / "data.bin").write_text(content)
@@ -59,6 +60,31 @@ def test_outside_of_a_checkout_the_commit_is_what_the_environment_says(tmp_path,
     assert git_state(tmp_path) == git_state(tmp_path / "nowhere") == {}
     monkeypatch.setenv("GIT_COMMIT", "abc123")
     assert git_state(tmp_path) == {"commit": "abc123", "is_dirty": None, "diff_sha256": None}
+
+
+def test_a_package_has_the_state_of_its_sender_until_its_files_change(checkout, tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("GIT_COMMIT", "abc123")
+    package = tmp_path_factory.mktemp("package")
+    for text in ("lr = 0.1\n", "lr = 0.2\n"):
+        (checkout / "recipe.py").write_text(text)
+        (package / "recipe.py").write_text(text)
+        (package / SENT).write_text(state_to_send(checkout, ["recipe.py"]))
+        assert git_state(package / "jobs") == git_state(checkout) and git_state(checkout)["is_dirty"] == ("2" in text)
+    git(checkout, "commit", "-qam", "another")
+    (package / SENT).write_text(state_to_send(checkout, ["recipe.py"]))
+    (package / "recipe.py").write_text("lr = 0.3\n")
+    (package / "log").write_text("written by the job")
+    found = git_state(package)
+    assert found["commit"] == git(checkout, "rev-parse", "HEAD") and found["is_dirty"] and found["diff_sha256"]
+    (package / SENT).write_text("[]")
+    assert git_state(package)["commit"] == "abc123"
+
+
+def test_a_file_of_an_old_package_does_not_count_in_a_checkout(checkout):
+    (checkout / SENT).write_text(
+        state_to_send(checkout, ["recipe.py"]).replace(git(checkout, "rev-parse", "HEAD"), "feed")
+    )
+    assert git_state(checkout)["commit"] == git(checkout, "rev-parse", "HEAD") and git_state(checkout)["is_dirty"]
 
 
 def test_the_environment_names_code_packages_and_hardware():

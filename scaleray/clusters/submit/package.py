@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from scaleray.common.git_state import SENT, state_to_send
 from scaleray.errors import ConfigError
 from scaleray.records.text.units import disk_space
 
@@ -35,19 +36,8 @@ NEVER = (
 SECRETS = (
     *(".env*", "*.env", ".netrc", ".npmrc", ".git-credentials", "*credentials*.json", ".pypirc", ".pgpass"),
     *(".ssh", ".aws", ".gnupg", ".kube", ".docker"),
-    *(
-        "*.pem",
-        "*.key",
-        "*.p12",
-        "*.pfx",
-        "*.ppk",
-        "*.jks",
-        "*.keystore",
-        "id_rsa*",
-        "id_dsa*",
-        "id_ecdsa*",
-        "id_ed25519*",
-    ),
+    *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks", "*.keystore"),
+    *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
 )
 """Names that never travel, whatever ignore files say."""
 NO_CHECKOUT, GIT_S = "not a git repository", 60.0
@@ -148,15 +138,17 @@ def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
 
 
 def pack(contents: Contents, target: Path, also: Mapping[str, str] | None = None) -> None:
-    """Write the contents to a zip file. also: texts of further files by their names."""
+    """Write the contents to a zip file, with their commit. also: texts of further files by their names."""
+    sent = state_to_send(contents.folder, contents.files)
+    also = {**({SENT: sent} if sent else {}), **(also or {})}
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
-        for name in sorted(contents.files):
+        for name in sorted(contents.files.keys() - also.keys()):
             path = contents.folder / name
             about = zipfile.ZipInfo(name, FIRST_MOMENT)
             about.compress_type = zipfile.ZIP_DEFLATED
             about.external_attr = (path.stat().st_mode & 0o777) << 16
             file.writestr(about, path.read_bytes())
-        for name, text in sorted((also or {}).items()):
+        for name, text in sorted(also.items()):
             about = zipfile.ZipInfo(name, FIRST_MOMENT)
             about.compress_type = zipfile.ZIP_DEFLATED
             file.writestr(about, text)

@@ -15,7 +15,7 @@ from typing import IO, Any
 import yaml
 
 from scaleray.common.filesystems import lock, write_whole
-from scaleray.common.fingerprint import git_state
+from scaleray.common.git_state import git_state
 from scaleray.common.user_name import user_or_somebody
 from scaleray.config import RunConfig, Target, load_config
 from scaleray.config.base import Duration, absolute_path, without_password

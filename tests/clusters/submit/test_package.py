@@ -7,6 +7,7 @@ import zipfile
 import pytest
 
 from scaleray.clusters.submit.package import check_is_in, contents_of, pack
+from scaleray.common.git_state import SENT, git_state
 from scaleray.errors import ConfigError
 
 
@@ -161,6 +162,17 @@ def test_below_the_top_of_a_checkout_what_git_would_not_send_stays(checkout):
     assert names(checkout) == ["job", "kept"]
     write(checkout, ".rayignore", "!data/\njob\n")
     assert names(checkout) == [".rayignore", "data/big", "kept"]
+
+
+def test_code_travels_with_the_commit_that_it_is_of(checkout, tmp_path):
+    git(checkout, "commit", "-qam", "all")
+    for _ in range(2):  # the second time an older package's file lies in the folder
+        state = git_state(checkout)
+        pack(contents_of(checkout, max_mib=1), tmp_path / "code.zip")
+        with zipfile.ZipFile(tmp_path / "code.zip") as file:
+            file.extractall(tmp_path / "there")
+            (checkout / SENT).write_bytes(file.read(SENT))
+        assert state["commit"] and git_state(tmp_path / "there") == state
 
 
 def test_a_checkout_in_the_folder_has_its_own_ignored_files(checkout):

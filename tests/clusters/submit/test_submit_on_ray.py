@@ -13,6 +13,7 @@ from waiting import wait_until
 from scaleray.checkpoints.catalog import Catalog
 from scaleray.cli.main import run_command
 from scaleray.clusters.submit.jobs_api import Jobs
+from scaleray.common.git_state import git_state
 from scaleray.errors import ClusterError
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -29,6 +30,9 @@ def words(tmp_path, mlflow_database, monkeypatch):
     (project / "run.yaml").write_text(
         "workload: {name: workloads.py:Line}\nbatch: {global_size: 16}\noptimizer: {learning_rate: 0.05}\nstop: {after: 4 steps}\n"
     )
+    git = ["git", "-C", str(project), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for more in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *more], check=True)
     monkeypatch.chdir(project)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     return ["--tracking.uri", f"sqlite:///{mlflow_database}", "--checkpoint.storage-path", str(tmp_path / "runs")]
@@ -42,7 +46,9 @@ def test_a_training_is_submitted_followed_and_recorded_and_a_wrong_token_is_refu
     printed = capsys.readouterr()
     job = json.loads(printed.out)
     assert job["status"] == "SUCCEEDED" and "done: 4 steps" in printed.err and "2 files" in printed.err
-    assert json.loads((tmp_path / "runs" / "mine" / "record.json").read_text())["status"] == "FINISHED"
+    record = json.loads((tmp_path / "runs" / "mine" / "record.json").read_text())
+    assert record["status"] == "FINISHED" and record["environment"]["environment"]["git"] == git_state(Path.cwd())
+    assert git_state(Path.cwd())["is_dirty"] is False
     names = [one.name for one in Jobs(ray_head.dashboard).list()]
     assert job["name"] in names and not any(name.startswith("scaleray-probe") for name in names)
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a-wrong-one")
