@@ -68,6 +68,15 @@ def lock(file: IO[Any], *, waits: bool = False, is_shared: bool = False) -> bool
     return True
 
 
+def is_locked(file: Path) -> bool:
+    """Whether a process holds the lock on a file; a lock that cannot be read is as good as none."""
+    try:
+        with file.open() as opened:
+            return not lock(opened, is_shared=True)
+    except OSError:
+        return False
+
+
 def unlock(file: IO[Any]) -> None:
     """Free the lock now, in every process that has inherited the file."""
     fcntl.flock(file, fcntl.LOCK_UN)

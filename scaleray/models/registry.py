@@ -25,8 +25,8 @@ WITHDRAWN = "scaleray.withdrawn."
 """Beginning of a version's tag of an alias that was taken back from it: nanoseconds since 1970 and the user."""
 MODEL_URI = "models:/"
 ATTEMPTS = 4
-MOST_RUNS = 200
-"""Most runs of an experiment that are looked at, the newest first."""
+PAGE = 1000
+"""Runs of an experiment that MLflow is asked for at once."""
 
 
 @dataclass(frozen=True)
@@ -201,13 +201,12 @@ class ModelRegistry:
         newest first; points of studies and trials of sweeps are left out."""
         with self._asking(f"the runs beside {run_id}"):
             experiment = self.client.get_run(run_id).info.experiment_id
-            found = self.client.search_runs(
-                [experiment],
-                f"attributes.status != 'RUNNING' and attributes.start_time >= {int(since_ms)}",
-                order_by=["attributes.start_time DESC"],
-                max_results=MOST_RUNS,
-            )
-            ended = [one.info for one in found if PARENT_TAG not in one.data.tags]
+            query = f"attributes.status != 'RUNNING' and attributes.start_time >= {int(since_ms)}"
+            ended, order, token = [], ["attributes.start_time DESC"], None
+            while token != "":
+                page = self.client.search_runs([experiment], query, order_by=order, max_results=PAGE, page_token=token)
+                ended += [one.info for one in page if PARENT_TAG not in one.data.tags]
+                token = page.token or ""
             return {info.run_id: info.status for info in ended if info.status in ("FINISHED", "FAILED")}
 
     def upload(self, run_id: str, folder: Path, place: str) -> str:

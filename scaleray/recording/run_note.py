@@ -68,6 +68,7 @@ class RunNote:
             "config": dict(d.config),
             "base_dir": d.base_dir,
             "started_at": d.started_at,
+            "repeats": d.repeats,
         }
         for root in {d.work_dir, d.run_path or d.work_dir}:
             Store(root).write_text("run.json", json.dumps(about, indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ def conditions(record: RunRecord | StudyRecord | SweepRecord) -> Conditions:
     found["config"] = {k: v for k, v in leaves(record.config) if k not in NAMES_OF_THE_RUN}
     if isinstance(record, RunRecord):
         found["derived"] = dict(leaves(record.derived))
-        found["data"] = {k: v for k, v in leaves(record.data) if k.rpartition(".")[2] != MEASURED_OF_DATA}
+        found["data"] = _data(record.data)
         environment = record.environment.get("environment", {})
         found["topology"] = _topology(record)
     else:
@@ -70,9 +71,29 @@ def repeat_key(record: RunRecord | StudyRecord | SweepRecord) -> str:
         hashed = record.conditions
         return " ".join((hashed.config_hash, hashed.code_hash, hashed.environment_hash, hashed.topology_hash))
     known = conditions(record)
-    config = {k: v for k, v in known["config"].items() if k != "seed" and decides(k) is not Decides.NOTHING}
-    same = [config, *(known[section] for section in ("code", "environment", "topology", "data"))]
+    same = [
+        _but_the_seed(known["config"]),
+        *(known[section] for section in ("code", "environment", "topology", "data")),
+    ]
     return json.dumps(jsonable(same), sort_keys=True)
+
+
+def start_key(config: Mapping[str, Any], workers: int, facts: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+    """Hash of what is known at the start of a training, shared by all that differ in the seed alone. facts: environment
+    and topology."""
+    nodes = _kinds(facts.get("topology") or [], leave_out=("node",))
+    environment = dict(leaves(facts.get("environment") or {}))
+    same = [_but_the_seed(dict(leaves(config))), workers, nodes, environment, _data(data)]
+    return hashlib.sha256(json.dumps(jsonable(same), sort_keys=True).encode()).hexdigest()
+
+
+def _but_the_seed(config: Mapping[str, Any]) -> dict[str, Any]:
+    left_out = ("seed", *NAMES_OF_THE_RUN)
+    return {k: v for k, v in config.items() if k not in left_out and decides(k) is not Decides.NOTHING}
+
+
+def _data(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in leaves(facts) if k.rpartition(".")[2] != MEASURED_OF_DATA}
 
 
 def _topology(record: RunRecord) -> dict[str, Any]:

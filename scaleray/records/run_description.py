@@ -77,6 +77,8 @@ class RunDescription:
     alerts: AlertSettings = field(default_factory=lambda: AlertSettings(watch=False))
     webhook: str | None = field(default=None, repr=False)
     """Address for alerts, with its secret; that of `alerts` is not looked at."""
+    repeats: str = ""
+    """Key that it shares with trainings that differ in the seed alone, see `records/conditions.py`."""
     changes: Sequence[str] = ()
     """Differences from the config of that run, a line each. Params of an MLflow run are written once and stay."""
 

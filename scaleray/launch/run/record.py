@@ -29,6 +29,7 @@ from scaleray.profiling.run_profile import run_profile
 from scaleray.profiling.verdict.findings import Limit
 from scaleray.profiling.verdict.of_run import verdict_of_run
 from scaleray.recording.provenance import cost_of, dataset, source_tags
+from scaleray.records.conditions import start_key
 from scaleray.records.json_record import leaves
 from scaleray.records.published import RAYS_JOB, PublishedFacts
 from scaleray.records.rows import Row
@@ -118,6 +119,7 @@ def describe(
         config=config.to_dict(),
         base_dir=str(base_dir) if base_dir else None,
         continues=continues,
+        repeats=start_key(config.to_dict(), config.scale.max_workers, facts, data),
         alerts=alerts,
         webhook=webhook,
         changes=changes,

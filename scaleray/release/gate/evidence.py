@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.storage import Store
+from scaleray.common.filesystems import is_locked
+from scaleray.common.parsing import load_json
 from scaleray.config.base import Target, without_password
 from scaleray.config.decides import Decides, decides
 from scaleray.errors import TrackingError, UsageError
 from scaleray.launch.session.conditions import digest, training_of
-from scaleray.recording.find_record import FoundRun, find_run
+from scaleray.live.live_folder import LOCK, RUN, state_in_folder
+from scaleray.recording.find_record import FoundRun, find_run, places_of, read_alerts
 from scaleray.records.alert_record import Alert, parse_alerts
 from scaleray.records.certificate import FILE as CERTIFICATE
 from scaleray.records.certificate import EqualityCertificate
-from scaleray.records.conditions import repeat_key
+from scaleray.records.conditions import repeat_key, start_key
 from scaleray.records.json_record import first_problem, jsonable, leaves
+from scaleray.records.live_state import LOST
 from scaleray.records.read import FILE, AnyRecord, parse_record
 from scaleray.records.run_record import RunRecord
 from scaleray.records.study_record import StudyRecord
@@ -75,8 +80,7 @@ def collect(
 
     Raises UsageError for evidence of the wrong kind, TrackingError for evidence that is not there.
     """
-    candidates = [one if isinstance(one, FoundRun) else find_run(one, uri=uri) for one in runs]
-    baselines = [find_run(name, uri=uri) for name in against]
+    candidates, baselines = _named(runs, uri), _named(against, uri)
     for one in (*candidates, *baselines):
         training(one)
     refuse_twice(candidates, baselines)
@@ -85,18 +89,34 @@ def collect(
     for side, what in ((candidates, "candidate"), (baselines, "baseline")):
         near = beside if side is candidates else _neighbours(side[0]) if len(side) == 1 else []
         known = {one.where for one in (*candidates, *baselines)}
-        repeats = _repeats(training(side[0]), near, uri) if len(side) == 1 else []
+        repeats, killed = _repeats(training(side[0]), near, uri) if len(side) == 1 else ([], [])
         if more := [one for one in repeats if one.where not in known]:
             side += more
             failed = sum(training(one).status != "FINISHED" for one in more)
             found = f"{what}: {len(more)} other runs of the same but the seed were found beside it"
             notes.append(found + (f", of which {failed} failed" if failed else ""))
+        if killed:
+            notes.append(f"{what}: runs of the same but the seed that were killed do not count: {', '.join(killed)}")
     endured = _endured(candidates, beside)
     if endured:
         notes.append(f"faults: {len(endured)} runs beside it went on after an interruption")
     found_study = _study(study, beside, training(candidates[0]), uri)
     facts = [_named_certificate(name) for name in certificates] or _certificates(beside)
     return Evidence(candidates, baselines, facts, found_study, notes, endured)
+
+
+def _named(runs: Sequence[str | FoundRun], uri: str | None) -> list[FoundRun]:
+    """The runs of these names. One after the first that ended without a record is taken if it repeats the first."""
+    found: list[FoundRun] = []
+    for run in runs:
+        try:
+            found.append(run if isinstance(run, FoundRun) else find_run(run, uri=uri))
+        except TrackingError:
+            lost = (_lost(training(found[0]), _neighbour(place)) for place in places_of(str(run)) if found)
+            if (one := next(filter(None, lost), None)) is None:
+                raise
+            found.append(one)
+    return found
 
 
 def refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun] = ()) -> None:
@@ -149,11 +169,12 @@ def alerts_of(found: FoundRun) -> list[Alert] | None:
 
 @dataclass(frozen=True)
 class _Neighbour:
-    """A folder next to a run's own, and its contents."""
+    """A folder next to a run's own, and its contents. about: its run.json, if it has no record."""
 
     place: Store
     record: AnyRecord | None
     certificate: NamedCertificate | None
+    about: dict[str, Any]
 
 
 def _neighbours(found: FoundRun) -> list[_Neighbour]:
@@ -174,25 +195,59 @@ def _neighbours(found: FoundRun) -> list[_Neighbour]:
 
 
 def _neighbour(place: Store) -> _Neighbour:
-    record, certificate = None, None
+    record, certificate, about = None, None, None
     with contextlib.suppress(OSError, ValueError, TypeError, TrackingError):
         record = parse_record(place.read(FILE))
     with contextlib.suppress(OSError, TrackingError):  # a certificate of `verify --resume` is of another kind
         certificate = _certificate(place.root, place.read(CERTIFICATE))
-    return _Neighbour(place, record, certificate)
+    with contextlib.suppress(OSError, ValueError):
+        about = load_json(place.read(RUN)) if record is None else None
+    return _Neighbour(place, record, certificate, about if isinstance(about, dict) else {})
 
 
-def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> list[FoundRun]:
+def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> tuple[list[FoundRun], list[str]]:
     """Runs next to a run that are the same but for the seed, one of each seed: the newest that has finished, else one
-    that failed.
+    that failed, with or without a record; and the names of those that were killed.
     """
-    mine, repeats = repeat_key(own), dict[Any, Store]()
-    for status in ("FINISHED", "FAILED"):
-        for place, record in _runs(beside, status):
-            seed = record.config.get("seed")
-            if repeat_key(record) == mine and seed != own.config.get("seed"):
-                repeats.setdefault(seed, place)
-    return [find_run(place.root, uri=uri) for place in repeats.values()]
+    mine, started, repeats = repeat_key(own), _started(own), dict[Any, Store | FoundRun]()
+    for place, record in _runs(beside, "FINISHED"):
+        if repeat_key(record) == mine:
+            repeats.setdefault(record.config.get("seed"), place)
+    for place, record in _runs(beside, "FAILED"):
+        if _started(record) == started:
+            repeats.setdefault(record.config.get("seed"), place)
+    for lost in filter(None, (_lost(own, one) for one in beside)):
+        repeats.setdefault(training(lost).config.get("seed"), lost)
+    killed = [
+        record.name
+        for _, record in _runs(beside, "KILLED")
+        if _started(record) == started and record.config.get("seed") not in repeats
+    ]
+    repeats.pop(own.config.get("seed"), None)
+    found = [one if isinstance(one, FoundRun) else find_run(one.root, uri=uri) for one in repeats.values()]
+    return found, killed
+
+
+def _started(run: RunRecord) -> str:
+    """Key of what was known at the start of a run: one that did not finish may lack facts of its workers."""
+    return start_key(run.config, run.workers, run.environment, run.data)
+
+
+def _lost(own: RunRecord, one: _Neighbour) -> FoundRun | None:
+    """The run of a neighbour that is the same as `own` but for the seed and has ended without a record, as one whose
+    process was killed for its memory: it has failed. None for any other neighbour, and for one that may still run."""
+    if not one.about or one.about.get("repeats") != _started(own) or not one.place.is_local:
+        return None
+    folder = Path(one.place.root)
+    state = state_in_folder(folder)
+    if state is None or state.status not in (LOST, "FAILED") or is_locked(folder / LOCK):
+        return None
+    record = dataclasses.replace(
+        own, name=folder.name, status="FAILED", verdict="it ended without a record", run_id="", run_dir=str(folder),
+        config=one.about.get("config") or {}, steps=0, final_loss=None, samples_per_s=None, metrics={}, evaluations={},
+        resumed_after=[], profile=None, alerts=[], weights={}, best={},
+    )  # fmt: skip
+    return FoundRun(record, str(folder), folder, alerts=read_alerts(one.place))
 
 
 def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> list[FoundRun]:

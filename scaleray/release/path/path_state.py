@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import yaml
 
-from scaleray.common.filesystems import lock, write_whole
+from scaleray.common.filesystems import is_locked, lock, write_whole
 from scaleray.common.git_state import git_state
 from scaleray.common.user_name import user_or_somebody
 from scaleray.config import RunConfig, Target, load_config
@@ -182,7 +182,7 @@ def read(folder: Path) -> PathRecord:
     here = absolute_path(str(folder))
     if found.folder != here:  # it was moved, or is mounted
         found = PathRecord.from_json(json.dumps(_moved(found.to_dict(), found.folder, here)))
-    return found if _is_locked(folder / LOCK) else _interrupted(found)
+    return found if is_locked(folder / LOCK) else _interrupted(found)
 
 
 def _moved(value: Any, before: str, here: str) -> Any:
@@ -202,7 +202,7 @@ def _moved(value: Any, before: str, here: str) -> Any:
 def _interrupted(path: PathRecord) -> PathRecord:
     """The path after a call that was cut off. A task whose command has ended since, is no longer running."""
     cut = [
-        replace(task, status="interrupted") if task.status == "running" and not _is_locked(log_of(path, task)) else task
+        replace(task, status="interrupted") if task.status == "running" and not is_locked(log_of(path, task)) else task
         for task in path.tasks
     ]
     return replace(path, tasks=cut)
@@ -242,12 +242,3 @@ def _lock_file(folder: Path) -> IO[str]:
         return place.open("a")
     except PermissionError:
         return place.open()
-
-
-def _is_locked(file: Path) -> bool:
-    """Whether a process holds the lock on a file; a lock that cannot be read is as good as none."""
-    try:
-        with file.open() as log:
-            return not lock(log, is_shared=True)
-    except OSError:
-        return False

@@ -27,6 +27,7 @@ from scaleray.errors import CheckpointError, ConfigError, DataError, RunFailedEr
 from scaleray.launch.run import resume
 from scaleray.launch.session.run_folder import RunFolder
 from scaleray.recording import store
+from scaleray.records.conditions import start_key
 from scaleray.records.run_record import RunRecord
 from scaleray.training.state.weights import read_weights
 
@@ -285,6 +286,8 @@ def test_other_data_is_refused(tmp_path):
     np.save(path, x)
     folder = interrupted(tmp_path, path=str(path))
     about = json.loads((folder / "run.json").read_text())
+    record = RunRecord.from_json((folder / "record.json").read_text())
+    assert about["repeats"] == start_key(record.config, record.workers, record.environment, record.data)
     settings = load_config(flags={**config(tmp_path), "scale.gpus_per_worker": 0.0})  # as the driver decided
     (data,) = load_sources(Stumbling(path=str(path))).values()
     assert Catalog.of_run(str(folder)).newest().facts == {

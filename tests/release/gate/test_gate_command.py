@@ -2,15 +2,19 @@
 
 import dataclasses
 import json
+import os
 import shlex
+import time
 from pathlib import Path
 
 import pyarrow.fs
 import pytest
 
 from scaleray.cli.gate import gate
+from scaleray.common.filesystems import lock
 from scaleray.errors import ConfigError, TrackingError, UsageError
 from scaleray.records.alert_record import Alert
+from scaleray.records.conditions import start_key
 from scaleray.release.gate.evidence import collect
 from scaleray.release.gate.gate import gate as judge
 from scaleray.release.gate.gate import judge_evidence
@@ -41,7 +45,8 @@ def test_runs_of_the_same_but_the_seed_beside_the_run_are_its_repeats(tmp_path):
     evidence = collect(candidates[:1], against=baselines[:1])
     assert sorted(one.record.name for one in evidence.candidates) == ["candidate0", "candidate1", "candidate2"]
     assert sorted(one.record.name for one in evidence.baselines) == ["baseline0", "baseline1"]
-    assert len(evidence.notes) == 2
+    assert len(evidence.notes) == 3 and "candidate: runs of the same but the seed that were killed" in evidence.notes[1]
+    assert evidence.notes[1].endswith(": killed")
 
 
 def test_a_seed_that_failed_is_a_repeat_unless_it_has_finished_as_well(tmp_path):
@@ -55,6 +60,44 @@ def test_a_seed_that_failed_is_a_repeat_unless_it_has_finished_as_well(tmp_path)
     assert "of which 1 failed" in evidence.notes[0]
     answer = judge(*candidates[:1], against=candidates[1:2], gates=["operations"])
     assert answer.answer == "fail" and "diverged is FAILED" in answer.gates[0].checks[0].words
+
+
+def left(folder, seed, *, age_s, **more):
+    """A folder with the run.json of a training that has no record; its files are so old."""
+    run = a_run(config={"seed": seed, **more})
+    key = start_key(run.config, run.workers, run.environment, run.data)
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"name": folder.name, "config": run.config, "repeats": key}))
+    (folder / ".lock").touch()
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (time.time() - age_s, time.time() - age_s))
+    return folder
+
+
+def test_a_seed_that_left_no_record_has_failed_unless_it_may_still_run(tmp_path):
+    candidates = a_folder_of_runs(tmp_path, "candidate", number=2)
+    left(tmp_path / "dead", 7, age_s=60)
+    left(tmp_path / "again", 1, age_s=60)
+    left(tmp_path / "other", 9, age_s=60, stop={"after": "3 epochs"})
+    left(tmp_path / "trains", 10, age_s=0)
+    with open(left(tmp_path / "held", 11, age_s=60) / ".lock") as file:
+        assert lock(file)
+        evidence = collect(candidates[:1])
+    assert [one.record.name for one in evidence.candidates] == ["candidate0", "candidate1", "dead"]
+    assert "of which 1 failed" in evidence.notes[0]
+    answer = judge(*candidates[:1], against=candidates[1:2], gates=["operations"])
+    assert answer.answer == "fail" and "dead is FAILED" in answer.gates[0].checks[0].words
+    words = shlex.split(answer.gates[0].command)
+    again = judge(*words[2 : words.index("--against")], against=candidates[1:2], gates=["operations"])
+    assert again.gates[0].checks == answer.gates[0].checks
+    with pytest.raises(TrackingError):
+        judge(candidates[0], str(tmp_path / "other"))
+
+
+def test_a_seed_that_failed_before_its_workers_reported_is_a_repeat(tmp_path):
+    candidates = a_folder_of_runs(tmp_path, "candidate", number=1)
+    write(tmp_path / "early", a_run("early", status="FAILED", config={"seed": 8}, workers_told=[]))
+    assert [one.record.name for one in collect(candidates).candidates] == ["candidate0", "early"]
 
 
 def test_what_a_row_took_to_be_read_makes_no_other_run_of_a_repeat(tmp_path):

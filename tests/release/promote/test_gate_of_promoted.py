@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 import scaleray
 from scaleray.cli.gate import gate
 from scaleray.errors import ConfigError, TrackingError, UsageError
+from scaleray.models import registry
 from scaleray.release.gate.of_promoted import registered
 from scaleray.release.promote.promote import promote
 from tests.release.promote.conftest import POLICY
@@ -58,6 +59,20 @@ def test_runs_of_the_same_training_since_the_promotion_are_found_and_held_agains
     assert words == ["scaleray", "gate", again[0].run_dir, "--against", "models:/corners@champion", "--gates", "data"]
     only = scaleray.gate(*words[2:3], against=words[4:5], gates=words[6:], uri=uri)
     assert answers(only) == {"data": "pass"} == {"data": only.answer}
+
+
+def test_trials_of_a_sweep_hide_no_retraining(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "PAGE", 2)
+    client = MlflowClient(uri := f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.create_experiment("e", str(tmp_path / "artifacts"))
+    promoted, again, *trials = (
+        client.create_run(experiment, start_time=at).info.run_id for at in range(1000, 8000, 1000)
+    )
+    for run in (again, *trials):
+        client.set_terminated(run)
+    for run in trials:
+        client.set_tag(run, "mlflow.parentRunId", promoted)
+    assert registry.ModelRegistry(uri).runs_beside(promoted, since_ms=1500) == {again: "FINISHED"}
 
 
 def test_a_retraining_that_failed_counts(promoted, sides, tmp_path):
