@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from scaleray.checkpoints.storage import Store
 from scaleray.common.filesystems import lock, open_filesystem, unlock, write_whole
 
 
@@ -18,6 +21,33 @@ def test_a_folder_may_have_a_space_in_its_name(tmp_path, prefix):
     folder.mkdir()
     filesystem, path = open_filesystem(f"{prefix}{folder}")
     assert path == str(folder) and filesystem.get_file_info(path).type.name == "Directory"
+
+
+@pytest.mark.parametrize(
+    ("address", "mode", "parents_mode", "kind", "written"),
+    [
+        ("http://server:5000", 0o755, 0o755, "ext4", 0o600),
+        ("sqlite:////runs.db", 0o755, 0o755, "ext4", 0o644),
+        ("http://server:5000", 0o775, 0o755, "ext4", 0o644),
+        ("http://server:5000", 0o755, 0o2755, "ext4", 0o644),
+        ("http://server:5000", 0o755, 0o755, "nfs4", 0o644),
+    ],
+)
+def test_records_with_the_address_of_a_server_are_for_their_user_unless_the_folder_is_shared(
+    address, mode, parents_mode, kind, written, tmp_path, monkeypatch
+):
+    mount = SimpleNamespace(mountpoint=str(tmp_path), fstype=kind)
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: [mount])
+    folder = tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
+    for place, bits in ((folder, mode), (folder.parent, parents_mode)):
+        place.chmod(bits)
+    before = os.umask(0o022)
+    try:
+        Store(str(folder)).write_record("record.json", "{}", address)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((folder / "record.json").stat().st_mode) == written
 
 
 def is_free(place):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from scaleray.common.filesystems import open_filesystem
+from scaleray.common.filesystems import is_shared, open_filesystem
 from scaleray.config.base import without_password
 
 PIECE_BYTES = 8 * 2**20  # bytes read, hashed and written at once
@@ -95,6 +95,15 @@ class Store:
     def write_text(self, name: str, text: str) -> None:
         """Write a small file."""
         self.write(name, [text.encode()])
+
+    def write_record(self, name: str, text: str, address: str) -> None:
+        """Write a small file that holds this tracking address. One of a server is for this user alone, unless the local
+        folder is shared."""
+        self.write_text(name, text)
+        if self.is_local and address and not address.startswith("sqlite"):
+            with contextlib.suppress(OSError):  # some mounted filesystems have no modes
+                if not is_shared(Path(self.root)):
+                    (Path(self.root) / name).chmod(0o600)
 
     def read(self, name: str) -> bytes:
         """Content of a whole file. Raises FileNotFoundError or another OSError."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import os
+import stat
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +44,16 @@ def shared_filesystem(path: Path) -> str:
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     kind = next((mounts[place] for place in [path, *path.parents] if place in mounts), "")
     return kind if kind in SHARED else ""
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether other users are meant to read a local folder: it, or the one around it, is writable by a group or another
+    user's, or it is on a network filesystem."""
+    for place in (folder, folder.parent):
+        about = place.stat()
+        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH | stat.S_ISGID) or about.st_uid != os.geteuid():
+            return True
+    return bool(shared_filesystem(folder))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -256,7 +256,7 @@ class Recorder(SignsOfLife):
         written = ["steps.csv"]
         for name, text in files.items():
             try:
-                Store(str(self.work_dir)).write_text(name, text)
+                Store(str(self.work_dir)).write_record(name, text, self.description.tracking_uri)
                 written.append(name)
             except OSError as exc:  # the run's end is written all the same
                 problem = exc

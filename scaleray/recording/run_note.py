@@ -29,9 +29,8 @@ class Described:
         for dataset in d.datasets:
             self._put(LogDataset(**dataset))
         for name, text in d.files.items():
-            path = Path(d.work_dir) / name
-            path.write_text(text)
-            self._put(LogArtifact(str(path)))
+            Store(d.work_dir).write_record(name, text, d.tracking_uri)
+            self._put(LogArtifact(str(Path(d.work_dir) / name)))
 
     def note_changes(self) -> None:
         """Note the changes of a resumed run, and its whole config, next to those before."""
@@ -71,7 +70,7 @@ class RunNote:
             "repeats": d.repeats,
         }
         for root in {d.work_dir, d.run_path or d.work_dir}:
-            Store(root).write_text("run.json", json.dumps(about, indent=1))
+            Store(root).write_record("run.json", json.dumps(about, indent=1), d.tracking_uri)
         self.is_complete = store is not None
 
     def try_to_write(self, store: RunStore | None) -> None:

@@ -125,8 +125,9 @@ class Spool(Outbox[Operation]):
             self._is_on_disk = False
 
     def _rewrite(self) -> None:
-        lines = [json.dumps(self._head()), *map(to_json, self._kept)]
-        Store(str(self.path.parent)).write_text(self.path.name, "".join(f"{line}\n" for line in lines))
+        lines = [json.dumps(head := self._head()), *map(to_json, self._kept)]
+        text = "".join(f"{line}\n" for line in lines)
+        Store(str(self.path.parent)).write_record(self.path.name, text, head["tracking_uri"])
 
     def _head(self) -> dict[str, str]:
         store = self.store

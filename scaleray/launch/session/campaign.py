@@ -156,9 +156,8 @@ class Campaign:
         """Write the record and its report, to the folder and to MLflow. Returns the record with its locations."""
         record = dataclasses.replace(self.mlflow.identify(record), folder=without_password(self.folder.path))
         here: Path = Path(self.folder.work_dir)
-        Store(self.folder.path).write_text(FILE, record.to_json())
-        if not self.folder.is_local:
-            Store(str(here)).write_text(FILE, record.to_json())
+        for root in {self.folder.path, str(here)}:
+            Store(root).write_record(FILE, record.to_json(), record.tracking_uri)
         files = [here / FILE, *write_report(record, here)]
         if missing := self.mlflow.finish(record, status=status, files=files):
             self.say(f"warning: {missing}; the record in the folder is complete: {record.folder}")

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import stat
 import time
 from pathlib import Path
 
@@ -335,6 +336,8 @@ def test_a_password_lands_in_no_file(tmp_path, monkeypatch):
     files = contents(folder)
     assert {"run.json", "config.yaml", "manifest.json", "record.json"} <= {path.name for path in files}
     assert [path for path, content in files.items() if b"hunter2" in content] == []
+    modes = {name: stat.S_IMODE((folder / name).stat().st_mode) for name in ("run.json", "record.json", "config.yaml")}
+    assert set(modes.values()) == {0o600}, modes
     with pytest.raises(TrackingError, match="whose password is not kept"):
         scaleray.train(None, Stumbling(stumbles=False), resume=str(folder), local=True)
     again = config(tmp_path, **{"tracking.uri": uri})
