@@ -13,6 +13,7 @@ from scaleray.checkpoints.damage import Damage, damage_of, mended, problem_of
 from scaleray.checkpoints.manifest import FILE_NAME, Chunk, Damaged, Incomplete, Manifest, Tensor, folder_name, step_of
 from scaleray.checkpoints.retention import Retention
 from scaleray.checkpoints.storage import Store
+from scaleray.checkpoints.weight_sums import check_manifest
 from scaleray.common.progress import Stage, stage
 from scaleray.errors import CheckpointError
 from scaleray.records.text.units import MIB
@@ -291,7 +292,14 @@ def _present(store: Store, manifest: Manifest) -> set[str]:
 
 
 def require(catalog: Catalog, step: int | None, *, where: str) -> Manifest:
-    """The checkpoint at `step`, or the newest complete one. Raises CheckpointError with what there is instead."""
+    """The checkpoint at `step`, or the newest complete one. Raises CheckpointError with what there is instead, and for
+    one that is not as the run's record says."""
+    found = _required(catalog, step, where=where)
+    check_manifest(catalog.stores[0], found)
+    return found
+
+
+def _required(catalog: Catalog, step: int | None, *, where: str) -> Manifest:
     steps = catalog.steps()
     if step is None:
         newest = catalog.newest()

@@ -73,6 +73,8 @@ class Manifest:
     """Number of checkpoints since the last full one; 0 is full, holding every byte itself."""
     bytes_written: int = 0
     format: int = FORMAT
+    sha256: str | None = field(default=None, init=False, compare=False)
+    """Hash at the beginning of the file that it was read from."""
 
     @property
     def name(self) -> str:
@@ -104,7 +106,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of the file, which begins with a hash of its rest."""
-        rest = json.dumps(dataclasses.asdict(self), indent=0).removeprefix("{")
+        values = {name: value for name, value in dataclasses.asdict(self).items() if name != "sha256"}
+        rest = json.dumps(values, indent=0).removeprefix("{")
         return HASH % _digest(rest.encode()) + rest
 
     @classmethod
@@ -138,6 +141,7 @@ class Manifest:
             }
             files = {name: StoredFile(**stored) for name, stored in body.pop("files").items()}
             manifest = cls(tensors=tensors, files=files, **body)
+            object.__setattr__(manifest, "sha256", _digest(rest))
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise Damaged(f"{where} is no manifest of this format: {exc!r}") from None
         strange = [name for name in manifest.files if not IN_FOLDER.fullmatch(name)]

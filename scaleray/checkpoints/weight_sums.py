@@ -1,7 +1,8 @@
-"""SHA-256 of the files of final weights: written when a run ends, compared by each reader before it loads.
+"""SHA-256 of the files of final weights and of checkpoints' manifests: written when a run ends, compared by each reader
+before it loads.
 
 The list is next to the files: `weights.sha256.json` next to `weights.pt`, `sha256.json` in a folder such as `weights`.
-record.json repeats it, and MLflow has a copy of both.
+record.json repeats it, and has those of the manifests; MLflow has a copy of all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.damage import problem_of
-from scaleray.checkpoints.manifest import StoredFile
+from scaleray.checkpoints.manifest import FILE_NAME, Manifest, StoredFile
 from scaleray.checkpoints.model_layout import ADAPTERS, FINAL_WEIGHTS, TRAINED_WEIGHTS, plain_file
 from scaleray.checkpoints.storage import Store
 from scaleray.common.parsing import load_json
@@ -47,7 +48,7 @@ def check_weights(run: Store, files: Sequence[str], *, recorded: Mapping[str, An
     """
     folder = files[0].rpartition("/")[0]
     listed = _parsed(run, name := sums_name(files[0]), _values(run, name), prefix=f"{folder}/" if folder else "")
-    stated = _parsed(run, RECORD, _recorded(run) if recorded is None else recorded)
+    stated = _parsed(run, RECORD, _recorded(run, "weights") if recorded is None else recorded)
     if not listed and not stated:
         if _is_training(run):
             text = "%s recorded no hash of its final weights (an older version, or it did not end well): not checked"
@@ -60,6 +61,16 @@ def check_weights(run: Store, files: Sequence[str], *, recorded: Mapping[str, An
         problem = "none that the run wrote" if expected[0] is None else problem_of(run, file, expected[0])
         if problem is not None:
             raise _changed(run, file, f"changed or damaged ({problem})", f"{name if listed else RECORD} has its hash")
+
+
+def check_manifest(folder: Store, manifest: Manifest, recorded: Mapping[str, Any] | None = None) -> bool:
+    """Whether the run's record has the hash of this checkpoint, as that of a run which finished has. folder: of the
+    run's checkpoints. recorded: `checkpoints` of the record; None reads it. Raises CheckpointError for another hash."""
+    stated = _recorded(folder.parent, "checkpoints") if recorded is None else recorded
+    known = stated.get(manifest.name) if isinstance(stated, Mapping) else None
+    if known not in (None, manifest.sha256):
+        raise _changed(folder, f"{manifest.name}/{FILE_NAME}", "not the one that the run wrote", f"{RECORD} has its hash")
+    return known is not None
 
 
 def check_file(path: str) -> None:
@@ -80,9 +91,9 @@ def _values(run: Store, name: str) -> Any:
         raise _changed(run, name, f"damaged ({first_line(exc)})", "it has the hashes of the final weights") from exc
 
 
-def _recorded(run: Store) -> Mapping[str, Any]:
+def _recorded(run: Store, key: str) -> Mapping[str, Any]:
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a run that has not ended, or a torn record
-        return load_json(run.read(RECORD)).get("weights") or {}
+        return load_json(run.read(RECORD)).get(key) or {}
     return {}
 
 

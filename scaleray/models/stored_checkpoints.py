@@ -45,6 +45,7 @@ def verify_checkpoints(
     from scaleray.checkpoints.catalog import require
     from scaleray.checkpoints.damage import Damage
     from scaleray.checkpoints.manifest import FILE_NAME, Damaged, Incomplete, folder_name
+    from scaleray.checkpoints.weight_sums import check_manifest
 
     checked: list[dict[str, Any]] = []
     unfinished: list[str] = []
@@ -66,6 +67,10 @@ def verify_checkpoints(
                 require(catalog, None, where=str(run))
         for manifest in manifests:
             damages = catalog.check(manifest, heal=heal)
+            try:
+                check_manifest(catalog.stores[0], manifest)
+            except CheckpointError as exc:
+                damages.append(Damage(str(exc.what), f"{exc.found}: {exc.allowed}"))
             left = [damage for damage in damages if damage.healed_from is None]
             checked.append(
                 {
@@ -113,9 +118,17 @@ def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: s
     run, copy_path: as for `list_checkpoints`. step: None is the newest. `["checkpoint"]` is None where it held every
     byte itself already.
     """
+    from scaleray.checkpoints.weight_sums import check_manifest
+
     with chosen(str(run), step, copy_path) as (catalog, manifest):
-        full = catalog.rebuild(manifest) if manifest.chain or _borrows(manifest) else manifest
-    is_new = full is not manifest
+        is_new = bool(manifest.chain) or _borrows(manifest)
+        if is_new and check_manifest(catalog.stores[0], manifest):
+            raise CheckpointError.problem(
+                f"the checkpoint of step {manifest.step}",
+                "cannot be rebuilt: the run has finished, and its record has the checkpoint's hash",
+                f"one file of its weights: scaleray export {run} --step {manifest.step} --out weights.safetensors",
+            )
+        full = catalog.rebuild(manifest) if is_new else manifest
     place = f"{catalog.stores[0].root}/{full.name}" if is_new else None
     return {"step": full.step, "bytes_written": full.bytes_written if is_new else 0, "checkpoint": place}
 

@@ -5,9 +5,10 @@ Read without a pickle: safetensors, checkpoints' own tensor files, and `torch.lo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from scaleray.checkpoints.model_layout import (
 )
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.tensor_files import read_tensor
-from scaleray.checkpoints.weight_sums import sums_name
+from scaleray.checkpoints.weight_sums import check_manifest, sums_name
 from scaleray.common.own_folder import cache_folder
 from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError, UsageError
@@ -73,7 +74,8 @@ BEST = "best"
 class Weights:
     """Tensors by the names of the model's state dict, on the CPU. step: optimizer steps after which they were so; None
     if it is not known. words: which ones they are, for people. workload_state: result of the workload's `state_dict`;
-    None if it has none, or none was kept. has_hash: whether the run recorded their files' SHA-256.
+    None if it has none, or none was kept. has_hash: whether the run's record has the SHA-256 of their files, or of the
+    checkpoint's manifest.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -100,6 +102,12 @@ def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str 
             words = run.about["weights"] if run.about.get(PACKED) else f"the final {kind}weights"
             has_hash = bool(run.about.get(PACKED) or _recorded(run))
             return Weights(final, run.steps, words, _state_beside_final(run), has_hash)
+        if _recorded(run):
+            raise CheckpointError.problem(
+                f"the final weights of {run.name}",
+                f"are missing: its record names {', '.join(_recorded(run))}",
+                "copy them again, or name a checkpoint: --step best or --step N",
+            )
     return _of_checkpoint(run, step, averaged=not is_trained, kind=kind)
 
 
@@ -189,12 +197,20 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
             "a run writes them when it ends well, unless checkpoint.save_final is off",
         )
     manifest = _best(run, catalog, step) if isinstance(step, str) else require(catalog, step, where=run.where)
-    try:
+    with _damage_in_words(run, manifest):
+        stores, has_hash = _proven(run, catalog, manifest)
         tensors = {
-            name: read_tensor(catalog.stores, tensor).clone()
+            name: read_tensor(stores, tensor).clone()
             for name, tensor in model_tensors(manifest, averaged=averaged).items()
         }
-        state = _workload_state(catalog, manifest)
+        state = _workload_state(stores, manifest)
+    return Weights(tensors, manifest.step, f"the {kind}weights after step {manifest.step}", state, has_hash)
+
+
+@contextlib.contextmanager
+def _damage_in_words(run: TrainedRun, manifest: Manifest) -> Iterator[None]:
+    try:
+        yield
     except Incomplete as exc:
         raise CheckpointError(
             f"the checkpoint of step {manifest.step}",
@@ -202,7 +218,19 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
             str(exc),
             f"scaleray checkpoint verify {run.where} looks for copies",
         ) from exc
-    return Weights(tensors, manifest.step, f"the {kind}weights after step {manifest.step}", state)
+
+
+def _proven(run: TrainedRun, catalog: Catalog, manifest: Manifest) -> tuple[list[Store], bool]:
+    """Stores to read a checkpoint from, and whether it is the one that the run's record has: then those in which each
+    file has its SHA-256. Raises Incomplete if none has, CheckpointError for another manifest."""
+    recorded = run.record.checkpoints if run.record is not None else {}
+    if not check_manifest(catalog.stores[0], manifest, recorded):
+        return catalog.stores, False
+    damaged = {damage.file: damage for damage in catalog.check(manifest, manifest.files, heal=False)}
+    good = [store for store in catalog.stores if damaged.keys().isdisjoint(map(store.path, manifest.files))]
+    if not good:
+        raise Incomplete(f"{min(damaged)}: {damaged[min(damaged)].problem}")
+    return good, True
 
 
 def _state_beside_final(run: TrainedRun) -> dict[str, Any] | None:
@@ -212,16 +240,22 @@ def _state_beside_final(run: TrainedRun) -> dict[str, Any] | None:
     try:
         if run.about.get(PACKED):
             return read_state(run.folder)
+        if run.steps is None:
+            return None
         catalog = _catalog(run)
-        return None if run.steps is None else _workload_state(catalog, catalog.read(run.steps))
+        manifest = catalog.read(run.steps)
     except (OSError, Incomplete, CheckpointError):
         return None
+    if not (tensors_of(manifest, WORKLOAD) or manifest.values.get(WORKLOAD)):
+        return None
+    with _damage_in_words(run, manifest):
+        return _workload_state(_proven(run, catalog, manifest)[0], manifest)
 
 
-def _workload_state(catalog: Catalog, manifest: Manifest) -> dict[str, Any] | None:
+def _workload_state(stores: list[Store], manifest: Manifest) -> dict[str, Any] | None:
     """Result of the workload's `state_dict` when a checkpoint was made."""
     tensors = {
-        name.removeprefix(f"{WORKLOAD}."): read_tensor(catalog.stores, tensor).clone()
+        name.removeprefix(f"{WORKLOAD}."): read_tensor(stores, tensor).clone()
         for name, tensor in tensors_of(manifest, WORKLOAD).items()
     }
     values = manifest.values.get(WORKLOAD)

@@ -285,6 +285,9 @@ class RunRecord(JsonRecord):
     """Step and value of every evaluation, by metric; null for a value that was not finite. Empty in older records."""
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     """SHA-256 and size of each file of the final weights, by its name in the run's folder. Empty in older records."""
+    checkpoints: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of each checkpoint that a finished run kept, by the name of its folder: the one at the beginning of its
+    manifest, which has those of its files. Empty in older records."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 

@@ -18,6 +18,7 @@ from scaleray.errors import CheckpointError
 from scaleray.models.load import find_parts
 from scaleray.strategies.contract.weight_shares import Placed, WeightShare
 from scaleray.training.state import weights as final_weights
+from tests.release.promote.tampering import forge_checkpoint
 
 
 def loaded(file):
@@ -106,7 +107,7 @@ def copy(run, tmp_path):
 def without_hashes(folder):
     """The folder of a run of a version that recorded no hash."""
     record = json.loads((folder / "record.json").read_text())
-    del record["weights"]
+    del record["weights"], record["checkpoints"]
     (folder / "record.json").write_text(json.dumps(record))
     (folder / "weights.sha256.json").unlink()
 
@@ -226,9 +227,52 @@ def test_every_reader_refuses_exchanged_weights(copy, trained, tmp_path, capsys,
     assert code == 2 and "weights.pt is changed or damaged" in text and "Traceback" not in text
 
 
-def test_weights_without_a_hash_are_not_promoted(copy, trained, capsys, monkeypatch):
+def test_weights_without_a_hash_are_not_promoted(copy, run, trained, capsys, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", trained.tracking_uri)
     without_hashes(copy)
     code, text = command(capsys, "promote", copy, "--model", "old", "--uri", trained.tracking_uri)
     assert code == 2 and "no recorded hash" in text
-    assert Catalog.at(str(copy))[0].steps(), "a checkpoint of it can be promoted: it has hashes"
+    assert not find_parts(copy, step=24).weights.has_hash and find_parts(run, step=24).weights.has_hash
+
+
+def test_no_checkpoint_takes_the_place_of_recorded_weights(copy):
+    (copy / "weights.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"final weights of points are missing: its record names weights\.pt"):
+        scaleray.load(copy)
+    assert scaleray.load(copy, step=24).step == 24
+
+
+READERS_OF_CHECKPOINTS = {
+    **{name: [*words, "--step", "24"] for name, words in READERS.items() if "{run}" in words and words[0] != "train"},
+    "workload.weights of a run": READERS["workload.weights of a run"],
+    "checkpoint verify": ["checkpoint", "verify", "{run}", "--step", "24"],
+}
+
+
+@pytest.mark.parametrize("reader", READERS_OF_CHECKPOINTS)
+def test_every_reader_refuses_a_checkpoint_whose_hashes_were_rewritten(copy, trained, tmp_path, capsys, reader):
+    assert forge_checkpoint(copy) == 24
+    values = {"run": copy, "out": tmp_path, "uri": trained.tracking_uri, "name": trained.config["workload"]["name"]}
+    code, text = command(capsys, *(word.format(**values) for word in READERS_OF_CHECKPOINTS[reader]))
+    assert code == 2 and "manifest.json is not the one that the run wrote" in text and "Traceback" not in text
+
+
+def test_checkpoint_verify_names_the_checkpoint_whose_hashes_were_rewritten(copy):
+    forge_checkpoint(copy)
+    found = scaleray.verify_checkpoints(copy)
+    assert {one["step"] for one in found["checkpoints"] if not one["good"]} == {24}
+
+
+def test_a_proven_checkpoint_has_files_of_the_recorded_hashes(copy):
+    manifest = Catalog.at(str(copy))[0].newest()
+    file = copy / "checkpoints" / next(iter(manifest.files))
+    file.write_bytes(file.read_bytes() + b"\0")  # no tensor's digest covers it
+    with pytest.raises(CheckpointError, match="bytes instead of"):
+        scaleray.load(copy, step=24)
+
+
+def test_a_checkpoint_that_the_record_does_not_name_has_no_hash(copy):
+    record = json.loads((copy / "record.json").read_text())
+    del record["checkpoints"]["step-000000024"]
+    (copy / "record.json").write_text(json.dumps(record))
+    assert [find_parts(copy, step=step).weights.has_hash for step in (16, 24)] == [True, False]

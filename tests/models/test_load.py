@@ -87,6 +87,8 @@ def test_a_step_that_is_not_there_names_those_that_are(run, step, says):
 def test_a_run_without_final_weights_gives_its_newest_checkpoint_and_says_so(run, tmp_path):
     copy, _ = copy_of(run, tmp_path)
     (copy / "weights.pt").unlink()
+    record = json.loads((copy / "record.json").read_text())
+    (copy / "record.json").write_text(json.dumps({**record, "weights": {}}))
     model = scaleray.load(copy)
     assert_same(model.module, final_weights(run))
     assert (model.step, model.words) == (24, "the weights after step 24 of points")

@@ -232,6 +232,7 @@ def make_record(
         alerts=[dataclasses.asdict(alert) for alert in recording.alerts],
         evaluations={name: [[*point] for point in points] for name, points in recording.evaluations.items()},
         weights={name: dataclasses.asdict(stored) for name, stored in weights.items()},
+        checkpoints=_checkpoints(config, folder) if status == "FINISHED" else {},
         marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
 
@@ -246,6 +247,13 @@ def _best(best: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
         if best["step"] in catalog.steps():
             path = catalog.stores[0].path(catalog.read(best["step"]).name)
     return {**best, "checkpoint": path}
+
+
+def _checkpoints(config: RunConfig, folder: RunFolder) -> dict[str, str]:
+    with contextlib.suppress(OSError, CheckpointError):
+        kept = Catalog.of_run(folder.path, config.checkpoint.copy_path).complete()
+        return {manifest.name: str(manifest.sha256) for manifest in kept}
+    return {}
 
 
 def point_metrics(record: RunRecord) -> dict[str, float]:

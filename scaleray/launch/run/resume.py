@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from scaleray.checkpoints.catalog import Catalog, require
+from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.manifest import Manifest
 from scaleray.checkpoints.storage import Store
 from scaleray.common.parsing import load_json
@@ -258,6 +258,4 @@ def _open(path: str, config: RunConfig | None) -> Interrupted:
     except (ValueError, KeyError, TypeError) as exc:
         raise _damaged(path, exc) from exc
     copy_path = config.checkpoint.copy_path if config else about["config"]["checkpoint"].get("copy_path")
-    catalog = Catalog.of_run(path, copy_path)
-    newest = require(catalog, None, where=path) if catalog.newest() is not None else None
-    return Interrupted(path, about, newest)
+    return Interrupted(path, about, Catalog.of_run(path, copy_path).newest())

@@ -121,7 +121,7 @@ def _write(trained: TrainedRun, out: Path, place: Path, gates: GateRecord, run: 
 
     parts = find_parts(trained, **options.parts)
     if not parts.weights.has_hash:
-        advice = "promote a checkpoint, which has hashes: --step N; or train it again"
+        advice = "train it again, to its end: this version records them"
         raise CheckpointError(parts.weights.words, f"those of {run.name}", "they have no recorded hash", advice)
     with stage("packing the model"):
         packed = pack(trained, parts, place / "packed", workload=options.workload)

@@ -16,6 +16,8 @@ POLICY = {
     },
 }  # fmt: skip
 """A policy that runs of any quality pass: what is promoted is not judged here."""
+LAST_STEP = 32
+"""Number of steps of each of the four, which keeps a checkpoint of the last."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,6 +44,7 @@ def four_runs(tmp_path_factory, empty_database):
                 "optimizer.learning_rate": 0.02,
                 "stop.after": "2 epochs",
                 "evaluation.every": "1 steps",
+                "checkpoint.every": f"{LAST_STEP} steps",
                 "checkpoint.storage_path": str(folder / "runs"),
                 "tracking.uri": f"sqlite:///{database}",
                 "tracking.experiment": "corners",

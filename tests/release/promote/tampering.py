@@ -1,11 +1,13 @@
 """Evidence that was changed after it was recorded, in every place that decides on a promotion, and what finds it.
 
-`test_tampering.py` asks about each, and keeps the table of tampering.md equal to this one.
+`test_tampering.py` asks about each, and keeps the table of tampering.md equal to this one, which
+`python -m tests.release.promote.tampering` writes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -16,14 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
+from scaleray.checkpoints.catalog import FOLDER, Catalog
+from scaleray.checkpoints.manifest import FILE_NAME, StoredFile
 from scaleray.models.registry import STATEMENT_TAG
 from scaleray.recording.store import open_client
 from scaleray.records.experiment import CERTIFICATE_SHA256
 from scaleray.records.statement import STATEMENT, file_digest
 from scaleray.studies.invalidate import invalidate_experiment
 
-GATE, VERIFY = "gate", "promote --verify"
+GATE, VERIFY, PROMOTE, STEP = "gate", "promote --verify", "promote", "promote --step N"
 
 
 @dataclass(frozen=True)
@@ -354,6 +359,44 @@ def _(at: Recorded) -> None:
     edit(at.run / "record.json", lambda v: v["weights"]["weights.pt"].update(stored))
 
 
+def forge_checkpoint(run: Path) -> int:
+    """Negate the newest checkpoint's float32 tensors, and rewrite every hash in its folder alike; gives its step."""
+    manifest = next(Catalog.of_run(str(run)).complete())
+    content = {name: bytearray((run / FOLDER / name).read_bytes()) for name in manifest.files}
+    for tensor in manifest.tensors.values():
+        for chunk in tensor.chunks if tensor.dtype == "float32" else ():
+            for place in range(chunk.start + 3, chunk.start + chunk.length, 4):
+                content[chunk.file][place] ^= 0x80
+    for name, changed in content.items():
+        (run / FOLDER / name).write_bytes(changed)
+
+    def digest(chunk: Any) -> str:
+        return xxhash.xxh3_128_hexdigest(content[chunk.file][chunk.start : chunk.start + chunk.length])
+
+    tensors = {
+        name: dataclasses.replace(
+            tensor, chunks=tuple(dataclasses.replace(chunk, digest=digest(chunk)) for chunk in tensor.chunks)
+        )
+        for name, tensor in manifest.tensors.items()
+    }
+    files = {name: StoredFile(hashlib.sha256(changed).hexdigest(), len(changed)) for name, changed in content.items()}
+    forged = dataclasses.replace(manifest, tensors=tensors, files=files)
+    (run / FOLDER / manifest.name / FILE_NAME).write_text(forged.to_json())
+    return manifest.step
+
+
+@tampering("weights", "the run's own are gone, and its newest checkpoint and all hashes in it are rewritten alike", PROMOTE)
+def _(at: Recorded) -> None:
+    forge_checkpoint(at.run)
+    for name in ("weights.pt", "weights.sha256.json"):
+        (at.run / name).unlink()
+
+
+@tampering("weights", "a checkpoint and all hashes in it are rewritten alike", STEP)
+def _(at: Recorded) -> None:
+    forge_checkpoint(at.run)
+
+
 @contextlib.contextmanager
 def put_back(*places: Path) -> Iterator[None]:
     """A context whose changes of these files and folders are gone with it."""
@@ -378,3 +421,8 @@ def as_markdown() -> str:
     for one in TAMPERINGS:
         rows.append(f"| {one.place} | {one.what} | `{one.by}` | {(one.missed and f'no: {one.missed}') or 'yes'} |")
     return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    page = Path(__file__).with_suffix(".md")
+    page.write_text(page.read_text().partition("|")[0] + as_markdown())

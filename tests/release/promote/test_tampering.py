@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from scaleray.errors import CheckpointError
 from scaleray.release.gate.gate import gate as judge
+from scaleray.release.promote.promote import promote
 from scaleray.release.promote.verify_promoted import check_promoted
 from tests.release.gate.test_as_recorded import recorded  # noqa: F401 - a fixture
-from tests.release.promote.tampering import GATE, TAMPERINGS, Recorded, as_markdown, put_back
+from tests.release.promote.conftest import LAST_STEP
+from tests.release.promote.tampering import GATE, PROMOTE, STEP, TAMPERINGS, VERIFY, Recorded, as_markdown, put_back
 from tests.release.promote.test_verified import promoted  # noqa: F401 - a fixture
 
 DOCS = Path(__file__).parent / "tampering.md"
@@ -34,10 +37,15 @@ def of_version(promoted, four_runs):  # noqa: F811
 @pytest.fixture(scope="module")
 def passing(of_run, of_version):
     """What passes while nothing is changed."""
-    return {GATE: answers(of_run, GATE), "": answers(of_version, "")}
+    return {GATE: answers(of_run, GATE), **{by: answers(of_version, by) for by in (VERIFY, PROMOTE, STEP)}}
 
 
 def answers(at: Recorded, by: str) -> set[str]:
+    if by in (PROMOTE, STEP):
+        try:
+            return {f"version {promote(str(at.run), model='other', step=LAST_STEP if by == STEP else None, uri=at.uri).version}"}
+        except CheckpointError:
+            return set()
     if by != GATE:
         record = check_promoted("corners@champion", uri=at.uri)
     else:
@@ -58,7 +66,7 @@ def tampered(at: Recorded, change):
 
 @pytest.mark.parametrize("one", TAMPERINGS, ids=[f"{one.place}: {one.what}" for one in TAMPERINGS])
 def test_what_was_changed_is_found(of_run, of_version, passing, one):
-    at, by = (of_run, GATE) if one.by == GATE else (of_version, "")
+    at, by = of_run if one.by == GATE else of_version, one.by
     with tampered(at, one.change):
         still = answers(at, by)
     assert (passing[by] <= still) == bool(one.missed), passing[by] - still
