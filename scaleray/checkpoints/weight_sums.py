@@ -69,7 +69,8 @@ def check_manifest(folder: Store, manifest: Manifest, recorded: Mapping[str, Any
     stated = _recorded(folder.parent, "checkpoints") if recorded is None else recorded
     known = stated.get(manifest.name) if isinstance(stated, Mapping) else None
     if known not in (None, manifest.sha256):
-        raise _changed(folder, f"{manifest.name}/{FILE_NAME}", "not the one that the run wrote", f"{RECORD} has its hash")
+        name, found = f"{manifest.name}/{FILE_NAME}", "not the one that the run wrote"
+        raise _changed(folder, name, found, f"{RECORD} has its hash")
     return known is not None
 
 

@@ -143,4 +143,4 @@ def import_root(file: Path) -> Path:
 
 def is_installed(path: str) -> bool:
     """Whether a file belongs to an installed package, the standard library or scaleray."""
-    return "site-packages" in path or str(Path(path).resolve()).startswith(_HOMES)
+    return f"{os.sep}site-packages{os.sep}" in path or str(Path(path).resolve()).startswith(_HOMES)

@@ -2,18 +2,20 @@
 
 A packed model's `code/` is imported as `scaleray_packed_<hash of its place and content>`. Absolute imports of its own
 modules are rewritten to that package when a file is compiled, so that they never pass through sys.path, and two models
-in one process have their own modules. Other imports must be of installed packages.
+in one process have their own modules; `importlib` and `__import__` are replaced by `Imports`. Other imports must be of
+installed packages.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
 import hashlib
 import importlib
 import importlib.abc
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -24,6 +26,8 @@ from scaleray.errors import WorkloadError
 from scaleray.records.statement import digests
 
 PREFIX = "scaleray_packed_"
+IMPORTS = "__scaleray_imports__"
+"""Name of a module's `Imports` among its globals, by which functions take it along to other processes."""
 IN_A_SECOND_TRY = "scaleray_workload_"
 """Prefix of a workload file's module whose own name another module had, see `workload.py`."""
 
@@ -47,10 +51,9 @@ def packed_module(folder: Path, target: str) -> ModuleType:
 
 def installed_module(target: str) -> ModuleType:
     """Import a module of an installed package. Raises ImportError for one that is somewhere else."""
-    module = importlib.import_module(target)
-    if (file := getattr(module, "__file__", None)) is not None and not is_installed(file):
-        raise ImportError(f"{target} is {file}, and not of an installed package as when the model was promoted")
-    return module
+    if (place := _outside(target.partition(".")[0])) is not None:
+        raise ImportError(f"{target} is of {place}, and not of an installed package as when the model was promoted")
+    return importlib.import_module(target)
 
 
 def own_name(module: str, workload: Any) -> str:
@@ -77,25 +80,70 @@ class _Finder(importlib.abc.MetaPathFinder):
         return found
 
 
+class Imports:
+    """`importlib` for a packed model's code: it imports the model's own modules, and those of installed packages."""
+
+    def __init__(self, package: str, own: set[str]) -> None:
+        self.package, self.own = package, own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib, name)
+
+    def __reduce__(self) -> Any:
+        return Imports, (self.package, self.own)
+
+    def import_module(self, name: str, package: str | None = None) -> ModuleType:
+        """Import a module as `importlib.import_module` does. Raises ImportError for one that lies elsewhere."""
+        name = importlib.util.resolve_name(name, package)
+        return importlib.import_module(self._resolved(name))
+
+    def __import__(
+        self,
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        resolved = name if level else self._resolved(name)
+        found = builtins.__import__(resolved, globals, locals, fromlist or (), level)
+        return found if resolved == name or fromlist else sys.modules[f"{self.package}.{name.partition('.')[0]}"]
+
+    def _resolved(self, name: str) -> str:
+        first = name.partition(".")[0]
+        if first in self.own:
+            return f"{self.package}.{name}"
+        if (place := _outside(first)) is not None:
+            raise ImportError(f"{name} is of {place}, and neither of the packed model nor of an installed package")
+        return name
+
+
 class _Loader(SourceFileLoader):
     """Compiles a module with its neighbours' imports rewritten. Reads and writes no bytecode: only the source has a
     hash in the statement."""
 
-    def get_code(self, fullname: str) -> CodeType:
+    def _imports(self, fullname: str) -> Imports:
         package, path = fullname.partition(".")[0], Path(self.get_filename(fullname))
         folder = Path(sys.modules[package].__path__[0])
-        tree = _Renamed(package, _own(folder) - {path.stem if path.parent == folder else ""}).visit(
-            ast.parse(self.get_data(str(path)), filename=str(path))
-        )
+        return Imports(package, _own(folder) - {path.stem if path.parent == folder else ""})
+
+    def exec_module(self, module: ModuleType) -> None:
+        imports = self._imports(module.__name__)
+        vars(module).update({IMPORTS: imports, "__import__": imports.__import__})
+        super().exec_module(module)
+
+    def get_code(self, fullname: str) -> CodeType:
+        path, imports = Path(self.get_filename(fullname)), self._imports(fullname)
+        tree = _Renamed(imports).visit(ast.parse(self.get_data(str(path)), filename=str(path)))
         code: CodeType = compile(ast.fix_missing_locations(tree), str(path), "exec", dont_inherit=True)
         return code
 
 
 class _Renamed(ast.NodeTransformer):
-    """Imports of modules of a package, under the package's name. own: the first parts of their names."""
+    """Imports of a packed model's modules, under its package's name, and its `Imports` in place of importlib."""
 
-    def __init__(self, package: str, own: set[str]) -> None:
-        self.package, self.own = package, own
+    def __init__(self, imports: Imports) -> None:
+        self.package, self.own = imports.package, imports.own
 
     def _is_own(self, name: str) -> bool:
         return name.partition(".")[0] in self.own
@@ -109,22 +157,24 @@ class _Renamed(ast.NodeTransformer):
                 made.append(ast.Import([ast.alias(name, alias.asname)]))
             if is_own and not alias.asname:
                 made.append(ast.ImportFrom(self.package, [ast.alias(first)], 0))
+            if alias.name == "importlib" or (first == "importlib" and not alias.asname):
+                made.append(_assigned(alias.asname or first))
         return [ast.copy_location(one, node) for one in made]
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.stmt:
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> list[ast.stmt]:
+        made: list[ast.stmt] = [node]
         if node.level == 0 and node.module and self._is_own(node.module):
             node.module = f"{self.package}.{node.module}"
-        return node
+        elif node.level == 0 and node.module == "importlib":
+            for name in ("import_module", "__import__"):
+                names = [alias.asname or name for alias in node.names if alias.name in (name, "*")]
+                made += [ast.copy_location(_assigned(one, name), node) for one in names]
+        return made
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        """`importlib.import_module("name")`."""
-        self.generic_visit(node)
-        called = getattr(node.func, "attr", getattr(node.func, "id", None))
-        if called == "import_module" and node.args and isinstance(first := node.args[0], ast.Constant):
-            name = first.value
-            if isinstance(name, str) and self._is_own(name):
-                node.args[0] = ast.copy_location(ast.Constant(f"{self.package}.{name}"), first)
-        return node
+
+def _assigned(name: str, attribute: str | None = None) -> ast.stmt:
+    """The statement that gives a name the module's `Imports`, or its attribute."""
+    return ast.parse(f"{name} = {IMPORTS}{f'.{attribute}' if attribute else ''}").body[0]
 
 
 def _own(folder: Path) -> set[str]:
@@ -138,10 +188,7 @@ def _refuse_others(folder: Path) -> None:
     own = _own(folder)
     for file in sorted(folder.rglob("*.py")):
         for name in _imported(ast.parse(file.read_bytes(), filename=str(file))):
-            if name in own or name in sys.stdlib_module_names:
-                continue
-            place = getattr(sys.modules.get(name), "__file__", None) or _origin(name)
-            if place is not None and not is_installed(place):
+            if name not in own and (place := _outside(name)) is not None:
                 raise WorkloadError(
                     f"the import of {name} in {file.name}",
                     f"of {place}",
@@ -158,9 +205,17 @@ def _imported(tree: ast.AST) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def _origin(name: str) -> str | None:
+def _outside(name: str) -> str | None:
+    """Place of a top-level module that is of no installed package; None for one that is, or is not there."""
+    if name in sys.stdlib_module_names or name.startswith(PREFIX):
+        return None
+    if (file := getattr(sys.modules.get(name), "__file__", None)) is not None:
+        return None if is_installed(file) else str(file)
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return None
-    return found.origin if found is not None and found.has_location else None
+    if found is None:
+        return None
+    places = [found.origin] if found.has_location else list(found.submodule_search_locations or ())
+    return next((str(place) for place in places if place is not None and not is_installed(place)), None)

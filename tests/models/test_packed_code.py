@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 
@@ -139,11 +140,24 @@ def test_a_workload_of_an_installed_package_is_not_taken_from_the_working_tree(t
         installed_module("sharing_shadow")
 
 
+DYNAMIC = (
+    "import importlib\nFOUND = importlib.import_module('o' + 'wn').VALUE", "FOUND = __import__('own').VALUE",
+    "import importlib as il\nFOUND = il.import_module(name='own').VALUE", "FOUND = __import__('part.deep').deep.VALUE",
+    "from importlib import import_module as im, util\nFOUND = im('own').VALUE", "FOUND = __import__('own', fromlist=['VALUE']).VALUE",
+    "import importlib.util\nFOUND = importlib.import_module('.deep', 'part').VALUE", "from importlib import *\nFOUND = import_module('own').VALUE",
+    "import importlib\ndef f(name):\n    import importlib\n    return importlib.import_module(name)\nFOUND = f('part.deep').VALUE",
+    "import importlib\nFOUND = importlib.import_module('.own', __package__).VALUE", "FOUND = __import__('own', globals(), level=1).VALUE",
+    "import importlib\nFOUND = importlib.__import__('own').VALUE", "import importlib.util as u\nFOUND = 7 * (u.find_spec('json') is not None)",
+    "import importlib\nFOUND = getattr(importlib, 'import_module')('own').VALUE",
+)  # fmt: skip
+"""Code that imports a module whose name is known when it runs, and puts its value into FOUND."""
+
+
 @pytest.mark.parametrize("text", [
     "import own", "import own as o", "import own, json", "from own import VALUE", "import part.deep", "import part.deep as d",
     "from part import deep", "from part.deep import VALUE", "from part.deep import *", "from . import own",
     "def f():\n    import own\n    return own.VALUE\nf()", "import importlib\nimportlib.import_module('own')",
-    "from importlib import import_module\nimport_module('part.deep')", "try:\n    import missing\nexcept ImportError:\n    import own",
+    "from importlib import import_module\nimport_module('part.deep')", *DYNAMIC, "try:\n    import missing\nexcept ImportError:\n    import own",
     "if True: import own, part.deep", "import numpy.linalg, own\nnumpy.linalg.norm", "from __future__ import annotations\nimport own",
 ])  # fmt: skip
 def test_every_form_of_import_finds_the_neighbour(tmp_path, text):
@@ -156,11 +170,42 @@ def test_every_form_of_import_finds_the_neighbour(tmp_path, text):
         "import own": "own.VALUE", "import own as o": "o.VALUE", "import part.deep": "part.deep.VALUE",
         "import part.deep as d": "d.VALUE", "from part import deep": "deep.VALUE", "from own import VALUE": "VALUE",
         "from part.deep import *": "VALUE",
-    }.get(text, "7")  # fmt: skip
+    }.get(text, "FOUND" if text in DYNAMIC else "7")  # fmt: skip
     (folder / "main.py").write_text(f'"""Text."""\n{text}\nFOUND = {shown}\n')
     module = packed_module(folder, "main.py")
     assert module.FOUND == 7 and module.__file__ == str(folder / "main.py")
     assert not {"own", "part", "part.deep"} & set(sys.modules)
+
+
+@pytest.mark.parametrize("text", DYNAMIC[:12])
+def test_a_name_known_when_the_code_runs_is_not_looked_for_in_the_working_tree(tmp_path, monkeypatch, text):
+    (tmp_path / "tree/part").mkdir(parents=True)
+    for name in ("own.py", "part/deep.py", "part/__init__.py"):
+        (tmp_path / "tree" / name).write_text("VALUE = 8\n")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/main.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "tree"))
+    with pytest.raises(ImportError, match=r"own|deep|part"):
+        packed_module(tmp_path / "code", "main.py")
+    assert not {"own", "part", "part.deep"} & set(sys.modules)
+
+
+def test_functions_take_their_importlib_to_other_processes(tmp_path):
+    (tmp_path / "main.py").write_text("import importlib\ndef f(name):\n    return importlib.import_module(name)\n")
+    module = packed_module(tmp_path, "main.py")
+    sent = cloudpickle.loads(cloudpickle.dumps(module.importlib))
+    assert sent.package == module.__package__ and sent.import_module("json").loads("1") == 1
+
+
+@pytest.mark.parametrize("inside", ["", "site-packages-copy"])
+def test_a_package_outside_without_an_init_file_is_refused(tmp_path, monkeypatch, inside):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/main.py").write_text("import sharing_space.mod\n")
+    (tmp_path / inside / "sharing_space").mkdir(parents=True)
+    (tmp_path / inside / "sharing_space/mod.py").write_text("VALUE = 8\n")
+    monkeypatch.syspath_prepend(str(tmp_path / inside))
+    with pytest.raises(WorkloadError, match=r"sharing_space in main\.py is of .*sharing_space"):
+        packed_module(tmp_path / "code", "main.py")
 
 
 def test_a_file_called_as_a_library_still_imports_that_library(tmp_path):

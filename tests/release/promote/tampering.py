@@ -385,7 +385,9 @@ def forge_checkpoint(run: Path) -> int:
     return manifest.step
 
 
-@tampering("weights", "the run's own are gone, and its newest checkpoint and all hashes in it are rewritten alike", PROMOTE)
+@tampering(
+    "weights", "the run's own are gone, and its newest checkpoint and all hashes in it are rewritten alike", PROMOTE
+)
 def _(at: Recorded) -> None:
     forge_checkpoint(at.run)
     for name in ("weights.pt", "weights.sha256.json"):

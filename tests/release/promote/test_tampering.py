@@ -43,7 +43,9 @@ def passing(of_run, of_version):
 def answers(at: Recorded, by: str) -> set[str]:
     if by in (PROMOTE, STEP):
         try:
-            return {f"version {promote(str(at.run), model='other', step=LAST_STEP if by == STEP else None, uri=at.uri).version}"}
+            return {
+                f"version {promote(str(at.run), model='other', step=LAST_STEP if by == STEP else None, uri=at.uri).version}"
+            }
         except CheckpointError:
             return set()
     if by != GATE:
