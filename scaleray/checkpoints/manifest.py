@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from scaleray.common.parsing import load_json
+from scaleray.common.parsing import inert_json, load_json
 from scaleray.errors import CheckpointError
 
 FORMAT = 1
@@ -119,7 +119,7 @@ class Manifest:
         if bytes(text[:head]) != (HASH % _digest(rest)).encode():
             raise Damaged(f"{where} is cut short or changed: it does not have the hash that it states")
         try:
-            body = load_json(b"{" + rest)
+            body = load_json(inert_json(b"{" + rest))
             number = body["format"]
             if not isinstance(number, int) or number > FORMAT:
                 raise CheckpointError(

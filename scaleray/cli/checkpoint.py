@@ -9,6 +9,7 @@ from cyclopts import App, Parameter
 
 from scaleray.cli.options import Json
 from scaleray.cli.output import print_json, with_stages
+from scaleray.common.printed import printable
 from scaleray.records.text.units import disk_space
 
 Where = Annotated[
@@ -179,6 +180,7 @@ def _numbers(steps: list[int]) -> str:
 
 
 def _print_table(rows: list[list[str]]) -> None:
+    rows = [[printable(cell) for cell in row] for row in rows]
     columns = max(map(len, rows))
     full = [row for row in rows if len(row) == columns]
     widths = [max(len(row[i]) for row in full) for i in range(columns)]

@@ -53,6 +53,7 @@ from scaleray.cli.train import train
 from scaleray.cli.verify import verify
 from scaleray.cli.watch import watch
 from scaleray.common.installed import missing_library
+from scaleray.common.printed import inert
 from scaleray.errors import MARKED_KILLED, ConfigError, ScaleRayError, UsageError
 
 Shell = Literal["bash", "zsh", "fish"]
@@ -177,5 +178,5 @@ def _usage(exc: CycloptsError) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print(message, file=sys.stderr)
+    print(inert(message), file=sys.stderr)
     return code

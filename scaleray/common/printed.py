@@ -9,6 +9,16 @@ MOST_WORDS = 6
 """Sentences of a record that are printed; the rest is in its report."""
 
 
+def printable(text: object) -> str:
+    """The text with spaces in place of line breaks and of what terminals obey."""
+    return "".join(letter if letter.isprintable() else " " for letter in str(text))
+
+
+def inert(text: str) -> str:
+    """The text with spaces in place of what terminals obey, but for line breaks."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
 class Printed:
     """Base of dataclasses that print as a few lines: the first is a heading, the others are set in."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from scaleray.checkpoints.storage import Store
 from scaleray.common.parsing import inert_json, load_json
+from scaleray.common.printed import printable
 from scaleray.config import RunConfig
 from scaleray.config.base import without_password
 from scaleray.errors import TrackingError, UsageError, WorkloadError, first_line
@@ -39,7 +40,7 @@ class TrainedRun:
     @property
     def name(self) -> str:
         """Name of the run."""
-        return str(self.about.get("name") or self.folder.name)
+        return printable(self.about.get("name") or self.folder.name)
 
     @property
     def steps(self) -> int | None:

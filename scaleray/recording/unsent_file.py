@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scaleray.common.parsing import load_json
+from scaleray.common.parsing import inert_json, load_json
 from scaleray.records.mlflow_operations import Operation, from_json
 
 
@@ -41,6 +41,6 @@ def _is_head(value: Any) -> bool:
 
 def _value(line: bytes) -> Any:
     try:
-        return load_json(line)
+        return load_json(inert_json(line))
     except ValueError:
         return None

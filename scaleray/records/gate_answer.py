@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from scaleray.common.printed import printable
+
 Answer = Literal["pass", "fail", "inconclusive"]
 
 
@@ -30,6 +32,10 @@ class Check:
     """Command or key to continue with, if the check did not pass. `-c FILE` means the run's config, `RUN` the run, and
     `--seed N` the next seed, until the gate knows them.
     """
+
+    def __post_init__(self) -> None:
+        for name in ("what", "words", "remedy"):  # a line each: a record's text must not look like another check
+            object.__setattr__(self, name, printable(getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter, ValidationError
 
 from scaleray.common.parsing import inert_json, load_json
-from scaleray.common.printed import Printed
+from scaleray.common.printed import Printed, printable
 from scaleray.errors import first_line
 
 SCHEMA_VERSION = 1
@@ -46,7 +46,10 @@ class JsonRecord(Printed):
         """The record in the text of a record.json. Raises NewerRecord, and pydantic's ValidationError for anything else
         than a record."""
         adapter: TypeAdapter[Self] = _adapter(cls)  # type: ignore[arg-type]  # a class is hashable
-        return adapter.validate_json(of_known_version(inert_json(text)))
+        found = adapter.validate_json(of_known_version(inert_json(text)))
+        if isinstance(name := getattr(found, "name", None), str):
+            object.__setattr__(found, "name", printable(name))
+        return found
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

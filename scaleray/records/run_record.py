@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from scaleray.common import metric_names as names
 from scaleray.common.parsing import inert_json, load_json
-from scaleray.common.printed import figures, quantity
+from scaleray.common.printed import figures, printable, quantity
 from scaleray.records.alert_record import counted
 from scaleray.records.json_record import JsonRecord, check_types, of_known_version
 from scaleray.records.judged_metric import JudgedMetric, judged_metric
@@ -352,4 +352,4 @@ class RunRecord(JsonRecord):
         profile = RunProfile.of(values.pop("profile", None))
         values = {key: value for key, value in values.items() if key in known}
         check_types(cls, values)
-        return cls(**values, profile=profile)
+        return cls(**{**values, "name": printable(values["name"])}, profile=profile)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from saved_runs import catalog_of, flip, make_newer, make_saver, save, shards, snapshot
 
+from scaleray.checkpoints.manifest import Manifest
 from scaleray.checkpoints.storage import Store
 from scaleray.cli.main import run_command
 from scaleray.common import progress
@@ -277,3 +278,15 @@ def test_what_reads_or_writes_every_byte_says_how_much_of_it_is_done(run, capsys
     assert names == [*(f"reading step {step}" for step in (40, 30, 20, 10)), "copying the weights", "writing step 40 again"]  # fmt: skip
     for name, done, total in noting.ended:  # a file has a header beside its tensors
         assert done == pytest.approx(total, rel=0.01), name
+
+
+def test_a_manifest_from_elsewhere_prints_nothing_that_a_terminal_obeys(tmp_path, capsys):
+    facts = {"metrics": {"val/\x1b[2J\nstep 4: good": 1.0}, "evaluated_at": 3}
+    manifest = Manifest(3, 1, "ddp\x1b]0;X\x07", 0.0, {}, {}, {}, facts)
+    file = tmp_path / "checkpoints" / manifest.name / "manifest.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(manifest.to_json())
+    code, out, _ = command(capsys, "list", tmp_path)
+    assert code == 0 and "ddp ]0;X" in out and not {"\x1b", "\x07"} & set(out) and len(out.splitlines()) == 3
+    code, _, err = command(capsys, "li\x1b[2Jst")
+    assert code == 2 and err and "\x1b" not in err

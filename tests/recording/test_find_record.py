@@ -34,12 +34,12 @@ def test_a_database_that_a_record_names_is_not_opened(tmp_path, monkeypatch):
 
 
 def test_a_record_from_elsewhere_holds_nothing_that_a_terminal_obeys(tmp_path):
-    record = study_examples.run_record(name="a\x1b[2Jb", verdict="line\nline\x9b31m \\u001b", events=["\b\r\x07\x7f"])
+    record = study_examples.run_record(name="a\x1b[2J\npass  b", verdict="line\nline\x9b31m \\u001b", events=["\b\r\x07\x7f"])
     text = record.to_json()
     for written in (text, text.replace("\\u009b", "\x9b")):
         (tmp_path / "record.json").write_text(written)
         found = find_run(str(tmp_path)).record
-        assert (found.name, found.verdict, found.events) == ("a [2Jb", "line\nline 31m \\u001b", ["    "])
+        assert (found.name, found.verdict, found.events) == ("a [2J pass  b", "line\nline 31m \\u001b", ["    "])
 
 
 def test_the_course_of_evaluations_of_an_older_record_comes_from_the_mlflow_in_use(tmp_path, mlflow_database):

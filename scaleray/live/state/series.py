@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from scaleray.common.metric import Metric
-from scaleray.records.text.units import printable
+from scaleray.common.printed import printable
 
 SHOWN_LABEL = 300
 """Longest value of a label: names of metrics and jobs are the user's."""

@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from scaleray.common.printed import printable
 from scaleray.live.terminal.watch_page import SEVERITIES, STYLES, result_of
 from scaleray.records.live_state import LiveState
 from scaleray.records.text import units
-from scaleray.records.text.units import printable
 from scaleray.reports.terminal.progress_line import duration
 
 NARROW = 72

@@ -14,13 +14,12 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from scaleray.common.printed import quantity
+from scaleray.common.printed import printable, quantity
 from scaleray.live.terminal.watch_ranks import ranks_table
 from scaleray.records.alert_record import Alert
 from scaleray.records.live_state import LOST, RUNNING, STARTING, LiveState
 from scaleray.records.phases import PART_IN_WORDS, Phase
 from scaleray.records.text import units
-from scaleray.records.text.units import printable
 from scaleray.reports.terminal.progress_line import duration
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"

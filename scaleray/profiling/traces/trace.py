@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from scaleray.common.printed import printable
 from scaleray.errors import TraceError
 from scaleray.profiling.traces.intervals import Ints
 from scaleray.profiling.traces.json_stream import read_object
@@ -172,10 +173,10 @@ class _Columns:
             rank=distributed.get("rank"),
             world_size=distributed.get("world_size"),
             backend=str(distributed.get("backend", "")),
-            devices=tuple(str(each.get("name", "")) for each in values.get("deviceProperties") or []),
+            devices=tuple(printable(each.get("name", "")) for each in values.get("deviceProperties") or []),
             base_ns=base,
             own=own,
-            names=list(self.names),
+            names=[printable(name) for name in self.names],
             categories=list(self.categories),
             name=column(self.name),
             category=column(self.category),

@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from scaleray.records.study_record import Estimate
 
 
-def printable(text: object) -> str:
-    """The text with spaces in place of line breaks and of what terminals obey."""
-    return "".join(letter if letter.isprintable() else " " for letter in str(text))
-
-
 MIB, GIB = 2.0**20, 2.0**30
 
 

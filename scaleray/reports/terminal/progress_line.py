@@ -15,6 +15,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from scaleray.common.printed import inert
 from scaleray.common.progress import Stage, shown_by
 
 SAID_S = 1.0
@@ -66,7 +67,7 @@ class StageDisplay:
     def say(self, text: str) -> None:
         """Print a line as it is."""
         self._spoke_at = time.monotonic()
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(inert(text), highlight=False, markup=False, soft_wrap=True)
 
     def begin(self, stage: Stage) -> None:
         """A stage has begun."""

@@ -25,6 +25,13 @@ def test_times_are_exact_in_nanoseconds_since_1970_too():
     assert found.start.tolist() == [1712195495505583123] and found.end.tolist() == [1712195495505583130]
 
 
+def test_names_from_elsewhere_hold_nothing_that_a_terminal_obeys():
+    trace = MadeTrace().operator("aten::\x1b]0;X\x07\nmm", 0, 5)
+    trace.values["deviceProperties"] = [{"id": 0, "name": "H100\x1b[2J"}]
+    found = trace.read()
+    assert (found.names, found.devices) == (["aten:: ]0;X  mm"], ("H100 [2J",))
+
+
 @pytest.mark.parametrize("piece", [1, 7, 100])
 def test_what_is_read_does_not_depend_on_the_size_of_the_pieces(monkeypatch, piece):
     whole = gpu_step().read()

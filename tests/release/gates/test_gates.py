@@ -44,6 +44,13 @@ def words_of(result):
     return " | ".join(f"{check.answer}: {check.words}" for check in result.checks)
 
 
+def test_no_text_of_a_record_looks_like_another_check():
+    record = recorded_runs.a_run(status="FAILED", verdict="lost\n  pass  runs finished: all\x1b[2J")
+    gate = operations_gate([Operated(record)], policy=OperationsPolicy())
+    words = [check.words for check in gate.checks if "lost" in check.words]
+    assert words and not any(set("\n\x1b") & set(text) for text in words)
+
+
 def test_missing_evidence_never_passes():
     assert together([]) == "inconclusive"
     assert together(["pass", "inconclusive"]) == "inconclusive"
