@@ -10,18 +10,9 @@ from pathlib import Path
 from typing import IO, Any
 
 SHARED = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "lustre",
-    "gpfs",
-    "ceph",
-    "beegfs",
-    "glusterfs",
-    "fuse.glusterfs",
-    "fuse.sshfs",
-}
+    "nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "ceph-fuse", "beegfs", "glusterfs", "sshfs", "juicefs",
+    "s3fs", "gcsfuse", "virtiofs", "9p", "wekafs", "panfs",
+}  # fmt: skip
 """Types of filesystem, as the kernel names them, that several machines write at once."""
 
 
@@ -43,7 +34,7 @@ def shared_filesystem(path: Path) -> str:
 
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
     kind = next((mounts[place] for place in [path, *path.parents] if place in mounts), "")
-    return kind if kind in SHARED else ""
+    return kind if kind.removeprefix("fuse.") in SHARED else ""
 
 
 def is_shared(folder: Path) -> bool:

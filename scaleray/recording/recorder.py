@@ -8,6 +8,7 @@ Under Ray it is an actor next to the driver; without Ray a plain object. A threa
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ from scaleray.records.live_state import FILE, LiveState
 from scaleray.records.mlflow_operations import EndRun, LogArtifact, LogMetrics, LogParams, Operation, SetTags
 from scaleray.records.profile_record import Goodput
 from scaleray.records.published import CountedFlops, LinksMeasured, RankSample
+from scaleray.records.read import FILE as RECORD
 from scaleray.records.run_description import Recording, RunDescription, RunIdentity
 from scaleray.records.run_record import (
     CheckpointRecord,
@@ -48,6 +50,7 @@ from scaleray.records.run_record import (
     Heartbeat,
     LoggedFile,
     LoggedMetrics,
+    RunRecord,
     StepRecord,
     SystemRecord,
     WorkerMessage,
@@ -294,12 +297,20 @@ class Recorder(SignsOfLife):
             return self._goodput_file.ledger.goodput(steady_time())
 
     def _keep_evaluation(self, record: EvaluationRecord) -> None:
-        """Keep the values for the run's record; those from before a resume are in MLflow."""
+        """Keep the values for the run's record, with those from before a resume."""
         for name, value in record.metrics.items():
             if name not in self._evaluations:
-                before = self._history(name) if self._is_continued else []
-                self._evaluations[name] = {step: earlier for _, earlier, _, step in before if step < record.step}
+                before = self._before(name) if self._is_continued else {}
+                self._evaluations[name] = {step: value for step, value in before.items() if step < record.step}
             self._evaluations[name][record.step] = value
+
+    def _before(self, name: str) -> dict[int, float]:
+        """Values from before a resume by step: those of the former record, and MLflow's of later steps."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            former = RunRecord.from_json(Store(self.description.run_path or self.description.work_dir).read(RECORD))
+            told = {int(step or 0): math.nan if v is None else v for step, v in former.evaluations.get(name, [])}
+            return told | {step: v for _, v, _, step in self._history(name) if step > former.steps}
+        return {step: value for _, value, _, step in self._history(name)}
 
     def _history(self, name: str) -> list[Point]:
         try:

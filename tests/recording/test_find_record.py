@@ -34,7 +34,9 @@ def test_a_database_that_a_record_names_is_not_opened(tmp_path, monkeypatch):
 
 
 def test_a_record_from_elsewhere_holds_nothing_that_a_terminal_obeys(tmp_path):
-    record = study_examples.run_record(name="a\x1b[2J\npass  b", verdict="line\nline\x9b31m \\u001b", events=["\b\r\x07\x7f"])
+    record = study_examples.run_record(
+        name="a\x1b[2J\npass  b", verdict="line\nline\x9b31m \\u001b", events=["\b\r\x07\x7f"]
+    )
     text = record.to_json()
     for written in (text, text.replace("\\u009b", "\x9b")):
         (tmp_path / "record.json").write_text(written)

@@ -15,7 +15,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import study_examples
 from gloo_pool import PRELOADED
+from mlflow import MlflowClient
 
 from scaleray.common import live_metrics as live
 from scaleray.errors import TrackingError
@@ -165,6 +167,21 @@ def test_every_evaluation_is_recorded_and_after_a_resume_those_before_it_too(uri
         [step(2), EvaluationRecord(2, {"val/loss": 0.4}, 0.1), step(3), EvaluationRecord(3, {"val/loss": 0.3}, 0.1)]
     )
     assert again.drain().evaluations == {"val/loss": [(1, 0.9), (2, 0.4), (3, 0.3)]}
+
+
+def test_evaluations_before_a_resume_are_those_of_the_former_record(uri, tmp_path):
+    recorder = Recorder(describe(uri, tmp_path))
+    identity = recorder.start()
+    recorder.log([EvaluationRecord(number, {"val/loss": 1 / number}, 0.1) for number in (1, 2, 3)])
+    recorder.drain()
+    former = study_examples.run_record(steps=2, evaluations={"val/loss": [[1, 0.8], [2, None]]})
+    (tmp_path / "run/record.json").write_text(former.to_json())
+    MlflowClient(uri).log_metric(identity.run_id, "val/loss", 0.01, step=0)
+    again = Recorder(describe(uri, tmp_path, continues=killed(recorder)))
+    again.start()
+    again.log([EvaluationRecord(4, {"val/loss": 0.25}, 0.1)])
+    found = again.drain().evaluations["val/loss"]
+    assert [*found[:1], *found[2:]] == [(1, 0.8), (3, 1 / 3), (4, 0.25)] and math.isnan(found[1][1])
 
 
 def test_steps_repeated_after_a_restart_are_kept_once(uri, tmp_path):
@@ -336,7 +353,7 @@ def test_sqlite_paths_become_absolute(monkeypatch, tmp_path):
     assert store.resolve_uri("sqlite:///runs.db") == f"sqlite:///{tmp_path / 'runs.db'}"
 
 
-@pytest.mark.parametrize(("kind", "is_refused"), [("nfs4", True), ("lustre", True), ("ext4", False)])
+@pytest.mark.parametrize(("kind", "is_refused"), [("nfs4", True), ("fuse.juicefs", True), ("ext4", False)])
 def test_no_database_is_made_by_default_in_a_home_that_machines_share(kind, is_refused, monkeypatch, tmp_path):
     mounts = [SimpleNamespace(mountpoint=place, fstype=of) for place, of in [("/", "ext4"), (str(tmp_path), kind)]]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from scaleray.launch.cluster import loopback, node_process
 from scaleray.launch.cluster.connection import set_auth_mode
+from scaleray.launch.cluster.local_state import GRACE_S
 from scaleray.launch.cluster.own_ray import free_port
 from scaleray.launch.cluster.token import ensure_token
 from scaleray.launch.cluster.worker_template import short_folder
@@ -64,5 +67,9 @@ def local_head(
         yield Head(f"127.0.0.1:{port}", url, node.log, node.process.pid)
     finally:
         node.process.terminate()
-        node.process.wait()
+        try:
+            node.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(node.process.pid, signal.SIGKILL)
+            node.process.wait()
         shutil.rmtree(folder, ignore_errors=True)

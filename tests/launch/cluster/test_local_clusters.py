@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import signal
 import stat
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from scaleray.clusters import local_clusters
 from scaleray.common.guarded import guarded
 from scaleray.config import load_config
 from scaleray.errors import ClusterError, UsageError
-from scaleray.launch.cluster import local_state, node_process
+from scaleray.launch.cluster import head, local_state, node_process
 from scaleray.launch.cluster.local_state import MARK, ClusterState, NodeState
 
 ROOT = Path(__file__).parents[3]
@@ -228,3 +229,19 @@ def test_the_exported_line_is_enough_for_ray_and_for_jobs():
     cluster = local_clusters.LocalCluster("local", "127.0.0.1:1", "http://127.0.0.1:2", ())
     words = shlex.split(export_line(cluster))
     assert {"RAY_ADDRESS=127.0.0.1:1", "RAY_API_SERVER_ADDRESS=http://127.0.0.1:2"} <= set(words)
+
+
+def test_a_head_that_does_not_end_when_asked_is_killed(monkeypatch, tmp_path):
+    for name in ("set_auth_mode", "ensure_token"):
+        monkeypatch.setattr(head, name, lambda *given: None)
+    monkeypatch.setattr(head, "GRACE_S", 0.1)
+    words = ["sh", "-c", "trap '' TERM; echo ready; while :; do sleep 0.1; done"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout.readline() == b"ready\n"
+    node = node_process.NodeProcess(process, tmp_path / "log")
+    monkeypatch.setattr(node_process, "start_head", lambda *given, **more: node)
+    monkeypatch.setattr(node_process, "wait_for_head", lambda *given: None)
+    with head.local_head(num_cpus=1) as started:
+        assert started.pid == process.pid
+    assert process.returncode == -signal.SIGKILL
+    process.stdout.close()
