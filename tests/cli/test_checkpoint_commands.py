@@ -290,3 +290,12 @@ def test_a_manifest_from_elsewhere_prints_nothing_that_a_terminal_obeys(tmp_path
     assert code == 0 and "ddp ]0;X" in out and not {"\x1b", "\x07"} & set(out) and len(out.splitlines()) == 3
     code, _, err = command(capsys, "li\x1b[2Jst")
     assert code == 2 and err and "\x1b" not in err
+
+
+def test_a_checkpoint_that_the_record_of_its_run_has_is_not_rebuilt(run, capsys):
+    manifest = catalog_of(run).newest()
+    (run / "record.json").write_text(json.dumps({"checkpoints": {manifest.name: manifest.sha256}}))
+    before = snapshot(run)
+    code, _, err = command(capsys, "rebuild", run)
+    assert code == 2 and "cannot be rebuilt" in err and f"scaleray export {run} --step 40" in err
+    assert snapshot(run) == before
