@@ -18,6 +18,8 @@ class Change:
     key: str
     before: Any
     after: Any
+    follows_evaluations: bool = False
+    """Whether evaluations decide the learning rate or the end of the training."""
 
     @property
     def alters_training(self) -> bool:
@@ -25,7 +27,8 @@ class Change:
         if self.key == "strategy.name":
             exact = {"auto", *(name for name, traits in TRAITS.items() if not traits.trains_apart)}
             return not {self.before, self.after} <= exact
-        return decides(self.key) is Decides.RESULT
+        is_followed = self.follows_evaluations and self.key == "evaluation.every"
+        return is_followed or decides(self.key) is Decides.RESULT
 
     def __str__(self) -> str:
         return f"{self.key}: {self.before} -> {self.after}"
@@ -40,7 +43,7 @@ def changes(before: Mapping[str, Any], after: RunConfig) -> list[Change]:
         # a key that the older version did not have meant what is now its default
         was = old[key] if key in old else defaults.get(key)
         if was != new.get(key):
-            found.append(Change(key, was, new.get(key)))
+            found.append(Change(key, was, new.get(key), after.follows_evaluations))
     return found
 
 

@@ -130,6 +130,11 @@ class RunConfig(Settings):
         return self.schedule.watch or (self.stop.watch if self.stop.patience else None) or self.checkpoint.best
 
     @property
+    def follows_evaluations(self) -> bool:
+        """Whether evaluations decide the learning rate or the end of the training."""
+        return self.stop.at is not None or self.stop.patience is not None or self.schedule.name == "plateau"
+
+    @property
     def model_parallel_size(self) -> int:
         """Number of workers that hold one replica of the model between them and see the same samples. A
         single worker has it whole."""

@@ -50,6 +50,15 @@ def test_a_change_is_named_with_both_values_and_judged(key, value, alters):
 
 
 @pytest.mark.parametrize(
+    "follows", [{"stop__at": "val/loss <= 0.1"}, {"stop__patience": 2, "stop__watch": "val/loss min"}, {"schedule__name": "plateau"}]
+)  # fmt: skip
+def test_the_distance_of_evaluations_alters_a_training_that_follows_them(follows):
+    before = config(evaluation__every="2 epochs", **follows)
+    (change,) = changes(before.to_dict(), config(evaluation__every="1 epochs", **follows))
+    assert change.key == "evaluation.every" and change.alters_training
+
+
+@pytest.mark.parametrize(
     ("key", "value"),
     [("study.price_per_worker_hour", 2.5), ("tracking.every_steps", 3), ("checkpoint.every", "5 steps"), ("seed", 5), ("scale.workers", 4)],
 )  # fmt: skip
