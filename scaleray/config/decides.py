@@ -21,6 +21,7 @@ class Decides(Enum):
 
 BY_PREFIX = {
     "fsdp.parameter_dtype": Decides.RESULT, "fsdp.reduce_dtype": Decides.RESULT,  # bits are lost, as by precision.dtype
+    "fsdp.reduce_unused": Decides.RESULT,  # an optimizer moves a parameter whose gradient is zero, and not one without
     "scale.": Decides.COURSE, "strategy.": Decides.COURSE, "fsdp.": Decides.COURSE, "tensor.": Decides.COURSE,
     "pipeline.": Decides.COURSE, "shares.": Decides.COURSE, "activations.": Decides.COURSE,
     "compilation.": Decides.COURSE, "memory.": Decides.COURSE, "evaluation.": Decides.COURSE,

@@ -36,6 +36,7 @@ def config(**more):
         ("precision.dtype", "bf16", True),
         ("fsdp.parameter_dtype", "bf16", True),
         ("fsdp.reduce_dtype", "bf16", True),
+        ("fsdp.reduce_unused", True, True),
         ("seed", 5, True),
         ("workload.args", {"width": 3}, True),
         ("deterministic", True, True),
