@@ -47,7 +47,7 @@ class LeftOpen:
 
     def close(self, ended: str) -> None:
         """End what is left, mark the run FAILED, and print one message. ended: process of Ray that ended first."""
-        end_processes(self.ray.get("folder"))
+        end_processes(self.ray.get("folder"), self.ray.get("logs"))
         reason = (
             f"{ended} of its own Ray ended, and Ray ends the driver with it"
             if ended
@@ -94,13 +94,14 @@ class LeftOpen:
             time.sleep(0.1)
 
 
-def end_processes(folder: str | None) -> None:
-    """End all processes of a Ray whose template listens in this folder, and remove the folder."""
+def end_processes(folder: str | None, logs: str | None = None) -> None:
+    """End all processes of a Ray whose template listens in this folder, and remove the folder. logs: folder in which
+    each of them writes its own."""
     if folder is None:
         return
     mark = str(Path(folder, "template"))
     deadline = time.monotonic() + GRACE_S
-    while left := marked_processes(SOCKET, mark):
+    while left := marked_processes(SOCKET, mark) | _writing_to(logs):
         for process in left:
             with contextlib.suppress(psutil.Error):
                 (process.terminate if time.monotonic() < deadline else process.kill)()
@@ -108,3 +109,15 @@ def end_processes(folder: str | None) -> None:
         if time.monotonic() > deadline + GRACE_S:
             break
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _writing_to(logs: str | None) -> set[psutil.Process]:
+    """Agents and workers that write to this folder: their titles replace their environments, and once their raylet has
+    ended they are nobody's descendants."""
+    found, place = set(), f"{os.path.realpath(logs)}/" if logs else ""
+    for process in psutil.process_iter() if logs else ():
+        with contextlib.suppress(psutil.Error, OSError):
+            is_rays = process.name().startswith("ray::")
+            if is_rays and any(file.path.startswith(place) for file in process.open_files()):
+                found.add(process)
+    return found

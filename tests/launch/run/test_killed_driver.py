@@ -13,7 +13,7 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from scaleray.launch.cluster import driver_guard
+from scaleray.launch.cluster import driver_guard, left_open
 from scaleray.recording.store import RunStore, mark_left_running
 
 WORKLOADS = Path(__file__).parent.parent / "workloads.py"
@@ -90,6 +90,24 @@ def test_a_command_without_ray_is_killed(tmp_path, command):
     wait_for_the_guard(family)
     assert f"scaleray {command} ended before it was done: its process ended without a message" in said(tmp_path)
     assert statuses(tmp_path) == ["FAILED"]
+
+
+def test_an_agent_whose_raylet_has_ended_is_found_by_its_log(tmp_path):
+    """Its title had replaced its environment, and it was nobody's descendant: one was left after its GCS was killed."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    agent = "import sys, time; log = open(sys.argv[1], 'w'); open('/proc/self/comm', 'w').write('ray::Agent'); time.sleep(300)"
+    ours, theirs = (
+        subprocess.Popen([sys.executable, "-c", agent, folder / "agent.log"]) for folder in (logs, tmp_path)
+    )
+    try:
+        wait_until(lambda: all(psutil.Process(one.pid).name() == "ray::Agent" for one in (ours, theirs)))
+        left_open.end_processes(str(tmp_path / "none"), str(logs))
+        assert not psutil.pid_exists(ours.pid) and theirs.poll() is None
+    finally:
+        for process in (ours, theirs):
+            process.kill()
+            process.wait()
 
 
 def test_a_good_end_and_an_exception_say_nothing(capfd):
