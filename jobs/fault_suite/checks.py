@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fault_suite.run import BATCH, Entry, Run
+from scaleray import replay
 from scaleray.checkpoints.storage import Store
 from scaleray.data import StepPlan
 from scaleray.records.run_record import RunRecord
@@ -37,6 +38,8 @@ def outcome(run: Run, record: RunRecord) -> Outcome:
     folder = _local(run, record)
     with open(folder / "steps.csv", newline="") as file:
         losses = [(int(row["step"]), row["loss"]) for row in csv.DictReader(file)]
+    if (unsent := folder / "unsent.jsonl").exists():  # MLflow was away until the end, as the run has said
+        replay(unsent)
     points = _points(run.tracking_uri, record.run_id)
     return Outcome(_status(run.tracking_uri, record.run_id), read_weights(folder), losses, points, record.metrics)
 
