@@ -13,7 +13,7 @@ import torch
 from scaleray.common.progress import stage
 from scaleray.data import hugging_face_data, preprocessing
 from scaleray.data.collation import refuse_ragged
-from scaleray.data.iterable import IterableSource
+from scaleray.data.iterable import IterableSource, refuse_shared_place
 from scaleray.data.parquet import ParquetSource
 from scaleray.data.preprocessing import Preprocess
 from scaleray.data.ray_dataset_source import StreamSource
@@ -52,6 +52,7 @@ def load_sources(workload: Any, *, fitted: Any = None, in_steps: bool = False) -
             name: as_source(value, split=name, allows_text=text, as_given=recorded.get(name), in_steps=in_steps)
             for name, value in given.items()
         }
+        refuse_shared_place(sources)
     method = own_method(workload, "preprocessor")
     if method is not None and fitted is None:
         with stage("fitting the preprocessor"):

@@ -27,7 +27,14 @@ from scaleray.common.progress import stage
 from scaleray.common.seeding import seed_row
 from scaleray.data.hugging_face_data import is_stream
 from scaleray.data.rank_part import Part
-from scaleray.data.row_values import RowValues, first_difference, generator_states, generators_kept, have_moved
+from scaleray.data.row_values import (
+    RowValues,
+    fingerprint,
+    first_difference,
+    generator_states,
+    generators_kept,
+    have_moved,
+)
 from scaleray.data.sample_order import StepPlan, stream_key
 from scaleray.data.source_interface import Columns
 from scaleray.data.sources import DatasetSource, length_of
@@ -161,6 +168,8 @@ class IterableSource(DatasetSource):
         first, again, moved = self._first_rows()
         self.num_rows = self._count() if first else 0
         rows = [self._columns_of(row) for row in first]
+        self.first_rows = [fingerprint(row) for row in rows]
+        """Fingerprints of the first rows, read without pause."""
         self.gives_tuples = bool(first) and not isinstance(first[0], Mapping)
         self.row_bytes = sum(v.nbytes for row in rows for v in row.values()) // max(1, len(rows)) or 1
         self.ragged_columns = tuple(n for n in (rows[0] if rows else ()) if len({row[n].shape for row in rows}) > 1)
@@ -200,7 +209,12 @@ class IterableSource(DatasetSource):
         """The first rows of a part, as bytes."""
         with generators_kept():
             found, _ = self._some_rows(rows)
-        return [sorted((name, value.tobytes()) for name, value in self._columns_of(row).items()) for row in found]
+        return [fingerprint(self._columns_of(row)) for row in found]
+
+    def first_fingerprints(self) -> Iterator[str]:
+        """Fingerprints of the first rows, read as the training reads them, one at a time."""
+        rows = self.opened()._iterate(StepPlan(self.num_rows, 1, shuffle=False), 0)
+        return (fingerprint(self._columns_of(row)) for _, row in itertools.islice(rows, LOOKED_AT))
 
     def _count(self) -> int:
         if hasattr(type(self.dataset), "__len__"):
@@ -358,6 +372,45 @@ def _shuffled(rows: Iterator[Any], draw: np.random.Generator, size: int) -> Iter
         yield chosen
     for place in draw.permutation(len(buffer)):
         yield buffer[place]
+
+
+def refuse_shared_place(sources: Mapping[str, Any]) -> None:
+    """Raise DataError for a stream that gives other rows if other splits are read in between, as with one handle for
+    both. Rows that differ each time are left out."""
+    users = {name: source for name, source in sources.items() if isinstance(source, DatasetSource)}
+    streams = {name: source for name, source in users.items() if isinstance(source, IterableSource)}
+    if not streams or len(users) < 2:
+        return
+    for name, rows in _read_in_turn(users).items():
+        if rows == streams[name].first_rows:
+            continue
+        alone = [_read_in_turn({name: streams[name]})[name] for _ in range(2)]
+        if alone[0] == alone[1] != rows:
+            raise DataError.problem(
+                f"the {name} data",
+                f"has other rows where {' or '.join(n for n in users if n != name)} is read meanwhile: they share a "
+                "handle, by a class, a module, a cache or an argument",
+                f"open the file in __iter__ of {type(streams[name].dataset).__name__}, for each iteration again, or "
+                "seek to the place of a row before reading it",
+            )
+
+
+def _read_in_turn(sources: Mapping[str, DatasetSource]) -> dict[str, list[str]]:
+    """Fingerprints of the first rows of every stream: half of them, then half of the next one's; a row of others."""
+    streams = {name: source for name, source in sources.items() if isinstance(source, IterableSource)}
+    found: dict[str, list[str]] = {name: [] for name in streams}
+
+    def read() -> None:
+        rows = {name: source.first_fingerprints() for name, source in streams.items()}
+        for name, source in [*sources.items()] * 2:
+            if name in rows:
+                found[name] += itertools.islice(rows[name], LOOKED_AT // 2)
+            else:
+                source.read(np.array([0]))
+
+    with generators_kept():
+        call_user_code(read, what="datasets()", doing="reading the first rows of its splits")
+    return found
 
 
 def refuse_endless(source: Any, split: str) -> None:

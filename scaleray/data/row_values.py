@@ -15,6 +15,7 @@ from anywhere else (a generator object, the operating system, the clock) cannot 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,12 @@ def first_difference(reads: list[Columns]) -> str | None:
         if any(name not in other or _bits(values) != _bits(other[name]) for other in others):
             return name
     return None
+
+
+def fingerprint(columns: Columns) -> str:
+    """Hash of the names and values of columns."""
+    bits = [(n, *_bits(c)[:3], c.tolist() if c.dtype == object else _bits(c)[3]) for n, c in sorted(columns.items())]
+    return hashlib.sha256(repr(bits).encode(errors="surrogatepass")).hexdigest()
 
 
 def _bits(column: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import time
 
@@ -338,3 +339,72 @@ def test_a_stream_that_ends_although_it_was_not_counted_is_refused(short_counts)
     plan = StepPlan(source.num_rows, 13, shuffle=False)
     with pytest.raises(DataError, match=r"with 26 rows in epoch 1: its end was not reached"):
         source.opened().read_on(plan.positions(2), plan)
+
+
+class Numbers(Stream):
+    """Numbers of a file from `first` on, whose handle is opened once for each `owner`."""
+
+    FILE = None
+
+    def __init__(self, path, first, owner):
+        self.path, self.first, self.owner = path, first, owner
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        if self.owner == "iteration":
+            file = open(self.path)  # noqa: SIM115
+        elif self.owner == "class":
+            file = Numbers.FILE = Numbers.FILE or open(self.path)  # noqa: SIM115
+        else:
+            file = opened(self.path)
+        file.seek(0)
+        for place in range(self.first + 20):
+            line = file.readline()
+            if place >= self.first:
+                yield {"x": np.float32([int(line or -1)]), "y": 0}
+
+
+@functools.lru_cache
+def opened(path):
+    return open(path)
+
+
+class ByNumber(torch.utils.data.Dataset):
+    """The same rows by their numbers."""
+
+    def __init__(self, *given):
+        self.rows = Numbers(*given)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return next(itertools.islice(self.rows, index, None))
+
+
+@pytest.mark.parametrize("owner", ["class", "cache"])
+@pytest.mark.parametrize("other", [Numbers, ByNumber])
+def test_splits_that_iterate_one_handle_are_refused_by_name(owner, other, tmp_path):
+    (tmp_path / "numbers").write_text("".join(f"{n}\n" for n in range(40)))
+    Numbers.FILE = None
+    opened.cache_clear()
+    given = {"train": Numbers(tmp_path / "numbers", 0, owner), "val": other(tmp_path / "numbers", 20, owner)}
+    with pytest.raises(DataError, match="the train data has other rows where val is read meanwhile: they share a"):
+        load_sources(Gives(given))
+
+
+@pytest.mark.parametrize("kind", [Stream, Noisy, Unrepeatable])
+def test_splits_that_do_not_share_a_handle_are_accepted(kind, tmp_path):
+    (tmp_path / "numbers").write_text("".join(f"{n}\n" for n in range(40)))
+    given = {"train": kind(), "val": Numbers(tmp_path / "numbers", 20, "iteration"), "test": kind()}
+    assert set(load_sources(Gives(given))) == set(given)
+
+
+class Gives:
+    def __init__(self, splits):
+        self.splits = splits
+
+    def datasets(self):
+        return self.splits
