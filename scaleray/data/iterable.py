@@ -38,7 +38,7 @@ from scaleray.data.row_values import (
 from scaleray.data.sample_order import StepPlan, stream_key
 from scaleray.data.source_interface import Columns
 from scaleray.data.sources import DatasetSource, length_of
-from scaleray.data.user_dataset import AsGiven
+from scaleray.data.user_dataset import TURNS, AsGiven
 from scaleray.errors import DataError, WorkloadError
 from scaleray.workload import call_user_code
 
@@ -133,6 +133,7 @@ class _WithWorkerInfo:
 LOOKED_AT = 8
 COUNT_S = 60.0  # so long the rows are counted of a dataset without a length
 SHORT_COUNT_S = 3.0  # and so long where nothing is counted in epochs
+END = object()
 ENDLESS = 2**48
 """Number of rows of a dataset without a length whose end is not reached while they are counted."""
 
@@ -167,13 +168,13 @@ class IterableSource(DatasetSource):
             )
         first, again, moved = self._first_rows()
         self.num_rows = self._count() if first else 0
-        rows = [self._columns_of(row) for row in first]
+        rows = [columns for _, columns in first]
         self.first_rows = [fingerprint(row) for row in rows]
         """Fingerprints of the first rows, read without pause."""
-        self.gives_tuples = bool(first) and not isinstance(first[0], Mapping)
+        self.gives_tuples = bool(first) and not isinstance(first[0][0], Mapping)
         self.row_bytes = sum(v.nbytes for row in rows for v in row.values()) // max(1, len(rows)) or 1
         self.ragged_columns = tuple(n for n in (rows[0] if rows else ()) if len({row[n].shape for row in rows}) > 1)
-        reads = [(row, self._columns_of(other)) for row, other in zip(rows, again, strict=False)]
+        reads = [(row, other) for row, (_, other) in zip(rows, again, strict=False)]
         found = next(((n, c) for n, pair in enumerate(reads) if (c := first_difference(list(pair))) is not None), None)
         if len(first) != len(again):
             found = found or (min(len(first), len(again)), "any")
@@ -184,24 +185,26 @@ class IterableSource(DatasetSource):
         self.deals_by = deals_by(dataset, self._compared)
         """How the dataset deals its rows out to workers: by `shard()` or `get_worker_info()`; "" where it does not."""
         self._rank, self._world_size = 0, 1
-        self._place: tuple[StepPlan, int, Iterator[tuple[int, Any]]] | None = None
+        self._place: tuple[StepPlan, int, Iterator[tuple[int, Columns]]] | None = None
 
     @property
     def _what(self) -> str:
         return f"{type(self.dataset).__name__}.__iter__()"
 
-    def _first_rows(self) -> tuple[list[Any], list[Any], bool]:
+    def _first_rows(self) -> tuple[list[tuple[Any, Columns]], list[tuple[Any, Columns]], bool]:
         """The first rows, the same again, and whether they draw from the generators of the process."""
         with generators_kept():
             (first, moved), (again, moved_again) = (self._some_rows(self.dataset) for _ in range(2))
         return first, again, moved or moved_again
 
-    def _some_rows(self, rows: Any) -> tuple[list[Any], bool]:
-        """The first rows of the dataset or a part of it under one seed, and whether they have drawn."""
+    def _some_rows(self, rows: Any) -> tuple[list[tuple[Any, Columns]], bool]:
+        """The first rows of the dataset or a part of it under one seed, with copies, and whether they have drawn."""
         seed_row(0)
         before = generator_states()
         found = call_user_code(
-            lambda: list(itertools.islice(rows, LOOKED_AT)), what=self._what, doing="reading its first rows"
+            lambda: [(row, self._own_columns(row)) for row in itertools.islice(rows, LOOKED_AT)],
+            what=self._what,
+            doing="reading its first rows",
         )
         return found, have_moved(before)
 
@@ -209,12 +212,12 @@ class IterableSource(DatasetSource):
         """The first rows of a part, as bytes."""
         with generators_kept():
             found, _ = self._some_rows(rows)
-        return [fingerprint(self._columns_of(row)) for row in found]
+        return [fingerprint(columns) for _, columns in found]
 
     def first_fingerprints(self) -> Iterator[str]:
         """Fingerprints of the first rows, read as the training reads them, one at a time."""
         rows = self.opened()._iterate(StepPlan(self.num_rows, 1, shuffle=False), 0)
-        return (fingerprint(self._columns_of(row)) for _, row in itertools.islice(rows, LOOKED_AT))
+        return (fingerprint(row) for _, row in itertools.islice(rows, LOOKED_AT))
 
     def _count(self) -> int:
         if hasattr(type(self.dataset), "__len__"):
@@ -259,13 +262,13 @@ class IterableSource(DatasetSource):
         wanted = set(indices.tolist())
         rows = self._iterate(StepPlan(self.num_rows, 1, shuffle=False), 0)
         found = {place: row for place, row in itertools.islice(rows, int(indices.max()) + 1) if place in wanted}
-        return self._filled((self._columns_of(found[i]) for i in indices.tolist()), len(indices))
+        return self._filled((found[i] for i in indices.tolist()), len(indices))
 
     def read_on(self, positions: np.ndarray, plan: StepPlan) -> Columns:
         """The rows at positions of the endless sequence of all epochs, ascending: those between are passed over."""
-        return self._filled((self._columns_of(self._at(int(p), plan)) for p in positions), len(positions))
+        return self._filled((self._at(int(p), plan) for p in positions), len(positions))
 
-    def _at(self, position: int, plan: StepPlan) -> Any:
+    def _at(self, position: int, plan: StepPlan) -> Columns:
         epoch, place = divmod(position, plan.num_samples)
         if self._world_size > 1:
             place = plan.place_among_own(epoch, place, self._rank, self._world_size)
@@ -301,17 +304,26 @@ class IterableSource(DatasetSource):
 
     _last = -1
 
-    def _iterate(self, plan: StepPlan, epoch: int) -> Iterator[tuple[int, Any]]:
+    def _iterate(self, plan: StepPlan, epoch: int) -> Iterator[tuple[int, Columns]]:
         """The rows of an epoch with their places."""
         self._last = -1
         if callable(begin := getattr(self.dataset, "set_epoch", None)):
             begin(epoch)
         rows = self._seeded(plan, epoch) if self.row_values.draw_random_numbers else iter(self._own())
-        rows = itertools.islice(rows, self._share(plan))
+        rows = itertools.islice(self._in_turn(rows), self._share(plan))
         if plan.shuffle:
             key = stream_key(plan.seed, "buffer", plan.name, epoch, *self._dealt)
             rows = _shuffled(rows, np.random.Generator(np.random.Philox(key=key)), plan.window_rows)
         return enumerate(rows)
+
+    def _in_turn(self, rows: Iterator[Any]) -> Iterator[Columns]:
+        """Copies of rows, for each of which threads take turns."""
+        while True:
+            with TURNS:
+                columns = None if (row := next(rows, END)) is END else self._own_columns(row)
+            if columns is None:
+                return
+            yield columns
 
     def _own(self) -> Any:
         """An iterable of this reader's rows."""
@@ -363,7 +375,7 @@ def promise(plan_shuffles: bool, window_rows: int, *, dealt_by: str = "") -> str
     )
 
 
-def _shuffled(rows: Iterator[Any], draw: np.random.Generator, size: int) -> Iterator[Any]:
+def _shuffled(rows: Iterator[Columns], draw: np.random.Generator, size: int) -> Iterator[Columns]:
     """The rows, each drawn at random from a buffer of so many."""
     buffer = list(itertools.islice(rows, size))
     for row in rows:

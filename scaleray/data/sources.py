@@ -197,8 +197,7 @@ class DatasetSource:
             seconds.setdefault(index, time.perf_counter() - started)  # later reads may find it in a cache
             for name, values in row.items():
                 shapes.setdefault(name, set()).add(values.shape)
-            # a copy: a row may be memory of the Dataset, which the next read changes
-            return {name: values.copy() for name, values in row.items()}
+            return row
 
         self.row_values = look_at_rows(timed_row, spread_rows(self.num_rows))
         self.ragged_columns = tuple(name for name, found in shapes.items() if len(found) > 1)
@@ -259,12 +258,12 @@ class DatasetSource:
         }
 
     def _row(self, index: int, seed: int | None = None) -> Columns:
-        """A row, read under this seed. Threads take turns."""
+        """Copy of a row, read under this seed. Threads take turns."""
         with TURNS, no_exit(f"{type(self.dataset).__name__}.__getitem__({index})"):
             if seed is not None:
                 seed_row(seed)
             try:
-                return self._columns_of(self.dataset[index])
+                return self._own_columns(self.dataset[index])
             except ValueError as exc:
                 if READ_ONLY not in str(exc) or self._has_own_arrays or self.as_given.problem is not None:
                     raise
@@ -309,6 +308,10 @@ class DatasetSource:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.dataset = self.as_given.copy()
+
+    def _own_columns(self, item: Any) -> Columns:
+        """Copy of a row, which may be memory of the Dataset that the next read changes."""
+        return {name: values.copy() for name, values in self._columns_of(item).items()}
 
     def _columns_of(self, item: Any) -> Columns:
         if not isinstance(item, Mapping):

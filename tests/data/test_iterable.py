@@ -402,6 +402,24 @@ def test_splits_that_do_not_share_a_handle_are_accepted(kind, tmp_path):
     assert set(load_sources(Gives(given))) == set(given)
 
 
+class OwnBuffer(Stream):
+    """Every row lies in the same memory."""
+
+    def __iter__(self):
+        buffer = np.zeros(4, np.float32)
+        for number in range(NUM):
+            buffer[:] = number
+            yield {"x": buffer, "y": number}
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_that_lie_in_memory_that_is_used_again_are_read_as_they_were(shuffle):
+    source = as_source(OwnBuffer(), split="train")
+    plan = StepPlan(NUM, NUM, seed=3, shuffle=shuffle, window_rows=7)
+    for found in (source.opened().read_on(np.arange(NUM), plan), source.read(np.arange(NUM))):
+        assert sorted(found["y"]) == list(range(NUM)) and (found["x"] == found["y"][:, None]).all()
+
+
 class Gives:
     def __init__(self, splits):
         self.splits = splits
