@@ -6,7 +6,6 @@ workload's own `collate`, or take its place: `collate = scaleray.data.Padding(va
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +14,11 @@ import torch
 
 from scaleray.data.ragged import Ragged
 from scaleray.data.source_interface import Columns, as_column, rows_in
+from scaleray.data.user_dataset import TURNS
 from scaleray.errors import DataError
 from scaleray.workload import call_user_code
 
 Batch = dict[str, torch.Tensor]
-_TURN = threading.RLock()  # the threads that read, and the one that trains, enter a user's code one at a time
 
 
 class Rows(list[Any]):
@@ -50,7 +49,7 @@ def collated(collate: Callable[[Any], Any], columns: Columns, *, gives_tuples: b
     """Batch that a workload's `collate` makes of these rows. Raises WorkloadError with the user's line if it fails."""
     num_rows = rows_in(columns)
     rows = columns if isinstance(collate, Columnwise) else Rows(columns, gives_tuples=gives_tuples)
-    with _TURN:
+    with TURNS:
         return call_user_code(lambda: collate(rows), what="collate()", doing=f"making a batch of {num_rows} rows")
 
 

@@ -15,7 +15,6 @@ import contextlib
 import copy
 import inspect
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -52,7 +51,6 @@ from scaleray.workload import call_user_code
 BY_SHARD, BY_WORKER_INFO = "shard()", "get_worker_info()"
 PARAMETERS = (("rank", "world_size"), ("index", "num_shards"))
 """Names by which a `shard` takes which part it is to give, and of how many."""
-_TURN = threading.RLock()  # worker info belongs to the process, and its other threads are workers of nobody
 
 
 def deals_by(dataset: Any, first_rows: Callable[[Any], list[Any]]) -> str:
@@ -119,7 +117,7 @@ class _WithWorkerInfo:
     def _info(self) -> Iterator[None]:
         # torch has no public way: its own loaders set this in each of their processes
         module: Any = torch.utils.data._utils.worker
-        with _TURN:
+        with TURNS:  # worker info belongs to the process
             before = module._worker_info
             module._worker_info = module.WorkerInfo(
                 id=self.rank, num_workers=self.world_size, seed=torch.initial_seed() + self.rank, dataset=self.dataset

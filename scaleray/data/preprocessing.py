@@ -175,6 +175,7 @@ class Preprocess:
     preprocessor: Any
     allows_text: bool
     kind = "preprocessor"
+    is_of_scaleray = False
 
     def __post_init__(self) -> None:
         wanted = "transform_batch" if is_rays(self.preprocessor) else "transform"

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from scaleray.data.ragged import Ragged, joined, with_ragged
+from scaleray.data.ragged import Ragged, flat_values, joined, with_ragged
 from scaleray.data.row_random import RowRandom
 from scaleray.data.row_values import (
     RowValues,
@@ -32,6 +32,7 @@ from scaleray.data.row_values import (
 )
 from scaleray.data.sample_order import mixed
 from scaleray.data.source_interface import Columns, Source, as_column
+from scaleray.data.user_dataset import TURNS
 from scaleray.errors import WorkloadError
 from scaleray.workload import call_user_code, own_method, user_frames
 
@@ -52,6 +53,11 @@ class Transform:
     def name(self) -> str:
         """Name of the method with its class."""
         return str(self.method.__qualname__)
+
+    @property
+    def is_of_scaleray(self) -> bool:
+        """Whether the method is one of this package's workloads."""
+        return str(self.method.__module__).startswith("scaleray.")
 
     @classmethod
     def of(cls, workload: Any, split: str) -> Transform | None:
@@ -112,6 +118,10 @@ class Step(Protocol):
     def where(self) -> str:
         """File and line, for messages."""
 
+    @property
+    def is_of_scaleray(self) -> bool:
+        """Whether its code is this package's, which any number of threads may enter."""
+
     def __call__(self, rows: Columns, rng: RowRandom) -> Columns:
         """The changed rows, as many as were given."""
 
@@ -138,7 +148,7 @@ class Transformed:
             before.advice if before.difference else ADVICE,
             draw_by_row=look.draws_by_row,
         )
-        self.draws_elsewhere = look.draws_elsewhere
+        self.draws_elsewhere, self.reuses_memory = look.draws_elsewhere, look.reuses_memory
         self.row_bytes = max(1, sum(column.nbytes for column in look.columns.values()) // len(few))
         self.ragged_columns = tuple(n for n, column in look.columns.items() if isinstance(column, Ragged))
         """Columns of which a few rows differ in length."""
@@ -157,8 +167,13 @@ class Transformed:
     def changed(self, rows: Columns, seeds: np.ndarray) -> Columns:
         """Rows of the source below, transformed, each under its seed, uint64 (n,)."""
         rows = with_ragged(rows, self._ragged_before)
-        with generators_kept() if self.draws_elsewhere else contextlib.nullcontext():
-            return with_ragged(self.transform(rows, RowRandom(seeds)), self.ragged_columns)
+        # ours read by no handle, and decode images for long
+        turn = contextlib.nullcontext() if self.transform.is_of_scaleray else TURNS
+        with turn, generators_kept() if self.draws_elsewhere else contextlib.nullcontext():
+            changed = self.transform(rows, RowRandom(seeds))
+            if self.reuses_memory:
+                changed = {name: column.copy() for name, column in changed.items()}
+            return with_ragged(changed, self.ragged_columns)
 
     def describe(self) -> dict[str, Any]:
         """Description that the source below gives of itself, with the name of what changes its rows."""
@@ -179,6 +194,7 @@ class _Look:
     draws_by_row: bool
     difference: str
     row_s: float
+    reuses_memory: bool
 
 
 def _look(transform: Step, rows: Columns, seeds: np.ndarray) -> _Look:
@@ -186,11 +202,13 @@ def _look(transform: Step, rows: Columns, seeds: np.ndarray) -> _Look:
     rng, everything = RowRandom(seeds), np.arange(len(seeds))
     with generators_kept():
         before = generator_states()
-        first = transform(_rows(rows, everything), rng)
+        given = transform(_rows(rows, everything), rng)
+        first = {name: column.copy() for name, column in given.items()}
         draws_elsewhere = have_moved(before)
         started = time.perf_counter()  # not the first time, which may import something
         again = transform(_rows(rows, everything), RowRandom(seeds))
         row_s = (time.perf_counter() - started) / len(seeds)
+        reuses_memory = any(np.may_share_memory(*map(flat_values, (given[n], again[n]))) for n in given if n in again)
         halves = [half for half in np.array_split(everything, 2) if len(half)]
         parts = [transform(_rows(rows, half), RowRandom(seeds[half])) for half in halves]
         difference, which = "", f"{transform.kind}() at {transform.where}"
@@ -201,7 +219,7 @@ def _look(transform: Step, rows: Columns, seeds: np.ndarray) -> _Look:
             difference = f"{which} gives another column {column} for the same rows and rng"
         elif (column := first_difference([first, joined(parts)])) is not None:
             difference = f"{which} gives another column {column} where fewer rows are read together"
-    return _Look(first, draws_elsewhere, rng.has_drawn, difference, row_s)
+    return _Look(first, draws_elsewhere, rng.has_drawn, difference, row_s, reuses_memory)
 
 
 def _rows(rows: Columns, index: np.ndarray) -> Columns:

@@ -6,6 +6,8 @@ import socket
 import sqlite3
 import sys
 import threading
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from scaleray.data import DatasetSource, as_source, load_sources
+from scaleray.data.collation import collated
 from scaleray.data.sample_order import StepPlan
 from scaleray.data.user_dataset import AsGiven, problem_of
 from scaleray.errors import DataError
@@ -62,6 +65,7 @@ class Cached(Lazy):
 
     def __getitem__(self, index):
         opened(self.path).seek(8 * index)
+        time.sleep(1e-5)
         return {"asked": index, "got": int.from_bytes(opened(self.path).read(8), "little")}
 
 
@@ -118,6 +122,84 @@ def test_splits_that_share_a_state_read_the_rows_asked_for(kind, wrap, numbers):
     rows = wrap(kind(numbers))
     halves = [Subset(rows, range(200)), Subset(rows, range(200, 400))]
     assert wrong_rows(*map(DatasetSource, halves)) == []
+
+
+class Numbered(_Gives):
+    """Rows are their numbers; `transform` reads them by one handle of the module."""
+
+    build_model = loss = None
+
+    def __init__(self, path):
+        self.path = path
+        super().__init__({name: {"asked": np.arange(200)} for name in ("train", "val")})
+
+    def transform(self, rows, rng):
+        file, found = opened(self.path), []
+        for number in rows["asked"]:
+            file.seek(8 * number)
+            time.sleep(1e-5)  # another thread runs
+            found.append(int.from_bytes(file.read(8), "little"))
+        return {**rows, "got": np.array(found)}
+
+
+class Preprocessed(Numbered):
+    """A preprocessor reads them."""
+
+    transform = None
+
+    def preprocessor(self):
+        return _Reads(self.path)
+
+
+class _Reads:
+    def __init__(self, path):
+        self.path = path
+
+    def transform(self, rows):
+        return Numbered.transform(self, rows, None)
+
+
+class Reused(Numbered):
+    """All rows of a column lie in the same memory, and all splits."""
+
+    BUFFER = np.zeros((200, 4096), np.int64)
+
+    def transform(self, rows, rng):
+        found = self.BUFFER[: len(rows["asked"])]
+        found[:] = rows["asked"][:, None]
+        time.sleep(1e-4)
+        return {**rows, "got": found}
+
+
+class Collated(Numbered):
+    """A Dataset reads by the handle of the module, and so does `collate`."""
+
+    transform = None
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.splits["train"] = Cached(path)
+
+    def collate(self, rows):
+        return Numbered.transform(self, rows.columns, None)
+
+
+@pytest.mark.parametrize("kind", [Numbered, Preprocessed, Reused, Collated])
+def test_user_code_that_reads_by_one_handle_in_two_threads_gets_the_rows_asked_for(kind, numbers):
+    workload = kind(numbers)
+    train, val = load_sources(workload).values()
+    if kind is Collated:
+        of_val = val
+        val = SimpleNamespace(read=lambda part: collated(workload.collate, of_val.read(part), gives_tuples=False))
+    assert wrong_rows(train, val) == []
+
+
+@pytest.mark.parametrize("kind", [Numbered, Reused])
+def test_rows_of_a_transform_are_not_changed_by_the_next_ones(kind, numbers):
+    source = load_sources(kind(numbers))["train"]
+    first = source.read(np.arange(9))
+    source.read(np.arange(9, 18))
+    assert (first["got"].reshape(9, -1).T == first["asked"]).all()
 
 
 def test_a_dataset_is_sent_as_it_was_given(numbers):
