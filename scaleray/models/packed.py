@@ -85,6 +85,7 @@ def pack(run: TrainedRun, parts: ModelParts, folder: Path, *, workload: Any = No
         "tracking_uri": without_password(str(run.about.get("tracking_uri") or "")),
         "steps": parts.weights.step,
         "weights": parts.weights.words,
+        "attributes": parts.weights.attributes,
         "config": _config(parts, _copy_code(file, name, folder / CODE)),
     }
     (folder / NOTE).write_text(json.dumps(jsonable(about), indent=1))

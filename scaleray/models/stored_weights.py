@@ -9,7 +9,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,9 @@ from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.models.trained_run import PACKED, TrainedRun
 from scaleray.recording.find_record import fetch_model_files
-from scaleray.training.state.items import WORKLOAD, as_json, flattened, nested, tensors_of
+from scaleray.training.state.items import ATTRIBUTES, WORKLOAD, as_json, flattened, nested, tensors_of
 from scaleray.training.state.weights import read_weights
+from scaleray.training.step.unchanged import common_attributes, set_plain_attributes
 
 VALUES, TENSORS = "workload_state.json", "workload_state.safetensors"
 
@@ -75,7 +76,7 @@ class Weights:
     """Tensors by the names of the model's state dict, on the CPU. step: optimizer steps after which they were so; None
     if it is not known. words: which ones they are, for people. workload_state: result of the workload's `state_dict`;
     None if it has none, or none was kept. has_hash: whether the run's record has the SHA-256 of their files, or of the
-    checkpoint's manifest.
+    checkpoint's manifest. attributes: of modules that the training changed.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -83,6 +84,7 @@ class Weights:
     words: str
     workload_state: dict[str, Any] | None = None
     has_hash: bool = True
+    attributes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:
@@ -101,7 +103,8 @@ def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str 
         if final is not None:
             words = run.about["weights"] if run.about.get(PACKED) else f"the final {kind}weights"
             has_hash = bool(run.about.get(PACKED) or _recorded(run))
-            return Weights(final, run.steps, words, _state_beside_final(run), has_hash)
+            attributes = run.record.attributes if run.record is not None else run.about.get("attributes", {})
+            return Weights(final, run.steps, words, _state_beside_final(run), has_hash, attributes)
         if _recorded(run):
             raise CheckpointError.problem(
                 f"the final weights of {run.name}",
@@ -112,8 +115,8 @@ def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str 
 
 
 def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
-    """Copy weights into a model, sharded or not, which must have the same tensors. Raises CheckpointError with the
-    first that does not fit."""
+    """Copy weights and attributes into a model, sharded or not, which must have the same tensors. Raises
+    CheckpointError with the first that does not fit."""
     saved = {
         name: Tensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), ())
         for name, tensor in weights.tensors.items()
@@ -126,6 +129,7 @@ def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
     with torch.no_grad():
         for name, tensor in wanted.items():
             tensor.copy_(weights.tensors[name])
+    set_plain_attributes(module, weights.attributes)
 
 
 def _final(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
@@ -204,7 +208,9 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
             for name, tensor in model_tensors(manifest, averaged=averaged).items()
         }
         state = _workload_state(stores, manifest)
-    return Weights(tensors, manifest.step, f"the {kind}weights after step {manifest.step}", state, has_hash)
+    attributes = common_attributes(manifest.values.get(ATTRIBUTES, []))
+    words = f"the {kind}weights after step {manifest.step}"
+    return Weights(tensors, manifest.step, words, state, has_hash, attributes)
 
 
 @contextlib.contextmanager

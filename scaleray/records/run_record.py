@@ -162,7 +162,8 @@ class WorkerSummary:
     strategy: str
     device: str
     model: dict[str, Any] = field(default_factory=dict)
-    """Number of parameters, the hash of their initial values, and whether the model's compute is emulated."""
+    """Number of parameters, the hash of their initial values, whether the model's compute is emulated, and attributes
+    of its modules that changed in training."""
     hardware: dict[str, Any] = field(default_factory=dict)
     """Processor and accelerators of this worker's node."""
     compilation: dict[str, Any] = field(default_factory=dict)
@@ -288,6 +289,9 @@ class RunRecord(JsonRecord):
     checkpoints: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each checkpoint that a finished run kept, by the name of its folder: the one at the beginning of its
     manifest, which has those of its files. Empty in older records."""
+    attributes: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    """Attributes of the model's modules that changed in training, by `module/attribute`; they belong to the final
+    weights. Empty in older records."""
     unsent_file: str | None = None
     """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from scaleray.common.callbacks import Callback, callbacks_of
 from scaleray.common.equal_models import equal_states
@@ -93,6 +94,7 @@ class Callbacks(Observer):
         self.callbacks = callbacks_of(workload)
         self.context: RunContext | None = None
         self.steps_ahead = 0
+        self._is_hook_said = False
         self.follows_epochs = self.has("on_epoch_start") or self.has("on_epoch_end")
 
     def begin(self, setup: Setup) -> None:
@@ -226,6 +228,7 @@ class Callbacks(Observer):
         context._hook = hook
         groups, schedule = context._setup.optimizer.param_groups, context._setup.schedule
         rates = [group.get("lr") for group in groups]
+        forwards, first_hook = _forwards(context.model), RemovableHandle.next_id
         with _leaving_no_trace(self.place.device):
             for each in self.callbacks:
                 if callable(call := getattr(each, hook, None)):
@@ -238,6 +241,31 @@ class Callbacks(Observer):
                         "the schedule sets the rate of every step, and the next one would undo it",
                         "call run.scale_learning_rate(factor), or return a schedule from schedule()",
                     )
+                self._check_code(each, hook, forwards, first_hook)
+
+    def _check_code(self, callback: Callback, hook: str, forwards: Mapping[str, Any], first_hook: int) -> None:
+        """Refuse a `forward` that a callback has exchanged, and warn once about hooks that it leaves on the model."""
+        assert self.context is not None
+        where, now = f"after {hook}() of callback {type(callback).__name__}", _forwards(self.context.model)
+        if now != forwards:
+            name = next(name for name in {**now, **forwards} if now.get(name) != forwards.get(name))
+            raise WorkloadError(
+                f"forward of {f'the module {name}' if name else 'the model'}",
+                f"another function {where}",
+                "a resumed run, the final weights and an evaluation have the one of build_model()",
+                "let forward() decide by an attribute of the module, which is saved",
+            )
+        if RemovableHandle.next_id > first_hook and not self._is_hook_said:
+            for name, part in self.context.model.named_modules():
+                hooks = {**part._forward_hooks, **part._forward_pre_hooks, **part._backward_hooks}
+                if any(number >= first_hook for number in (*hooks, *part._backward_pre_hooks)):
+                    self._is_hook_said = True
+                    self.context.warn(
+                        f"{f'the module {name}' if name else 'the model'} has a new hook {where}: what it changes is "
+                        "not in the final weights, nor in an evaluation of them; a hook that only reads is harmless, "
+                        "any other belongs in build_model()"
+                    )
+                    return
 
     def _user_code(self, callback: Any, hook: str, call: Callable[[], Any]) -> None:
         step = self.context.step if self.context is not None else 0
@@ -248,6 +276,11 @@ class Callbacks(Observer):
         assert self.context is not None
         everyone = self.place.gathered(self.context._wish)
         return f"ended by a callback: {next(reason for reason in everyone if reason is not None)}"
+
+
+def _forwards(model: nn.Module) -> dict[str, Any]:
+    """Functions that take the place of the class's `forward`, by module."""
+    return {name: vars(part)["forward"] for name, part in model.named_modules() if "forward" in vars(part)}
 
 
 @contextlib.contextmanager

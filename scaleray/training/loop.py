@@ -150,6 +150,7 @@ class _Run:
         is_known_first = probe is not None or (
             job.config.averaging.decay is not None and job.config.on_nonfinite == "stop"
         )
+        self.attributes: dict[str, Any] = {}
         self.under_way = StepsUnderWay(0 if is_known_first else steps_ahead(place.device))
         self.callbacks.steps_ahead = self.under_way.ahead
         self.evaluations = Evaluations(place, self.input, progress.enter, job.config)
@@ -211,6 +212,7 @@ class _Run:
             noise=self.noise.values(),
             best=self.evaluations.best.values(),
             profile=self.profile.measurements,
+            attributes=self.attributes,
         )
         self.reporter.emit(summary)
         return summary
@@ -409,6 +411,10 @@ class _Run:
             self.checkpointing.finish(self.state.step)
         self.callbacks.ended(self.evaluations.metrics)
         compiled = self.compilation.report()
+        if attributes := self.fixed.attributes():
+            self.attributes = attributes
+            text = ", ".join(f"{name.replace('/', '.')} = {value}" for name, value in list(attributes.items())[:5])
+            self.reporter.say(f"attributes changed in training: {text}; load, evaluate and predict set them again")
         self.progress.enter(Phase.END)
         hand_on_weights(setup, self.save_weights, self.job.config, reporter=self.reporter, step=self.state.step)
         return compiled

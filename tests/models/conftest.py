@@ -121,6 +121,19 @@ class Counting(Points):
         self.seen, self.mean = state["seen"], state["inner"]["mean"]
 
 
+class Annealed(Points):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(4, self.width), nn.LeakyReLU(0.1), nn.Linear(self.width, 3))
+
+    def callbacks(self):
+        return [Anneal()]
+
+
+class Anneal:
+    def on_step(self, run):
+        run.model[1].negative_slope = 0.1 * run.step
+
+
 class LabelsFirst(Points):
     def loss(self, model, batch):
         labels = batch["y"]

@@ -20,7 +20,9 @@ from scaleray.errors import DataError, UsageError
 from scaleray.models import evaluate as room
 from scaleray.models import predict
 from scaleray.models.load import find_parts
+from scaleray.models.packed import pack
 from scaleray.models.trained_run import find_trained
+from scaleray.records.json_record import leaves
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,30 @@ def test_data_without_a_column_of_the_training_names_it(trained, tmp_path):
     pyarrow.csv.write_csv(pa.table({"x_0": [1.0], "y": [1]}), tmp_path / "a.csv")
     with pytest.raises(DataError, match=r"column x of .*a\.csv is missing: training had it; there are: x_0, y"):
         scaleray.evaluate(trained.run_dir, data=tmp_path / "a.csv", local=True)
+
+
+@pytest.mark.parametrize("has_checkpoints", [False, True])
+def test_attributes_that_a_callback_changes_belong_to_the_weights(trained, tmp_path, has_checkpoints):
+    config = {
+        **{
+            key: value
+            for key, value in leaves(trained.config)
+            if value is not None and not key.startswith("checkpoint")
+        },
+        "workload.name": trained.config["workload"]["name"].replace(":Points", ":Annealed"),
+        "tracking.run_name": f"annealed_{has_checkpoints}",
+        "checkpoint.storage_path": str(tmp_path),
+        **({"checkpoint.every": "8 steps", "checkpoint.keep_last": 3} if has_checkpoints else {}),
+    }
+    found = scaleray.train(config, local=True)
+    assert found.attributes == {"1/negative_slope": pytest.approx(2.4)}
+    assert any("attributes changed in training: 1.negative_slope = 2.4" in event for event in found.events)
+    assert scaleray.evaluate(found.run_dir, local=True, record=False).metrics == pytest.approx(found.metrics, rel=1e-6)
+    assert scaleray.load(found.run_dir).module[1].negative_slope == pytest.approx(2.4)
+    pack(find_trained(found.run_dir), find_parts(found.run_dir), tmp_path / "packed")
+    assert scaleray.load(tmp_path / "packed").module[1].negative_slope == pytest.approx(2.4)
+    if has_checkpoints:
+        assert scaleray.load(found.run_dir, step=8).module[1].negative_slope == pytest.approx(0.8)
 
 
 class OnAStream(Classify):

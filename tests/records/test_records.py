@@ -52,7 +52,7 @@ VALUES = {
     "sample_order": "exact", "config": {"seed": 1}, "config_hash": "ab", "derived": {"betas": [0.9, 0.99]}, "data": {"train": {"rows": 5}},
     "environment": {}, "environment_hash": "cd", "tracking_uri": "sqlite:///x", "experiment_id": "1", "run_id": "2", "mlflow_link": "",
     "run_dir": "/x", "events": ["a restart"], "resumed_after": [20], "compilation": {}, "noise": {"scale": 12.0}, "memory": [{}], "marks": ["emulated"], "start": {"Ray": 3.0}, "best": {"step": 3}, "profile": PROFILE, "alerts": [{"name": "hang"}],
-    "evaluations": {"val/accuracy": [[20, 0.9], [40, 0.98]]}, "weights": {"weights.pt": {"sha256": "00", "num_bytes": 5}}, "checkpoints": {"step-000000040": "00"}, "unsent_file": None, "schema_version": 1,
+    "evaluations": {"val/accuracy": [[20, 0.9], [40, 0.98]]}, "weights": {"weights.pt": {"sha256": "00", "num_bytes": 5}}, "checkpoints": {"step-000000040": "00"}, "attributes": {"1/negative_slope": 0.2}, "unsent_file": None, "schema_version": 1,
 }  # fmt: skip
 
 

@@ -233,6 +233,7 @@ def make_record(
         evaluations={name: [[*point] for point in points] for name, points in recording.evaluations.items()},
         weights={name: dataclasses.asdict(stored) for name, stored in weights.items()},
         checkpoints=_checkpoints(config, folder) if status == "FINISHED" else {},
+        attributes=summary.model.get("attributes", {}) if summary else {},
         marks=[EMULATED] if summary and summary.model.get("is_emulated") else [],
     )
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from scaleray.errors import WorkloadError
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
+from scaleray.training.step.unchanged import changed_attributes, plain_attributes
 
 TRAINED_AT_FIRST = (
     "every worker, the optimizer and the checkpoints hold what was trained when training began",
@@ -28,10 +29,16 @@ NAMED_AT_FIRST = (
     "a resumed run and an evaluation build the model again, and find no place for it",
     "register it in build_model(); None in the place of a tensor is enough",
 )
+BUILT_AT_FIRST = (
+    "a resumed run, the final weights and an evaluation have the modules that build_model() made",
+    "build all of them in build_model(), and switch between them by an attribute of the model, which is saved",
+)
 OF_ONE_SHAPE = (
     "workers share their buffers, so that a buffer has the same shape on all of them",
     "register it with its largest shape, and count what is filled in a second buffer",
 )
+
+MODE = "/training"
 
 
 class FixedModel:
@@ -46,7 +53,14 @@ class FixedModel:
         self._is_sharded = any(isinstance(p, DTensor) for p in self.module.parameters())
         self._at_first = self._named()
         self._shapes, self._buffers = self._shapes_now(), self._saved_buffers()
+        self._modules = dict(self.module.named_modules(remove_duplicate=False))
+        self._attributes = plain_attributes(self.module)
         self._look()
+
+    def attributes(self) -> dict[str, Any]:
+        """Plain attributes of modules that differ from those at the start, of all ranks. Collective."""
+        by_rank = self.place.gathered(changed_attributes(self.module, self._attributes))
+        return {name: value for own in reversed(by_rank) for name, value in own.items() if not name.endswith(MODE)}
 
     def check(self, step: int) -> None:
         """Raise WorkloadError if step `step`, or a callback before it, has changed which parameters there are or are
@@ -144,3 +158,8 @@ class FixedModel:
                 raise WorkloadError(what, f"{how} since step {step}", *THERE_AT_FIRST)
             how = f"trained from step {step} on, frozen before" if now[1] else f"frozen from step {step} on"
             raise WorkloadError(what, how, *TRAINED_AT_FIRST)
+        modules = dict(self.module.named_modules(remove_duplicate=False))
+        for name, module in self._modules.items():
+            if modules.get(name) is not module:
+                how = "another object" if name in modules else "gone"
+                raise WorkloadError(f"the module {name}", f"{how} since step {step}", *BUILT_AT_FIRST)

@@ -43,6 +43,7 @@ def summary_of(
     noise: dict[str, Any],
     best: dict[str, Any],
     profile: Callable[[], RankMeasurements],
+    attributes: dict[str, Any],
 ) -> WorkerSummary:
     """Summarise the steps after `first_step`. Missing measurements are left out and reported by the guard."""
     job, step = state.job, state.step
@@ -72,6 +73,7 @@ def summary_of(
         model={
             "num_parameters": setup.num_parameters,
             "initial_hash": setup.initial_hash,
+            "attributes": attributes,
             "is_emulated": is_emulated(setup.parallel.module),
         },
         hardware=look(hardware, {}, part="hardware"),

@@ -56,7 +56,12 @@ from scaleray.training.state.items import (
     unplain,
 )
 from scaleray.training.state.optimizer_state import optimizer_state, optimizer_templates
-from scaleray.training.step.unchanged import plain_attributes, set_plain_attributes
+from scaleray.training.step.unchanged import (
+    changed_attributes,
+    common_attributes,
+    plain_attributes,
+    set_plain_attributes,
+)
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,7 @@ class TrainState:
             AVERAGING: {"num_updates": self.setup.averaging.num_updates},
             WORKLOAD: workload_values,
             CALLBACKS: callback_values,
-            ATTRIBUTES: self.place.gathered(self._changed_attributes()),
+            ATTRIBUTES: self.place.gathered(changed_attributes(module, self.attributes)),
         }
         return tensors, volatile, {item: as_json(item, value) for item, value in values.items()}
 
@@ -223,17 +228,11 @@ class TrainState:
         """The averages of the weights by name, by reference."""
         return {f"{AVERAGING}.{k}": v for k, v in self.setup.averaging.values.items()}
 
-    def _changed_attributes(self) -> Values:
-        now = plain_attributes(self.setup.parallel.module)
-        unset = object()
-        return {name: value for name, value in now.items() if self.attributes.get(name, unset) != value}
-
     def _own_attributes(self, by_rank: list[Values]) -> Values:
         """This rank's attributes of a checkpoint; on another number of workers those that all ranks had alike."""
         if len(by_rank) == self.place.world_size:
             return by_rank[self.place.rank]
-        first, *others = by_rank or [{}]
-        return {name: value for name, value in first.items() if all(o.get(name) == value for o in others)}
+        return common_attributes(by_rank)
 
     def _each_ranks(self, values: Values) -> Values:
         """The callbacks' values of every rank, by its number; rank 0's alone where none has a state. Collective."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +83,18 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
         for attribute, value in vars(part).items()
         if type(value) in PLAIN and not attribute.startswith("_")
     }
+
+
+def changed_attributes(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain attributes that differ from those that `plain_attributes` has read before."""
+    unset = object()
+    return {name: value for name, value in plain_attributes(module).items() if before.get(name, unset) != value}
+
+
+def common_attributes(by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Attributes of the first rank that all ranks have alike."""
+    first, *others = by_rank or [{}]
+    return {name: value for name, value in first.items() if all(o.get(name) == value for o in others)}
 
 
 def set_plain_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:

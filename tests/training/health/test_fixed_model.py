@@ -88,10 +88,21 @@ def _register(model: nn.Module) -> None:
     model.register_buffer("late", torch.ones(1))
 
 
+def _swap(model: nn.Module) -> None:
+    model[1] = nn.Tanh()
+
+
+def _forward(model: nn.Module) -> None:
+    model[1].forward = torch.sin
+
+
 CHANGES = {
+    "swap": _swap, "forward": _forward,
     "thaw": _thaw, "freeze": _freeze, "exchange": _exchange, "tie": _tie, "add": _add, "register": _register,
 }  # fmt: skip
 SENTENCES = {
+    "swap": "the module 1 is another object since step 3",
+    "forward": r"forward of the module 1 is another function after on_step\(\) of callback Change",
     "thaw": "the parameter 0.weight is trained from step 3 on, frozen before",
     "freeze": "the parameter 2.bias is frozen from step 3 on",
     "exchange": "the parameter 2.weight is another object since step 3",
@@ -105,6 +116,24 @@ SENTENCES = {
 def test_a_callback_that_changes_which_parameters_there_are_is_refused_at_that_step(change):
     with pytest.raises(WorkloadError, match=SENTENCES[change]):
         train_alone(Frozen(change))
+
+
+class Hooks(Callback):
+    def __init__(self, stays: bool) -> None:
+        self.stays = stays
+
+    def on_step(self, run: Any) -> None:
+        handle = run.model[1].register_forward_hook(lambda module, args, output: output * 2)
+        if not self.stays:
+            handle.remove()
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_hook_that_a_callback_leaves_on_the_model_is_named_once(stays):
+    workload = Classify(26)
+    workload.callbacks = lambda: [Hooks(stays)]
+    texts = [text for text in train_alone(workload).events if "has a new hook" in text]
+    assert len(texts) == stays and all("the module 1 has a new hook after on_step() of callback" in t for t in texts)
 
 
 class SetsRate(Callback):
