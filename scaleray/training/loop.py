@@ -131,11 +131,12 @@ class _Run:
         self.noise = NoiseWatch(self.reporter.guard)
         self.memory = MemoryReport(place.device, self.reporter.guard)
         self.compilation = CompilationWatch(self.reporter)
+        stray_runs = StrayRuns(self.reporter, job.mlflow_runs)
         with self.located():
             self.plan = job.train_plan()
             self.callbacks = Callbacks(job.workload, place, self.reporter.emit)
         # the reporter tells what those before it have measured, and callbacks hear of a step that was told
-        watching = (self.memory, self.noise, self.compilation, StrayRuns(self.reporter))
+        watching = (self.memory, self.noise, self.compilation, stray_runs)
         self.observers = Observers(*self.profile.observers, *watching, self.reporter, self.callbacks)
         self.micro_sizes = MicroSizes(job.config, place, self.reporter)
         self.limits = CollectiveLimits(progress, job.config.scale.collective_timeout_s)

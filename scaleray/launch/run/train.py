@@ -81,6 +81,7 @@ from scaleray.records.run_description import RunDescription
 from scaleray.records.run_record import EventRecord, RunRecord, Say, Show
 from scaleray.records.start import DATA, IMPORTS, RAY, StartClock, steady_time
 from scaleray.records.trace_request import TraceRequest
+from scaleray.training.health import stray_runs
 from scaleray.training.setup.job import TrainJob, rescaled
 from scaleray.training.state import weights as final_weights
 from scaleray.workload import make_workload
@@ -154,6 +155,7 @@ def run_training(
     display = Guard()
     show, say, expect_steps = (display.wrapped(Watcher.DISPLAY, tell) for tell in (show, say, expect_steps))
     check_started_once(say)
+    mlflow_runs = stray_runs.run_ids()
     if config is not None:
         config, base_dir = whole_config(config, workload, base_dir)
         config = with_absolute_paths(config)
@@ -198,9 +200,11 @@ def run_training(
             )
             if not local:
                 refuse_unsendable(sources)
+                if found := stray_runs.stray(mlflow_runs):  # workers look for their own
+                    say(found)
             run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start, port)
             traced = None if trace is None else trace.into(folder.path)
-            run.job = run.job.changed(trace=traced, probes_links=probes_links)
+            run.job = run.job.changed(trace=traced, probes_links=probes_links, mlflow_runs=mlflow_runs)
             expect_steps(run.recipe.total_steps)
             lines = announcement(request, run.job, data=run.data, folder=folder, local=local, port=port)
             for line in (*lines, *run.prediction.lines()):

@@ -3,53 +3,60 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from scaleray.training.health.reporter import Reporter
 from scaleray.training.observer import Observer, TakenStep
-from scaleray.training.setup.model_setup import Setup
 
 
 class StrayRuns(Observer):
-    """Looks for a run of MLflow's library that was begun after the set-up. One that was active before is the user's, as
-    is a script's that calls `scaleray.train`."""
+    """Looks for a run of MLflow's library that the workload has begun. before: ids of runs that there were before it
+    was loaded, which are the user's, as is a script's that calls `scaleray.train`; None takes those of now."""
 
-    def __init__(self, reporter: Reporter) -> None:
+    def __init__(self, reporter: Reporter, before: Sequence[str] | None = None) -> None:
         self.reporter = reporter
-        self._before: str | None = None
+        self._before = run_ids() if before is None else tuple(before)
         self._is_said = False
-
-    def begin(self, setup: Setup) -> None:
-        self._before = _run_id(_active())
 
     def after_step(self, taken: TakenStep) -> None:
         self._look()
 
     def close(self) -> None:
         """Check once more, and end a stray run: the end of a worker would leave it RUNNING."""
-        if self._look():
+        self._look()
+        if (active := _active()) is not None and active.info.run_id not in self._before:
             sys.modules["mlflow"].end_run()
 
-    def _look(self) -> bool:
-        run = _active()
-        if run is None or _run_id(run) == self._before:
-            return False
-        if not self._is_said:
+    def _look(self) -> None:
+        if not self._is_said and (found := stray(self._before)):
             self._is_said = True
-            self.reporter.say(
-                f"the workload logs with mlflow's own functions, into the run {run.info.run_name!r} at "
-                f"{sys.modules['mlflow'].get_tracking_uri()}, not into this training's run; to log into this one use "
-                "run.log_metrics({...}) in a callback, or metrics()",
-                is_warning=True,
-            )
-        return True
+            self.reporter.say(found, is_warning=True)
+
+
+def stray(before: Sequence[str]) -> str:
+    """Warning about a run of MLflow's library that is active, or was the last one, and is none of these; else empty."""
+    new = [run for run in run_ids() if run not in before]
+    if not new:
+        return ""
+    active = _active()
+    name = active.info.run_name if active is not None and active.info.run_id in new else new[0]
+    return (
+        f"the workload logs with mlflow's own functions, into the run {name!r} at "
+        f"{sys.modules['mlflow'].get_tracking_uri()}, not into this training's run; to log into this one use "
+        "run.log_metrics({...}) in a callback, or metrics()"
+    )
+
+
+def run_ids() -> tuple[str, ...]:
+    """Ids of the active run of MLflow's library and of the last one that ended, as far as there are any."""
+    active, fluent = _active(), sys.modules.get("mlflow.tracking.fluent")
+    # mlflow.last_active_run() would ask the server
+    last = getattr(getattr(fluent, "_last_active_run_id", None), "get", lambda: None)()
+    return tuple(str(run) for run in (active and active.info.run_id, last) if run)
 
 
 def _active() -> Any:
     library = sys.modules.get("mlflow")  # not imported here: without it there is no run
     find = getattr(library, "active_run", None)
     return find() if find is not None else None
-
-
-def _run_id(run: Any) -> str | None:
-    return None if run is None else str(run.info.run_id)

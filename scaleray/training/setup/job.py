@@ -60,6 +60,8 @@ class TrainJob:
     """Whether its steps or evaluations are only measured or compared, as those of a part of a training."""
     probes_links: bool = False
     """Whether each pair of workers is measured when the training has ended."""
+    mlflow_runs: tuple[str, ...] | None = None
+    """Runs of MLflow's library before the workload was loaded, by id; None if unknown."""
 
     def __post_init__(self) -> None:
         by, train = self.config.shares.by, self.splits[TRAIN]

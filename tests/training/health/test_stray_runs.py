@@ -6,10 +6,12 @@ from typing import Any
 
 import mlflow
 import pytest
-from small_runs import Classify, train_alone
+from small_runs import Classify, make_job, train_alone, train_job
 
 from scaleray.common.callbacks import Callback
 from scaleray.records.run_record import EventRecord
+from scaleray.training.health.stray_runs import run_ids
+from scaleray.training.setup.place import Place
 
 
 class Log(Callback):
@@ -44,6 +46,45 @@ def test_a_run_that_a_callback_begins_is_named_once_and_ended():
     assert mlflow.active_run() is None
     (run,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
     assert run.info.status == "FINISHED"
+
+
+class InModel(Classify):
+    def build_model(self) -> Any:
+        mlflow.start_run()
+        return super().build_model()
+
+
+class InCallbacks(Classify):
+    def callbacks(self) -> list[Callback]:
+        mlflow.start_run()
+        return []
+
+
+class Closed(Callback):
+    def on_step(self, run: Any) -> None:
+        with mlflow.start_run(nested=True):
+            mlflow.log_metric("my_figure", 1.0)
+
+
+class InHook(Classify):
+    def callbacks(self) -> list[Callback]:
+        return [Closed()]
+
+
+@pytest.mark.parametrize("workload", [InModel, InCallbacks, InHook])
+@pytest.mark.usefixtures("_own_store")
+def test_a_run_is_named_wherever_the_workload_begins_it_and_although_it_has_ended(workload):
+    finished = train_alone(workload(), {"stop.after": "1 step"})
+    assert len(warnings_of(finished)) == 1 and mlflow.active_run() is None
+
+
+@pytest.mark.usefixtures("_own_store")
+def test_a_run_that_datasets_begins_is_named_and_one_of_the_script_is_not():
+    with mlflow.start_run():
+        before = run_ids()
+        job, sources = make_job(Classify(), {"stop.after": "1 step"})
+        assert warnings_of(train_job(Place(), job.changed(mlflow_runs=before), sources)) == []
+        assert len(warnings_of(train_job(Place(), job.changed(mlflow_runs=()), sources))) == 1
 
 
 @pytest.mark.usefixtures("_own_store")
