@@ -347,7 +347,9 @@ class _Run:
         """Complete state of the training, for its checkpoints."""
         kept = LoopCheckpoint(self.state, step, self.evaluations, self.clock, self.noise, self.shares, self.micro_sizes)
         seed, workload = self.job.config.seed, self.job.workload
-        return TrainState(setup, self.place, workload, seed, kept.values, kept.restore, self.callbacks)
+        has_state = callable(getattr(workload, "state_dict", None)) or self.callbacks.have_state
+        unsaved = str if has_state else self.fixed.unsaved
+        return TrainState(setup, self.place, workload, seed, kept.values, kept.restore, self.callbacks, unsaved)
 
     def _train_step(self, setup: Setup) -> OptimizerStep:
         saves = self.checkpointing

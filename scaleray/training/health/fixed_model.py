@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from scaleray.errors import WorkloadError
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.training.step.unchanged import changed_attributes, plain_attributes
+from scaleray.training.step.unchanged import changed_attributes, marked_attributes, plain_attributes
 
 TRAINED_AT_FIRST = (
     "every worker, the optimizer and the checkpoints hold what was trained when training began",
@@ -55,7 +55,25 @@ class FixedModel:
         self._shapes, self._buffers = self._shapes_now(), self._saved_buffers()
         self._modules = dict(self.module.named_modules(remove_duplicate=False))
         self._attributes = plain_attributes(self.module)
+        self._marks: dict[str, Any] | None = None
+        self._is_said = False
         self._look()
+
+    def unsaved(self) -> str:
+        """Text, once, on an attribute that has changed since the first step and that no checkpoint holds; else
+        empty."""
+        if self._marks is None or self._is_said:
+            return ""
+        now = marked_attributes(self.module)
+        changed = next((name for name in now if now[name] != self._marks.setdefault(name, now[name])), None)
+        if changed is None:
+            return ""
+        self._is_said = True
+        return (
+            f"the attribute {changed.replace('/', '.').lstrip('.')} of the model changes in training, and neither "
+            "checkpoints nor the final weights hold it; if later steps or evaluations read it, register it with "
+            "register_buffer(), or return it in state_dict() of the workload"
+        )
 
     def attributes(self) -> dict[str, Any]:
         """Plain attributes of modules that differ from those at the start, of all ranks. Collective."""
@@ -65,6 +83,8 @@ class FixedModel:
     def check(self, step: int) -> None:
         """Raise WorkloadError if step `step`, or a callback before it, has changed which parameters there are or are
         trained. Not collective."""
+        if self._marks is None:  # what a first pass makes, the first one after a resume makes again
+            self._marks = marked_attributes(self.module)
         if any(p.grad is not None for p in self._frozen):
             self._refuse_thawed(next(p for p in self._frozen if p.grad is not None), step)
         if self._now() == self._signature:

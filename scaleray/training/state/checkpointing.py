@@ -232,6 +232,8 @@ class Checkpointing:
         assert self._state is not None
         if self._state.callbacks is not None:
             self._state.callbacks.before_checkpoint()
+        if found := self._state.unsaved():
+            self._say(found)
         self._state.setup.parallel.before_evaluation()  # buffers as on rank 0, as the next forward pass would make them
         self.before_update()  # an optimizer with a mode of evaluation gives its average in the place of the weights
         tensors, volatile, values = self._state.capture(is_saved=True)
@@ -245,6 +247,8 @@ class Checkpointing:
         """Finish after the last step and its evaluation: save the state where checkpoints are asked for or it is among
         the best, and wait until it is written. Collective."""
         assert self._state is not None
+        if found := self._state.unsaved():
+            self._say(found)
         self.saver.wait()
         if (
             self.saver.last_saved == step

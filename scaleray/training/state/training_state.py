@@ -76,6 +76,8 @@ class TrainState:
     get_progress: Callable[[], Values]
     set_progress: Callable[[Values], None]
     callbacks: Callbacks | None = None
+    unsaved: Callable[[], str] = str
+    """Text, once, on a part of the state that checkpoints do not hold; empty without one."""
     attributes: Mapping[str, Any] = field(init=False)
     """Plain attributes of the model's modules before the first step; those that differ later are state."""
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -14,6 +17,10 @@ from scaleray.common.carried_state import IS_TRIED
 from scaleray.training.health.live_memory import local_part
 
 PLAIN = (bool, int, float, str, type(None))
+GENERATORS = (torch.Generator, random.Random, np.random.Generator)
+MARKED = (torch.Tensor, np.ndarray, *GENERATORS, Mapping, list, tuple, Set, deque)
+MARKS = 64
+"""Values of a tensor, or items of a container, that are compared."""
 
 
 @contextlib.contextmanager
@@ -104,6 +111,41 @@ def set_plain_attributes(module: nn.Module, values: Mapping[str, Any]) -> None:
         name, _, attribute = path.rpartition("/")
         if name in parts:
             setattr(parts[name], attribute, value)
+
+
+def marked_attributes(module: nn.Module) -> dict[str, Any]:
+    """Marks of tensors, containers and generators that modules hold as attributes outside of their buffers, by the
+    names of module and attribute. Values that carry gradients belong to one pass, and are left out, as are modules with
+    a state of their own and metrics."""
+    return {
+        f"{name}/{attribute}": _mark(value)
+        for name, part in module.named_modules()
+        if not _has_extra_state(part) and not hasattr(part, "_defaults")  # as torchmetrics has it
+        for attribute, value in vars(part).items()
+        if isinstance(value, MARKED) and not attribute.startswith("_") and getattr(value, "grad_fn", None) is None
+    }
+
+
+def _mark(value: Any, depth: int = 3) -> Any:
+    """A short value that differs where this one does, as far as a look at a few of its parts shows."""
+    with contextlib.suppress(Exception):  # a user's own class may do anything
+        if isinstance(value, torch.Tensor):
+            flat = local_part(value).detach().reshape(-1)
+            return tuple(value.shape), repr(flat[:: max(1, len(flat) // MARKS)].tolist())
+        if isinstance(value, np.ndarray):
+            return value.shape, repr(value.reshape(-1)[:: max(1, value.size // MARKS)].tolist())
+        if isinstance(value, torch.Generator):
+            return hash(value.get_state().numpy().tobytes())
+        if isinstance(value, random.Random | np.random.Generator):
+            state = value.getstate() if isinstance(value, random.Random) else value.bit_generator.state
+            return hash(repr(state))
+        if isinstance(value, Mapping | Sequence | Set | deque) and not isinstance(value, str | bytes) and depth:
+            items = list(value.items() if isinstance(value, Mapping) else value)
+            few = [*items[: MARKS // 2], *items[-MARKS // 2 :]]
+            return len(items), sorted(map(repr, few)) if isinstance(value, Set) else [_mark(i, depth - 1) for i in few]
+        if isinstance(value, PLAIN):
+            return repr(value)
+    return type(value).__name__
 
 
 def _has_extra_state(part: nn.Module) -> bool:

@@ -212,6 +212,40 @@ class WithBank(Classify):
         return Bank(self.rows_of_rank)
 
 
+class Remembers(nn.Linear):
+    """Features of the last rows as a plain attribute; `angles` is made in the first pass and stays."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(NUM_FEATURES, NUM_CLASSES, dtype=torch.float64)
+        self.kind, self.angles = kind, None
+        empty = {"dict": {}, "list": [], "generator": torch.Generator()}
+        self.bank = empty.get(kind, torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.angles = x.detach().mean(0) if self.angles is None else self.angles
+        if self.training and self.kind == "tensor":
+            self.bank = 0.9 * self.bank + x.detach().mean()
+        elif self.training and self.kind == "list":
+            self.bank = [*self.bank, x.detach()[0]][-3:]
+        elif self.training and self.kind == "dict":
+            self.bank["last"] = x.detach()[0]
+        elif self.kind == "generator":
+            torch.rand(1, generator=self.bank)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "list", "dict", "generator", "none"])
+def test_an_attribute_that_no_checkpoint_holds_is_named_once(kind, tmp_path):
+    workload = Classify(24)
+    workload.build_model = lambda: Remembers(kind)
+    finished = train_alone(workload, {"checkpoint.every": "1 step"}, folder=tmp_path)
+    texts = [text for text in finished.events if text.startswith("the attribute bank of the model changes")]
+    assert len(texts) == (kind != "none") and len([text for text in finished.events if "the attribute" in text]) <= 1
+    workload.state_dict, workload.load_state_dict = dict, lambda state: None
+    finished = train_alone(workload, {"checkpoint.every": "1 step"}, folder=tmp_path / "own")
+    assert not [text for text in finished.events if "the attribute" in text]
+
+
 FLAGS = {"checkpoint.every": "1 step", "evaluation.every": "1 epoch"}
 
 
