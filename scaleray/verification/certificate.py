@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.common import metric_names as names
+from scaleray.common.callbacks import callbacks_of
 from scaleray.common.fingerprint import environment, environment_hash
 from scaleray.data import TRAIN
 from scaleray.launch.session.opened import own_folder
@@ -75,6 +76,13 @@ def common_facts(verification: Verification, folder: RunFolder, run: RunStore) -
     }
 
 
+def with_reach(verdict: str, passed: bool, workload: Any, steps: int) -> str:
+    """The verdict, and how far it reaches if it is a good one and the workload has callbacks."""
+    if not passed or not callbacks_of(workload):
+        return verdict
+    return f"{verdict}; {steps} steps were compared, and callbacks may change more in later ones: see --steps"
+
+
 def make_certificate(
     verification: Verification, outcomes: list[Outcome], folder: RunFolder, run: RunStore
 ) -> EqualityCertificate:
@@ -82,13 +90,14 @@ def make_certificate(
     judged = [o for o in outcomes if o.verdict != "refused"]
     bad = [o for o in judged if o.verdict == "differs"]
     options, reference = verification.options, verification.plan.reference.job
+    passed, steps = bool(judged) and not bad, reference.recipe.total_steps
     return EqualityCertificate(
-        passed=bool(judged) and not bad,
-        verdict=_verdict(judged, bad, options),
+        passed=passed,
+        verdict=with_reach(_verdict(judged, bad, options), passed, verification.workload, steps),
         bound=options.allowed,
         precision=options.precision,
         own_precision=verification.config.precision.dtype,
-        steps=reference.recipe.total_steps,
+        steps=steps,
         strategies=list(dict.fromkeys(outcome.strategy for outcome in judged)),
         world_sizes=options.sizes,
         accumulation=options.pieces,

@@ -19,7 +19,7 @@ from scaleray.launch.workers.ray_train import fit_group
 from scaleray.records.certificate import ResumeCertificate, ResumeOutcome
 from scaleray.records.run_record import Say
 from scaleray.training.setup.place import Place
-from scaleray.verification.certificate import common_facts, keep, recorded
+from scaleray.verification.certificate import common_facts, keep, recorded, with_reach
 from scaleray.verification.interrupted_runs import Interruption, interruption_job, verify_resume
 from scaleray.verification.preparation import Verification, prepared
 from scaleray.verification.verification_plan import Plan
@@ -59,7 +59,7 @@ def verify_resumes(
             passed, words = verdict(outcomes)
             certificate = ResumeCertificate(
                 passed=passed,
-                verdict=words,
+                verdict=with_reach(words, passed, verification.workload, steps),
                 bound=0.0,
                 precision=config.precision.dtype,
                 steps=steps,

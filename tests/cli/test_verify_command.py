@@ -34,6 +34,17 @@ class CountsOne(Good):
         return total / count, 1
 
 
+class CalledBack(Good):
+    def callbacks(self):
+        return [Thaw()]
+
+
+class Thaw:
+    def on_step(self, run):
+        if run.step == 6:
+            run.model.bias.requires_grad_(False)
+
+
 class Broken(Good):
     def loss(self, model, batch):
         raise RuntimeError("my own mistake")
@@ -65,12 +76,22 @@ def verify(capsys, *words):
     return code, captured.out, captured.err
 
 
+@pytest.mark.parametrize("kind", [(), ("--resume",)])
+def test_a_pass_says_that_callbacks_may_change_more_after_the_compared_steps(kind, folder, capsys):
+    words = ("--workload.name", "work.py:CalledBack", "--world-sizes", "1", "--steps", "4", "--json", *kind)
+    code, out, err = verify(capsys, *words)
+    assert code == 0, err
+    reach = "; 4 steps were compared, and callbacks may change more in later ones: see --steps"
+    assert json.loads(out)["verdict"].endswith(reach) and reach in err
+
+
 def test_a_correct_training_passes_and_prints_its_certificate(folder, capsys):
     """With the config's own strategy, `auto`, the certificate is of what it is decided to be: gates asked for ddp in vain."""
     code, out, err = verify(capsys, "--world-sizes", "1,2", "--steps", "5", "--json")
     assert code == 0, err
     certificate = json.loads(out)
     assert certificate["passed"] and certificate["where"] == "gloo processes"
+    assert "callbacks" not in certificate["verdict"]
     assert certificate["strategies"] == ["single", "ddp"]
     assert [o["verdict"] for o in certificate["outcomes"]] == ["equal"] * 4
     assert certificate["outcomes"][-1]["comparison"]["parameters"] < 1e-13
