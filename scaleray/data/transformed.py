@@ -208,7 +208,9 @@ def _look(transform: Step, rows: Columns, seeds: np.ndarray) -> _Look:
         started = time.perf_counter()  # not the first time, which may import something
         again = transform(_rows(rows, everything), RowRandom(seeds))
         row_s = (time.perf_counter() - started) / len(seeds)
-        reuses_memory = any(np.may_share_memory(*map(flat_values, (given[n], again[n]))) for n in given if n in again)
+        reuses_memory = any(
+            np.may_share_memory(flat_values(given[n]), flat_values(again[n])) for n in given if n in again
+        )
         halves = [half for half in np.array_split(everything, 2) if len(half)]
         parts = [transform(_rows(rows, half), RowRandom(seeds[half])) for half in halves]
         difference, which = "", f"{transform.kind}() at {transform.where}"

@@ -37,9 +37,9 @@ from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.models.trained_run import PACKED, TrainedRun
 from scaleray.recording.find_record import fetch_model_files
+from scaleray.training.health.attributes import common_attributes, set_plain_attributes
 from scaleray.training.state.items import ATTRIBUTES, WORKLOAD, as_json, flattened, nested, tensors_of
 from scaleray.training.state.weights import read_weights
-from scaleray.training.step.unchanged import common_attributes, set_plain_attributes
 
 VALUES, TENSORS = "workload_state.json", "workload_state.safetensors"
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scaleray.errors import WorkloadError
+from scaleray.training.health.attributes import changed_attributes, marked_attributes, plain_attributes
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
-from scaleray.training.step.unchanged import changed_attributes, marked_attributes, plain_attributes
 
 TRAINED_AT_FIRST = (
     "every worker, the optimizer and the checkpoints hold what was trained when training began",

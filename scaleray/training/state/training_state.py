@@ -26,6 +26,12 @@ from scaleray.common.equal_models import dense_parts
 from scaleray.common.seeding import random_state, seed_everything, set_random_state, stream_seed
 from scaleray.errors import CheckpointError
 from scaleray.training.callbacks import Callbacks
+from scaleray.training.health.attributes import (
+    changed_attributes,
+    common_attributes,
+    plain_attributes,
+    set_plain_attributes,
+)
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.state.items import (
@@ -56,12 +62,6 @@ from scaleray.training.state.items import (
     unplain,
 )
 from scaleray.training.state.optimizer_state import optimizer_state, optimizer_templates
-from scaleray.training.step.unchanged import (
-    changed_attributes,
-    common_attributes,
-    plain_attributes,
-    set_plain_attributes,
-)
 
 
 @dataclass(frozen=True)
