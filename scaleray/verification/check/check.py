@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
 from scaleray.common.progress import stage
 from scaleray.common.seeding import same_switches
 from scaleray.config import RunConfig
@@ -92,13 +94,14 @@ class _Check:
         if batch is None:
             return
         self.record.columns.extend(look.columns(batch))
-        self._add(*constant(batch))
         self._add(look.speed(self.record.figures))
         self._step("build_model", lambda: self._add(built_alike(job)))
         model = ModelLook(job, sources, batch)
         with model.opened() as opened:
             if self._step("model", opened) is None:
                 return
+            embeds = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in model.module.modules())
+            self._step("first batch", lambda: self._add(*constant(look.first_rows(batch), embeds=embeds)))
             if self._step("loss", lambda: self._add(*model.loss(self.record.figures))) is None:
                 return
             self._step("gradients", lambda: self._add(*model.gradients(self.record.figures)))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from scaleray.data import TRAIN, Input, Part, RankBatch
-from scaleray.data.ragged import Ragged, flat_values
+from scaleray.data.ragged import Ragged, flat_values, joined
 from scaleray.data.row_values import row_values_of
-from scaleray.data.source_interface import Columns, Source
+from scaleray.data.source_interface import Columns, Source, rows_in
 from scaleray.data.transformed import place_of
 from scaleray.data.user_dataset import problem_of
 from scaleray.errors import DataError
@@ -24,8 +24,11 @@ READ_S = 1.0
 
 FEW = 4
 """Rows, and values of a row, of which fewer may be alike by chance."""
+ROWS = 32
+"""Rows that are searched for constants, at least, of a split that has as many."""
 FEATURES = 32
-"""Columns of a table, at most; of more, as of an image's pixels, some may always be the same."""
+"""Columns of a table, at most, of which any number is named; of more, as of an image's pixels, a tenth: several may
+always be the same."""
 
 
 def columns_of_splits(sources: Mapping[str, Source]) -> Iterator[Finding]:
@@ -68,30 +71,39 @@ def repeatable(workload: Any, sources: Mapping[str, Source]) -> Iterator[Finding
         yield Finding("transform", GOOD, f"transform() at {place_of(method)} was looked at on a few rows, twice")
 
 
-def constant(batch: RankBatch) -> Iterator[Finding]:
-    """A finding for each column of a batch that holds one value alone, and for rows of several dimensions, as images
-    and sequences, that do."""
+def constant(batch: RankBatch, *, embeds: bool = False) -> Iterator[Finding]:
+    """A finding for each column of a batch that holds one value alone, for each table with such columns, and for rows
+    of several dimensions, as images and sequences, that hold one value. Labels, single whole numbers, may be alike by
+    chance: `ModelLook.extremes` looks at all of them. embeds: whether the model looks up tokens, of which the first and
+    last are often the same in every row.
+    """
     for name, values in batch.columns.items():
         flat = flat_values(values)
+        is_whole, is_ragged = flat.dtype.kind in "iu", isinstance(values, Ragged)
         if len(values) < FEW or not flat.size or flat.dtype.kind not in "biufc":
             continue
-        is_mask = flat.dtype.kind in "biu" and set(np.unique(flat).tolist()) <= {0, 1}
+        if is_whole and not is_ragged and values.ndim == 1:
+            continue
+        is_binary = flat.dtype.kind == "b" or (is_whole and set(np.unique(flat).tolist()) <= {0, 1})
         if (flat == flat.flat[0]).all():
+            is_mask = is_binary and (is_ragged or values.ndim <= 2 or not is_whole)
             if not is_mask or len(batch.columns) == 1:
                 text = f"column {name} is {flat.flat[0]} in all of {len(values)} rows: the model learns nothing of it"
                 yield Finding("first batch", DOUBTFUL, text)
             continue
-        if isinstance(values, Ragged) or values.ndim == 1 or is_mask:
+        if is_ragged or values.ndim == 1 or is_binary:
             continue
         rows = values.reshape(len(values), -1)
-        if values.ndim == 2 and values.dtype.kind == "f" and rows.shape[1] <= FEATURES:
-            same = np.flatnonzero((rows == rows[0]).all(axis=0)).tolist()
-            if same:
-                text = f"column {name} has one value in all of {len(rows)} rows at place {', '.join(map(str, same))}"
-                yield Finding("first batch", DOUBTFUL, text)
-        elif rows.shape[1] >= FEW and (number := int((rows == rows[:, :1]).all(axis=1).sum())):
-            text = f"{number} of {len(rows)} rows of column {name} hold one value each, as an empty image does"
+        same = np.flatnonzero((rows == rows[0]).all(axis=0)).tolist()
+        is_table, size = values.ndim == 2 and not (embeds and is_whole), rows.shape[1]
+        if is_table and same and (size <= FEATURES or 10 * len(same) <= size):
+            text = f"column {name} has one value in all of {len(rows)} rows at place {', '.join(map(str, same))}"
             yield Finding("first batch", DOUBTFUL, text)
+        elif (is_whole or values.ndim > 2 or size > FEATURES) and size >= FEW:
+            number = int((rows == rows[:, :1]).all(axis=1).sum())
+            text = f"{number} of {len(rows)} rows of column {name} hold one value each, as an empty image does"
+            if number:
+                yield Finding("first batch", DOUBTFUL, text)
 
 
 class InputLook:
@@ -115,6 +127,20 @@ class InputLook:
             return next(stream)
         finally:
             stream.close()
+
+    def first_rows(self, batch: RankBatch) -> RankBatch:
+        """The first batch, or as many as have ROWS rows where the split has."""
+        wanted = min(ROWS, self.plan.num_samples)
+        if batch.num_rows >= wanted:
+            return batch
+        num_steps = min(-(-wanted // batch.num_rows), self.job.recipe.total_steps)
+        stream = self.input.open(self.split, Part(self.plan, 0, 1, 0, num_steps))
+        try:
+            batches = [next(stream).columns for _ in range(num_steps)]
+        finally:
+            stream.close()
+        columns = joined(batches)
+        return RankBatch(0, columns, rows_in(columns))
 
     def speed(self, figures: dict[str, Any]) -> Finding:
         """How many rows a second one worker reads."""
