@@ -51,11 +51,12 @@ class LiveTensors(TorchDispatchMode):
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory is among the bytes."""
-        return id(local_part(tensor).untyped_storage()) in self._alive
+        return any(id(part.untyped_storage()) in self._alive for part in dense_parts(local_part(tensor)).values())
 
     def _storages(self, values: Any) -> dict[int, torch.UntypedStorage]:
         try:
-            return {id(t.untyped_storage()): t.untyped_storage() for t in tree_iter(values) if _has_storage(t)}
+            parts = (part for t in tree_iter(values) if _has_storage(t) for part in dense_parts(t).values())
+            return {id(part.untyped_storage()): part.untyped_storage() for part in parts}
         except Exception as exc:  # a tensor of a kind that has none: this is inside the training's own operations
             self.problem = exc
             return {}
@@ -74,7 +75,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def _has_storage(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
+    return isinstance(value, torch.Tensor) and value.layout in (torch.strided, torch.sparse_coo) and not value.is_meta
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -72,7 +72,17 @@ def _build(
             )
     if own is None and recipe.learning_rate is None:
         raise missing_rate("the workload brings no optimizer of its own")
-    return own or _configured(model, values, config), in_use
+    optimizer = own or _configured(model, values, config)
+    if has_sparse_gradients(model):
+        optimizer.register_step_post_hook(_keep_dense)
+    return optimizer, in_use
+
+
+def _keep_dense(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    """Make state dense that torch took from a sparse gradient, as a momentum: a checkpoint and averaging need whole
+    tensors, and the sparse one grows with every step."""
+    for state in optimizer.state.values():
+        state.update({n: v.to_dense() for n, v in state.items() if isinstance(v, torch.Tensor) and v.is_sparse})
 
 
 def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:

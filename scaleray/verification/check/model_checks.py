@@ -28,8 +28,10 @@ from scaleray.training.step.evaluation import evaluation_mode
 from scaleray.training.step.first_batch import apart, check_first_batch, in_words, rounding_of
 from scaleray.training.step.metric_objects import MetricObjects
 from scaleray.training.step.micro_batches import user_batch
+from scaleray.training.step.step import dense_part
 from scaleray.training.step.sum_and_count import check_sum_and_count
 from scaleray.training.step.unchanged import unchanged_model
+from scaleray.verification.check.data_checks import FEW
 from scaleray.workload import built_model, call_user_code
 
 CPU = torch.device("cpu")
@@ -155,9 +157,10 @@ class ModelLook:
                     total, _ = self._raw_loss(self.rows, loss)
                     total.backward()
             trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-            without = [name for name, p in trained.items() if p.grad is None]
-            broken = [n for n, p in trained.items() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
-            still = [n for n, p in trained.items() if p.grad is not None and not bool(p.grad.any())]
+            gradients = {name: dense_part(p) for name, p in trained.items() if p.grad is not None}
+            without = [name for name in trained if name not in gradients]
+            broken = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
+            still = [name for name, gradient in gradients.items() if not bool(gradient.any())]
             figures |= self._bytes(live)
             self.module.zero_grad(set_to_none=True)
         if broken:
@@ -237,11 +240,16 @@ class ModelLook:
         out of range shows."""
         for split in self.job.splits.values():
             source = self.sources[split.name]
-            chosen = _extreme_rows(source)
+            chosen, searched = _extreme_rows(source)
             for column, rows in chosen.items():
+                read = source.read(np.array(rows))
+                ends = read[column]
+                if split.name == TRAIN and ends.ndim == 1 and ends[0] == ends[1] and searched >= FEW:
+                    text = f"column {column} is {ends[0]} in all of {searched} rows: the model learns nothing of it"
+                    yield Finding("extreme rows", DOUBTFUL, text)
                 try:
                     with unchanged_model(self.job.workload, self.module):
-                        self._pass_over(split, source.read(np.array(rows)))
+                        self._pass_over(split, read)
                 except Exception as exc:
                     values = [np.asarray(source.read(np.array([row]))[column]).ravel() for row in rows]
                     shown = " and ".join(f"{v.min():g} (row {row})" for v, row in zip(values, rows, strict=True))
@@ -374,8 +382,9 @@ def _averaged(
     return None
 
 
-def _extreme_rows(source: Source) -> dict[str, list[int]]:
-    """Numbers of the rows with the smallest and largest value of each column of whole numbers."""
+def _extreme_rows(source: Source) -> tuple[dict[str, list[int]], int]:
+    """Numbers of the rows with the smallest and largest value of each column of whole numbers, and how many rows were
+    searched."""
     size = min(source.num_rows, MOST_ROWS)
     if source.group_sizes is not None:
         size = min(size, source.group_sizes[0])
@@ -391,7 +400,7 @@ def _extreme_rows(source: Source) -> dict[str, list[int]]:
             flat = values.reshape(len(values), -1)
             low, high = flat.min(axis=1), flat.max(axis=1)
         found[name] = [int(low.argmin()), int(high.argmax())]
-    return found
+    return found, size
 
 
 def _reason(exc: BaseException) -> str:

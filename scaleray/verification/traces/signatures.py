@@ -60,5 +60,5 @@ def number_format(tensor: torch.Tensor) -> str:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """All numbers of a tensor (n,): a complex one has two for each element."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().to_dense().reshape(-1)
     return torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from small_runs import largest_difference, train_alone
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from scaleray import Workload
+from scaleray.training.health.live_memory import LiveTensors, storage_bytes
+from scaleray.verification.traces.signatures import Signer
 
 
 class Words(Workload):
@@ -33,3 +36,21 @@ def test_clipped_sparse_gradients_train_as_dense_ones(flags):
     """90 lines of the registrations of torch, as it has no norm of a list of sparse tensors."""
     sparse, dense = (train_alone(Words(sparse=kind), flags) for kind in (True, False))
     assert largest_difference(sparse.weights, dense.weights) < 1e-12
+
+
+def test_a_momentum_of_sparse_gradients_comes_back_with_the_checkpoint(tmp_path):
+    flags = {"checkpoint.every": "2 steps", "stop.after": "6 steps", "optimizer.name": "sgd"}
+    whole = train_alone(Words(sparse=True), flags)
+    assert largest_difference(whole.weights, train_alone(Words(sparse=False), flags).weights) < 1e-12
+    train_alone(Words(sparse=True), flags, folder=tmp_path, kill_at=5)
+    resumed = train_alone(Words(sparse=True), flags, folder=tmp_path)
+    assert resumed.losses[-2:] == whole.losses[-2:] and len(resumed.losses) < 6
+
+
+def test_sparse_gradients_have_bytes_and_a_signature():
+    layer = nn.Embedding(30, 8, sparse=True)
+    with LiveTensors() as live:
+        layer(torch.tensor([1, 4])).sum().backward()
+    assert live.knows(layer.weight.grad) and storage_bytes([layer.weight.grad])
+    dense = layer.weight.grad.to_dense()
+    assert (Signer()("weight", layer.weight.grad) == Signer()("weight", dense)).all()

@@ -78,6 +78,16 @@ def test_what_training_survives_is_worth_a_look(name, subject, says):
     assert [(f.verdict, says in f.text) for f in findings if f.subject == subject] == [(DOUBTFUL, True)]
 
 
+@pytest.mark.parametrize("batch_size", [2, 8])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("OneLabel", "column y is 0 in all of 40 rows"), ("EmptyImages", "column x is 0 in all of 32 rows")],
+)
+def test_a_constant_is_named_whatever_the_batch(name, text, batch_size):
+    record, findings = checked(name, **{"batch.global_size": batch_size})
+    assert record.passed and [f.verdict for f in findings if f.text.startswith(text)] == [DOUBTFUL], findings
+
+
 def test_a_config_that_does_not_fit_the_data_is_a_finding():
     _, findings = checked("Right", **{"batch.global_size": 100})
     assert [f.subject for f in findings] == ["recipe"] and "one global batch needs 100" in findings[0].text
@@ -106,6 +116,7 @@ def test_two_processes_that_train_something_else_are_found():
         ("LossesAlone", "noise only in train"),
         ("DrawsInItsLoss", "halves not compared, as the loss draws random numbers"),
         ("SparseBuffer", "halves add up"),
+        ("SparseGradient", "gradients: finite for 3 of 3 parameters"),
         ("NegativesOfMicroBatches", "which depends_on_micro_batch takes as it is"),
         ("WholeBatchNegatives", "it is taken over the whole batch"),
         ("Compiled", "draws the same 2 parameters"),
@@ -122,13 +133,14 @@ def test_what_the_documentation_allows_is_ready_to_train(name, says):
     ("name", "says"),
     [
         ("LossesAlone", "equal one process within"),
+        ("SparseGradient", "equal one process within"),
         ("SparseBuffer", "in float32; the workload does not run in float64"),
         ("WholeBatchNegatives", "equal one process within"),
         ("NegativesOfMicroBatches", "the gradient is the sum of those of its 2 micro-batches, each computed alone"),
     ],
 )
 def test_two_processes_judge_a_workload_as_training_takes_it(name, says):
-    record = check({**CONFIG, "batch.drop_last": True}, getattr(wrong_workloads, name))
+    record = check({**CONFIG, "batch.drop_last": True, "optimizer.name": "sgd"}, getattr(wrong_workloads, name))
     assert record.passed and record.findings[-1].subject == "two processes", record.findings
     assert says in record.findings[-1].text
 

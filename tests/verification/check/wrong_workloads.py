@@ -226,6 +226,40 @@ class NeedsAMissingColumn(Right):
         return super().loss(model, {**batch, "x": batch["x"] + 0.1 * batch["noise"]})
 
 
+class SparseGradient(Right):
+    """Of the nearest whole number of each value the sum of the vectors."""
+
+    def build_model(self):
+        return nn.Sequential(nn.EmbeddingBag(400, 8, sparse=True), nn.Linear(8, 3))
+
+    def datasets(self):
+        return {
+            name: {**rows, "x": (rows["x"] * 50 + 200).round().astype(int)} for name, rows in super().datasets().items()
+        }
+
+
+class OneLabel(Right):
+    def datasets(self):
+        return {name: {**rows, "y": 0 * rows["y"]} for name, rows in super().datasets().items()}
+
+
+class EmptyImages(Right):
+    def build_model(self):
+        return nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+
+    def datasets(self):
+        return {
+            name: {**rows, "x": np.zeros((len(rows["y"]), 3, 2, 2), np.uint8)}
+            for name, rows in super().datasets().items()
+        }
+
+    def loss(self, model, batch):
+        return super().loss(model, {**batch, "x": batch["x"].float()})
+
+    def metrics(self, model, batch):
+        return {}
+
+
 class SparseBuffer(Right):
     """A graph network's adjacency matrix; a part is made in float32, so that the model knows no float64."""
 
