@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,6 +54,21 @@ def write_whole(path: Path, content: str | bytes) -> None:
     part.unlink(missing_ok=True)  # it may be another user's, left by a killed process
     part.write_bytes(content.encode() if isinstance(content, str) else content)
     part.replace(path)
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files in and below a folder, those of linked folders among them and hidden ones left out."""
+    above = {str(folder): [os.path.realpath(folder)]}
+    for place, folders, files in os.walk(folder, followlinks=True):
+        within = above.pop(place)
+        folders[:] = [f for f in folders if not f.startswith(".")]
+        for inner in list(folders):
+            real = os.path.realpath(os.path.join(place, inner))
+            if real in within:
+                folders.remove(inner)  # a link to a folder that it lies in
+            else:
+                above[os.path.join(place, inner)] = [*within, real]
+        yield from (Path(place, f) for f in files if not f.startswith("."))
 
 
 def lock(file: IO[Any], *, waits: bool = False, is_shared: bool = False) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from scaleray.common.filesystems import files_below
 from scaleray.common.parsing import load_json
 from scaleray.data import TRAIN
 from scaleray.data.hugging_face_data import check, is_dataset, is_stream
@@ -110,7 +111,7 @@ def _paths(given: Any, what: str) -> list[Path]:
     for text in given if isinstance(given, (list, tuple)) else [given]:
         path = Path(str(text)).expanduser().absolute()
         if path.is_dir():
-            files = [p for p in path.rglob("*") if p.is_file() and not _is_hidden(p, path)]
+            files = [file for file in files_below(path) if file.is_file()]
         elif path.is_file():
             files = [path]
         else:
@@ -119,10 +120,6 @@ def _paths(given: Any, what: str) -> list[Path]:
             raise DataError(what, text, "no file matches it")
         found += sorted(files)
     return found
-
-
-def _is_hidden(path: Path, folder: Path) -> bool:
-    return any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def _read_text(path: Path) -> Iterator[Record]:

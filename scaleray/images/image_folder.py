@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from scaleray.common.filesystems import files_below
 from scaleray.data import ArraySource
 from scaleray.data.source_interface import hash_names
 from scaleray.errors import DataError
@@ -93,15 +94,5 @@ def file_names(column: np.ndarray) -> list[str]:
 
 def _images(folder: Path, name: str) -> list[str]:
     """Names of the images in and below a folder, those of linked folders among them."""
-    found, above = [], {str(folder / name): [os.path.realpath(folder / name)]}
-    for place, folders, files in os.walk(folder / name, followlinks=True):
-        within = above.pop(place)
-        folders[:] = [f for f in folders if not f.startswith(".")]
-        for inner in list(folders):
-            real = os.path.realpath(os.path.join(place, inner))
-            if real in within:
-                folders.remove(inner)  # a link to a folder that it lies in
-            else:
-                above[os.path.join(place, inner)] = [*within, real]
-        found += [Path(place, f) for f in files if Path(f).suffix.lower() in ENDINGS and not f.startswith(".")]
+    found = [path for path in files_below(folder / name) if path.suffix.lower() in ENDINGS]
     return sorted(path.relative_to(folder).as_posix() for path in found)
