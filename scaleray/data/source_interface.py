@@ -46,7 +46,13 @@ def as_numbers(name: str, value: Any, *, allows_text: bool = False) -> np.ndarra
 
     allows_text: text, too, which a preprocessor or a transform will make numbers of.
     """
-    array = value.numpy(force=True) if hasattr(value, "numpy") and hasattr(value, "detach") else np.asarray(value)
+    try:
+        array = value.numpy(force=True) if hasattr(value, "numpy") and hasattr(value, "detach") else np.asarray(value)
+    except ValueError as exc:
+        if not isinstance(value, list | tuple):
+            raise
+        found = "a nested list of unequal parts"
+        raise DataError(f"column {name}", found, "columns hold numbers", _ADVICE["list"]) from exc
     if allows_text and (array.dtype.kind in "US" or (array.dtype == object and _is_text(array))):
         return array
     if not array.dtype.isnative:

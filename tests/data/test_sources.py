@@ -450,6 +450,9 @@ def test_a_source_of_the_users_own_is_taken_as_it_is():
         ([1.0, None, 2.0], "value 1 of column x is nothing .None.: columns hold numbers.\n  fill in what is missing"),
         ([{"a": 1}, {"a": 2}], "value 0 of column x is a dict, .*\n  give each of its keys"),
         (np.array(None), "column x is nothing .None.:"),
+        ([[[1, 2], [3]]] * 3, "column x is a nested list of unequal parts: columns hold numbers.\n  give rows of one"),
+        ([[1, [2, 3]]] * 3, "column x is a nested list of unequal parts: "),
+        ([[[1, 2], [3]], [[1]]], "column x is a nested list of unequal parts: "),
     ],
 )
 def test_values_that_are_no_numbers_are_named_by_their_type(value, words):
