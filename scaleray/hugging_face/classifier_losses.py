@@ -7,7 +7,7 @@ and answers from logits. Losses are sums over the rows; a row of several has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -57,11 +57,11 @@ def label_kind(
             raise ConfigError("workload.args.labels", list(classes), "a regression has no classes")
         return Numbers(len(_numbers(found[0], 0, TRAIN)))
     if name == SEVERAL_CLASSES:
-        occurring = [value for row, values in enumerate(found) for value in _several(values, row, TRAIN)]
+        occurring = [(row, value) for row, values in enumerate(found) for value in _several(values, row, TRAIN)]
         return SeveralClasses(order(class_names(occurring)) if classes is None else classes)
     if classes is None:
         _refuse_other_kinds(found)
-    return OneClass(order(class_names(found)) if classes is None else classes)
+    return OneClass(order(class_names(enumerate(found))) if classes is None else classes)
 
 
 def check_name(name: str) -> None:
@@ -157,10 +157,23 @@ class Numbers:
         return {"value": logits[:, 0] if self.size == 1 else logits}
 
 
-def class_names(found: Sequence[Any]) -> list[str]:
-    """Names of the classes that occur, numbers in their order and other names in that of letters."""
-    different = set(found)
-    return [str(name) for name in sorted(different, key=lambda v: (isinstance(v, str), v))]
+def class_names(found: Iterable[tuple[int, Any]]) -> list[str]:
+    """Names of the classes that occur, numbers in their order and other names in that of letters. found: labels, each
+    after the number of its record. Raises DataError for an empty name, and for two that look alike."""
+    first: dict[Any, int] = {}
+    for record, value in found:
+        first.setdefault(value, record)
+    by_text: dict[str, Any] = {}
+    for value, record in first.items():
+        text = str(value).strip()
+        other = by_text.setdefault(text, value)
+        if not text or other is not value:
+            allowed = "a class needs a name"
+            if text:
+                allowed = f"that of record {first[other]} is {other!r}, and both would be classes of their own"
+            what = f"the label of record {record} of the {TRAIN} data"
+            raise DataError.problem(what, f"is {value!r}: {allowed}", "mend the file, or leave the row out")
+    return [str(name) for name in sorted(first, key=lambda v: (isinstance(v, str), v))]
 
 
 def in_order_of(config: Any, names: list[str], *, is_trained: bool, argument: str) -> list[str]:

@@ -50,7 +50,9 @@ class TokenClassification(LabelledTexts):
         """Names of the tags in the order of the model's logits."""
         if self._names is None:
             found = _lists(text_files.column(self.records()[TRAIN], self.tags, what=TRAIN), self.tags, TRAIN)
-            self._names = self.in_order(class_names([tag for tags in found for tag in tags]), column=self.tags)
+            self._names = self.in_order(
+                class_names((row, tag) for row, tags in enumerate(found) for tag in tags), column=self.tags
+            )
         return self._names
 
     def config_changes(self) -> dict[str, Any]:

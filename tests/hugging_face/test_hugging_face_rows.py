@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 
@@ -16,6 +17,7 @@ from scaleray.data.row_random import RowRandom
 from scaleray.errors import ConfigError, DataError, WorkloadError
 from scaleray.hugging_face import HuggingFaceWorkload, summed_loss
 from scaleray.hugging_face.chat import conversations
+from scaleray.hugging_face.classifier_losses import ONE_CLASS, SEVERAL_CLASSES, label_kind
 from scaleray.hugging_face.language_models import Masking
 from scaleray.hugging_face.text_files import read_records
 from scaleray.hugging_face.token_rows import IGNORED, Tokens, concatenated, packed, padded
@@ -180,6 +182,33 @@ def test_what_cannot_be_used_is_one_clear_error(texts, tmp_path):
         args = {"model": LLAMA, "tokenizer": "bytes", "data": {"train": texts}, "sequence_length": 16, **changes}
         with pytest.raises((WorkloadError, ConfigError, DataError), match=words):
             started(args)
+
+
+def test_linked_folders_and_names_that_are_not_utf_8_hold_texts(tmp_path):
+    for folder in ("store", "data/own"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.txt").write_text(folder)
+    os.rename(tmp_path / "data/own/a.txt", os.fsencode(tmp_path / "data/own") + b"/caf\xe9.txt")
+    (tmp_path / "data" / "more").symlink_to(tmp_path / "store")
+    (tmp_path / "data" / "own" / "round").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / ".hidden").write_text("hidden")
+    records = list(read_records(str(tmp_path / "data"), what="train"))
+    assert sorted(record["text"] for record in records) == ["data/own", "store"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        (["pos", "neg", " pos"], "the label of record 2 of the train data is ' pos': that of record 0 is 'pos'"),
+        (["pos", "", "neg"], "the label of record 1 of the train data is '': a class needs a name"),
+        ([1, "1"], "the label of record 1 of the train data is '1': that of record 0 is 1"),
+    ],
+)
+def test_classes_that_look_alike_or_have_no_name_are_refused(labels, words):
+    with pytest.raises(DataError, match=words):
+        label_kind(ONE_CLASS, labels, None, order=list)
+    with pytest.raises(DataError, match=words):
+        label_kind(SEVERAL_CLASSES, [[label] for label in labels], None, order=list)
 
 
 def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch):
