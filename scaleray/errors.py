@@ -144,9 +144,17 @@ class LeftEarly(RunFailedError):
     """The run was asked to stop and did so in good order: its last step is saved, and it can be resumed."""
 
 
+def text_of(error: BaseException) -> str:
+    """The message of an error; one of the user's may fail while its text is made."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"its text cannot be made: {type(failed).__name__}"
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its type where it has none, as a bare `assert` has."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return next(iter(text_of(error).strip().splitlines()), type(error).__name__)
 
 
 def _shown(found: object) -> str:

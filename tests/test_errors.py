@@ -64,9 +64,19 @@ def test_a_config_error_knows_its_key_without_the_place():
     assert ConfigError("seed", 0, "no").key == "seed"
 
 
+class NoText(ValueError):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
 @pytest.mark.parametrize(
     ("error", "line"),
-    [(ValueError("one\ntwo"), "one"), (ValueError("\n one"), "one"), (AssertionError(), "AssertionError")],
+    [
+        (ValueError("one\ntwo"), "one"),
+        (ValueError("\n one"), "one"),
+        (AssertionError(), "AssertionError"),
+        (NoText(), "its text cannot be made: RuntimeError"),
+    ],
 )
 def test_the_first_line_of_an_error_without_words_is_its_type(error, line):
     assert errors.first_line(error) == line

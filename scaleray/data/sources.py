@@ -30,7 +30,7 @@ from scaleray.data.source_interface import (
     hash_names,
 )
 from scaleray.data.user_dataset import TURNS, AsGiven
-from scaleray.errors import DataError, WorkloadError, first_line
+from scaleray.errors import DataError, WorkloadError, first_line, text_of
 from scaleray.workload import call_user_code, no_exit
 
 READ_ONLY = "read-only"  # in every error of numpy for an array that must not be written
@@ -265,7 +265,7 @@ class DatasetSource:
             try:
                 return self._own_columns(self.dataset[index])
             except ValueError as exc:
-                if READ_ONLY not in str(exc) or self._has_own_arrays or self.as_given.problem is not None:
+                if READ_ONLY not in text_of(exc) or self._has_own_arrays or self.as_given.problem is not None:
                     raise
             # arrays of a Dataset that Ray has sent are shared memory; elsewhere it may write into them
             self.dataset, self._has_own_arrays = self.as_given.copy(is_writable=True), True

@@ -20,7 +20,7 @@ from scaleray.common.filesystems import open_filesystem
 from scaleray.common.installed import install_command
 from scaleray.data.source_interface import hash_names
 from scaleray.data.sources import DatasetSource
-from scaleray.errors import DataError
+from scaleray.errors import DataError, text_of
 
 IMAGES = ("jpg", "jpeg", "png", "webp")
 
@@ -113,7 +113,7 @@ class Shards:
                 raise
             except Exception as exc:
                 raise DataError(
-                    f"{key}.{ending} of {self.uris[number]}", "damaged", f"it cannot be decoded: {exc}"
+                    f"{key}.{ending} of {self.uris[number]}", "damaged", f"it cannot be decoded: {text_of(exc)}"
                 ) from exc
         return row
 

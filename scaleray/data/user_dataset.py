@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from scaleray.errors import DataError
+from scaleray.errors import DataError, text_of
 
 SHARED = (np.ndarray, torch.Tensor, type, types.FunctionType, types.ModuleType)
 """Types whose objects are not copied: memory of any size, and code. Tables of Arrow are neither."""
@@ -152,7 +152,7 @@ def _problem(dataset: Any, error: Exception) -> DataError:
     return DataError(
         what,
         f"a {kind.__module__}.{kind.__qualname__}",
-        f"it cannot be sent to other processes ({error})",
+        f"it cannot be sent to other processes ({text_of(error)})",
         "open it in __getitem__ when the first row is read: set it to None in __init__, or leave it out in "
         "__getstate__; --local with one worker reads it in this process",
     )

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from scaleray.errors import ConfigError, WorkloadError
+from scaleray.errors import ConfigError, WorkloadError, text_of
 
 KEYS = {"scheduler", "interval", "frequency", "monitor", "strict", "reduce_on_plateau", "name"}
 WHAT = "configure_optimizers()"
@@ -209,7 +209,7 @@ def step_scheduler(scheduler: Any) -> None:
             scheduler.step()
     except ValueError as exc:  # OneCycleLR, over its end
         hint = "take self.trainer.estimated_stepping_batches for its length"
-        raise WorkloadError.problem(f"{type(scheduler).__name__} in {WHAT}", f"fails: {exc}", hint) from exc
+        raise WorkloadError.problem(f"{type(scheduler).__name__} in {WHAT}", f"fails: {text_of(exc)}", hint) from exc
 
 
 def _has_begun(scheduler: Any) -> bool:

@@ -32,7 +32,7 @@ from torch import nn
 
 from scaleray.config import load_config
 from scaleray.config.recipe.lr_rules import learning_rate_factor
-from scaleray.errors import ConfigError, DataError, NonFiniteLossError, RunFailedError, WorkloadError
+from scaleray.errors import ConfigError, DataError, NonFiniteLossError, RunFailedError, ScaleRayError, WorkloadError
 from scaleray.records.run_record import SystemRecord
 from scaleray.training.setup.place import Place
 from scaleray.workload import load_workload
@@ -396,6 +396,36 @@ def test_an_error_in_the_users_code_names_rank_node_and_step_and_shows_only_that
     assert isinstance(outcomes[1].error, RunFailedError)
     assert "rank 1 on node 1, step 3" in message and "KeyError: 'no such thing'" in message
     assert "test_loop.py" in message and "scaleray/training" not in message
+
+
+@pytest.mark.parametrize("kind", [Exception, ValueError, RuntimeError, IndexError])
+@pytest.mark.parametrize("where", ["row", "loss"])
+def test_an_error_whose_text_fails_is_named_with_the_line_that_raised_it(kind, where):
+    class NoText(kind):
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            if (where, index) == ("row", 13):
+                raise NoText  # here
+            return {"x": np.ones(6, np.float32), "y": 0}
+
+    class Fails(Classify):
+        def datasets(self):
+            return {"train": Rows()}
+
+        def loss(self, model, batch):
+            if where == "loss":
+                raise NoText  # here
+            return super().loss(model, batch)
+
+    with pytest.raises(ScaleRayError, match=r"(?s)raise NoText  # here\n.*NoText: ") as raised:
+        train_alone(Fails())
+    assert "__str__" not in str(raised.value)
 
 
 def test_an_error_of_the_source_arrives_as_it_is():

@@ -43,6 +43,7 @@ from scaleray.errors import (
     TrackingError,
     UsageError,
     first_line,
+    text_of,
 )
 from scaleray.launch.cluster import connection as cluster
 from scaleray.launch.cluster import driver_guard
@@ -347,7 +348,7 @@ class _Run:
             _, is_marked = self._end(recorder, "KILLED", alert or "stopped by the user")
             raise (LeftEarly(alert) if alert else KeyboardInterrupt(*[MARKED_KILLED] * is_marked)) from exc
         except BaseException as exc:
-            record, _ = self._end(recorder, "FAILED", str(exc) or type(exc).__name__)
+            record, _ = self._end(recorder, "FAILED", text_of(exc) or type(exc).__name__)
             if isinstance(exc, UsageError) and self.before is None and record is not None and not record.steps:
                 self._withdraw(record)
             raise

@@ -15,6 +15,7 @@ from scaleray.errors import (
     ScaleRayError,
     StepFailedError,
     UsageError,
+    text_of,
 )
 from scaleray.records.phases import MAY_WAIT, OWN_BUSINESS, Phase
 from scaleray.records.run_record import Heartbeat
@@ -104,7 +105,7 @@ def _held_up(beat: Heartbeat) -> str:
 def _death(error: BaseException) -> str:
     """Ray's words on a worker's end, without its guesses."""
     found = re.search(
-        r"Worker exit type: (\w+) Worker exit detail: (.*?)\.?( Some common causes|$)", str(error), re.DOTALL
+        r"Worker exit type: (\w+) Worker exit detail: (.*?)\.?( Some common causes|$)", text_of(error), re.DOTALL
     )
     return f"its process ended ({found[1]}: {found[2]})" if found else last_line(error)
 
@@ -127,7 +128,8 @@ def tail(beat: Heartbeat | None) -> str:
 
 def is_echo(error: BaseException) -> bool:
     """Whether a worker only says that another one is gone."""
-    return isinstance(cause_of(error), PeerLostError) or "onnection closed" in str(error) or "Gloo" in str(error)
+    text = text_of(error)
+    return isinstance(cause_of(error), PeerLostError) or "onnection closed" in text or "Gloo" in text
 
 
 def was_preempted(failure: BaseException) -> bool:
@@ -151,5 +153,5 @@ def cause_of(exc: BaseException) -> BaseException:
 
 def last_line(exc: BaseException) -> str:
     """Last line of an error of Ray, which puts a traceback before it."""
-    lines = [line for line in str(exc).strip().splitlines() if line.strip()]
+    lines = [line for line in text_of(exc).strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else type(exc).__name__

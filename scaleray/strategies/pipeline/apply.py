@@ -25,6 +25,7 @@ from scaleray.common.metric_names import BUBBLE_SHARE
 from scaleray.common.seeding import stream_seed
 from scaleray.config import RunConfig
 from scaleray.config.recipe.pipeline_bubble import runs
+from scaleray.errors import text_of
 from scaleray.records.phases import Enter, Phase
 from scaleray.strategies.contract.later import Later, on_device
 from scaleray.strategies.contract.parallel import Metrics, MicroBatch, Objective, Parallel
@@ -326,7 +327,7 @@ def _own_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as exc:
-        if "failed to run forward" in str(exc) and isinstance(exc.__cause__, Exception):
+        if "failed to run forward" in text_of(exc) and isinstance(exc.__cause__, Exception):
             raise exc.__cause__ from None
         raise
 

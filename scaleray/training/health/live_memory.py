@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from scaleray.common.equal_models import dense_parts
+from scaleray.errors import text_of
 
 
 class LiveTensors(TorchDispatchMode):
@@ -89,7 +90,7 @@ def is_out_of_memory(exc: BaseException) -> bool:
     """Whether an error means that a device or the host is out of memory."""
     if isinstance(exc, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc)
+    return isinstance(exc, RuntimeError) and "can't allocate memory" in text_of(exc)
 
 
 def free_unused(device: torch.device) -> None:

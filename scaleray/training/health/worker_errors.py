@@ -19,6 +19,7 @@ from scaleray.errors import (
     StepFailedError,
     WorkloadError,
     first_line,
+    text_of,
 )
 from scaleray.training.health.live_memory import is_out_of_memory
 from scaleray.training.health.worker_progress import COLLECTIVES, Progress
@@ -82,19 +83,19 @@ def is_lost_peer(exc: BaseException) -> bool:
         "Socket closed",
         "caused pair closure",
     )
-    if not isinstance(exc, RuntimeError) or not any(word in str(exc) for word in words):
+    if not isinstance(exc, RuntimeError) or not any(word in text_of(exc) for word in words):
         return False
     # the same words may come from the user's own network: what torch says of collectives names its sources, or comes
     # out of a collective (DDP's own in a forward pass included) or a backward pass
     files = [frame.filename for frame in traceback.extract_tb(exc.__traceback__)][-3:]
-    return "gloo/transport" in str(exc) or any(
+    return "gloo/transport" in text_of(exc) or any(
         part in file for part in (*COLLECTIVES, "torch/autograd/") for file in files
     )
 
 
 def explained(exc: Exception) -> DataError | WorkloadError | None:
     """Meaning of an error of torch for the user, if its text shows it; None for any other, such as an IndexError."""
-    text = str(exc)
+    text = text_of(exc)
     if isinstance(exc, IndexError) and any(words in text for words in ("out of bounds", "index out of range in self")):
         return DataError(
             "a label or token",

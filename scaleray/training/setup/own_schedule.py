@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from scaleray.config import RunConfig
 from scaleray.config.recipe.values import Recipe
-from scaleray.errors import ConfigError, WorkloadError
+from scaleray.errors import ConfigError, WorkloadError, text_of
 from scaleray.training.setup.own_optimizer import InUse
 from scaleray.training.setup.plateaus import OwnPlateau
 from scaleray.training.setup.several_optimizers import SeveralOptimizers, SeveralSchedules, members
@@ -165,7 +165,7 @@ def take_step(schedule: LRScheduler, number: int) -> None:
     except (ValueError, IndexError) as exc:
         raise WorkloadError.problem(
             "schedule()",
-            f"fails after step {number}: {exc}: it must give a learning rate for every step of the training",
+            f"fails after step {number}: {text_of(exc)}: it must give a learning rate for every step of the training",
             "take recipe.total_steps for its length",
         ) from exc
 

@@ -16,7 +16,7 @@ from scaleray.data import TRAIN, RankBatch, Split
 from scaleray.data.ragged import Ragged
 from scaleray.data.source_interface import Source, rows_in
 from scaleray.data.transformed import place_of
-from scaleray.errors import DataError, WorkloadError, first_line
+from scaleray.errors import DataError, WorkloadError, first_line, text_of
 from scaleray.records.check_record import DOUBTFUL, GOOD, WRONG, Finding
 from scaleray.records.text.units import memory
 from scaleray.training.health.live_memory import LiveTensors, storage_bytes
@@ -345,7 +345,7 @@ class ModelLook:
     def _dtype_error(self, exc: WorkloadError) -> WorkloadError | None:
         """The error of a loss that mixes types, with the types of model and data."""
         cause = exc.__cause__
-        if not isinstance(cause, RuntimeError) or not any(words in str(cause) for words in DTYPE_WORDS):
+        if not isinstance(cause, RuntimeError) or not any(words in text_of(cause) for words in DTYPE_WORDS):
             return None
         model = {str(p.dtype).removeprefix("torch."): name for name, p in self.module.named_parameters()}
         columns = {str(v.dtype): name for name, v in self.rows.items() if v.dtype.kind == "f"}

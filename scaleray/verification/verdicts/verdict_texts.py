@@ -12,7 +12,7 @@ import torch
 from scaleray.checkpoints.model_layout import FINAL_WEIGHTS
 from scaleray.config import RunConfig
 from scaleray.config.strategy_traits import traits_of
-from scaleray.errors import CheckpointError, InitialisationError
+from scaleray.errors import CheckpointError, InitialisationError, text_of
 from scaleray.records.certificate import Divergence, Mismatch
 from scaleray.verification.causes.cause_classes import Cause, Finding
 from scaleray.verification.repeatable.repeatable_workload import Quieted
@@ -115,12 +115,12 @@ def failure(exc: Exception, variant: Variant, probes: list[TraceProbe]) -> Misma
     step, is_resumed = 0, len(probes) > 1 and not probes[-1].has_begun
     if isinstance(exc, CheckpointError) or (is_resumed and variant.resumes_after is not None):
         cause, step = Cause.RESUME, (variant.resumes_after or 0) + 1
-    return Mismatch(step, "run", None, math.inf, cause, " ".join(str(exc).split()))
+    return Mismatch(step, "run", None, math.inf, cause, " ".join(text_of(exc).split()))
 
 
 def lost(exc: Exception) -> Mismatch:
     """The mismatch of a variant whose group is lost with it: it hung, or a process died."""
-    return Mismatch(0, "run", None, math.inf, Cause.FAILED, " ".join(str(exc).split()))
+    return Mismatch(0, "run", None, math.inf, Cause.FAILED, " ".join(text_of(exc).split()))
 
 
 def unkept(broken: Divergence, config: RunConfig) -> Finding:
