@@ -6,6 +6,8 @@ By urllib, as `requests` would send passwords of ~/.netrc, and its errors quote 
 from __future__ import annotations
 
 import http.client
+import os
+import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -29,6 +31,18 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+def _handlers() -> list[Any]:
+    """Handlers of a request to https. Certificates that MLflow's client trusts are trusted too, beyond those of the
+    system and of SSL_CERT_FILE. Raises OSError for a file that cannot be read."""
+    context = ssl.create_default_context()
+    if bundle := os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE"):
+        try:
+            context.load_verify_locations(**{"capath" if os.path.isdir(bundle) else "cafile": bundle})
+        except OSError as exc:
+            raise OSError(f"REQUESTS_CA_BUNDLE is {bundle}: {exc.strerror or exc}") from exc
+    return [_NoRedirects, urllib.request.HTTPSHandler(context=context)]
+
+
 def fetch(
     url: str,
     *,
@@ -41,7 +55,8 @@ def fetch(
     """The body of an answer, or its first `most` bytes. Raises HttpError, for a redirect too."""
     try:
         request = urllib.request.Request(url, data=body, headers=dict(headers or {}), method=method)
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout_s) as answer:
+        handlers = _handlers() if request.type == "https" else [_NoRedirects]
+        with urllib.request.build_opener(*handlers).open(request, timeout=timeout_s) as answer:
             found: bytes = answer.read(most)
             return found
     except urllib.error.HTTPError as exc:
