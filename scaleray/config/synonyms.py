@@ -26,7 +26,7 @@ WORDS: dict[str, str] = {
     "batch.global_size": "batch_size bs batchsize train_batch_size global_batch_size global_batch total_batch_size",
     "batch.micro_size": "micro_batch micro_batch_size microbatch per_device_train_batch_size per_device_batch_size "
     "device_batch_size train_micro_batch_size_per_gpu grad_accum gradient_accumulation gradient_accumulation_steps "
-    "accumulate_grad_batches accumulation_steps accum_steps",
+    "accumulate_grad_batches accumulation accumulation_steps accum_steps",
     "evaluation.every": "eval_every eval_interval eval_steps eval_strategy evaluation_strategy val_check_interval "
     "check_val_every_n_epoch validate_every val_every",
     "evaluation.micro_size": "evaluation_batch_size eval_batch_size per_device_eval_batch_size val_batch_size",
@@ -53,7 +53,7 @@ WORDS: dict[str, str] = {
     "tracking.uri": "mlflow mlflow_uri mlflow_tracking_uri tracking_uri",
     "tracking.experiment": "experiment_name project project_name wandb_project",
     "tracking.every_steps": "log_every log_interval log_steps logging_steps log_every_n_steps",
-    "workload.name": "model module task model_name",
+    "workload.name": "class class_name class_path model module task model_name",
     "workload.args": "model_args kwargs hparams hyperparameters model_kwargs",
     "fine_tuning.lora_rank": "lora lora_r r rank_lora",
     "seed": "random_seed manual_seed rng_seed random_state",

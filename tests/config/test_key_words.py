@@ -52,11 +52,14 @@ def test_each_word_of_others_leads_to_a_key_that_there_is_and_to_one_only():
 def test_a_usual_word_wins_over_a_key_of_that_name_in_a_section_that_few_have():
     with pytest.raises(ConfigError, match=r"did you mean schedule\.warmup \(with its unit"):
         load_config(flags={"warmup_steps": 3}, environ={})
+    for flag, key in {"workload.class": "workload.name", "batch.accumulation": "batch.micro_size"}.items():
+        with pytest.raises(ConfigError, match=f"did you mean {key}"):
+            load_config(flags={flag: 3}, environ={})
 
 
 @pytest.mark.parametrize(
     ("word", "key"),
-    [("lr", "optimizer.learning_rate"), ("batch-size", "batch.global_size"), ("num_train_epochs", "stop.after"), ("GPUs", "scale.workers"), ("wd", "optimizer.weight_decay")],
+    [("lr", "optimizer.learning_rate"), ("batch-size", "batch.global_size"), ("num_train_epochs", "stop.after"), ("GPUs", "scale.workers"), ("wd", "optimizer.weight_decay"), ("class", "workload.name"), ("accumulation", "batch.micro_size")],
 )  # fmt: skip
 def test_the_usual_words_are_known_in_any_spelling(word, key):
     assert meant_by(word) == key
