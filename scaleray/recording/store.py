@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from scaleray.common.filesystems import lock, shared_filesystem, unlock
+from scaleray.common.http_client import HttpError, fetch
 from scaleray.common.private_parts import EMPTY_ANSWERS
 from scaleray.common.progress import stage
 from scaleray.config.base import HIDDEN, without_password
@@ -28,6 +29,9 @@ os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 T = TypeVar("T")
 UI_ADDRESS = "http://127.0.0.1:5000"
 UNLIKE_MLFLOW = "something else answers there: correct --tracking.uri"
+ANSWER_S = 5.0
+"""Seconds for a server's answer to a look at why it failed."""
+REDIRECTS = (301, 302, 303, 307, 308)
 PAUSE_S = 1.0
 """Seconds before a server that gave no answer is asked again."""
 KEY_TAG = "scaleray.key"
@@ -129,11 +133,31 @@ def _ask(uri: str) -> None:
     except Exception as exc:  # as above: no common base class
         is_refused = any(f" {code}" in str(exc) for code in (401, 403))
         found = "it refuses the credentials" if is_refused else "it does not answer"
+        if elsewhere := _redirect(uri):
+            hint = "correct --tracking.uri, or log in there as it asks"
+            raise TrackingError(
+                "the MLflow server", without_password(uri), f"it redirects to {elsewhere}", hint
+            ) from None
         start = "start it, correct --tracking.uri, or leave the key out to use a local SQLite file"
         login = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        raise TrackingError(
-            "the MLflow server", without_password(uri), f"{found}: {_reason(exc, uri)}", login if is_refused else start
-        ) from None  # MLflow's text may hold the password of the address
+        why, hint = f"{found}: {_reason(exc, uri)}", login if is_refused else start
+        if elsewhere := _redirect(uri):
+            why, hint = f"it redirects to {elsewhere}", "correct --tracking.uri, or log in as the server asks"
+        # without the cause: MLflow's text may hold the password of the address
+        raise TrackingError("the MLflow server", without_password(uri), why, hint) from None
+
+
+def _redirect(uri: str) -> str:
+    """Where a server redirects requests to, without what follows the path; "" if it does not. MLflow's client follows,
+    and its error is about the other server."""
+    scheme, _, address = uri.partition("://")
+    place = address.rpartition("@")[2].rstrip("/")
+    try:
+        fetch(f"{scheme}://{place}/api/2.0/mlflow/experiments/search", timeout_s=ANSWER_S, body=b"{}", most=1)
+    except HttpError as exc:
+        if exc.status in REDIRECTS:
+            return without_password(str(exc.cause.headers.get("Location", "another address")).partition("?")[0])
+    return ""
 
 
 def _reason(exc: BaseException, uri: str) -> str:

@@ -5,9 +5,11 @@ import sys
 
 import pytest
 import study_examples
+from receiver import receiving
 from test_docs import blocks
 
 from scaleray.errors import ConfigError, TrackingError
+from scaleray.recording import store
 from scaleray.recording.experiments import moment_ms, read_experiments
 from scaleray.recording.store import RunStore
 from scaleray.recording.study_runs import ParentRun
@@ -148,6 +150,16 @@ def test_an_empty_store_and_one_that_is_away_are_said_and_no_database_is_made(ur
     assert not none.exists()
     with pytest.raises(TrackingError, match="it does not answer"):
         read_experiments("http://127.0.0.1:9")
+
+
+def test_a_server_that_redirects_is_named_with_the_place(monkeypatch):
+    """As one behind a company's login: MLflow's client follows, and reports the other server."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setattr(store, "PAUSE_S", 0)
+    with receiving([302]) as receiver:
+        with pytest.raises(TrackingError) as refused:
+            read_experiments(receiver.url("/").rstrip("/"))
+        assert f"it redirects to {receiver.url('/elsewhere')}." in str(refused.value)
 
 
 def test_ages_and_dates_are_moments():
