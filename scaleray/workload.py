@@ -44,6 +44,13 @@ Outputs = Mapping[str, "torch.Tensor"]
 
 NEEDED = (("build_model",), ("datasets",), ("loss", "losses", "batch_loss"))
 """Required methods of a workload: at least one of each."""
+BARE = {
+    "LightningModule": "name what scaleray.lightning.as_workload(Module, DataModule) returns, a line in the same file",
+    "PreTrainedModel": "take a workload of scaleray.hugging_face, such as scaleray.hugging_face:CausalLanguageModel, "
+    "with the model's folder as workload.args.model",
+    "Module": "return the model from build_model() of a scaleray.Workload, next to its datasets() and loss()",
+}
+"""Way to a workload from what other libraries train, by the name of its base."""
 
 
 class Workload:
@@ -286,11 +293,10 @@ def build_workload(factory: Any, args: Mapping[str, Any], *, name: str) -> Any:
     """Call the workload class with the config's keyword arguments and check that it has the needed methods."""
     missing = [names for names in NEEDED if not any(callable(getattr(factory, method, None)) for method in names)]
     if missing:
-        raise WorkloadError.problem(
-            f"workload {name}",
-            f"lacks {_listed(missing)}: it needs the methods {_listed(NEEDED)}",
-            "see 'Bring your own workload' in the README",
-        )
+        text = f"lacks {_listed(missing)}: it needs the methods {_listed(NEEDED)}"
+        bases = (base.__name__ for base in (factory if isinstance(factory, type) else type(factory)).__mro__)
+        hint = next((BARE[base] for base in bases if base in BARE), "see 'Bring your own workload' in the README")
+        raise WorkloadError.problem(f"workload {name}", text, hint)
     try:
         inspect.signature(factory).bind(**args)
     except TypeError as exc:

@@ -2,6 +2,8 @@
 
 import asyncio
 import importlib
+import pydoc
+import re
 import signal
 import sys
 import types
@@ -124,6 +126,19 @@ def test_missing_methods_are_named(project):
     write(project, "recipe_b.py", "class Bare:\n    def loss(self, model, batch): ...\n")
     message = refusal("recipe_b.py:Bare")
     assert "lacks build_model, datasets" in message and "Bring your own workload" in message
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ("lightning.pytorch.LightningModule", "as_workload(Module, DataModule)"),
+        ("transformers.PreTrainedModel", "scaleray.hugging_face:CausalLanguageModel"),
+        ("torch.nn.Module", "return the model from build_model()"),
+    ],
+)
+def test_what_other_libraries_train_shows_the_way_to_a_workload(base, words):
+    with pytest.raises(WorkloadError, match=rf"(?s)lacks build_model, datasets, .*{re.escape(words)}"):
+        build_workload(type("Bare", (pydoc.locate(base),), {}), {}, name="mine.py:Bare")
 
 
 def test_arguments_that_do_not_fit_show_the_signature(project):
