@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import scaleray
 from scaleray.checkpoints.storage import Store
 from scaleray.common.filesystems import lock, open_filesystem, unlock, write_whole
+
+SOURCE = Path(scaleray.__file__).parent
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -86,3 +91,17 @@ def test_a_whole_write_replaces_what_a_killed_process_left(tmp_path):
     part.chmod(0o400)
     write_whole(tmp_path / "a", "new")
     assert (tmp_path / "a").read_text() == "new" and not part.exists()
+
+
+def written_in_place(package):
+    """Places where a package writes a file by a method of Path: a Store's has the file's name as an argument too."""
+    for file in sorted((SOURCE / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+            if method in ("write_text", "write_bytes") and len(node.args) == 1:
+                yield f"{file.relative_to(SOURCE)}:{node.lineno}"
+
+
+@pytest.mark.parametrize("package", ["recording", "records", "release", "sweeps", "verification"])
+def test_records_are_written_whole(package):
+    assert list(written_in_place(package)) == []

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scaleray.checkpoints.storage import Store
+from scaleray.common.filesystems import write_whole
 from scaleray.recording.store import RunStore, without_password
 from scaleray.records.mlflow_operations import LogArtifact, LogDataset, LogParams, Operation, SetTags
 from scaleray.records.run_description import RunDescription
@@ -41,7 +42,7 @@ class Described:
         self._put(SetTags({f"{CHANGE_TAG}{number:03d}": text}))
         config = Path(self.description.work_dir) / f"config-{number}.yaml"
         with contextlib.suppress(OSError):  # on a full disk the tag is enough
-            config.write_text(self.description.files.get("config.yaml", ""))
+            write_whole(config, self.description.files.get("config.yaml", ""))
             self._put(LogArtifact(str(config)))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scaleray.checkpoints.storage import Store
+from scaleray.common.filesystems import write_whole
 from scaleray.errors import first_line
 from scaleray.recording import unsent_file
 from scaleray.recording.outbox import Outbox, is_refusal_of_content
@@ -48,7 +49,7 @@ class Spool(Outbox[Operation]):
         """
         if not self.path.exists() and folder:
             with contextlib.suppress(OSError):
-                self.path.write_bytes(Store(folder).read(self.path.name))
+                write_whole(self.path, Store(folder).read(self.path.name))
         if not self.path.exists():
             return
         unsent = unsent_file.parse(self.path.read_bytes())  # a last line that is cut is what a kill leaves

@@ -19,6 +19,7 @@ from typing import Any
 from ray import tune
 
 from scaleray.common import metric_names as names
+from scaleray.common.filesystems import write_whole
 from scaleray.errors import NonFiniteLossError
 from scaleray.sweeps.search_space import LEARNING_RATE, Settings
 from scaleray.sweeps.sweep_plan import SweepPlan
@@ -82,7 +83,7 @@ class SweepTrial(tune.Trainable):
             folder = f"{self.shared.state_path}/{self.number:05d}-{secrets.token_hex(4)}"
             self.training.save(folder)
             course = {"evaluation": self.evaluation}
-        Path(checkpoint_dir, STATE_FILE).write_text(json.dumps({"folder": folder, "course": course}))
+        write_whole(Path(checkpoint_dir, STATE_FILE), json.dumps({"folder": folder, "course": course}))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
         """Begin at a saved state, maybe another trial's, under this trial's settings."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from scaleray.common import metric_names as names
 from scaleray.common.callbacks import callbacks_of
+from scaleray.common.filesystems import write_whole
 from scaleray.common.fingerprint import environment, environment_hash
 from scaleray.data import TRAIN
 from scaleray.launch.session.opened import own_folder
@@ -153,7 +154,7 @@ def keep(
     """Write the certificate to the folder and to MLflow. params: names of its fields that become params of the run."""
     files = {FILE: certificate.to_json(), **(more_files or {})}
     for name, text in files.items():
-        Path(folder.work_dir, name).write_text(text)
+        write_whole(Path(folder.work_dir, name), text)
     now = int(time.time() * 1000)
     tags = {
         "scaleray.verdict": certificate.verdict,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scaleray.checkpoints.storage import Store
+from scaleray.common.filesystems import write_whole
 from scaleray.common.parsing import load_json
 from scaleray.errors import TrackingError
 from scaleray.recording.find_record import FoundRun, read_alerts, record_of
@@ -42,9 +43,9 @@ def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> None:
         "notes": evidence.notes,
         "policy": policy.model_dump(mode="json"),
     }
-    (folder / INDEX).write_text(json.dumps(jsonable(about), indent=1))
+    write_whole(folder / INDEX, json.dumps(jsonable(about), indent=1))
     if evidence.study is not None:
-        (folder / STUDY).write_text(evidence.study.to_json())
+        write_whole(folder / STUDY, evidence.study.to_json())
 
 
 def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
@@ -66,10 +67,10 @@ def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
 
 def _keep_run(found: FoundRun, folder: Path) -> None:
     folder.mkdir(parents=True)
-    (folder / FILE).write_text(training(found).to_json())
-    (folder / EVALUATIONS).write_text(json.dumps(jsonable(found.evaluations)))
+    write_whole(folder / FILE, training(found).to_json())
+    write_whole(folder / EVALUATIONS, json.dumps(jsonable(found.evaluations)))
     if found.alerts is not None:
-        (folder / ALERTS_FILE).write_text(found.alerts)
+        write_whole(folder / ALERTS_FILE, found.alerts)
 
 
 def _read_run(folder: Path, where: str) -> FoundRun:

@@ -92,8 +92,8 @@ def start_path(
     _refuse_taken(path)
     check_reachable(resolve_uri(path.tracking_uri))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / JOB).write_text(yaml.safe_dump(job, sort_keys=False))
-    (folder / POLICY).write_text(yaml.safe_dump(jsonable(held.model_dump(mode="json")), sort_keys=False))
+    write_whole(folder / JOB, yaml.safe_dump(job, sort_keys=False))
+    write_whole(folder / POLICY, yaml.safe_dump(jsonable(held.model_dump(mode="json")), sort_keys=False))
     return write(replace(path, tasks=tasks_of(path)))
 
 

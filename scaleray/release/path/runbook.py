@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from statistics import mean
 
+from scaleray.common.filesystems import write_whole
 from scaleray.common.parsing import load_json
 from scaleray.live.rules.rule_evaluator import RULES
 from scaleray.live.rules.rule_files import PATH as ALERTS
@@ -21,7 +22,7 @@ RUNBOOK = "runbook.md"
 def write_runbook(path: PathRecord) -> Outcome:
     """Write the runbook of a path into its folder."""
     place = Path(path.folder) / RUNBOOK
-    place.write_text(runbook(path))
+    write_whole(place, runbook(path))
     return Outcome(0, f"wrote {place.name}", folder=str(place))
 
 

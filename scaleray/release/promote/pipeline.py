@@ -21,6 +21,7 @@ import yaml
 from scaleray.clusters.manifests.cloud_machines import MACHINES, Machine
 from scaleray.clusters.manifests.cluster_spec import ClusterSpec
 from scaleray.clusters.manifests.written_files import files as manifest_files
+from scaleray.common.filesystems import write_whole
 from scaleray.common.metric import prometheus_name
 from scaleray.common.metric_names import SAMPLES_PER_S
 from scaleray.common.parsing import load_json
@@ -84,7 +85,7 @@ def write_pipeline(
     }
     for name, text in texts.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(text)
+        write_whole(out / name, text)
         if text.startswith("#!"):
             (out / name).chmod(0o755)
 

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from scaleray.common.filesystems import write_whole
 from scaleray.common.options import takes
 from scaleray.common.own_folder import cache_folder
 from scaleray.common.progress import stage
@@ -128,7 +129,7 @@ def _write(trained: TrainedRun, out: Path, place: Path, gates: GateRecord, run: 
         libraries = (run.environment.get("environment") or {}).get("packages") or {}
         save_for_mlflow(packed, place / "packed", out, libraries={k: v for k, v in libraries.items() if v})
     (place / EVIDENCE).rename(out / EVIDENCE)
-    (out / GATES_FILE).write_text(gates.to_json())
+    write_whole(out / GATES_FILE, gates.to_json())
     return parts.weights.words
 
 
@@ -205,7 +206,7 @@ def _made(
         at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         version=metadata.version("scaleray"),
     )
-    (out / STATEMENT).write_text(json.dumps(statement, indent=1))
+    write_whole(out / STATEMENT, json.dumps(statement, indent=1))
     with stage("writing to MLflow"):
         source = registry.upload(found.run_id, out, f"{ARTIFACTS}/{found.promotion}")
         tags = version_tags(found, gates, by=by, statement_sha256=file_digest(out / STATEMENT))
