@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 from collections.abc import Callable
 from datetime import timedelta
@@ -144,7 +145,7 @@ def node_group(group: dist.ProcessGroup, config: RunConfig) -> dist.ProcessGroup
     ranks = dist.get_process_group_ranks(group)
     nodes: list[Any] = [position // node_size for position in range(len(ranks))] if node_size else [None] * len(ranks)
     if node_size is None:
-        dist.all_gather_object(nodes, _machine(), group=group)
+        dist.all_gather_object(nodes, machine(), group=group)
     own = None
     for node in dict.fromkeys(nodes):
         its_ranks = [rank for rank, its in zip(ranks, nodes, strict=True) if its == node]
@@ -155,7 +156,8 @@ def node_group(group: dist.ProcessGroup, config: RunConfig) -> dist.ProcessGroup
     return own
 
 
-def _machine() -> tuple[str, str]:
+@functools.cache
+def machine() -> tuple[str, str]:
     """Identity that all processes on one machine share: its boot ID, as containers may have host names of their own."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return ("boot", boot.read_text().strip()) if boot.exists() else ("host", socket.gethostname())

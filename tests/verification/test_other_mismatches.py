@@ -24,8 +24,40 @@ from verified import (
 )
 
 from scaleray.data import Input
-from scaleray.strategies import Parallel, ddp
+from scaleray.strategies import Parallel, ddp, local_sgd
+from scaleray.strategies.apart.replicas import Replicas
 from scaleray.training.setup import model_setup, optimizers
+from scaleray.verification.runs import trace_probe
+
+# replicas
+
+
+@contextlib.contextmanager
+def machines_do_not_average():
+    def average(self, *, group=None, original=Replicas.average, **more):
+        return original(self, group=group, **more) if group is None else None
+
+    with mock.patch.object(Replicas, "average", average):
+        yield
+
+
+MACHINES = {"strategy.name": "local_sgd", "local_sgd.sync_every": 4, "local_sgd.node_sync_every": 2}
+
+
+@contextlib.contextmanager
+def machines_of_two_ranks():
+    def of_rank():
+        return "host", str(dist.get_rank() // 2)
+
+    with mock.patch.object(local_sgd, "machine", of_rank), mock.patch.object(trace_probe, "machine", of_rank):
+        yield
+
+
+def test_machines_that_do_not_average_are_found(gloo):
+    outcome = gloo.run(2, judge_with, machines_do_not_average, Classify(), MACHINES)[0]
+    assert found(outcome)[:2] == ("averaging of replicas", 2)
+    assert gloo.run(4, judge_with, machines_of_two_ranks, Classify(), MACHINES)[0].verdict == "as promised"
+
 
 # data order
 

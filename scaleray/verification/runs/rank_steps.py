@@ -18,7 +18,7 @@ from scaleray.verification.traces.run_trace import Layer, Replicas, StepTrace
 @dataclass(frozen=True)
 class Replica:
     """A rank's own replica: signatures before the step and after the optimizer's update, and its optimizer's state
-    after the update and when the step is over. weight, mass: see `Replicas`, for one rank."""
+    after the update and when the step is over. machine, weight, mass: see `Replicas`, for one rank."""
 
     before: np.ndarray
     updated: np.ndarray
@@ -26,6 +26,7 @@ class Replica:
     optimizer: dict[str, np.ndarray]
     buffers_updated: dict[str, np.ndarray]
     buffers: dict[str, np.ndarray]
+    machine: tuple[str, str]
     weight: float | None = None
     mass: np.ndarray | None = None
 
@@ -158,6 +159,7 @@ def _replicas(everyone: Sequence[SeenStep]) -> Replicas | None:
         _by_name([seen.state_begins for seen in everyone]),
         _by_name([replica.buffers_updated for replica in found]),
         _by_name([replica.buffers for replica in found]),
+        [replica.machine for replica in found],
     )
 
 

@@ -18,6 +18,7 @@ from scaleray.data import RankBatch
 from scaleray.records.run_record import EvaluationRecord, WorkerMessage
 from scaleray.strategies.contract.parallel import full
 from scaleray.strategies.contract.weight_shares import WeightShare
+from scaleray.strategies.local_sgd import machine
 from scaleray.training.observer import TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
@@ -263,7 +264,9 @@ class TraceProbe:
     def _replica(self) -> Replica:
         """This rank's replica when a step is over. Collective where messages are under way."""
         state, buffers = self._optimizer_state(here=True), self._own_buffers()
-        found = Replica(self._begins, self._updated, self._state_updated, state, self._buffers_updated, buffers)
+        found = Replica(
+            self._begins, self._updated, self._state_updated, state, self._buffers_updated, buffers, machine()
+        )
         gossip = self.job.config.gossip
         if self.job.config.strategy.name != "gossip" or not gossip.is_asynchronous:
             return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,6 +105,8 @@ class Replicas:
     """Signatures (ranks, 4) of floating-point buffers before ranks communicate, by name."""
     buffers_after: Mapping[str, np.ndarray] = field(default_factory=dict)
     """The same when the step is over."""
+    machines: Sequence[tuple[str, str]] = ()
+    """Machine of each rank."""
 
 
 @dataclass(frozen=True)

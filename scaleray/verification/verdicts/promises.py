@@ -7,8 +7,9 @@ computed again from what each replica was before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +18,10 @@ from scaleray.records.certificate import Divergence
 from scaleray.strategies.apart.graphs import mixing_matrix
 from scaleray.verification.traces.run_trace import StepTrace, Trace
 
-Groups = list[list[int]] | None
-"""Groups of ranks whose values become their mean; None where it is not known which these are."""
+Groups = list[list[int]]
+"""Groups of ranks whose values become their mean."""
+Machines = Sequence[tuple[str, str]]
+"""Machine of each rank."""
 Law = Callable[[Trace, RunConfig], Iterator[tuple[int, np.ndarray]]]
 """Function that yields (step, signatures (ranks, parameters, 3) that the replicas should have after it)."""
 
@@ -40,12 +43,11 @@ class Promise:
     """Whether all ranks hold the same state of the optimizer after this step."""
     law: Law | None = None
     """Parameters that the replicas hold after each step, given those before."""
-    groups: Callable[[RunConfig, int, int], Groups] = lambda config, step, ranks: _each_alone(ranks)
-    """Groups of ranks, of so many, over which the optimizer's state is averaged after a step; by default each rank
-    keeps its own."""
+    groups: Callable[[RunConfig, int, Machines], Groups] = lambda config, step, machines: _each_alone(machines)
+    """Groups of ranks over which the optimizer's state is averaged after a step; by default each rank keeps its own."""
     is_under_way: Callable[[RunConfig, int], bool] = lambda config, step: False
     """Whether messages or updates may be under way after a step, which belong to the replicas' mean."""
-    buffers: Callable[[RunConfig, int, np.ndarray], np.ndarray | None] = lambda config, step, updated: None
+    buffers: Callable[[RunConfig, int, np.ndarray, Machines], np.ndarray | None] = lambda *arguments: None
     """Signatures (ranks, 4) of a buffer when a step is over, given those before ranks communicate; their norms say
     nothing. None where nothing is promised."""
     mean: Callable[[Trace, RunConfig, int], np.ndarray | None] = lambda trace, config, step: None
@@ -92,8 +94,9 @@ class Promise:
 
     def _buffers_unlawful(self, step: StepTrace, config: RunConfig, bound: float) -> Divergence | None:
         for name, updated in step.replicas.buffers_updated.items() if step.replicas is not None else ():
-            due = self.buffers(config, step.step, updated)
-            if due is None or step.replicas is None or name not in step.replicas.buffers_after:
+            assert step.replicas is not None
+            due = self.buffers(config, step.step, updated, step.replicas.machines)
+            if due is None or name not in step.replicas.buffers_after:
                 continue
             if not (apart := _farthest(step.replicas.buffers_after[name], due)) <= bound:
                 return Divergence(step.step, "buffers", apart, name)
@@ -103,8 +106,8 @@ class Promise:
         """The optimizer's state after a step, apart from the changes that communication makes after the update."""
         if step.replicas is None:
             return None
-        groups = self.groups(config, step.step, len(step.replicas.after))
-        for name, before in step.replicas.state_updated.items() if groups is not None else ():
+        groups = self.groups(config, step.step, step.replicas.machines)
+        for name, before in step.replicas.state_updated.items():
             if name not in step.replicas.state_after:
                 continue
             if not (apart := _farthest(step.replicas.state_after[name], _within(groups, before))) <= bound:
@@ -155,44 +158,41 @@ def _averages_within_nodes_after(config: RunConfig, step: int) -> bool:
     return every is not None and since > 0 and since % every == 0
 
 
-def _local_steps(trace: Trace, config: RunConfig) -> Iterator[tuple[StepTrace, np.ndarray]]:
-    """Steps that replicas take on their own, with the signatures after the optimizer's update (ranks, parameters,
-    3)."""
+def _local_steps(trace: Trace, config: RunConfig) -> Iterator[tuple[StepTrace, Machines, np.ndarray]]:
+    """Steps that replicas take on their own, with the ranks' machines and the signatures after the optimizer's update
+    (ranks, parameters, 3)."""
     for step in trace.steps:
         if step.step > config.local_sgd.warmup_steps and step.replicas is not None:
-            yield step, step.replicas.updated[:, :, 1:]
+            yield step, step.replicas.machines, step.replicas.updated[:, :, 1:]
 
 
-def _each_alone(ranks: int) -> Groups:
-    return [[rank] for rank in range(ranks)]
+def _each_alone(machines: Machines) -> Groups:
+    return [[rank] for rank in range(len(machines))]
 
 
-def _averaged(config: RunConfig, step: int, ranks: int) -> Groups:
+def _averaged(config: RunConfig, step: int, machines: Machines) -> Groups:
     """Groups whose replicas are averaged after a step of local SGD, or of DiLoCo within nodes; each rank alone where
-    none are. None: the ranks that share a machine, which are not known here."""
-    settings = config.local_sgd
+    none are."""
+    settings, ranks = config.local_sgd, range(len(machines))
     if step <= settings.warmup_steps:
-        return _each_alone(ranks)  # equal already
-    size: int | None = 1
+        return _each_alone(machines)  # equal already
     if _averages_after(config, step):
-        size = ranks
-    elif _averages_within_nodes_after(config, step):
-        size = settings.node_size
-    if size is None:
-        return None
-    return [list(range(first, min(first + size, ranks))) for first in range(0, ranks, size)]
+        return [list(ranks)]
+    if not _averages_within_nodes_after(config, step):
+        return _each_alone(machines)
+    nodes: Sequence[Any] = [rank // settings.node_size for rank in ranks] if settings.node_size else machines
+    return [[rank for rank in ranks if nodes[rank] == node] for node in dict.fromkeys(nodes)]
 
 
-def _averaged_state(config: RunConfig, step: int, ranks: int) -> Groups:
-    return _averaged(config, step, ranks) if config.local_sgd.average_momentum else _each_alone(ranks)
+def _averaged_state(config: RunConfig, step: int, machines: Machines) -> Groups:
+    return _averaged(config, step, machines) if config.local_sgd.average_momentum else _each_alone(machines)
 
 
-def _averaged_buffers(config: RunConfig, step: int, updated: np.ndarray) -> np.ndarray | None:
-    groups = _averaged(config, step, len(updated))
-    return None if groups is None or step <= config.local_sgd.warmup_steps else _within(groups, updated)
+def _averaged_buffers(config: RunConfig, step: int, updated: np.ndarray, machines: Machines) -> np.ndarray | None:
+    return None if step <= config.local_sgd.warmup_steps else _within(_averaged(config, step, machines), updated)
 
 
-def _mixed_buffers(config: RunConfig, step: int, updated: np.ndarray) -> np.ndarray | None:
+def _mixed_buffers(config: RunConfig, step: int, updated: np.ndarray, machines: Machines) -> np.ndarray | None:
     if config.gossip.is_asynchronous:
         return None
     mixed: np.ndarray = mixing_matrix(config.gossip.graph, len(updated), step, seed=config.seed) @ updated
@@ -202,7 +202,7 @@ def _mixed_buffers(config: RunConfig, step: int, updated: np.ndarray) -> np.ndar
 def _within(groups: Groups, updated: np.ndarray) -> np.ndarray:
     """Values of the ranks (ranks, ...) once each group has its mean."""
     due = updated.copy()
-    for group in groups or ():
+    for group in groups:
         due[group] = updated[group].mean(axis=0)
     return due
 
@@ -212,16 +212,15 @@ def _alike(mean: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def _local_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
-    for step, updated in _local_steps(trace, config):
-        if (groups := _averaged(config, step.step, len(updated))) is not None:
-            yield step.step, _within(groups, updated)
+    for step, machines, updated in _local_steps(trace, config):
+        yield step.step, _within(_averaged(config, step.step, machines), updated)
 
 
 def _diloco(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
     settings = config.local_sgd
     anchor = momentum = np.zeros(0)
     begins = {max(1, settings.warmup_steps + 1), (trace.restored.step if trace.restored else 0) + 1}
-    for step, updated in _local_steps(trace, config):
+    for step, machines, updated in _local_steps(trace, config):
         if step.step in begins:  # a resume on other workers begins anew, at the mean
             assert step.replicas is not None
             anchor = step.replicas.before[:, :, 1:].mean(axis=0)
@@ -231,8 +230,8 @@ def _diloco(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]
             momentum = settings.outer_momentum * momentum + moved
             anchor = anchor - settings.outer_learning_rate * (moved + settings.outer_momentum * momentum)
             yield step.step, _alike(anchor, len(updated))
-        elif (groups := _averaged(config, step.step, len(updated))) is not None:
-            yield step.step, _within(groups, updated)
+        else:
+            yield step.step, _within(_averaged(config, step.step, machines), updated)
 
 
 def _gossip(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
