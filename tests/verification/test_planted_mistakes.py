@@ -29,6 +29,12 @@ def judge_few_steps(place, name):
     return judge_planted(place, name, steps=8, accumulation=[1])
 
 
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_a_mistake_changes_is_there(name):
+    with PLANTED[name].plant():
+        pass
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_verify_says_of_every_mistake_what_the_docs_say(gloo, name):
