@@ -244,7 +244,8 @@ class ModelLook:
             for column, rows in chosen.items():
                 read = source.read(np.array(rows))
                 ends = read[column]
-                if split.name == TRAIN and ends.ndim == 1 and ends[0] == ends[1] and searched >= FEW:
+                is_single = not isinstance(ends, Ragged) and ends.ndim == 1
+                if split.name == TRAIN and is_single and ends[0] == ends[1] and searched >= FEW:
                     text = f"column {column} is {ends[0]} in all of {searched} rows: the model learns nothing of it"
                     yield Finding("extreme rows", DOUBTFUL, text)
                 try:
