@@ -133,11 +133,6 @@ def _ask(uri: str) -> None:
     except Exception as exc:  # as above: no common base class
         is_refused = any(f" {code}" in str(exc) for code in (401, 403))
         found = "it refuses the credentials" if is_refused else "it does not answer"
-        if elsewhere := _redirect(uri):
-            hint = "correct --tracking.uri, or log in there as it asks"
-            raise TrackingError(
-                "the MLflow server", without_password(uri), f"it redirects to {elsewhere}", hint
-            ) from None
         start = "start it, correct --tracking.uri, or leave the key out to use a local SQLite file"
         login = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         why, hint = f"{found}: {_reason(exc, uri)}", login if is_refused else start
