@@ -329,10 +329,10 @@ def with_loss(workload: Any) -> Any:
         return workload
     for name in ("loss", "losses"):
         if own_method(workload, name) is not None:
-            raise WorkloadError("batch_loss()", "there", f"{name}() has the same purpose", f"leave {name}() out")
+            raise WorkloadError.problem("batch_loss()", f"and {name}() have the same purpose", f"leave {name}() out")
     if own_method(workload, "outputs") is None:
-        allowed = "outputs(model, batch) gives it the tensors of a micro-batch"
-        raise WorkloadError("outputs()", "missing", allowed, "return them by name from outputs()")
+        hint = "outputs(model, batch) returns a micro-batch's tensors by name"
+        raise WorkloadError.problem("batch_loss()", "needs outputs()", hint)
     workload.loss = partial(_loss_of_outputs, workload)
     return workload
 

@@ -44,7 +44,10 @@ def init(
     if kind is None:
         if not sys.stdin.isatty():
             raise UsageError(
-                "--from", None, f"one of {', '.join(KINDS)}, as no terminal can be asked", "scaleray init --from table"
+                "--from",
+                None,
+                f"without a terminal nothing can be asked. Give one of {', '.join(KINDS)}",
+                "scaleray init --from table",
             )
         kind, name, data, workers, out = _asked()
     values, left = _trained_with(arguments, kind, workers) if arguments is not None else ({}, [])

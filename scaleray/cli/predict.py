@@ -64,8 +64,7 @@ def _model(run: str | None, config: Path | None, options: PredictOptions) -> tup
         said = "RUN" if run is not None else "--workload"
         raise UsageError(said, run or options.workload, "with -c the config names the workload, and --weights the run")
     if options.weights is None:
-        allowed = "with -c it names the run whose weights are taken"
-        raise UsageError("--weights", None, allowed, "a run, or models:/NAME@ALIAS")
+        raise UsageError.problem("--weights", "is required with -c", "give a run, or models:/NAME@ALIAS")
     from scaleray.config import load_config
     from scaleray.workload import load_workload
 

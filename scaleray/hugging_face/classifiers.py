@@ -85,10 +85,9 @@ class SequenceClassification(_Classifier, LabelledTexts):
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         if tokenizer.pad_token_id is None:
-            raise WorkloadError(
-                "the padding token of workload.args.tokenizer",
-                None,
-                "rows are filled up with it, and the tokenizer has no token for the end of a text in its place",
+            raise WorkloadError.problem(
+                "workload.args.tokenizer",
+                "has neither a padding token nor an end-of-text token: rows are padded with one of them",
                 'write "pad_token": "<pad>" into its tokenizer_config.json, or name another tokenizer',
             )
         return int(tokenizer.pad_token_id)

@@ -122,10 +122,9 @@ class SequenceToSequence(LabelledTexts):
         """Tokens of the targets, each with the token that ends a text as its last one."""
         tokenizer, end = self.tokenizer, self.tokenizer.eos_token_id
         if end is None:
-            raise WorkloadError(
-                "the eos_token of workload.args.tokenizer",
-                None,
-                "an answer ends with it",
+            raise WorkloadError.problem(
+                "workload.args.tokenizer",
+                "has no eos_token: every answer must end with one",
                 'write "eos_token": "</s>" into its tokenizer_config.json, or name another tokenizer',
             )
         found = tokenizer(text_target=texts, truncation=True, max_length=self.target_length)["input_ids"]

@@ -68,9 +68,7 @@ def column(records: list[Record], name: str, *, what: str) -> list[Any]:
     for number, record in enumerate(records):
         if record.get(name) is None:
             there = ", ".join(record) or "nothing"
-            raise DataError(
-                f"column {name} of record {number} of the {what} data", None, f"every record needs it; it has: {there}"
-            )
+            raise DataError(f"column {name} of record {number} of the {what} data", None, f"the record has: {there}")
     return [record[name] for record in records]
 
 

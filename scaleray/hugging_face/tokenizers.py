@@ -30,10 +30,9 @@ def has_tokenizer(folder: str | None) -> bool:
 def load_tokenizer(where: str | None) -> Any:
     """The tokenizer of a folder, of a tokenizer.json, or `bytes`. Raises WorkloadError for what is not there."""
     if where is None:
-        raise WorkloadError(
+        raise WorkloadError.problem(
             "workload.args.tokenizer",
-            None,
-            "text needs one, and the model's folder holds none",
+            "is required: the model's folder has no tokenizer",
             f"name a folder with {FAST}, the file itself, or {BYTES}",
         )
     if where == BYTES:

@@ -38,9 +38,9 @@ class Due:
             raise WorkloadError(f"interval of a scheduler in {WHAT}", self.interval, "it is 'step' or 'epoch'")
         if not isinstance(self.scheduler, LRScheduler):
             kind = type(self.scheduler).__name__
-            raise WorkloadError(f"a scheduler in {WHAT}", kind, "it must be one of torch.optim.lr_scheduler")
+            raise WorkloadError(f"a scheduler in {WHAT}", kind, "it must be from torch.optim.lr_scheduler")
         if self.reduce_on_plateau and self.monitor is None:
-            allowed = "ReduceLROnPlateau needs the name of the value that it follows"
+            allowed = "ReduceLROnPlateau needs the name of the metric to follow"
             raise WorkloadError(f"monitor in {WHAT}", None, allowed, "for example 'monitor': 'val_loss'")
 
     def is_due(self, number: int) -> bool:
@@ -62,13 +62,13 @@ def configured(given: Any) -> Configured:
     if not optimizers:
         return Configured()
     if len(optimizers) > 1:
-        allowed = "automatic optimisation has one, here as in Lightning"
-        hint = "give its parameter groups their own values, in one optimizer"
-        raise WorkloadError(f"what {WHAT} returns", f"{len(optimizers)} optimizers", allowed, hint)
+        allowed = "automatic optimisation takes one, as in Lightning"
+        hint = "give the parameter groups of one optimizer their own values"
+        raise WorkloadError.problem(WHAT, f"returned {len(optimizers)} optimizers: {allowed}", hint)
     own = optimizers[0]
     found = [_due(scheduler, monitor) for scheduler in schedulers]
     if any(due.scheduler.optimizer is not own for due in found):
-        raise WorkloadError(f"a scheduler in {WHAT}", "of another optimizer", "it must move the one that is returned")
+        raise WorkloadError.problem(WHAT, "returned a scheduler for an optimizer that it did not return")
     return Configured(own, found)
 
 
@@ -78,7 +78,7 @@ def configured_by_hand(given: Any) -> list[tuple[Optimizer, dict[int, Due]]]:
     optimizers, schedulers, _ = _taken_apart(given)
     found = [each["scheduler"] if isinstance(each, Mapping) else each for each in schedulers]
     if any(all(each.optimizer is not own for own in optimizers) for each in found):
-        raise WorkloadError(f"a scheduler in {WHAT}", "of another optimizer", "it must move one that is returned")
+        raise WorkloadError.problem(WHAT, "returned a scheduler for an optimizer that it did not return")
     dues = {number: Due(each, monitor="") for number, each in enumerate(found)}
     return [(own, {n: due for n, due in dues.items() if due.scheduler.optimizer is own}) for own in optimizers]
 
@@ -99,13 +99,13 @@ def _taken_apart(given: Any) -> tuple[list[Any], list[Any], str | None]:
             return [o for part in parts for o in part[0]], [s for part in parts for s in part[1]], None
         if all(isinstance(one, Optimizer) for one in given):
             return list(given), [], None
-    allowed = "it is an optimizer, [optimizer], ([optimizer], [scheduler]), or {'optimizer': ..., 'lr_scheduler': ...}"
-    raise WorkloadError(f"what {WHAT} returns", type(given).__name__, allowed)
+    allowed = "an optimizer, [optimizer], ([optimizer], [scheduler]), or {'optimizer': ..., 'lr_scheduler': ...}"
+    raise WorkloadError.problem(WHAT, f"returned {type(given).__name__}: it must return {allowed}")
 
 
 def _of_mapping(given: Mapping[str, Any]) -> tuple[list[Any], list[Any], str | None]:
     if not isinstance(given.get("optimizer"), Optimizer):
-        raise WorkloadError(f"what {WHAT} returns", f"a dict with {sorted(given)}", "it needs the key 'optimizer'")
+        raise WorkloadError.problem(WHAT, f"returned a dict with {sorted(given)}: it needs the key 'optimizer'")
     scheduler = given.get("lr_scheduler")
     return [given["optimizer"]], [] if scheduler is None else [scheduler], given.get("monitor")
 

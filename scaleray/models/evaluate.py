@@ -63,7 +63,7 @@ def add_to_run(
     """
     run_id, experiment_id, uri = (about.get(key) for key in ("run_id", "experiment_id", "tracking_uri"))
     if not run_id:
-        raise TrackingError("the run in MLflow", None, "its run.json names none", "add --no-record")
+        raise TrackingError.problem("run.json", "names no MLflow run", "add --no-record")
     uri = resolve_uri(uri)
     check_reachable(uri)
     now = int(1000 * time.time())
@@ -113,7 +113,7 @@ def _refuse_missing(columns: Columns, shape: Shape, where: str) -> None:
     """Raise DataError where a column of training's is missing, such as the labels."""
     if missing := [name for name in shape.columns if name not in columns]:
         there = ", ".join(columns) or "no column of numbers"
-        raise DataError(f"column {missing[0]} of {where}", None, f"training had it; there are: {there}")
+        raise DataError(f"column {missing[0]} of {where}", None, f"the training had it. The columns are: {there}")
 
 
 def _as_stored(files: Files, shape: Shape) -> ParquetSource | None:

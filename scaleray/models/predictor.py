@@ -59,7 +59,7 @@ class Unlabelled:
         for missing, made in self._made_of.items():
             if made:
                 columns = ", ".join(sorted(made))
-                return DataError(f"column {missing[0]} of {self.where}", None, f"{columns} of the batch is made of it")
+                return DataError(f"column {missing[0]} of {self.where}", None, f"{columns} of the batch comes from it")
         return None
 
     def _with(self, rows: Columns, missing: Sequence[str], *, other: bool) -> Columns:

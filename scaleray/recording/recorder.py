@@ -271,7 +271,7 @@ class Recorder(SignsOfLife):
         self.spool.retry_now()  # a last time
         if not self._writer.wait_until_written():
             self._event(
-                f"MLflow has taken nothing for {STALLED_S / 60:.0f} minutes; what was still to be written is lost"
+                f"MLflow has accepted nothing for {STALLED_S / 60:.0f} minutes; points not yet written are lost"
             )
         self._writer.close()
         self.state.end(status, tags.get("scaleray.verdict", ""))
@@ -280,11 +280,11 @@ class Recorder(SignsOfLife):
             with contextlib.suppress(Exception):  # whatever MLflow raises: the run itself is complete
                 self._require_store().remove_twins(self.note.key)
         if problem is not None:
-            raise StorageError(
-                "the record of the run",
-                "not written",
-                f"{self.work_dir} does not take it: {problem.strerror or problem}; MLflow has the run as {status}",
-                "make room or mend the storage, and then: scaleray train --resume "
+            raise StorageError.problem(
+                "Cannot",
+                f"write the run's record to {self.work_dir}: {problem.strerror or problem}; "
+                f"MLflow has the run as {status}",
+                "free space or repair the storage, then: scaleray train --resume "
                 f"{without_password(self.description.run_path or self.description.work_dir)}",
             ) from problem
         return self.spool.unsent_file()

@@ -68,10 +68,9 @@ def _file_at_home() -> str:
     """URI of the SQLite file in ~/scaleray. Raises TrackingError for a home that several machines share."""
     file = Path.home() / "scaleray" / "mlflow.db"
     if kind := shared_filesystem(file):
-        raise TrackingError(
+        raise TrackingError.problem(
             "tracking.uri",
-            None,
-            f"{Path.home()} is on {kind}, where SQLite loses data (https://sqlite.org/faq.html#q5)",
+            f"is required: {Path.home()} is on {kind}, where SQLite loses data (https://sqlite.org/faq.html#q5)",
             "--tracking.uri http://SERVER:5000, or sqlite:////FILE on a disk of this machine",
         )
     return f"sqlite:///{file}"

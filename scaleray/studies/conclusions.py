@@ -61,8 +61,8 @@ def planner_law(
         compiled=config.compilation.what != "nothing",
     )
     if isinstance(profile, str) or not profile.flops:
-        why = profile if isinstance(profile, str) else "no matrix product was seen"
-        raise UsageError("the count of the model's operations", None, why)
+        why = profile if isinstance(profile, str) else "it has no matrix product"
+        raise UsageError.problem("The model's operations", f"were not counted: {why}")
     model = from_workload(profile, name=config.workload.name)
     node = _node(config, hardware, workers_per_node, most_workers=sizes[-1].workers)
     if node.network is None and largest.workers <= workers_per_node < sizes[-1].workers:
@@ -79,11 +79,11 @@ def _check(config: RunConfig, points: Sequence[Point]) -> None:
         raise UsageError("the placement of workers", OVERSUBSCRIBED, "the planner gives each cores of its own")
     for strategy in (point.strategy for point in points):
         if strategy not in KNOWN:
-            raise UsageError("the strategy", strategy, f"it knows the steps of {', '.join(KNOWN)}")
+            raise UsageError("the strategy", strategy, f"the planner knows only {', '.join(KNOWN)}")
     if config.compression.name not in GRADIENT_BYTES:
-        raise UsageError("compression.name", config.compression.name, "what it costs to compress is not known")
+        raise UsageError("compression.name", config.compression.name, "the cost of compression is not known")
     if config.fine_tuning.lora_rank or config.fine_tuning.freeze:
-        raise UsageError("fine_tuning", "frozen parameters", "it counts a gradient for every parameter")
+        raise UsageError("fine_tuning", "frozen parameters", "the planner counts a gradient for every parameter")
 
 
 def _size(point: Point) -> Size:
@@ -120,7 +120,7 @@ def _node(
     if config.scale.gpus:
         names = [n for kind in hardware for n in (kind.get("accelerators") or {}).get("names", ())]
         if not names:
-            raise UsageError("the workers' GPUs", None, "they did not report their names")
+            raise UsageError.problem("The names of the workers' GPUs", "were not reported")
         name = names[0]
     gpu = CATALOGUE.find_gpu(name)
     network = CATALOGUE.find_network(gpu.network) if most_workers > workers_per_node and gpu.network else None
@@ -157,7 +157,7 @@ def planner_laws(
     try:
         return [planner_law(config, profile, points, hardware, workers_per_node=workers_per_node)], ""
     except UsageError as exc:
-        return [], f"The planner's model is not among the laws: {first_line(exc).rstrip('.')}."
+        return [], f"The planner's model is not used as a law: {first_line(exc).rstrip('.')}."
 
 
 def words_of(curves: Sequence[Curve], points: Sequence[Point], target: str, notes: Iterable[str]) -> list[str]:
@@ -189,7 +189,7 @@ def about_target(target: str, points: Sequence[Point]) -> list[str]:
     names = ", ".join(
         f"{point.mode} {quantity(point.workers, 'worker')} (batch {point.global_batch_size})" for point, _ in missed
     )
-    return [f"The target {target} was missed on {names}; the nearest of them is {last}."]
+    return [f"The target {target} was missed on {names}; the closest is {last}."]
 
 
 def about_launches(points: Sequence[Point]) -> list[str]:

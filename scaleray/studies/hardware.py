@@ -102,11 +102,10 @@ def find_room(
         return Room(ordered, True)
     kept, more = [n for n in ordered if n <= cores], [n for n in ordered if n > cores]
     has = f"{'this machine' if nodes is None else 'the cluster'} has {quantity(cores, 'core')}"
-    reason = f"{has}, and workers that share one measure nothing"
+    reason = f"{has}, and workers that share one give no valid measurement"
     ways_out = (
         "an emulated accelerator (scaleray.emulation) rehearses more; "
-        "--oversubscribe measures them all the same, and marks "
-        "every figure"
+        "--oversubscribe measures them anyway and marks every figure"
     )
     if len(kept) < 2:
         raise ClusterError("--world-sizes", more[-1], reason, f"use up to {cores} workers; {ways_out}")

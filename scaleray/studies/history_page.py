@@ -46,7 +46,7 @@ def experiment_curves(
     found = courses(read_experiments(uri, model=model, gpus=gpus, since=since, kinds=kinds), figure=figure)
     if not found:
         hint = "efficiency is measured by scaleray study; docs/experiments.md shows how to search MLflow"
-        raise UsageError(figure, None, "no experiment that is like that has it", hint)
+        raise UsageError.problem("No matching experiment", f"recorded {figure}", hint)
     if html is not None:
         page = history_page(found, command=command)
         try:
@@ -78,11 +78,11 @@ def course_drawing(course: Course, *, name: str) -> Drawing:
             ax.set_ylim(0, max(1.05, 1.05 * max(values)))
         ax.tick_params(axis="x", rotation=20)
 
-    caption = "A dot for each measurement, lines for the levels; dashed where one changes beyond noise, red for worse."
+    caption = "Dots: measurements. Lines: levels. Dashed: a change beyond noise; red: for the worse."
     return draw(name, course.title, caption, paint, is_wide=True)
 
 
-CHANGE_IS = "a change is marked where the energy distance of both sides is beyond chance (E-divisive, 5 %)"
+CHANGE_IS = "a change is marked if the energy distance between both sides is beyond chance (E-divisive, 5 %)"
 
 
 def course_table(course: Course, *, rows: int | None = None) -> Table:
@@ -99,7 +99,7 @@ def course_table(course: Course, *, rows: int | None = None) -> Table:
         if change is not None:
             word = "worse" if course.is_worse(change) else "better"
             levels = f"{_shown(course.figure, change.before)} to {_shown(course.figure, change.after)}"
-            beside = "; ".join(course.explained(change)) or "nothing else is recorded to have changed"
+            beside = "; ".join(course.explained(change)) or "no other recorded change"
             said = f"{word}: {levels} (p {change.p_value:.2g}); {beside}"
         started = str(one.values["started"]).replace("T", " ")
         cells.append((started, str(one.values["name"]), _shown(course.figure, value), said))

@@ -26,13 +26,13 @@ def invalidate_experiment(run: str, reason: str, *, uri: str | None = None) -> l
     that is not there, or marked already.
     """
     if not reason.strip() or len(reason) > LONGEST_REASON:
-        hint = "say what was wrong: 'the fan was off'"
+        hint = "state the cause: 'the fan was off'"
         raise ConfigError("--reason", reason, f"it must have 1 to {LONGEST_REASON} characters", hint)
     store = resolve_uri(uri)
     with reading_mlflow(run, store):
         client, found = _find(run, store)
         if known := found.data.tags.get(INVALID):
-            raise TrackingError("the run", run, f"it is invalid already: {known}")
+            raise TrackingError("the run", run, f"already marked invalid: {known}")
         text = f"{reason.strip()} ({user_or_somebody()}, {datetime.now(UTC).strftime('%Y-%m-%d')})"
         client.set_tag(found.info.run_id, INVALID, text)
         parent_id = found.data.tags.get(PARENT_TAG)
@@ -69,5 +69,5 @@ def _keep_from_studies(study: Any, point: Any | None, reason: str) -> list[str]:
     try:
         mark_invalid(path, turns)
     except (OSError, ValueError) as exc:
-        return [f"warning: its turns in {path} could not be marked, and may be taken over: {first_line(exc)}"]
-    return [f"no study takes its turns over any more: {path}"]
+        return [f"warning: its measurements in {path} could not be marked and may be reused: {first_line(exc)}"]
+    return [f"no study reuses its measurements any more: {path}"]

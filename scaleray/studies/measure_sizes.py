@@ -206,7 +206,7 @@ def train_to_target(job: TrainJob, place: Place, sources: Sources) -> list[ToTar
     measures it. Collective; rank 0's results are the group's."""
     target = job.config.stop.at
     if target is None:
-        raise ConfigError("stop.at", None, "there is no target to train to", "for example --stop.at 'val/loss <= 1.0'")
+        raise ConfigError("stop.at", None, "it is the target to train to", "for example --stop.at 'val/loss <= 1.0'")
     samples, seconds, steps = 0, 0.0, 0
     curve: list[tuple[int, float, float]] = []
     recorded_at: list[float] = []

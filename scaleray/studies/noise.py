@@ -44,10 +44,10 @@ def in_words(noise: NoiseCourse) -> str:
     if not noise.num_measurements:
         return "not measured, as the training was shorter than noise_scale.every_steps"
     if noise.scale is None:
-        return "larger than could be resolved"
+        return "too large to resolve"
     low, high = noise.interval or (None, None)
     if low is None:
-        return f"{noise.scale:.3g} samples, of too few measurements for an interval"
+        return f"{noise.scale:.3g} samples; too few measurements for an interval"
     return f"{noise.scale:.3g} samples ({low:.3g} to {'no bound' if high is None else f'{high:.3g}'})"
 
 
@@ -79,9 +79,9 @@ def sentence(point: Point) -> str:
         return f"{first}."
     batch = point.global_batch_size
     if batch * WELL <= noise.scale:
-        return f"{first}; the batch of {batch} is well below it, so that a larger one costs few samples more."
+        return f"{first}; the batch of {batch} is well below it: a larger one needs few more samples."
     if batch >= WELL * noise.scale:
-        return f"{first}; the batch of {batch} is well above it, so that much of a larger one is wasted."
+        return f"{first}; the batch of {batch} is well above it: much of a larger one is wasted."
     return f"{first}; the batch of {batch} is about as large, and each doubling costs samples."
 
 

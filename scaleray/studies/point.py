@@ -127,5 +127,5 @@ def _mfu(samples_per_s: float, rung: Rung, config: RunConfig, profile: WorkloadP
         return mfu(profile.flops * samples_per_s, time_s=1.0, peak_flops_per_s=peak, num_devices=rung.workers)
     except ImpossibleUtilisation as exc:
         raise RunFailedError(
-            f"{exc}. Correct study.peak_tflops, which is the peak of one worker; the measurements are kept"
+            f"{exc}. Correct study.peak_tflops, the peak of one worker; the measurements are kept"
         ) from exc

@@ -102,15 +102,15 @@ def _check(config: RunConfig, options: StudyOptions, splits: Mapping[str, Split]
         raise DataError(
             "the train data",
             "a Ray Dataset",
-            "it is dealt out once, for a fixed number of workers, and every turn needs another",
+            "it is split once for a fixed number of workers, but every measurement needs its own split",
             "study rows that can be read by index: arrays, ParquetSource, TokenSource or a torch Dataset",
         )
     if config.memory.find_micro_size:
         raise ConfigError(
             "memory.find_micro_size",
             True,
-            "every turn would search again, and sizes with other micro-batches make no curve",
-            "give batch.micro_size what a training on the smallest size has found, and leave it out",
+            "every measurement would search again, and sizes with different micro-batches make no curve",
+            "set batch.micro_size to the result of a training on the smallest size, and leave this out",
         )
     _check_shares(config, options)
     if options.to_target and config.stop.at is None:
@@ -130,8 +130,8 @@ def _check_shares(config: RunConfig, options: StudyOptions) -> None:
         raise ConfigError(
             "shares.by",
             "speed",
-            "a turn is over before its shares have settled, and every turn would settle on others",
-            "use equal shares, or give those that a training has settled on: shares.by given with shares.speeds",
+            "measurements end before shares settle, and each would settle on different ones",
+            "use equal shares, or those of a training: shares.by given with shares.speeds",
         )
     speeds = config.shares.speeds
     if speeds is not None and (other := [n for n in options.sizes if n not in (1, len(speeds))]):

@@ -119,7 +119,7 @@ class RunningStudy(Campaign):
             self._take_over()
         rungs = [rung for rung in self.rungs.values() if not rung.is_complete]
         if not rungs:
-            self.say("  everything was measured before; no worker is started")
+            self.say("  everything was measured before; no worker starts")
             return []
         self.total = sum(rung.num_missing for rung in rungs)
         if not self.options.relaunch:

@@ -107,9 +107,9 @@ def efficiency(curve: Curve) -> Drawing:
         drawing.label_ends(ax, ends)
 
     meaning = (
-        "The same work by n workers in 1/n of the time is 100%."
+        "100%: n workers do the same work in 1/n of the time."
         if curve.mode == "strong"
-        else "n times the work by n workers in the same time is 100%."
+        else "100%: n workers do n times the work in the same time."
     )
     caption = f"{meaning} Bars are 95% intervals.{_leaving(values, frame)}"
     return draw(f"efficiency-{curve.mode}", "Efficiency", caption, paint, marks=marks_by_size(curve))
@@ -226,7 +226,7 @@ def _labels(
 
 def _leaving(values: Sequence[Estimate], frame: Frame) -> str:
     """A word about intervals that are not drawn to their ends."""
-    return "" if all(frame.holds(value) for value in values) else " Bars that end in an arrow go on."
+    return "" if all(frame.holds(value) for value in values) else " Bars with an arrow extend beyond the frame."
 
 
 def _room(ax: Any, workers: Sequence[int], last: int) -> None:

@@ -139,7 +139,7 @@ def study(
             driver_guard.guarding(
                 command="scaleray study",
                 folder=folder.path,
-                hint="the same command; turns that were measured are kept",
+                hint="the same command; finished measurements are kept",
                 uri=store.resolve_uri(config.tracking.uri),
                 experiment=config.tracking.experiment,
                 key=key_of(folder.name, started_at),
@@ -181,7 +181,7 @@ def _measured(running: RunningStudy, measure: Callable[..., None], spread: RunCo
             for group in groups:
                 measure(group, running.options.seed, running.keep, spread, running.sources)
                 check_one_kind(running.rungs.values())
-        with stage("drawing the conclusions"):
+        with stage("computing the conclusions"):
             running.count_for_planner()
             return running.record()
 

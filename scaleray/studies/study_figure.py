@@ -90,7 +90,7 @@ def time_parts(curve: Curve) -> Drawing:
             handletextpad=0.5,
         )
 
-    caption = "Parts of an optimizer step as the workers measured them; above each bar the step's median time."
+    caption = "Parts of an optimizer step, measured by the workers; above each bar the median step time."
     return draw(f"time-{curve.mode}", "Where the time goes", caption, paint, marks=marks_by_size(curve))
 
 
@@ -131,8 +131,8 @@ def step_times(curve: Curve) -> Drawing:
     drawn = sum(min(len(turn), most) for p in points for turn in p.turns)
     over = sum(t > top for t in every)
     cut = f" {drawn} of {len(every)} steps are drawn." if drawn < len(every) else ""
-    cut += f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame shows." if over else ""
-    caption = f"Each step in steady state, turn by turn from left to right; the line is the median.{cut}"
+    cut += f" {over} {'step is' if over == 1 else 'steps are'} slower than the frame." if over else ""
+    caption = f"Each step in steady state, measurement by measurement from left to right; the line is the median.{cut}"
     return draw(f"steps-{curve.mode}", "How steady the steps are", caption, paint, marks=marks_by_size(curve))
 
 
@@ -201,14 +201,14 @@ def convergence(curve: Curve, against: str) -> Drawing:
 
     left = f" {len(shown)} of {len(trained)} are drawn." if len(shown) < len(trained) else ""
     words = (
-        "Faster steps that learn less show here."
+        "This shows faster steps that learn less."
         if against == "time"
-        else "Numbers of workers that need the same samples lie on one line."
+        else "Sizes that need the same samples lie on one line."
     )
     return draw(
         f"convergence-{against}-{curve.mode}",
         f"Training to the target, against {against}",
-        f"A line for each number of workers; a cross where it ended without the target. {words}{left}",
+        f"One line for each number of workers; a cross: it ended without the target. {words}{left}",
         paint,
         marks=marks_by_size(curve),
     )
@@ -234,7 +234,7 @@ def noise_scale(record: StudyRecord) -> Drawing:
         drawing.label_ends(ax, ends)
 
     caption = (
-        "Near this batch size a larger one begins to need more samples; well below it, more data in a step costs none. "
+        "Near this batch size, larger batches begin to need more samples; well below it, they need none. "
         "Dashed: the batch size of the smallest point."
     )
     return draw("noise-scale", "Gradient noise scale", caption, paint, marks=record.marks)

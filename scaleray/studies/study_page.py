@@ -82,7 +82,7 @@ def _fits(curve: Curve) -> Table:
         parameters = "; ".join(f"{name.replace('_', ' ')} {estimate}" for name, estimate in fit.parameters.items())
         error = "not enough points" if fit.held_out_error is None else f"{fit.held_out_error:.1%}"
         rows.append((fit.law + (" (chosen)" if fit.law == curve.best_law else ""), error, parameters))
-    note = "The law with the smallest error on points left out of its fit is drawn. In brackets the 95% interval."
+    note = "Drawn: the law with the smallest error on points left out of its fit. In brackets: the 95% interval."
     return Table("Laws fitted to the curve", ("law", "held-out error", "parameters"), tuple(rows), (note,))
 
 

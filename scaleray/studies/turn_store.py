@@ -123,7 +123,7 @@ class KnownTurns:
             return None
         sealed = SEALED.search(name)
         if sealed is not None and sealed["hash"] != _hash(content):
-            problem, hint = "it was changed since: its hash is another one", "remove it, or measure again with --force"
+            problem, hint = "it was changed: its hash differs", "remove it, or measure again with --force"
             raise StorageError("a measured turn", self.store.path(name), problem, hint)
         try:
             return TypeAdapter(kind).validate_json(content)

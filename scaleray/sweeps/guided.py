@@ -41,8 +41,8 @@ def check_guided(base: RunConfig, question: SweepQuestion) -> None:
         raise ConfigError(
             "stop.at",
             None,
-            "a guided sweep looks for the shortest way to a target",
-            "such as --stop.at 'val/accuracy >= 0.97'",
+            "a guided sweep searches for the fastest way to a target",
+            "for example --stop.at 'val/accuracy >= 0.97'",
         )
     if question.scheduler != "fifo":
         raise ConfigError(

@@ -129,7 +129,7 @@ def _draw(
             "--trials",
             None,
             "a range of learning rates has no end",
-            "say how many to draw, or give learning rates as a list",
+            "give the number to draw, or the learning rates as a list",
         )
     chosen: list[Settings] = []
     refused: dict[str, tuple[Settings, str]] = {}

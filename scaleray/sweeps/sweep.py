@@ -79,7 +79,7 @@ def sweep(
     against = grid_record(options.against_grid) if options.against_grid is not None else None
     if continue_folder is None:
         if config is None:
-            raise UsageError("the config", None, "a sweep needs one, or continue_, the folder of an interrupted sweep")
+            raise UsageError.problem("A sweep", "needs a config, or continue_, the folder of an interrupted sweep")
         config, base_dir = whole_config(config, workload, base_dir)
         question = question_of(config, options=options)
     check_started_once(say)

@@ -121,7 +121,7 @@ def _check_search(space: Space, search: Search, scheduler: Scheduler, trials: in
             "give learning rates as a list, or use --search random",
         )
     if search == "optuna" and trials is None:
-        raise ConfigError("--trials", None, "Optuna suggests without end", "say how many, such as --trials 24")
+        raise ConfigError("--trials", None, "Optuna suggests without end", "for example --trials 24")
     if scheduler == "pbt" and space.num_seeds > 1:
         raise ConfigError(
             "--seeds", space.num_seeds, "a population's trials take over each other's weights", "leave it out with pbt"

@@ -86,7 +86,10 @@ def test_five_questions_are_asked_on_a_terminal(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "--from is required: one of table, text, images, lightning, hf, as no terminal can be asked"),
+        (
+            [],
+            "--from is required: without a terminal nothing can be asked. Give one of table, text, images, lightning, hf.",
+        ),
         (["--from", "audio"], "there are: table, text, images, lightning, hf"),
         (["--from", "text", "--name", "my-text"], "the name of a Python module"),
         (["--from", "text", "--name", "json"], "a module of this name is installed"),

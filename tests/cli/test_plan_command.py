@@ -193,7 +193,7 @@ def test_what_is_recommended_and_written_fits_and_a_faster_layout_that_may_not_i
     )
     assert written.batch.micro_size == first["layout"]["micro_batch"]
     # the advice, taken: its options make a config that loads, with the faster layout
-    (advice,) = [line for line in err.splitlines() if "to try that one" in line]
+    (advice,) = [line for line in err.splitlines() if "to try it" in line]
     options = advice.partition("scaleray train with ")[2].partition(", and ")[0].replace("'5 steps'", "5~steps").split()
     tried = load_config(
         tmp_path / "plan.yaml",
@@ -275,7 +275,7 @@ def test_here_is_this_machine(capsys):
         (["--cluster", "h100:8", "--global-batch", "8"], "--model"),
         (["--model", "gtp2", "--cluster", "h100:8", "--global-batch", "8"], "gpt2"),
         (["--model", "gpt2", "--cluster", "h1000:8", "--global-batch", "8"], "h100"),
-        (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "7", "--strategies", "fsdp"], "can be divided"),
+        (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "7", "--strategies", "fsdp"], "divide evenly"),
         (["--model", "llama-3-405b", "--cluster", "h100:8", "--global-batch", "8"], "more per GPU"),
         (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "8", "--precision", "int2"], "bf16"),
         (["--model", "gpt2", "--cluster", "h100:8", "--global-batch", "8", "--step-time", "0"], "--micro-batch"),
@@ -294,7 +294,7 @@ def test_a_slip_is_one_message_and_exit_code_2(capsys, words, says):
 
 def test_without_a_batch_a_usual_one_is_assumed_and_said(capsys):
     code, out, _ = run(capsys, "--model", "llama-70b", "--cluster", "a100-80:8x16,net=200G", "--sequence", "4096")
-    assert code == 0 and "1024 samples a step, as --global-batch is not given" in out  # 4 million tokens
+    assert code == 0 and "1024 samples a step, since --global-batch was not given" in out  # 4 million tokens
 
 
 @pytest.mark.combination

@@ -101,8 +101,8 @@ def test_checkpoints_are_shown_where_asked_for(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--rank", "time-to-target"], "--target-steps"),
-        (["--rank", "time-to-target", "--target-steps", "100"], "--noise-scale"),
+        (["--rank", "time-to-target"], "--rank time-to-target needs the distance to the target."),
+        (["--rank", "time-to-target", "--target-steps", "100"], "--rank time-to-target needs a noise scale."),
         (["--rank", "time-to-target", "--target-steps", "100", "--noise-scale", "-1"], "positive"),
         (["--rank", "time-to-target", "--target-steps", "100", "--target-samples", "100", "--noise-scale", "1"], "leave one"),
         (["--noise-scale", "100"], "--rank time-to-target"),

@@ -27,7 +27,7 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
         ([*DIGITS, "--scheduler", "genetic"], "--scheduler"),
         ([*DIGITS, "--batch-size", "32"], "batch_size"),
         ([*DIGITS, "--batch-sizes", "32", "--workers-per-trial", "12"], "nearest: 24 or 36"),
-        ([*DIGITS, "--guided"], "shortest way to a target"),
+        ([*DIGITS, "--guided"], "fastest way to a target"),
         ([*DIGITS, "--vary", "optimizer.wait_decay=0,1"], "optimizer.weight_decay"),
         ([*DIGITS, "--scheduler", "pbt", "--batch-sizes", "32,64"], "may differ in its learning rate alone"),
         ([*DIGITS, "--continue", "somewhere"], "a sweep continues with its own options"),

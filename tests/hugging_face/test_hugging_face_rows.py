@@ -157,7 +157,7 @@ def bad_arguments(folder):
         ({"model": str(folder / "empty")}, "it has no config.json"),
         ({"model": {"hidden_size": 4}}, "model_type of workload.args.model is missing"),
         ({"model": {"model_type": "no_such_model"}}, "transformers .* has no such model"),
-        ({"tokenizer": None}, "workload.args.tokenizer is missing"),
+        ({"tokenizer": None}, "workload.args.tokenizer is required: the model's folder has no tokenizer"),
         ({"tokenizer": str(folder / "nowhere")}, "there is no such folder or file here"),
         ({"tokenizer": str(folder / "empty")}, "it holds none of tokenizer.json"),
         ({"tokenizer": str(folder / "list.json")}, "it cannot be read"),

@@ -140,7 +140,7 @@ def test_a_step_without_a_loss_is_refused():
         ),
         (lambda self, adam: {"optimizer": adam, "lr_scheduler": {"scheduler": 3}}, "is int"),
         (lambda self, adam: {"lr_scheduler": 3}, "needs the key 'optimizer'"),
-        (lambda self, adam: "adam", "it is an optimizer, [optimizer]"),
+        (lambda self, adam: "adam", "it must return an optimizer, [optimizer]"),
         (
             lambda self, adam: [[adam], [{"scheduler": torch.optim.lr_scheduler.StepLR(adam, 1), "interval": "batch"}]],
             "'step' or 'epoch'",

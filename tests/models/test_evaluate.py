@@ -112,7 +112,9 @@ def test_bad_input_is_one_message(trained, options, says):
 
 def test_data_without_a_column_of_the_training_names_it(trained, tmp_path):
     pyarrow.csv.write_csv(pa.table({"x_0": [1.0], "y": [1]}), tmp_path / "a.csv")
-    with pytest.raises(DataError, match=r"column x of .*a\.csv is missing: training had it; there are: x_0, y"):
+    with pytest.raises(
+        DataError, match=r"column x of .*a\.csv is missing: the training had it. The columns are: x_0, y"
+    ):
         scaleray.evaluate(trained.run_dir, data=tmp_path / "a.csv", local=True)
 
 

@@ -232,7 +232,7 @@ def test_with_a_config_its_workload_answers_with_the_weights_of_the_run(run, row
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["-c", "a.yaml"], "it names the run whose weights are taken"),
+        (["-c", "a.yaml"], "--weights is required with -c"),
         (["a", "-c", "a.yaml", "--weights", "b"], "the config names the workload"),
         ([], "Give a RUN, or models:/NAME@ALIAS."),
     ],

@@ -160,7 +160,7 @@ def test_an_interrupted_search_goes_on_with_the_trial_that_it_would_have_run():
 @pytest.mark.parametrize(
     ("flags", "options", "words"),
     [
-        ({}, {}, "shortest way to a target"),
+        ({}, {}, "fastest way to a target"),
         (TARGET, {"scheduler": "asha"}, "stopped early"),
         (TARGET, {"search": "optuna", "trials": 3}, "among the trials of a grid"),
         (TARGET, {"guided_share": 0.0}, "above 0"),

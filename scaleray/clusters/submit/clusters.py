@@ -93,8 +93,8 @@ def cluster_of(to: str | None) -> Cluster:
             raise ConfigError(
                 "--to",
                 None,
-                "there is no cluster to submit to",
-                f"give its dashboard (http://HOST:8265), a name of {clusters_file()}, or set RAY_API_SERVER_ADDRESS",
+                "no cluster is configured",
+                f"give its dashboard (http://HOST:8265) or a name in {clusters_file()}, or set RAY_API_SERVER_ADDRESS",
             )
         return RayCluster(url=given.rstrip("/"))
     if _is_url(to):
@@ -106,11 +106,11 @@ def cluster_of(to: str | None) -> Cluster:
         raise ConfigError(
             "--to",
             to,
-            "jobs are submitted to a dashboard, whose address begins with http:// or https://",
+            "it must be a dashboard's address, beginning with http:// or https://",
             "for example http://HOST:8265",
         )
-    known = f"known are {', '.join(sorted(named))}" if named else "there is none"
-    raise ConfigError("--to", to, f"no cluster of this name is in {clusters_file()}; {known}", FORMS)
+    known = f"it has {', '.join(sorted(named))}" if named else "it has none"
+    raise ConfigError("--to", to, f"no cluster in {clusters_file()} has this name; {known}", FORMS)
 
 
 def _is_url(text: str) -> bool:

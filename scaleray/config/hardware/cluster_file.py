@@ -108,9 +108,7 @@ def _fields_of(path: Path) -> ClusterFile:
             )
     missing = [name for name in ("gpu", "num_nodes") if name not in content]
     if missing:
-        raise ConfigError(
-            f"cluster file {path}: {missing[0]}", None, "a cluster needs it", "for example gpu: h100, num_nodes: 16"
-        )
+        raise ConfigError(f"cluster file {path}: {missing[0]}", None, "", "for example gpu: h100, num_nodes: 16")
     try:
         return TypeAdapter(ClusterFile).validate_python(content)
     except ValidationError as exc:

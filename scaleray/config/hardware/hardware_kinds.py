@@ -214,7 +214,9 @@ class Cluster:
                 "they are ring and tree, one of them at least, and hierarchical",
             )
         if self.num_nodes > 1 and self.network is None:
-            raise ConfigError("cluster: network", None, "several nodes need one", "for example net=100G, or net=8x400G")
+            raise ConfigError(
+                "cluster: network", None, "there are several nodes", "for example net=100G, or net=8x400G"
+            )
 
     @property
     def is_meshed(self) -> bool:

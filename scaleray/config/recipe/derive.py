@@ -121,7 +121,7 @@ def _scaled(config: RunConfig, why: dict[str, str]) -> Hyperparameters:
         raise ConfigError(
             "optimizer.reference_batch_size",
             None,
-            f"the rule {settings.rule} needs the batch at which the learning rate was tuned",
+            f"the rule {settings.rule} needs the batch size at which the learning rate was tuned",
             f"for example --optimizer.reference-batch-size {size}",
         )
     kappa = size / (settings.reference_batch_size or size)

@@ -194,7 +194,7 @@ def _rejected(question: Question, layout: Layout, needed: MemoryEstimate) -> Rej
     card = question.cluster.gpu.memory_gib * GIB
     missing = HEADROOM * card - needed.spare_bytes(question.cluster.gpu)
     reason = (
-        f"needs {needed.device_bytes / GIB:.1f} GiB of {card / GIB:.1f}, of which {100 * HEADROOM:.0f} % are kept free"
+        f"needs {needed.device_bytes / GIB:.1f} GiB of {card / GIB:.1f}, of which {100 * HEADROOM:.0f} % must stay free"
     )
     return Rejected(layout, reason, missing / GIB)
 
@@ -217,7 +217,7 @@ def _plainness(choice: Choice) -> tuple[float, ...]:
 def _nearest(question: Question) -> str:
     gpus = question.cluster.num_gpus
     lower = question.global_batch // gpus * gpus
-    return f"{lower or gpus} or {(question.global_batch // gpus + 1) * gpus} can be divided"
+    return f"{lower or gpus} or {(question.global_batch // gpus + 1) * gpus} divide evenly"
 
 
 def _fits_nowhere(question: Question, rejected: list[Rejected]) -> str:

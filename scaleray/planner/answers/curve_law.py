@@ -53,7 +53,7 @@ def predicted_throughput(
         raise UsageError(
             f"a step on {quantity(base.workers, 'worker')}",
             f"{1e3 * measured_step_s:.3g} ms",
-            f"what the planner knows of the model and the hardware cannot come nearer than {1e3 * found[0]:.3g} ms",
+            f"the nearest the planner can predict for this model and hardware is {1e3 * found[0]:.3g} ms",
         )
     at = np.log([size.workers for size in ordered])
     rates = np.log([size.global_batch_size / seconds for size, seconds in zip(ordered, found, strict=True)])
@@ -78,7 +78,7 @@ def _cluster(node: Cluster, workers: int) -> Cluster:
     per_node = min(workers, node.gpus_per_node)
     num_nodes = math.ceil(workers / node.gpus_per_node)
     if num_nodes > 1 and node.network is None:
-        raise UsageError("the number of nodes", num_nodes, "the network between them is not known")
+        raise UsageError("the number of nodes", num_nodes, "the network between nodes is not known")
     return replace(
         node,
         gpus_per_node=per_node,

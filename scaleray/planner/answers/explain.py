@@ -50,13 +50,9 @@ def explain_intervals() -> list[str]:
         low, high = math.exp(spread.low), math.exp(spread.high)
         lines.append(
             f"{kind:<24} {low:.2f} to {high:.2f}  from {spread.num_rows} rows"
-            f"{'' if is_trusted(kind) else '; do not trust a single figure'}"
+            f"{'' if is_trusted(kind) else '; do not rely on a single figure'}"
         )
-    lines += [
-        "",
-        "anchored is the interval near the measured point; "
-        "it is wider, by the root of the sum of squares of these, for",
-    ]
+    lines += ["", "`anchored`: the interval near the measured point. Each difference widens it, added in quadrature:"]
     for words, (down, up) in {
         "each doubling of the GPUs beyond 1.5": OF_A_DOUBLING,
         "another layout": OF_A_LAYOUT,
@@ -101,8 +97,8 @@ def explain_layouts(question: Question, *, rows: int) -> list[str]:
     lines = [f"{name}: {kept[name]} layouts fit, {lost[name]} do not" for name in sorted({*kept, *lost})]
     lines += [
         "",
-        f"the closest of those that do not fit on {question.cluster.gpu.memory_gib:.1f} GiB, "
-        f"of which {100 * HEADROOM:.0f} % are kept free:",
+        f"closest to fitting on {question.cluster.gpu.memory_gib:.1f} GiB, "
+        f"of which {100 * HEADROOM:.0f} % must stay free:",
     ]
     for missing, layout, needed in sorted(dropped, key=lambda one: one[0])[:rows]:
         parts = ", ".join(f"{name} {value / GIB:.1f}" for name, value in needed.parts().items() if value > 0.05 * GIB)

@@ -79,11 +79,11 @@ class Lesson:
         taught = f"{quantity(len(self.points), 'point')} in {number} of {whose}"
         factors = f"compute x {self.measured.compute_scale:.3g}, communication x {self.measured.comm_scale:.3g}"
         if self.after is None:
-            return [f"learned nothing from {taught}: at least two are needed, to judge one by the other"]
+            return [f"learned nothing from {taught}: it takes at least two, to check one against the other"]
         errors = f"median error of a step {self.before} by data sheets, {self.after} learned; {self.left_out}"
         if self.is_used:
             return [f"learned from {taught}: {factors}", errors]
-        return [f"learned from {taught}, and not used, as it predicts no better", errors]
+        return [f"learned from {taught}, but not used: predictions did not improve", errors]
 
 
 def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str | None, catalogue: Catalogue) -> Lesson:
@@ -92,9 +92,10 @@ def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str 
     """
     on_gpu = [point for point in known.points if point.gpu == cluster.gpu.name]
     if not on_gpu:
-        others = ", ".join(sorted({point.gpu for point in known.points})) or "nothing"
-        hint = f"left out: {'; '.join(known.skipped[:3])}" if known.skipped else "plan for what was measured"
-        raise UsageError("--learn", f"points on {others}", f"the plan is for {cluster.gpu.name}", hint)
+        others = ", ".join(sorted({point.gpu for point in known.points}))
+        hint = f"left out: {'; '.join(known.skipped[:3])}" if known.skipped else "plan for hardware that was measured"
+        found = f"found points on {others} only" if known.points else "found no points"
+        raise UsageError.problem("--learn", f"{found}, but the plan is for {cluster.gpu.name}", hint)
     own = [point for point in on_gpu if point.model == key]
     points = own or on_gpu
     asked = [_Asked(point, model if point.model == key else known.profile(point.model), catalogue) for point in points]
@@ -111,7 +112,7 @@ def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str 
             for fit in [_fit([other for other in asked if other not in group])]
             for one in group
         ])  # fmt: skip
-    left_out = "each study by the others" if len(studies) > 1 else "each point by the others of one study"
+    left_out = "each study from the others" if len(studies) > 1 else "each point from the others of its study"
     nearest = min(points, key=lambda point: abs(math.log(point.workers / cluster.num_gpus)))
     return Lesson(_fit(asked), tuple(points), Errors.of(before), after, left_out, bool(own), nearest)
 

@@ -105,7 +105,7 @@ def limit_of(choice: Choice) -> str:
     name = max(parts, key=lambda key: parts[key])
     share = parts[name] / choice.step.total_s
     words = {
-        "recompute": "computing activations again; more memory per GPU or a smaller micro-batch would save it",
+        "recompute": "recomputing activations; more memory per GPU or a smaller micro-batch avoids it",
         "exchange comm": "tokens on their way to experts, or keys and values of other ranks; "
         "a smaller degree, or one that stays inside the node",
         "tensor comm": "tensor parallel communication; a smaller degree or a faster link inside the node",
@@ -114,7 +114,7 @@ def limit_of(choice: Choice) -> str:
         "data comm": "gradients and parameters between replicas; a larger batch per GPU, or a faster network",
         "optimizer": "the optimizer's update; sharding it (zero1, fsdp), or a larger batch per GPU",
         "stragglers": "waiting for the slowest rank",
-        "overhead": "what lies outside forward and backward, the input included; a larger batch per GPU",
+        "overhead": "work outside forward and backward, such as the input; a larger batch per GPU",
     }
     useful = 1 - sum(parts.values()) / choice.step.total_s
     return (
@@ -148,9 +148,9 @@ def _doubling_words(question: Question, gain: float | None) -> str:
     gpus = question.cluster.num_gpus
     if gain is None:
         reason = (
-            "no network is given for more nodes"
+            "no network between nodes is given"
             if question.cluster.network is None
-            else f"the batch of {question.global_batch} cannot be divided further"
+            else f"the batch of {question.global_batch} does not divide further"
         )
         return f"{2 * gpus} GPUs: not predicted, {reason}"
     verdict = "worth it" if gain >= WORTH_IT else "not worth it at this batch"
@@ -183,8 +183,8 @@ def _saved(before: Choice, after: Choice) -> str:
     spent, needed = gpu_seconds(before), gpu_seconds(after)
     name = max(spent, key=lambda part: spent[part] - needed[part])
     words = {
-        "recompute": "memory suffices to compute fewer activations twice",
-        "passes": "its kernels have better sizes, as micro-batches or experts are larger for each GPU",
+        "recompute": "there is memory to recompute fewer activations",
+        "passes": "micro-batches or experts are larger on each GPU, and kernels run better",
         "optimizer": "the optimizer's update is shared by more GPUs",
     }
-    return words.get(name, f"more memory in all allows a layout that spends less on {name}")
+    return words.get(name, f"more total memory allows a layout that spends less on {name}")

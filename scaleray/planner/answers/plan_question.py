@@ -49,6 +49,6 @@ class Question:
             raise ConfigError(
                 "model",
                 self.model.name,
-                "only its size is known, not what it computes",
+                "only its size is known, not its operations",
                 "give a measured step: --step-time, --micro-batch",
             )

@@ -71,7 +71,7 @@ class TeamPoint:
         gpu = catalogue.find_gpu(self.gpu)
         num_nodes = math.ceil(self.workers / self.workers_per_node)
         if num_nodes > 1 and not gpu.network:
-            raise UsageError("the network between nodes", None, f"machines with {gpu.name} have no usual one")
+            raise UsageError.problem("The network between nodes", f"is not known: {gpu.name} has no usual one")
         return Cluster(
             gpu=gpu,
             gpus_per_node=min(self.workers, self.workers_per_node),
@@ -106,7 +106,7 @@ def points_of(records: Sequence[StudyRecord]) -> TeamPoints:
         try:
             key = model_key(record.config)
             if record.model_profile is None:
-                raise UsageError("the model's operations", None, "they were not counted")
+                raise UsageError.problem("The model's operations", "were not counted")
             models.setdefault(key, TypeAdapter(WorkloadProfile).validate_python(record.model_profile))
             _check_config(record.config)
             for point in (at.point for curve in record.curves for at in curve.points):
@@ -140,7 +140,7 @@ def precision_of(config: Mapping[str, Any]) -> str:
 def _check_config(config: Mapping[str, Any]) -> None:
     method = (config.get("compression") or {}).get("name", "none")
     if method != "none":
-        raise UsageError("compression.name", method, "what it costs to compress is not known")
+        raise UsageError("compression.name", method, "the cost of compression is not known")
     tuning = config.get("fine_tuning") or {}
     if tuning.get("lora_rank") or tuning.get("freeze"):
         raise UsageError("fine_tuning", "frozen parameters", "the planner counts a gradient for every parameter")
@@ -151,7 +151,7 @@ def _why_not(point: Point) -> str:
     if point.marks:
         return f"it is {', '.join(point.marks)}"
     if traits is None or traits.trains_apart or traits.splits_replica:
-        return f"the planner does not know steps of {point.strategy} as scaleray takes them"
+        return f"the planner has no model of scaleray's {point.strategy} steps"
     return ""
 
 
@@ -161,7 +161,7 @@ def _point(record: StudyRecord, point: Point, key: str) -> TeamPoint:
     kinds = [kind for kind in topology.get("workers") or () if isinstance(kind, Mapping)]
     names = [str(n) for kind in kinds for n in (kind.get("accelerators") or {}).get("names") or ()]
     if has_gpus and not names:
-        raise UsageError("the workers' GPUs", None, "their names are not recorded")
+        raise UsageError.problem("The names of the workers' GPUs", "were not recorded")
     resource = "gpus" if has_gpus else "cpus"
     per_node = max((int(node.get(resource) or 0) for node in topology.get("nodes") or ()), default=0)
     gpu = CATALOGUE.find_gpu(names[0] if has_gpus else "cpu")

@@ -85,8 +85,8 @@ def ways_to(
         raise ConfigError(
             "--global-batch",
             question.global_batch,
-            f"no batch from a {round(1 / FACTORS[0])}th to {FACTORS[-1]} times of it fits or can be divided",
-            "scaleray plan explain layouts says what is missing",
+            f"no batch between a quarter and {FACTORS[-1]} times this size fits or divides evenly",
+            "scaleray plan explain layouts lists the reasons",
         )
     return sorted(_marked(found), key=_time)
 

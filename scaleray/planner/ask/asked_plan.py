@@ -62,7 +62,7 @@ def question_of(
     if batch is None:
         batch = _batch_of(resolved, shape, target.num_gpus)
         if resolved is None:
-            note = f"{batch} samples a step, as --global-batch is not given"
+            note = f"{batch} samples a step, since --global-batch was not given"
             target = dataclasses.replace(target, notes=(*target.notes, note))
     wanted = options.precision or _precision_of(resolved) or ("bf16" if "bf16" in target.gpu.peak_tflops else "fp16")
     target.gpu.peak_flops(wanted)  # an unknown precision is refused here
@@ -73,7 +73,7 @@ def question_of(
         anchor = anchor_of(found, target, catalogue)
     if options.learn is not None:
         if found is not None:
-            raise ConfigError("--learn", options.learn, "a measured step is given too", "leave one of them out")
+            raise ConfigError("--learn", options.learn, "it excludes a measured step", "leave one of them out")
         lesson = _lesson(options.learn, shape, target, config=resolved, catalogue=catalogue)
         scaled, anchor = _used(lesson)
     named = options.optimizer or (resolved.optimizer.name if resolved is not None else "adam")
@@ -112,10 +112,10 @@ def _measurement(options: LayoutOptions) -> Measurement | None:
 def _cluster(options: LayoutOptions, catalogue: Catalogue) -> Cluster:
     text, here, address, network = options.cluster, options.here, options.address, options.network
     if address is not None and not here:
-        raise ConfigError("--address", address, "it names the cluster that --here reads", "add --here")
+        raise ConfigError("--address", address, "it applies to --here only", "add --here")
     if network is not None and address is None:
         raise ConfigError(
-            "--network", network, "it is for --here with --address", "--cluster has net=, as in h100:8x16,net=8x400G"
+            "--network", network, "it needs --here and --address", "--cluster takes net=, as in h100:8x16,net=8x400G"
         )
     if here and text is not None:
         raise ConfigError("--cluster", text, "it cannot be given with --here", "leave one of them out")
@@ -124,9 +124,7 @@ def _cluster(options: LayoutOptions, catalogue: Catalogue) -> Cluster:
 
         return this_machine(catalogue) if address is None else ray_cluster(address, catalogue, network=network)
     if text is None:
-        raise ConfigError(
-            "--cluster", None, "a cluster must be named", "for example --cluster h100:8x16, or --here for this machine"
-        )
+        raise ConfigError("--cluster", None, "", "for example --cluster h100:8x16, or --here for this machine")
     return read_cluster_file(Path(text), catalogue) if is_cluster_file(text) else parse_cluster(text, catalogue)
 
 
@@ -140,12 +138,7 @@ def _model(
     if options.model is not None:
         return find_model(options.model, sequence=options.sequence)
     if config is None or path is None:
-        raise ConfigError(
-            "--model",
-            None,
-            "a model must be named",
-            "for example --model llama-3-8b, or -c with a config whose workload is counted",
-        )
+        raise ConfigError("--model", None, "", "for example --model llama-3-8b, or -c FILE, whose workload is counted")
     from scaleray.planner.ask.flop_count_cache import counted
 
     return counted(config, path, overrides)

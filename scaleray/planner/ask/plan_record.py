@@ -111,10 +111,7 @@ def _curve(seen: Outlook) -> dict[str, Any]:
             }
             for point in seen.points
         ],
-        "curve_base": {
-            "words": "one GPU alone, were its memory large enough",
-            "samples_per_s": seen.alone.samples_per_s,
-        },
+        "curve_base": {"words": "one GPU with enough memory", "samples_per_s": seen.alone.samples_per_s},
         "curve_remarks": seen.remarks,
     }
 

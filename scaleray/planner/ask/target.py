@@ -51,7 +51,7 @@ def ways_and_samples(question: Question, options: PlanOptions) -> tuple[Question
     if options.rank_by != "time-to-target":
         if options.noise_scale is not None:
             raise ConfigError(
-                "--noise-scale", options.noise_scale, "it decides nothing here", "add --rank time-to-target"
+                "--noise-scale", options.noise_scale, "it has no effect here", "add --rank time-to-target"
             )
         return question, Asked(steps * question.global_batch if samples is None and steps is not None else samples)
     target = target_of(
@@ -88,18 +88,16 @@ def target_of(
     wanted = samples if samples is not None else steps * batch_size if steps is not None else None
     known = {batch_size: wanted} if wanted is not None else dict(learned.samples)
     if not known:
-        raise ConfigError(
+        raise ConfigError.problem(
             "--rank time-to-target",
-            None,
-            "it must be known how far the target is",
-            "--target-steps or --target-samples at --global-batch, or --from-run with a sweep that reached its target",
+            "needs the distance to the target",
+            "give --target-steps or --target-samples at --global-batch, or --from-run with a sweep that reached it",
         )
     if not learned.noises and len(known) < 2:
-        raise ConfigError(
+        raise ConfigError.problem(
             "--rank time-to-target",
-            None,
-            "without a noise scale no batch size can be compared",
-            "--noise-scale, or --from-run with a run, study or sweep that measured it",
+            "needs a noise scale",
+            "give --noise-scale, or --from-run with a run, study or sweep that measured it",
         )
     noises = list(learned.noises)
     measured = ", ".join(f"{noise.scale.value:,.4g} at a batch of {noise.batch_size:,}" for noise in noises[:3])

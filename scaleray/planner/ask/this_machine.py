@@ -40,7 +40,7 @@ def this_machine(catalogue: Catalogue) -> Cluster:
     joined = nvml.num_nvlinks(driver, handles[0])
     # a card that could have NVLink and has none talks over PCIe
     link = gpu.link if joined or not gpu.link.startswith("nvlink") else "pcie4"
-    notes = (f"{count} x {names[0]}, {joined} NVLinks each", "one node: other nodes of the cluster are not looked at")
+    notes = (f"{count} x {names[0]}, {joined} NVLinks each", "one node: other nodes of the cluster are not counted")
     return Cluster(gpu=gpu, gpus_per_node=count, num_nodes=1, link=catalogue.find_link(link), network=None, notes=notes)
 
 
@@ -49,7 +49,7 @@ def _processors(catalogue: Catalogue, reason: str) -> Cluster:
     known = catalogue.find_gpu("cpu")
     share = psutil.virtual_memory().total / GIB / cores
     core = Gpu(**{**known.__dict__, "memory_gib": share})
-    notes = (f"{reason}: {cores} processor cores, whose rate is an order of magnitude only; measure with --step-time",)
+    notes = (f"{reason}: {cores} processor cores, whose speed is an order of magnitude only; measure with --step-time",)
     return Cluster(
         gpu=core, gpus_per_node=cores, num_nodes=1, link=catalogue.find_link(core.link), network=None, notes=notes
     )
@@ -87,7 +87,7 @@ def cluster_of_nodes(nodes: Sequence[Node], catalogue: Catalogue, *, network: st
         raise ClusterError(
             "the nodes' GPUs",
             f"{per_node} on each of {num_nodes} nodes",
-            "Ray does not say of which kind they are",
+            "Ray does not report their kind",
             "name them with --cluster",
         )
     gpu = catalogue.find_gpu(name)
@@ -117,11 +117,8 @@ def _network(said: str | None, usual: str, num_nodes: int, catalogue: Catalogue)
     if num_nodes == 1:
         return None
     if not (said or usual):
-        raise ClusterError(
-            "the network",
-            None,
-            f"{num_nodes} nodes are joined by one, and Ray does not know it",
-            "add --network 100G, or 8x400G",
+        raise ClusterError.problem(
+            "The network", f"between {num_nodes} nodes is not known to Ray", "add --network 100G, or 8x400G"
         )
     return catalogue.find_network(said or usual)
 

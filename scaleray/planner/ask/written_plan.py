@@ -62,7 +62,7 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
     if chosen.fits != "fits":
         lines.append(
             "  it may not fit: no layout that scaleray train can run surely does; "
-            "memory.on_out_of_memory halve is a way out"
+            "memory.on_out_of_memory halve may help"
         )
     if chosen.layout.checkpointing == "alternate":
         lines.append(

@@ -39,7 +39,7 @@ def from_workload(profile: WorkloadProfile, *, name: str) -> ModelProfile:
         tokens_per_sample=round(tokens),
         kind="cnn" if convolves and not has_attention else "transformer",
         largest_tensor_params=float(first.num_parameters),
-        notes=("counted from the workload; tensor parallel is left out, as how layers split is not counted",),
+        notes=("counted from the workload; tensor parallel is left out, since the count has no splits of layers",),
     )
 
 

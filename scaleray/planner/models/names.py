@@ -93,7 +93,7 @@ def _taken_for(model: ModelProfile, known: str, key: str) -> ModelProfile:
         model,
         notes=(
             *model.notes,
-            f"the model is taken for {known}, by its name; "
+            f"by its name, the model is taken for {known}; "
             "if it is another, give its size as in gpt-13b, or a config with -c",
         ),
     )
@@ -106,8 +106,7 @@ def _of_size_alone(name: str, num_params: float, *, sequence: int) -> ModelProfi
             "model",
             name,
             f"a size must be from {LEAST_PARAMS / 1e6:.0f}m to {MOST_PARAMS / 1e9:,.0f}b parameters",
-            "the largest that were trained have some thousand b; "
-            "below, the vocabulary would be most of the model: use -c",
+            "the largest models trained have some thousand b; in smaller ones the vocabulary dominates: use -c",
         )
     shape = usual_shape(num_params, sequence=sequence)
     made = transformer(shape, name)
@@ -118,9 +117,9 @@ def _of_size_alone(name: str, num_params: float, *, sequence: int) -> ModelProfi
     ]
     also = f" ({', '.join(alike)})" if alike else ""
     note = (
-        f"the model is only known by its size: {shape.layers} layers of width {shape.hidden} with {shape.heads} heads "
+        f"only the model's size is known: {shape.layers} layers of width {shape.hidden} with {shape.heads} heads "
         f"and a vocabulary of {shape.vocab} ({made.num_params / 1e9:.3g}b), in GPT-3's proportions; "
-        f"a name from the catalogue{also} or -c CONFIG plans the model itself"
+        f"give a name from the catalogue{also} or -c CONFIG to plan the model itself"
     )
     return replace(made, notes=(*made.notes, note), is_guessed=True)
 
@@ -144,7 +143,7 @@ def usual_mixture(num_params: float, active_params: float, *, sequence: int, voc
         raise UsageError(
             "model",
             f"{num_params:.3g} parameters, {active_params:.3g} of them active",
-            "no usual mixture has these sizes",
+            "no common mixture of experts has these sizes",
             "give its shape",
         )
     base = usual_shape(active_params, sequence=sequence, vocab=vocab)

@@ -60,7 +60,7 @@ def frontier(advice: Advice) -> Drawing:
         ax.text(card, 0.02 * top, "the card  ", ha="right", va="bottom", fontsize=8.5, color=INK)
 
     caption = (
-        f"A dot for each of {len(points)} layouts that fit; the line joins those that no other beats in both. "
+        f"One dot for each of {len(points)} layouts that fit; the line joins those that no other beats in both. "
         "Star: the recommended one."
     )
     return draw("frontier", "Throughput over memory", caption, paint)
@@ -83,7 +83,7 @@ def curve(seen: Outlook) -> Drawing:
 
     caption = (
         "The best layout of each size, at the same global batch. "
-        "Ideal: every GPU as fast as one alone with memory enough; the band is the 90% interval."
+        "Ideal: every GPU as fast as a single one with enough memory; the band is the 90% interval."
     )
     return draw("curve", "Predicted curve", caption, paint)
 
@@ -108,7 +108,7 @@ def memory_bars(choices: Sequence[Choice], *, limit_gib: float) -> Drawing:
         )
         ax.set(xlabel="GiB of one GPU")
 
-    caption = f"Each layout by what it keeps on the fullest GPU; dashed: the {limit_gib:.0f} GiB of the card."
+    caption = f"Memory of each layout on the fullest GPU, by content; dashed: the {limit_gib:.0f} GiB of the card."
     return _bars(
         "memory", "Memory", caption, rows, dict(zip(rows[0][1], names, strict=True)), colours, finish, longest=limit_gib
     )

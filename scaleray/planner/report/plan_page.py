@@ -85,7 +85,7 @@ def _marks(best: Choice) -> list[str]:
     if best.is_trusted:
         return []
     missing = (
-        "without a measurement on this model" if best.kind == "unmeasured" else "from a measurement that is far from it"
+        "without a measurement on this model" if best.kind == "unmeasured" else "from a measurement of a distant layout"
     )
     return [f"predicted {missing}: do not trust the figures alone"]
 

@@ -69,7 +69,7 @@ def _closing(advice: Advice, seen: Outlook, num_samples: float | None, kept: Che
     dropped = Counter(one.layout.strategy for one in advice.rejected)
     if dropped:
         words = ", ".join(f"{count} of {name}" for name, count in dropped.most_common(6))
-        lines.append(f"dropped for memory: {words} (plan explain says why)")
+        lines.append(f"dropped for memory: {words} (see plan explain)")
     if kept is not None:
         lines += ["", *checkpoint_lines(kept)]
     if num_samples:
@@ -79,11 +79,11 @@ def _closing(advice: Advice, seen: Outlook, num_samples: float | None, kept: Che
         lines.append(f"{num_samples:,.0f} samples take {hours:,.1f} hours{cost}")
     if not best.is_trusted:
         lines.append(
-            "do not trust the figures alone: "
+            "do not rely on the figures alone: "
             + (
-                "nothing was measured on this model. One step on one GPU narrows them: --step-time, --from-run"
+                "nothing was measured on this model. One measured step on one GPU narrows them: --step-time, --from-run"
                 if best.kind == "unmeasured"
-                else "what was measured is far from what is asked"
+                else "the measurement is far from this question"
             )
         )
     return [*lines, f"next doubling: {seen.doubling}"]

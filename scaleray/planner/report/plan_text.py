@@ -38,7 +38,7 @@ def layout_table(advice: Advice, rows: int) -> Table:
     ]
     notes.append(f"* recommended: {_ranked_words(advice)}.")
     notes += [] if all(one.fits == "fits" for one in shown) else ["! its memory may not fit."]
-    notes += [] if all(one.is_trusted for one in shown) else ["? should not be trusted without a measurement."]
+    notes += [] if all(one.is_trusted for one in shown) else ["? do not rely on it without a measurement."]
     title = (
         f"{question.model.name} ({_count(question.model.num_params)} parameters) "
         f"on {cluster.num_nodes} x {cluster.gpus_per_node} {cluster.gpu.name}, "
@@ -49,11 +49,11 @@ def layout_table(advice: Advice, rows: int) -> Table:
 
 def _ranked_words(advice: Advice) -> str:
     if not any(one.fits == "fits" for one in advice.choices):
-        return "the best of the layouts that may not fit, for none surely does"
+        return "the best of the layouts that may not fit; none surely fits"
     return (
         "the smallest"
         if advice.question.rank_by == "memory"
-        else "the fastest whose memory surely fits, and of those as fast the plainest"
+        else "the fastest that surely fits, and the simplest of equally fast ones"
     )
 
 
@@ -70,7 +70,7 @@ def curve_table(seen: Outlook) -> Table:
     )
     base = (
         f"Efficiency: throughput of a GPU over {count(seen.alone.samples_per_s)} samples/s, "
-        "which one GPU alone would have with memory enough."
+        "the rate of one GPU with enough memory."
     )
     marks = () if all(p.choice.fits == "fits" for p in seen.points) else ("! its memory may not fit.",)
     remarks = tuple(f"{sentence_case(words)}." for words in seen.remarks)
@@ -82,11 +82,11 @@ def curve_table(seen: Outlook) -> Table:
 def checkpoint_lines(kept: CheckpointCost) -> list[str]:
     """Lines on what checkpoints and interruptions take."""
     way = (
-        "beside the training, which waits for the copy into the hosts' memory"
+        "during training, which waits for the copy into the hosts' memory"
         if kept.is_asynchronous
-        else "while the training waits"
+        else "with training paused"
     )
-    chosen = ", the best distance for these interruptions" if kept.is_interval_chosen else ""
+    chosen = ", the best interval for these interruptions" if kept.is_interval_chosen else ""
     lines = [
         f"checkpoints: {kept.state_bytes / GIB:,.1f} GiB, written in {kept.write_s:.3g} s {way}: "
         f"{kept.stall_s:.3g} s of every {kept.interval_s / 60:.3g} minutes "
@@ -95,7 +95,7 @@ def checkpoint_lines(kept: CheckpointCost) -> list[str]:
     if kept.mtbf_s is not None:
         lines.append(
             f"  an interruption every {kept.mtbf_s / 3600:.3g} hours, {kept.restart_s / 60:.3g} minutes to restart: "
-            f"{100 * kept.time_ratio:.1f} % of the time trains"
+            f"{100 * kept.time_ratio:.1f} % of the time is training"
         )
     return [*lines, *(f"  assumed: {note}" for note in kept.notes)]
 
@@ -112,8 +112,8 @@ def width_lines(choice: Choice) -> list[str]:
     """Lines on why the interval of a choice is as wide as it is."""
     found = [f"its interval is wider: {reason.words}" for reason in choice.reasons]
     if choice.kind == "unmeasured":
-        found = ["its interval is wide: nothing was measured, all is from data sheets"]
-    return [*found, *(f"unlike the published rows, so that its interval is wider: {words}" for words in choice.doubts)]
+        found = ["its interval is wide: nothing measured; all figures are from data sheets"]
+    return [*found, *(f"unlike the published rows, so its interval is wider: {words}" for words in choice.doubts)]
 
 
 def faster_lines(advice: Advice) -> list[str]:
@@ -126,7 +126,7 @@ def faster_lines(advice: Advice) -> list[str]:
     if is_runnable(rival.layout):
         options = " ".join(layout_options(rival.layout))
         found.append(
-            f"to try that one: a few steps of scaleray train with {options} --stop.after '5 steps', "
+            f"to try it, run a few steps of scaleray train with {options} --stop.after '5 steps', "
             "and peak_memory_bytes in their record.json"
         )
     return found
@@ -134,7 +134,7 @@ def faster_lines(advice: Advice) -> list[str]:
 
 def _needed(choice: Choice) -> str:
     said = memory_interval(choice.memory)
-    return f"{said.value / GIB:.1f} GiB are predicted, {said.high / GIB:.1f} are as many as rows like it took"
+    return f"{said.value / GIB:.1f} GiB are predicted; similar published rows took up to {said.high / GIB:.1f}"
 
 
 def why(advice: Advice) -> str:
@@ -153,7 +153,7 @@ def why(advice: Advice) -> str:
     return (
         f"{ratio:.2f} times the speed of the best {_kind(rival.layout)}"
         if ratio > 1.02
-        else f"as fast as {_kind(rival.layout)}, and plainer"
+        else f"as fast as {_kind(rival.layout)}, and simpler"
     )
 
 

@@ -10,7 +10,7 @@ from scaleray.records.text.study_sweep_tables import Table
 
 WAY_COLUMNS = ("mark", "GPUs", "batch", "steps", "samples", "hours", "90 % interval", "GPU hours", "cost", "layout")
 WAY_CAPTION = (
-    "* no other way takes both less time and fewer GPU hours; "
+    "* no other choice takes both less time and fewer GPU hours; "
     "? the gradient noise was not measured within 4 times of this batch; ! memory may not fit"
 )
 

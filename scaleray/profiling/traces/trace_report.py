@@ -124,26 +124,26 @@ def check_together(traces: Mapping[int, Trace]) -> None:
             raise TraceError(
                 f"the number of ranks in {trace.file}",
                 trace.world_size,
-                f"{first.file} is of a run with {first.world_size}",
-                "give traces of one run alone",
+                f"{first.file} is from a run with {first.world_size}",
+                "give traces of one run",
             )
         if trace.world_size is not None and trace.rank is not None and trace.rank >= trace.world_size:
             raise TraceError(
-                f"the rank of {trace.file}", trace.rank, f"its run has {trace.world_size}", "give the file as it was"
+                f"the rank of {trace.file}",
+                trace.rank,
+                f"its run has {trace.world_size} ranks",
+                "give the original file",
             )
         if trace.own.get("torch") != first.own.get("torch"):
-            raise TraceError(
-                f"the torch of {trace.file}",
-                trace.own.get("torch", "not known"),
-                f"{first.file} is of torch {first.own.get('torch', 'not known')}",
-                "give traces of one run alone",
+            versions = [one.own.get("torch", "unknown") for one in (trace, first)]
+            raise TraceError.problem(
+                trace.file, f"is from torch {versions[0]} but {first.file} from {versions[1]}", "give traces of one run"
             )
         if (found := marked_steps(trace).numbers) != steps:
-            raise TraceError(
-                f"the steps of {trace.file}",
-                list(found),
-                f"{first.file} has {list(steps)}",
-                "give traces of the same steps: collectives are joined by them",
+            raise TraceError.problem(
+                trace.file,
+                f"has steps {list(found)} but {first.file} has {list(steps)}",
+                "collectives are matched by step: give traces of the same steps",
             )
 
 

@@ -36,7 +36,8 @@ def judge_study(
     assert isinstance(study, StudyRecord)
     asked = [gate for gate in OF_STUDY if gate in gates]
     if not asked:
-        raise UsageError("--gates", ",".join(gates), f"of a study the gates are {' and '.join(OF_STUDY)}", "give RUN")
+        allowed = f"studies support only the gates {' and '.join(OF_STUDY)}"
+        raise UsageError("--gates", ",".join(gates), allowed, "for others, name a training RUN")
     largest = _largest(study, policy)
     now = time.time()
     results = [

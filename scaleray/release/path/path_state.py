@@ -169,7 +169,9 @@ def find_path(name: str | None) -> PathRecord:
     found = sorted(root.glob(f"path-*/{STATE}"))
     if len(found) != 1:
         names = ", ".join(one.parent.name.removeprefix("path-") for one in found) or "none"
-        raise UsageError("--name", None, f"{root} holds {len(found)} paths: {names}", "name one, or its folder")
+        if not found:
+            raise UsageError.problem("--name", f"is required: {root} has no path", "scaleray path start begins one")
+        raise UsageError("--name", None, f"{root} has {len(found)} paths: {names}", "name one, or its folder")
     return read(found[0].parent)
 
 

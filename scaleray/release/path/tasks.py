@@ -162,21 +162,23 @@ def _result(path: PathRecord, word: str) -> str:
 
 
 def _check_sides(path: PathRecord, skipped: set[str]) -> None:
-    for name, what in ((BASELINE, "the baseline"), (CANDIDATE, "the candidate")):
+    for name, what in ((BASELINE, "The baseline"), (CANDIDATE, "The candidate")):
         if all(run_folder(path, f"{name}-{seed}") in skipped for seed in range(path.runs)):
             step = BASELINE if name == BASELINE else "validate"
-            allowed = "all its trainings were skipped, and there is nothing that gates could look at"
-            raise UsageError(what, None, allowed, f"scaleray path redo {step}/{name}-0")
+            raise UsageError.problem(
+                what,
+                "has nothing for the gates to check: all its trainings were skipped",
+                f"scaleray path redo {step}/{name}-0",
+            )
 
 
 def _quarter(path: PathRecord) -> int:
     for key in NEEDS["{quarter}"]:
         if (task := path.task(key)) is not None and task.figures.get("steps"):
             return max(1, int(task.figures["steps"]) // 4)
-    raise UsageError(
-        "the length of a training",
-        None,
-        "a fault is planted after a quarter of one that was seen, and none was",
+    raise UsageError.problem(
+        "The length of a training",
+        "is not known, as none finished: faults are planted after a quarter of it",
         f"scaleray path redo {FIRST}",
     )
 

@@ -219,15 +219,16 @@ def _model_name(run: RunRecord) -> str:
     name = str((run.config.get("tracking") or {}).get("experiment") or "")
     if not name or set(name) & set("/:'"):
         raise UsageError(
-            "--model", name or None, "the registry needs a name without / and :", "name it: --model digits"
+            "--model", name or None, "the registry needs a name without /, : and quotes", "for example --model digits"
         )
     return name
 
 
 def _in_mlflow(run: RunRecord) -> str:
     if not run.run_id:
-        allowed = "a version names the run in MLflow that it comes from"
-        raise TrackingError("the run in MLflow", None, allowed, "train with tracking")
+        raise TrackingError.problem(
+            "The run", "is not in MLflow: a version names its MLflow run", "train with tracking"
+        )
     return run.run_id
 
 

@@ -35,8 +35,8 @@ def rollback(model: str, *, to: int | None = None, unchecked: str | None = None,
         )
     before = had_before(known, known[now], named.alias)
     if to is None and not before:
-        allowed = f"version {now} is the first that was promoted as {named.alias}, or it was taken back from all others"
-        raise UsageError("the version to go back to", None, allowed, "name one with --to")
+        problem = f"has no version before {now}: it is the first one, or all earlier ones were rolled back"
+        raise UsageError.problem(str(named), problem, "name a version with --to")
     chosen = before[0] if to is None else to
     if chosen not in known:
         raise UsageError("--to", chosen, f"{named.model} has the versions {', '.join(map(str, sorted(known)))}")

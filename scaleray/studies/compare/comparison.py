@@ -50,8 +50,8 @@ def _losses(run: FoundRun) -> dict[int, float]:
 
 KINDS = {RunRecord: "training", StudyRecord: "scaling study", SweepRecord: "sweep"}
 SINGLE = (
-    "single launches: how much two launches of the same training differ is unknown, so none is called slower or "
-    "faster: give several launches of each"
+    "single launches: the spread between launches is unknown, so none is called slower or faster; give several "
+    "launches of each"
 )
 EXIT_INCONCLUSIVE = 3
 """Exit status of `scaleray compare --fail-if-slower` if there are too few launches for a verdict."""
@@ -137,7 +137,7 @@ def compared(found: Sequence[FoundRun]) -> Comparison:
     if any(v.basis not in ("", "launches") for v in verdicts):
         notes.append(SINGLE)
     if sum(v.time_ratio is not None for v in verdicts) >= MOST_BY_CHANCE:
-        notes.append("each interval holds with 95 %: of 20 equal things, one is beyond noise by chance")
+        notes.append("intervals are 95 %: of 20 equal figures, one is beyond noise by chance")
     return Comparison(
         kind, runs, differences([conditions(record) for record in records]), figures(records), verdicts, notes
     )
@@ -153,7 +153,7 @@ def _check(found: Sequence[FoundRun]) -> None:
                 one.record.name,
                 f"a {KINDS[type(one.record)]}",
                 f"{found[0].record.name} is a {KINDS[first]}",
-                "compare trainings, studies or sweeps among themselves",
+                "compare records of one kind: trainings, studies or sweeps",
             )
     places = [one.where for one in found]
     if twice := [place for number, place in enumerate(places) if place in places[:number]]:

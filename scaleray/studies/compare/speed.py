@@ -43,7 +43,7 @@ class SteadySteps:
     def described(self) -> str:
         """The number of steady steps in words, or `no step times` with the reason."""
         return (
-            f"{self.num_steps} steady steps, too few"
+            f"too few steady steps: {self.num_steps}"
             if self.step_times_s
             else "no step times: its steps.csv is missing or empty"
         )
@@ -133,7 +133,7 @@ def training_verdict(side: Side, base: Side, *, alike: Sequence[FoundRun] = ()) 
     every = [pair for one in steps for pair in one]
     for label, found in every:
         if found.num_steps < LEAST_STEPS:
-            return SpeedVerdict(mine, theirs, "step time", f"nothing can be said: {label} has {found.described()}")
+            return SpeedVerdict(mine, theirs, "step time", f"no result: {label} has {found.described()}")
     others = [found for found in map(steady_steps, alike) if found.num_steps >= LEAST_STEPS]
     sizes = {found.samples_per_step for _, found in every}
     what = "step time" if len(sizes) == 1 else "time per sample"
@@ -144,7 +144,7 @@ def training_verdict(side: Side, base: Side, *, alike: Sequence[FoundRun] = ()) 
     change = change_of_launches(*(times([found for _, found in one]) for one in steps), alike=times(others))
     caveats = [f"{label} was not steady: {found.why}" for label, found in every if found.why]
     if len({str(run.record.config.get("workload")) for _, runs in (side, base) for run in runs}) > 1:
-        caveats.append("they train other workloads")
+        caveats.append("they train different workloads")
     caveats += [f"{label} changed its number of workers" for label, found in every if found.num_world_sizes > 1]
     verdict = _verdict(mine, theirs, what, change, caveats)
     if len(sizes) > 1 or verdict.verdict == "no difference" or not (reason := _reason(side, base)):
@@ -167,7 +167,7 @@ def study_verdicts(side: Side, base: Side, *, alike: Sequence[StudyRecord] = ())
     common = [key for key in points[1][0] if all(key in one for one in every)]
     if not common:
         shown = [f"{mode} {workers}" for one in every for mode, workers in one]
-        text = f"nothing can be said: they have no mode and number of workers in common ({', '.join(shown)})"
+        text = f"no result: they have no mode and number of workers in common ({', '.join(shown)})"
         return [SpeedVerdict(mine, theirs, "step time", text)]
     more = list(map(_points, alike))
     found = []
@@ -197,7 +197,7 @@ def sweep_verdict(side: Side, base: Side, *, alike: Sequence[SweepRecord] = ()) 
     num_common = sum(all(key in one for one in every) for key in every[0])
     what = f"time per sample of {num_common} trials with the same settings"
     if change is None:
-        text = "nothing can be said: it takes at least 3 trials with a measured speed that all sweeps have"
+        text = "no result: it takes at least 3 trials that all sweeps have, with a measured speed"
         return SpeedVerdict(mine, theirs, what, text)
     return _verdict(mine, theirs, what, change, [])
 

@@ -83,8 +83,8 @@ def as_curve(
     if doubling is not None and extrapolation.is_too_wide(doubling):
         gain = in_words(doubling.gain)
         reason = (
-            f"twice the workers would give {gain} the throughput, too wide an interval to act on: "
-            f"measure {doubling.workers}"
+            f"twice the workers would give {gain} the throughput; the interval is too wide to act on: measure "
+            f"{doubling.workers}"
         )
         doubling = None
     curve = Curve(
@@ -122,7 +122,7 @@ def _check(mode: Mode, points: Sequence[Point]) -> None:
         raise UsageError(f"the {mode} curve", "no point", "a curve needs at least one measured number of workers")
     sizes = sorted(point.workers for point in points)
     if len(set(sizes)) < len(sizes):
-        raise UsageError(f"the numbers of workers of the {mode} curve", sizes, "each may occur once")
+        raise UsageError(f"the numbers of workers of the {mode} curve", sizes, "each may occur only once")
     if other := [point.mode for point in points if point.mode != mode]:
         raise UsageError(f"the points of the {mode} curve", other[0], f"all must be {mode}")
     base = min(points, key=lambda point: point.workers)

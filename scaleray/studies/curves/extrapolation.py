@@ -59,7 +59,7 @@ def refusal(points: list[CurvePoint], workers_per_node: int | None) -> str:
         return f"{span}, too little to predict another"
     if workers_per_node is not None and last.workers <= workers_per_node < 2 * last.workers:
         more = 2 * last.workers
-        why = "points within one say nothing of the network between nodes"
+        why = "points on one node do not show the network between nodes"
         return f"{more} workers would be the first to leave a node, and {why}: measure {more}"
     return ""
 
@@ -137,8 +137,7 @@ def _drop(points: list[CurvePoint]) -> str:
             if number == len(points) - 1:
                 return f"{text}: more workers are slower, and no further doubling is predicted"
             return (
-                f"{text}, which no curve explains: measure those points again, "
-                "or look at where their workers were placed"
+                f"{text}, which no curve explains: measure those points again, or check the placement of their workers"
             )
     return ""
 

@@ -20,9 +20,8 @@ WORDS = {
     "input": "the input is the limit",
     "contention": "workers getting in each other's way is the limit",
     "compute": "too little work for each worker is the limit",
-    "computing or communication": "computing and communication together are the limit, "
-    "which are not measured apart here",
-    "nothing yet": "nothing limits it yet",
+    "computing or communication": "computing and communication together are the limit; they are not measured separately here",
+    "nothing yet": "there is no limit yet",
 }
 """Values of `Curve.limit`, each with the beginning of a sentence about it."""
 

@@ -71,19 +71,19 @@ class Change:
         verdict, value = self.verdict, self.time_ratio.value
         if verdict == "no difference":
             low, high = (100 * (r - 1) for r in (self.time_ratio.low, self.time_ratio.high))
-            text = f"no difference that can be told from noise ({low:+.1f} to {high:+.1f} %{self._reservation})"
+            text = f"no difference beyond noise ({low:+.1f} to {high:+.1f} %{self._reservation})"
             if self.basis == "launches" and self.repeats is not None:
-                text += f"; {self.repeats} launches of each would tell one as large as {100 * abs(value - 1):.1f} %"
+                text += f"; {self.repeats} launches of each would show one as large as {100 * abs(value - 1):.1f} %"
             return text
         if verdict != "inconclusive":
             return f"{self._size}, beyond noise"
         if self.basis == "steps":
-            known, about = "how much two launches of the same differ is unknown", "at least"
+            known, about = "the spread between launches is unknown", "at least"
         else:
             spread = f"{100 * (self.spread or 0):.2g} %"
             known, about = f"one side is a single launch, and launches of the other differ by {spread}", "about"
         needed = f"{about} {self.repeats}" if self.repeats else f"more than {MOST_REPEATS}"
-        return f"inconclusive: {self._size}, but {known}; {needed} launches of each would tell"
+        return f"inconclusive: {self._size}, but {known}; {needed} launches of each would decide"
 
     @property
     def _size(self) -> str:
@@ -101,7 +101,7 @@ class Change:
         return {
             "launches": "",
             "one side's launches": " if both spread alike",
-            "steps": " by the noise of steps alone",
+            "steps": " from the noise of steps alone",
         }[self.basis]
 
 

@@ -68,7 +68,7 @@ def steady_state(step_times_s: Sequence[float]) -> SteadyState:
     rest = times[first:]
     if len(rest) < LEAST_STEPS:
         return SteadyState(
-            first, False, 0.0, f"{len(rest)} steps after the warm-up are too few to tell, {LEAST_STEPS} would do"
+            first, False, 0.0, f"{len(rest)} steps after the warm-up are too few; {LEAST_STEPS} are needed"
         )
     drift, chance = _drift(rest)
     if not is_settled:

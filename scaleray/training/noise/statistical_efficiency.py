@@ -122,7 +122,7 @@ def fit_throughput(measured: Sequence[MeasuredStep], *, workers: int = 1) -> Thr
     from scipy.optimize import least_squares, nnls
 
     if not measured:
-        raise ConfigError("the throughput model", 0, "it needs a measured step time at one batch size at least")
+        raise ConfigError.problem("The throughput model", "needs a measured step time at one batch size or more")
     times = np.array([m.step_time_s for m in measured])
     rows = np.array([m.batch_size / workers for m in measured])
     passes = np.array([share / min(m.micro_size or share, share) for m, share in zip(measured, rows, strict=True)])

@@ -24,12 +24,12 @@ def model_blocks(workload: Any, model: nn.Module, *, wanted_by: str) -> list[nn.
     """Blocks of the workload's `blocks`, in its order. Raises WorkloadError, naming `wanted_by`, if there are none."""
     method = getattr(workload, "blocks", None)
     found = call_user_code(lambda: method(model), what="blocks()", doing="naming the blocks") if method else None
-    hint = "add blocks(self, model) to the workload, which returns the repeated parts, such as model.blocks"
+    hint = "add blocks(self, model) to the workload: it returns the repeated parts, such as model.blocks"
     if found is None:
-        raise WorkloadError("blocks()", None, f"{wanted_by} works on the blocks of the model", hint)
+        raise WorkloadError("blocks()", None, f"{wanted_by} applies to the model's blocks", hint)
     blocks = list(found)
     if not blocks:
-        raise WorkloadError("blocks()", "empty", f"{wanted_by} works on the blocks of the model", hint)
+        raise WorkloadError("blocks()", "empty", f"{wanted_by} applies to the model's blocks", hint)
     inside = set(map(id, model.modules()))
     for block in blocks:
         if not isinstance(block, nn.Module) or id(block) not in inside:

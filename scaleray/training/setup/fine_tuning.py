@@ -65,8 +65,8 @@ def adapt(model: nn.Module, settings: FineTuningSettings) -> None:
             raise WorkloadError(
                 "fine_tuning.freeze",
                 beginning,
-                "no parameter's name begins so",
-                f"there are: {_shortened(sorted({n for n, _ in model.named_children()}))}",
+                "no parameter name starts with this",
+                f"names are: {_shortened(sorted({n for n, _ in model.named_children()}))}",
             )
         for parameter in found:
             parameter.requires_grad_(False)

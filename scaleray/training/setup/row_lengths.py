@@ -43,13 +43,13 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
         return
     if config.shares.by != "equal":
         raise ConfigError(
-            "shares.by", config.shares.by, "steps of tokens have a varying number of rows", "use equal shares"
+            "shares.by", config.shares.by, "with batch.unit tokens, steps vary in rows", "use equal shares"
         )
     if config.strategy.name == "pipeline":
         raise ConfigError(
             "batch.unit",
             "tokens",
-            "under pipeline every step has the same micro-batches, and steps of tokens vary in their rows",
+            "pipeline needs the same micro-batches in every step, but steps of tokens vary in rows",
             "count in samples, or use ddp, fsdp or zero1",
         )
     memory = config.memory
@@ -60,14 +60,14 @@ def check_row_lengths(config: RunConfig, train: Split) -> None:
         raise ConfigError(
             key,
             value,
-            "batch.micro_size counts tokens here, and other sizes are tried in rows",
-            "leave batch.micro_size out: a worker's share is then cut by rows, or leave this out",
+            "batch.micro_size counts tokens here, but the search tries numbers of rows",
+            f"leave out batch.micro_size, to cut a worker's share by rows, or {key}",
         )
     if config.batch.drop_last:
         raise ConfigError(
             "batch.drop_last",
             True,
-            "steps of tokens have no partial batch to drop: all have about as many",
+            "with batch.unit tokens there is no partial batch to drop: steps have about the same size",
             "leave it out",
         )
 

@@ -245,10 +245,10 @@ def test_what_cannot_be_submitted_is_refused_here_with_one_message(project, caps
 
 
 def test_clusters_have_names_in_a_file_of_the_users_own(project, monkeypatch):
-    with pytest.raises(ConfigError, match="there is no cluster to submit to"):
+    with pytest.raises(ConfigError, match="no cluster is configured"):
         cluster_of(None)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.9:6379")  # of a cluster that is joined
-    with pytest.raises(ConfigError, match="there is no cluster to submit to"):
+    with pytest.raises(ConfigError, match="no cluster is configured"):
         cluster_of(None)
     monkeypatch.setenv("RAY_ADDRESS", "http://10.0.0.9:8265/")
     assert cluster_of(None).url == "http://10.0.0.9:8265"

@@ -77,7 +77,7 @@ def test_a_model_that_fits_nowhere_says_what_would_help():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"global_batch": 7}, "32 can be divided"),
+        ({"global_batch": 7}, "32 divide evenly"),
         ({"global_batch": 0}, "at least 1"),
         ({"strategies": ("magic",)}, "ddp, zero1"),
         ({"model": of_size("speech", 1e7)}, "--step-time"),
@@ -286,4 +286,4 @@ def test_an_efficiency_over_one_would_be_named_with_its_cause_and_not_be_cut():
     )
     point = CurvePoint(32, better, Estimate(1.0, 1.0, 1.0), 1.25)
     (remark,) = remarks_on([point], lone)
-    assert "over 100 % on 32 GPUs" in remark and "compute fewer activations twice" in remark
+    assert "over 100 % on 32 GPUs" in remark and "recompute fewer activations" in remark

@@ -59,7 +59,7 @@ def test_what_the_teams_machines_take_longer_is_found_and_confirmed_by_studies_l
     assert found.is_used and found.is_of_model
     assert found.before.median > 0.25 and found.after.median < 0.05
     assert "learned from 15 points in 3 studies of this model" in found.lines()[0]
-    assert "by data sheets" in found.lines()[1] and "each study by the others" in found.lines()[1]
+    assert "by data sheets" in found.lines()[1] and "each study from the others" in found.lines()[1]
 
 
 def test_communication_is_learned_where_steps_show_it():
@@ -74,15 +74,15 @@ def test_what_predicts_no_better_than_data_sheets_is_said_and_not_used():
     used = [lesson(team(Measured(), noise=0.02, studies=2, seed=seed)) for seed in range(8)]
     assert not all(found.is_used for found in used)
     refused = next(found for found in used if not found.is_used)
-    assert "not used, as it predicts no better" in refused.lines()[0]
+    assert "not used: predictions did not improve" in refused.lines()[0]
     assert refused.after.median >= refused.before.median
 
 
 def test_one_study_is_judged_point_by_point_and_one_point_teaches_nothing():
     alone = lesson(team(studies=1))
-    assert alone.is_used and "each point by the others of one study" in alone.lines()[1]
+    assert alone.is_used and "each point from the others of its study" in alone.lines()[1]
     single = lesson(team(studies=1, sizes=(4,)))
-    assert not single.is_used and single.after is None and "at least two are needed" in single.lines()[0]
+    assert not single.is_used and single.after is None and "it takes at least two" in single.lines()[0]
 
 
 def test_the_models_own_points_are_preferred_and_others_teach_where_there_are_none():
@@ -94,9 +94,9 @@ def test_the_models_own_points_are_preferred_and_others_teach_where_there_are_no
 
 
 def test_points_on_another_gpu_teach_nothing_of_this_one():
-    with pytest.raises(UsageError, match="points on a100-80: the plan is for h100"):
+    with pytest.raises(UsageError, match="--learn found points on a100-80 only, but the plan is for h100"):
         lesson(team(gpu="a100-80"))
-    with pytest.raises(UsageError, match=r"points on nothing(?s:.*)left out: curve: the fan was off"):
+    with pytest.raises(UsageError, match=r"found no points(?s:.*)left out: curve: the fan was off"):
         lesson(TeamPoints((), {}, ("curve: the fan was off",)))
 
 
@@ -117,7 +117,7 @@ def test_a_study_teaches_by_each_of_its_points_and_what_does_not_count_is_named(
     assert found.points[0].step_time_s == pytest.approx(0.24) and list(found.models) == [model_key(a_study().config)]
     assert points_of([a_study(), a_study()]).points == found.points
     uncounted = points_of([a_study(model_profile=None)])
-    assert not uncounted.points and "they were not counted" in uncounted.skipped[0]
+    assert not uncounted.points and "operations were not counted" in uncounted.skipped[0]
     compressed = points_of([a_study(config={**a_study().config, "compression": {"name": "topk"}})])
     assert not compressed.points and "compression.name" in compressed.skipped[0]
     curve = study_examples.curve("strong", [1, 2], marks=("emulated",))

@@ -161,7 +161,7 @@ def test_a_model_of_which_only_the_size_is_known_says_so_everywhere(capsys, tmp_
     words = ["plan", "--model", "gpt-350m", "--cluster", "h100:8", "--global-batch", "64", "--strategies", "ddp"]
     code, out, err = run(capsys, *words, "--html", str(tmp_path / "plan.html"), "--json")
     record = json.loads(out)
-    said = "the model is only known by its size"
+    said = "only the model's size is known"
     assert code == 0 and said in err and said in (tmp_path / "plan.html").read_text()
     assert (
         any(said in note for note in record["assumed"])

@@ -172,12 +172,12 @@ def test_arrows_of_ranks_with_clocks_apart_go_from_the_rank_that_really_came_fir
 
 
 def test_a_trace_of_another_rank_count_is_refused():
-    with pytest.raises(TraceError, match=r"the number of ranks in rank1.json is 8: rank0.json is of a run with 2"):
+    with pytest.raises(TraceError, match=r"the number of ranks in rank1.json is 8: rank0.json is from a run with 2"):
         report(gpu_step(0), gpu_step(1, world_size=8))
 
 
 def test_a_trace_of_another_torch_is_refused():
-    with pytest.raises(TraceError, match=r"the torch of rank1.json is '2.9.1': rank0.json is of torch 2.13.0"):
+    with pytest.raises(TraceError, match=r"rank1.json is from torch 2.9.1 but rank0.json from 2.13.0"):
         report(gpu_step(0), gpu_step(1, torch="2.9.1"))
 
 

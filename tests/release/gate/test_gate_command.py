@@ -251,7 +251,7 @@ def test_a_study_alone_is_asked_for_scaling_and_equality_and_the_others_are_name
     assert record.gates[1].command == f"scaleray gate {study} --gates scaling"
     assert gate(study, gates="scaling", json=True) == 3
     assert json.loads(capsys.readouterr().out)["gates"][0]["gate"] == "scaling"
-    with pytest.raises(UsageError, match="of a study the gates are equality and scaling"):
+    with pytest.raises(UsageError, match="studies support only the gates equality and scaling"):
         judge(study, gates=["operations"])
     with pytest.raises(UsageError, match="a study has no baseline"):
         judge(study, against=[study])

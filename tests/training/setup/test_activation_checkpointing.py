@@ -126,7 +126,7 @@ class NamesOneTwice(Blocks):
 
 @pytest.mark.parametrize(
     ("workload", "says"),
-    [(Classify, "works on the blocks"), (NamesStrangers, "part of the model"), (NamesOneTwice, "named once")],
+    [(Classify, "applies to the model's blocks"), (NamesStrangers, "part of the model"), (NamesOneTwice, "named once")],
 )
 def test_a_workload_without_usable_blocks_is_refused(workload, says):
     with pytest.raises(WorkloadError, match=says):

@@ -235,12 +235,12 @@ def test_verify_finds_steps_of_tokens_equal_on_two_workers(gloo):
     ("flags", "words"),
     [
         ({"scale.workers": {"min": 1, "max": 2}}, "the order by length is that of one global batch"),
-        ({"shares.by": "speed", "scale.workers": 2}, "steps of tokens have a varying number of rows"),
+        ({"shares.by": "speed", "scale.workers": 2}, "steps vary in rows"),
         ({"data.shuffle": False}, "keeps the order of the file"),
         ({"batch.drop_last": True}, "no partial batch to drop"),
         ({"batch.global_size": 7}, "the longest row has 8, so some steps would get no row"),
         ({"batch.micro_size": 7}, "counts tokens, as batch.unit says, and the longest row has 8"),
-        ({"batch.micro_size": 9, "memory.on_out_of_memory": "halve"}, "other sizes are tried in rows"),
+        ({"batch.micro_size": 9, "memory.on_out_of_memory": "halve"}, "the search tries numbers of rows"),
     ],
 )
 def test_what_steps_of_tokens_cannot_be_combined_with_is_refused_by_name(flags, words):
