@@ -60,7 +60,7 @@ class Delivery:
         try:
             self._waiting.put_nowait((alert, body))
         except queue.Full:
-            self._fail(alert, f"{MOST_WAITING} others wait already")
+            self._fail(alert, f"{MOST_WAITING} others are already waiting")
 
     def close(self, wait_s: float) -> None:
         """Deliver the waiting alerts, for so long; receivers that do not answer by then are not waited for."""
@@ -97,7 +97,7 @@ class Delivery:
 
     def _fail(self, alert: str, problem: str) -> None:
         if not self._has_failed:
-            self.say(f"{self.name} did not take the alert {alert}: {problem}; alerts.jsonl in the run's folder has it")
+            self.say(f"{self.name} rejected the alert {alert}: {problem}; alerts.jsonl in the run's folder has it")
         self._has_failed = True
 
 
@@ -116,7 +116,7 @@ def to_webhook(address: str, *, timeout_s: float) -> Callable[[bytes], None]:
                 raise NotTaken(f"no answer within {timeout_s:g} s") from None
             # once connected, the kind alone: other texts may have the address
             why = type(exc.cause).__name__ if exc.was_connected else _why(exc.cause)
-            raise NotTaken(f"not to be reached ({why})") from None
+            raise NotTaken(f"cannot be reached ({why})") from None
 
     return send
 

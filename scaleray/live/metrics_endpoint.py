@@ -96,6 +96,6 @@ def chosen_port(port: int | None) -> int | None:
 
 def not_to_be_had(port: int, problem: OSError) -> ConfigError:
     """Message on a port that cannot be used."""
-    why = {errno.EADDRINUSE: "another program listens there", errno.EACCES: "this user may not listen there"}
+    why = {errno.EADDRINUSE: "another program listens on it", errno.EACCES: "this user may not listen on it"}
     want = f"{why.get(problem.errno or 0, problem.strerror)} on {HOST}"
-    return ConfigError(KEY, port, want, "0 takes any free port and says which; another run may have this one")
+    return ConfigError(KEY, port, want, "0 takes any free port and prints it; another run may use this one")

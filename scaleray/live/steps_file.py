@@ -210,8 +210,8 @@ def parse(content: bytes) -> tuple[dict[int, str], str]:
         is_in_order = is_in_order and step >= last
         last = step
         rows.setdefault(step, row)
-    problems = [f"{num_unreadable} lines are no steps"] if num_unreadable else []
-    problems += [f"{num_again} steps are there again"] if num_again else []
+    problems = [f"{num_unreadable} lines are not steps"] if num_unreadable else []
+    problems += [f"{num_again} steps are repeated"] if num_again else []
     problems += [] if is_in_order else ["the steps are not in order"]
     return rows, ", ".join(problems)
 

@@ -25,12 +25,12 @@ BY_OUTPUT = ("scatter",)
 class Kind(StrEnum):
     """Kind of the fault."""
 
-    ABSENT = "a rank did not come"
+    ABSENT = "a rank did not arrive"
     OTHER_CALL = "another collective"
     OTHER_SIZE = "other sizes"
     OTHER_TYPE = "another dtype"
     CIRCLE = "ranks wait for each other in two groups"
-    UNFINISHED = "all ranks came, and it does not end"
+    UNFINISHED = "all ranks arrived, but it does not end"
 
 
 @dataclass(frozen=True)
@@ -209,18 +209,18 @@ def _order_hint(usual: Mapping[int, Call], odd: Mapping[int, Call], number: int,
     comes_next = after is not None and _signature(after) == _signature(there)
     comes_later = after_there is not None and _signature(after_there) == _signature(here)
     if comes_next and comes_later:
-        return f"rank {rank} calls the two in the other order"
+        return f"rank {rank} calls the two in reverse order"
     if comes_next:
-        return f"rank {rank} has left out {here}{called_from(here)}"
+        return f"rank {rank} skipped {here}{called_from(here)}"
     if comes_later:
-        return f"rank {rank} calls {there}{called_from(there)} before it, which the others do not"
+        return f"rank {rank} calls {there}{called_from(there)} before it; the others do not"
     if here.operation == there.operation and _places(here) == _places(there):
         return ""
     for before in sorted((n for n in usual if n < number and n + 1 in usual), reverse=True):
         if _signature(usual[before]) == _signature(here) and _signature(usual[before + 1]) == _signature(there):
             return (
-                f"before, {there} came right after {here} on all ranks: rank {rank} has left that one out, or calls "
-                "the two in the other order"
+                f"before, {there} came right after {here} on all ranks: rank {rank} skipped that one, or calls the "
+                f"two in reverse order"
             )
     return ""
 
@@ -234,7 +234,7 @@ def _skip_hint(table: _Calls, absent: int, present: int) -> str:
             continue
         after = has.get(number + 1)
         if after is not None and _places(after) == _places(ours):
-            return f"rank {absent} has left out number {number}, which the others called{called_from(theirs)}"
+            return f"rank {absent} skipped number {number}, which the others called{called_from(theirs)}"
         return ""
     return ""
 

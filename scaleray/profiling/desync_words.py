@@ -17,7 +17,7 @@ def in_words(found: Desync, dumps: Mapping[int, RankDump], *, most_lines: int = 
     said += standing({rank: dumps[rank] for rank in found.group.ranks if rank in dumps}, most_lines=most_lines)
     silent = [rank for rank in found.group.ranks if rank not in dumps]
     if silent:
-        said.append(f"{ranks(silent)} left no word")
+        said.append(f"{ranks(silent)} left no record")
     return "\n  ".join(said)
 
 
@@ -41,13 +41,13 @@ def _sentence(found: Desync) -> str:
         for rank, call in sorted(found.calls.items()):
             kinds.setdefault(f"{call}{called_from(call)}", []).append(rank)
         calls = " and ".join(f"{call} on {ranks(own)}" for call, own in kinds.items())
-        more = f"; {ranks(found.missing)} did not come, or left no word" if found.missing else ""
+        more = f"; {ranks(found.missing)} did not arrive, or left no record" if found.missing else ""
         return f"{what} differs ({found.kind}): {calls}{more}"
     verb = "waits" if len(found.waiting) == 1 else "wait"
     wait = f"{ranks(found.waiting)} {verb} in {what}, {found.call}{called_from(found.call)}"
     if found.kind == Kind.UNFINISHED:
-        return f"{wait}: all ranks came to it and it does not end, so look at the network between them"
-    text = f"{wait}: {ranks(found.missing)} did not come"
+        return f"{wait}: all ranks reached it but it does not end: check the network between them"
+    text = f"{wait}: {ranks(found.missing)} did not arrive"
     if found.and_then is not None:
         text += f", since {_sentence(found.and_then)}"
     return text

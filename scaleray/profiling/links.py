@@ -91,11 +91,11 @@ def why_not(rows: Sequence[LinkRow], num_ranks: int) -> str:
     """Why no link is named."""
     if num_ranks < 3:
         carries = f"; it carries {_rate(min(row.bytes_per_s for row in rows))}" if rows else ""
-        return f"two ranks have one, and nothing to hold it against{carries}"
+        return f"two ranks have one link, with no other to compare{carries}"
     if not rows:
         return (
-            "a run measures its pairs of ranks while the alert slow_link holds, and says so in an event; "
-            "scaleray profile -c FILE does it after its steps"
+            "a run measures its pairs of ranks while the alert slow_link fires, and logs an event; scaleray profile "
+            "-c FILE measures them after its steps"
         )
     rates = [row.bytes_per_s for row in rows]
-    return f"none more than the others, which carry {_rate(min(rates))} to {_rate(max(rates))}"
+    return f"none slower than the others, which carry {_rate(min(rates))} to {_rate(max(rates))}"

@@ -34,7 +34,7 @@ def show_gates(console: Console, record: GateRecord) -> None:
 def _more(check: Check) -> str:
     parts = []
     if check.power is not None and check.answer != "fail":
-        parts.append(f"as good a model passes with a probability of {check.power:.0%}")
+        parts.append(f"an equally good model passes with a probability of {check.power:.0%}")
     if check.runs_needed is not None and check.answer != "fail":
         likely = "90 % take" if check.power is not None else "it takes"
         parts.append(f"{likely} {check.runs_needed} {check.needed_of}")

@@ -28,7 +28,7 @@ class GridComparison:
     samples_share: float
 
     def __str__(self) -> str:
-        below = "missed the target" if math.isinf(self.loss) else f"lies {self.loss:.1%} below its best"
+        below = "missed the target" if math.isinf(self.loss) else f"is {self.loss:.1%} below its best"
         return (
             f"Against the grid: batch {self.chosen[0]} (rule {self.chosen[1]}) {below}, "
             f"batch {self.best[0]} (rule {self.best[1]}), "
@@ -46,7 +46,7 @@ def compare_with_grid(guided: SweepRecord, grid: SweepRecord) -> GridComparison:
     ):
         if ours != theirs:
             raise ConfigError(
-                "--against-grid", grid.name, f"{what} is {theirs} there and {ours} here", "compare like with like"
+                "--against-grid", grid.name, f"{what} is {theirs} there and {ours} here", "give a grid like it"
             )
     times = _times_to_target(grid.trials)
     own = _times_to_target(guided.trials)

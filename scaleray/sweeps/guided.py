@@ -46,10 +46,7 @@ def check_guided(base: RunConfig, question: SweepQuestion) -> None:
         )
     if question.scheduler != "fifo":
         raise ConfigError(
-            "--scheduler",
-            question.scheduler,
-            "trials that are stopped early say nothing of the way to the target",
-            "leave it out",
+            "--scheduler", question.scheduler, "trials stopped early do not show the way to the target", "leave it out"
         )
     if question.num_trials is not None:
         raise ConfigError(
@@ -100,8 +97,8 @@ class GuidedTrials:
         if outlook is None:
             spent = self.guide.spent(record.trials)
             text = (
-                f"Guided: neither of the first trainings reached {record.target} ({spent:,} samples), "
-                "so that nothing can be predicted. "
+                f"Guided: neither of the first trainings reached {record.target} ({spent:,} samples), so nothing can "
+                f"be predicted. "
                 "Set a target that the reference batch reaches, or lengthen stop.after."
             )
             return dataclasses.replace(record, words=[text, *record.words])
@@ -221,8 +218,8 @@ def _words(guide: Guide, outlook: Outlook, record: SweepRecord) -> list[str]:
     far = [str(p.batch_size) for p in outlook.points if not p.is_trusted]
     if far:
         found.append(
-            f"Goodput at batch {', '.join(far)} is a guess: "
-            "noise was not measured within 4 times of it, and grows with the batch."
+            f"Goodput at batch {', '.join(far)} is a guess: noise grows with the batch and was not measured within 4 "
+            f"times of it."
         )
     return found
 

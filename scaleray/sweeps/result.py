@@ -80,7 +80,7 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
     found: list[str] = []
     if record.target is not None and not has_own_target:
         found.append(
-            f"No target was given, so that trials are compared at {record.target}, which half of them reached; "
+            f"No target was given, so trials are compared at {record.target}, which half of them reached; "
             "stop.at gives one."
         )
     tried = settings(record)
@@ -188,8 +188,8 @@ def _resolution(record: SweepRecord, reached: list[Setting]) -> list[str]:
         return []
     share = statistics.median(apart) / way
     return [
-        f"Evaluations are {statistics.median(apart):,.0f} samples apart, {share:.0%} of the median way to the target: "
-        "samples and times to it are no finer than that, and closer ones (evaluation.every) tell settings apart."
+        f"Evaluations are {statistics.median(apart):,.0f} samples apart, {share:.0%} of the median way to the "
+        f"target. Samples and times to it are no finer; evaluate more often (evaluation.every) to tell settings apart."
     ]
 
 
@@ -209,29 +209,29 @@ def _knee_in_words(knee: Knee) -> str:
     sizes = f"{knee.smallest} to {knee.largest}"
     if knee.where == "within":
         return (
-            f"The knee is at a batch of about {knee.batch_size:,.0f}: there steps and samples to the target are both "
-            "twice their least; larger batches save few steps more, smaller ones few samples."
+            f"The knee is at a batch of about {knee.batch_size:,.0f}: there, steps and samples to the target are "
+            f"both twice their minimum; larger batches save few steps, smaller ones few samples."
         )
     if knee.where == "above":
         return (
-            f"The knee lies above {sizes}: every doubling so far nearly halves the steps, "
-            "and larger batches are worth a try."
+            f"The knee lies above {sizes}: each doubling so far nearly halves the steps; larger batches are worth a "
+            f"try."
         )
-    return f"The knee lies below {sizes}: already the smallest batch pays twice the samples that the target needs."
+    return f"The knee lies below {sizes}: even the smallest batch takes twice the samples that the target needs."
 
 
 def _rule_in_words(record: SweepRecord, found: RuleRange, knee: Knee | None, reference: int) -> str:
     if found.missed_at is None and found.stopped_at is None:
         held = f"held at every batch size tried, up to {found.held_up_to}" if found.held_up_to else "was not tried"
     elif found.held_up_to is None:
-        held = f"missed the target at {found.missed_at} already, the smallest batch tried from the reference on"
+        held = f"missed the target at {found.missed_at}, the smallest batch tried from the reference up"
     else:
         held = f"held up to {found.held_up_to} and missed the target at {found.missed_at}"
     if found.stopped_at is not None:
         start = f"held up to {found.held_up_to}; " if found.held_up_to else ""
-        held = f"{start}at {found.stopped_at} the scheduler stopped its trials before they could tell"
+        held = f"{start}at {found.stopped_at} the scheduler stopped its trials too early to tell"
     if found.refused_at is not None:
-        held += f"; from {found.refused_at} on it does not exist"
+        held += f"; it does not exist from {found.refused_at} up"
     return f"Rule {found.rule} {held}. In theory {theory(record, found.rule, knee, reference)}."
 
 
@@ -269,7 +269,7 @@ def _shared(record: SweepRecord) -> list[str]:
     )
     shown = "; ".join(list(names)[:MOST_SHARED])
     more = f"; and {len(names) - MOST_SHARED} more" if len(names) > MOST_SHARED else ""
-    return [f"Some rules are one training, which ran once and counts for each of them: {shown}{more}."]
+    return [f"Some rules give the same training, which ran once and counts for each: {shown}{more}."]
 
 
 def _problems(record: SweepRecord) -> list[str]:

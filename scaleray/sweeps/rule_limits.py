@@ -42,7 +42,7 @@ def _ending(limit: RuleRange) -> str:
     if limit.missed_at is not None:
         found.append(f"missed the target at {limit.missed_at}")
     if limit.stopped_at is not None:
-        found.append(f"stopped by the scheduler at {limit.stopped_at}, before it could be told")
+        found.append(f"stopped by the scheduler at {limit.stopped_at}, too early to tell")
     if limit.refused_at is not None:
-        found.append(f"does not exist from {limit.refused_at} on")
-    return "; ".join(found) or "nothing up to the largest batch tried"
+        found.append(f"does not exist from {limit.refused_at} up")
+    return "; ".join(found) or "held up to the largest batch tried"

@@ -140,7 +140,7 @@ class RunningSweep(Campaign):
         if all_failed:
             cause, number = common_causes(started)[0]
             raise RunFailedError(
-                f"all {len(started)} trials failed, {number} of them like this: {cause}\n"
+                f"all {len(started)} trials failed, {number} of them with: {cause}\n"
                 f"  the record: {record.folder}/record.json"
             )
         return record
@@ -171,7 +171,7 @@ class RunningSweep(Campaign):
             self._keep(make_trial(self.plan, number, settings, status=NOT_STARTED, error=reason), is_said=False)
         if len(done) < left * seeds:
             if searcher.left > 0 and not searcher.has_running:
-                self.say(f"the space gave {len(done)} trials that can run")
+                self.say(f"the search space has {len(done)} trials that can run")
                 return
             raise KeyboardInterrupt
 
@@ -234,17 +234,15 @@ class RunningSweep(Campaign):
             f"judged by {plan.metric} ({plan.direction})"
         )
         if question.guided_share is not None:
-            self.say(
-                f"  guided: of these, those that are worth it, for at most {question.guided_share:.0%} of their samples"
-            )
+            self.say(f"  guided: runs only the useful ones, for at most {question.guided_share:.0%} of their samples")
         if self.same.num_shared:
             self.say(
                 f"  {self.same.num_shared} of them {'is' if self.same.num_shared == 1 else 'are'} "
-                "the same training as another, such as under every rule at the reference batch: "
-                "each training runs once and counts for all"
+                "the same training as another, for example under every rule at the reference batch; each training "
+                "runs once and counts for all"
             )
         if fit > 1:
-            self.say("  concurrent trials share the machine: their times compare with each other, not with a run alone")
+            self.say("  concurrent trials share the machine: compare times with each other, not with a single run")
         causes = Counter(reason.splitlines()[0] for _, reason in self.asked.refused)
         for cause, number in causes.most_common(MAX_SHOWN):
             self.say(f"  not started: {quantity(number, 'combination')}, as {cause}")
@@ -255,7 +253,7 @@ class RunningSweep(Campaign):
             and asked * question.space.num_seeds > len(plan.candidates)
         ):
             num = len(plan.candidates) // question.space.num_seeds
-            self.say(f"  --trials is {asked}; there are {num} combinations that can run, and each runs once")
+            self.say(f"  --trials is {asked}; only {num} combinations can run, each once")
 
     def _record(self) -> SweepRecord:
         plan, config = self.plan, self.plan.base

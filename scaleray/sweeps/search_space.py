@@ -79,7 +79,7 @@ class Space:
             raise ConfigError(
                 "the search space",
                 f"{total} combinations",
-                f"at most {MOST_COMBINATIONS} can be looked at",
+                f"at most {MOST_COMBINATIONS} can be checked",
                 "vary fewer keys, or give fewer values",
             )
         return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
@@ -194,7 +194,7 @@ def parse_names(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ..
     names = _parse_list(option, text, str, f"there are {', '.join(allowed)}")
     unknown = [name for name in names if name not in allowed]
     if unknown:
-        raise ConfigError(option, unknown[0], "it is not known", f"there are {', '.join(allowed)}")
+        raise ConfigError(option, unknown[0], "it is unknown", f"there are {', '.join(allowed)}")
     return names
 
 

@@ -84,7 +84,7 @@ def sweep(
         question = question_of(config, options=options)
     check_started_once(say)
     if continue_folder is not None and (finished := finished_record(absolute_path(continue_folder))) is not None:
-        say(f"sweep {finished.name} is finished already; nothing is left to do")
+        say(f"sweep {finished.name} has already finished; nothing to do")
         return finished
     started_at = steady_time()
     folder: RunFolder | None = None

@@ -81,10 +81,10 @@ def to_target(record: SweepRecord, what: str) -> Drawing:
         else "The lowest point is the fastest batch size."
     )
     meeting = sorted({b for found in by_batch.values() for b, s in found.items() if s.one_training_with})
-    shared = f" At batch {', '.join(map(str, meeting))} rules are one training, which ran once." if meeting else ""
+    shared = f" At batch {', '.join(map(str, meeting))} rules give one training, which ran once." if meeting else ""
     caption = (
         f"The best learning rate of each rule at each batch size; small dots are single seeds. {reading}{shared} "
-        "A line ends where the target is missed."
+        "A line ends if the target is missed."
     )
     return draw(f"target-{what}", f"{what.capitalize()} to target", caption, paint, marks=record.marks)
 
@@ -123,15 +123,15 @@ def curves(record: SweepRecord, against: str) -> Drawing:
         drawing.legend_beside(ax, "batch size")
 
     left = (
-        f" {len(chosen)} of {len(with_curve)} trials are drawn: "
-        "the best of each rule and batch size, then evenly over the rest."
+        f" {len(chosen)} of {len(with_curve)} trials are drawn: the best of each rule and batch size, then an even "
+        f"selection."
         if len(chosen) < len(with_curve)
         else ""
     )
     return draw(
         f"curves-{against}",
         f"{record.metric} against {against}",
-        f"A line for each trial, coloured by its batch size.{left}",
+        f"One line for each trial, coloured by batch size.{left}",
         paint,
         marks=record.marks,
     )
@@ -170,7 +170,7 @@ def goodput(record: SweepRecord) -> Drawing:
         drawing.label_ends(ax, ends)
 
     unsure = (
-        " Cross: further than 4 times from a measured batch size, not to be trusted."
+        " Cross: further than 4 times from a measured batch size; do not rely on it."
         if not all(p.is_trusted for p in points)
         else ""
     )
@@ -243,9 +243,9 @@ def noise(record: SweepRecord) -> Drawing:
         drawing.legend_beside(ax, "batch size")
 
     left = f" {len(shown)} of {len(measured)} trials are drawn." if len(shown) < len(measured) else ""
-    bars = " Bars: 95% intervals; those that reach the frame go on." if ends else ""
-    open_ = " A bar without a dot: larger than could be resolved." if any(not t.noise_scale for t in shown) else ""
-    caption = f"A dot for each trial at its end. Batches far below the noise scale waste no samples.{bars}{open_}{left}"
+    bars = " Bars: 95% intervals; those that reach the frame extend beyond it." if ends else ""
+    open_ = " A bar without a dot: too large to resolve." if any(not t.noise_scale for t in shown) else ""
+    caption = f"One dot per trial at its end. Batches far below the noise scale waste no samples.{bars}{open_}{left}"
     return draw("noise-scale", "Gradient noise scale", caption, paint, marks=record.marks)
 
 

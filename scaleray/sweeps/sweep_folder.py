@@ -119,7 +119,7 @@ def read_asked(path: str) -> AskedSweep:
     except (OSError, ValueError) as exc:
         raise ConfigError("--continue", file, f"it cannot be read: {exc}") from exc
     if values.pop("format", None) != FORMAT:
-        raise ConfigError("--continue", file, "another version of scaleray wrote it", "continue it with that one")
+        raise ConfigError("--continue", file, "another version of scaleray wrote it", "continue with that version")
     try:
         rates = values["question"]["space"]["learning_rates"]
         space = {
@@ -131,4 +131,4 @@ def read_asked(path: str) -> AskedSweep:
         refused = [(settings, reason) for settings, reason in values["refused"]]
         return AskedSweep(**{**values, "question": question, "refused": refused})
     except (KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise ConfigError("--continue", file, f"it is not what a sweep wrote: {exc}") from exc
+        raise ConfigError("--continue", file, f"it was not written by a sweep: {exc}") from exc

@@ -220,9 +220,9 @@ def _signs(marks: _Marks, rules: Sequence[str]) -> list[str]:
     if marks.failed:
         signs.append("cross: failed or diverged")
     if any(ended_at(marks.limits.get(r)) for r in rules):
-        signs.append("shaded: from the first batch size on at which the rule missed the target")
+        signs.append("shaded: from the first batch size at which the rule missed the target")
     if marks.knee is not None:
         signs.append(f"dotted: the critical batch size of these trials, about {marks.knee.batch_size:,.0f}")
     if any(s.one_training_with for s in marks.found if s.rule in rules):
-        signs.append("white centre: one training with another rule, which ran once and stands under both")
+        signs.append("white centre: the same training as under another rule, run once and shown under both")
     return signs

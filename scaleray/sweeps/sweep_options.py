@@ -59,5 +59,5 @@ class SweepOptions:
             if number is not None and number < 1:
                 raise ConfigError(option, number, "it must be at least 1")
         if self.against_grid is not None and not self.guided and self.continue_ is None:
-            allowed = "only a guided sweep makes a choice to judge"
+            allowed = "only a guided sweep makes a choice to compare"
             raise ConfigError("--against-grid", self.against_grid, allowed, "add --guided")

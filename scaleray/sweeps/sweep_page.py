@@ -123,10 +123,10 @@ def _outcomes(record: SweepRecord) -> Table:
     rows = [(status, str(n)) for status, n in Counter(t.status for t in record.trials).most_common()]
     rows += [("scheduler", record.scheduler), ("search", record.search), ("target", record.target or "none")]
     if shared := len(record.trials) - len(trained(record)):
-        rows.append(("counted, as the same training as another", str(shared)))
+        rows.append(("counted: the same training as another", str(shared)))
     time_s = sum(t.training_time_s for t in trained(record))
     total_s = sum(t.total_time_s for t in record.trials)
-    rows.append(("training, of the time with workers", f"{seconds(time_s)} of {seconds(total_s)}"))
+    rows.append(("training, share of the time with workers", f"{seconds(time_s)} of {seconds(total_s)}"))
     return Table("How the trials ended", ("", "trials"), tuple(rows))
 
 

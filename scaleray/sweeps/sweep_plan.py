@@ -198,7 +198,7 @@ def _metric(base: RunConfig, question: SweepQuestion, splits: Mapping[str, Split
     evaluated = [name for name in splits if name not in (TRAIN, base.evaluation.only_at_end)]
     if not evaluated:
         raise ConfigError(
-            "evaluation.test", "at_end", "trials are compared by it: there is no other split", "leave it out"
+            "evaluation.test", "at_end", "trials are compared by this split, as there is no other", "leave it out"
         )
     text = text or base.checkpoint.best or f"{evaluated[0]}/loss min"
     metric, _, direction = text.strip().partition(" ")
@@ -206,7 +206,7 @@ def _metric(base: RunConfig, question: SweepQuestion, splits: Mapping[str, Split
         raise ConfigError("--metric", text, "a metric and its direction are needed", "such as 'val/loss min'")
     if metric.partition("/")[0] not in evaluated:
         known = ", ".join(f"{name}/loss" for name in evaluated)
-        raise ConfigError("--metric", metric, "no evaluation measures that", f"there are: {known} ...")
+        raise ConfigError("--metric", metric, "no evaluation measures this", f"there are: {known} ...")
     return metric, "max" if direction == "max" else "min"
 
 
@@ -216,7 +216,7 @@ def _check_scheduler(base: RunConfig, question: SweepQuestion) -> None:
         raise ConfigError(
             "--scheduler",
             scheduler,
-            "it judges trials on the way, and evaluation.every is not set",
+            "it compares trials while they train, but evaluation.every is not set",
             "such as --evaluation.every '1 epoch', or use fifo",
         )
     if scheduler != "pbt":
@@ -225,7 +225,7 @@ def _check_scheduler(base: RunConfig, question: SweepQuestion) -> None:
         raise ConfigError(
             "--search",
             "optuna",
-            "a population mutates its own trials and takes no advice",
+            "pbt mutates its own trials and does not take suggestions",
             "use random or grid with pbt",
         )
     varied = [key for key, values in space.choices.items() if len(values) > 1]
@@ -233,12 +233,12 @@ def _check_scheduler(base: RunConfig, question: SweepQuestion) -> None:
         raise ConfigError(
             "--scheduler",
             "pbt",
-            "a trial takes over the weights and state of another, and may differ in its learning rate alone, "
-            f"not in {', '.join(varied)}",
+            "trials copy weights and state from each other, so they may differ only in learning rate, not in "
+            "{', '.join(varied)}",
             "give one value each, or use asha",
         )
     if space.num_seeds == 1 and not isinstance(space.learning_rates, LogUniform) and len(space.learning_rates) < 2:
-        raise ConfigError("--scheduler", "pbt", "a population needs at least two trials", "give more learning rates")
+        raise ConfigError("--scheduler", "pbt", "pbt needs at least two trials", "give more learning rates")
 
 
 def _check_batch_sizes(base: RunConfig, question: SweepQuestion) -> None:

@@ -78,7 +78,7 @@ def question_of(config: RunConfig, *, options: SweepOptions) -> SweepQuestion:
     choices |= dict(map(_varied, asked.vary))
     rate = config.optimizer.learning_rate
     if not asked.learning_rates and rate is None:
-        raise missing_rate("a sweep starts from it")
+        raise missing_rate("the sweep starts from it")
     rates = parse_rates("--learning-rates", asked.learning_rates) if asked.learning_rates else (rate or 0.0,)
     if asked.guided:
         _check_guided(asked.guided_share, asked.search)
@@ -106,7 +106,7 @@ def question_of(config: RunConfig, *, options: SweepOptions) -> SweepQuestion:
 
 def _check_guided(share: float, search: Search) -> None:
     if not 0 < share <= 1:
-        raise ConfigError("--guided-share", share, "it is a share of the grid's samples, above 0 and at most 1")
+        raise ConfigError("--guided-share", share, "it must be a share of the grid's samples, above 0 and at most 1")
     if search == "optuna":
         raise ConfigError("--search", search, "a guided sweep chooses among the trials of a grid", "leave it out")
 
@@ -124,7 +124,7 @@ def _check_search(space: Space, search: Search, scheduler: Scheduler, trials: in
         raise ConfigError("--trials", None, "Optuna suggests without end", "for example --trials 24")
     if scheduler == "pbt" and space.num_seeds > 1:
         raise ConfigError(
-            "--seeds", space.num_seeds, "a population's trials take over each other's weights", "leave it out with pbt"
+            "--seeds", space.num_seeds, "trials of pbt copy weights from each other", "leave it out with pbt"
         )
 
 

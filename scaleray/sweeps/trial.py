@@ -64,7 +64,7 @@ class SweepTrial(tune.Trainable):
         """End what runs and take another trial, or the same one again; false where that needs new workers."""
         assert self.group is not None
         if not self.group.stop():
-            raise LostWorkersError("the workers of the trial before did not come back")
+            raise LostWorkersError("the workers of the previous trial did not return")
         self._take(new_config)
         return True
 

@@ -104,5 +104,5 @@ def trial_line(trial: Trial, number: int, total: int) -> str:
         f"{trial.training_time_s:.3g} s | {trial.status}"
     )
     if trial.same_as is not None:
-        return f"{line}, the same training as of {trial.same_as}"
+        return f"{line}, the same training as trial {trial.same_as}"
     return f"{line}: {trial.error.splitlines()[0]}" if trial.error else line

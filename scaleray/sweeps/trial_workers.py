@@ -300,7 +300,7 @@ class TrialGroup:
             try:
                 answers.append(ray.get(answer, timeout=GRACE_S))
             except ray.exceptions.GetTimeoutError:
-                lost.append(f"rank {rank} did not end with the others")
+                lost.append(f"rank {rank} did not finish with the others")
             except ray.exceptions.RayError as exc:
                 lost.append(f"rank {rank} was lost: {first_line(exc)}")
         self._answers = []

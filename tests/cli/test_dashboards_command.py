@@ -48,7 +48,7 @@ def test_rules_with_measured_limits_take_the_place_of_the_usual_ones(tmp_path, c
     rules.write_text("limits: 3\n")
     assert write("--folder", tmp_path / "boards", "--alerts", rules) == 2
     assert write("--folder", tmp_path / "boards", "--alerts", tmp_path / "none.yaml") == 2
-    assert "rules of Prometheus are in `groups`" in capsys.readouterr().err
+    assert "Prometheus rules must be in `groups`" in capsys.readouterr().err
 
 
 def test_the_check_names_a_file_edited_by_hand_and_one_that_is_missing_and_writes_nothing(tmp_path, capsys):
@@ -126,9 +126,9 @@ def test_a_port_that_nobody_listens_on_is_one_message(grafana, capsys):
     ("answer", "code", "words"),
     [
         ((401, {}, b'{"message": "Invalid API key"}'), 2, "refused (401): Grafana at"),
-        ((403, {}, b'{"message": "no access"}'), 2, "a token that may edit dashboards and folders"),
+        ((403, {}, b'{"message": "no access"}'), 2, "a token with the right to edit dashboards and folders"),
         ((404, {}, b"nothing here"), 2, "nothing is at /api/folders?limit=1000 there"),
-        ((412, {}, b'{"message": "version-mismatch"}'), 1, "does not take the dashboard (412): version-mismatch."),
+        ((412, {}, b'{"message": "version-mismatch"}'), 1, "rejected the dashboard (412): version-mismatch."),
         ((500, {}, f"the token {TOKEN} broke me".encode()), 1, "failed (500): the token *** broke me."),
         ((503, {}, b""), 1, "failed (503): Service Unavailable."),
         ((302, {"Location": "https://u:p@elsewhere/login?a=b"}, b""), 2, "it points to https://elsewhere/login:"),
@@ -152,8 +152,8 @@ def test_a_server_that_goes_away_in_the_middle_is_one_message(grafana, capsys):
         ("127.0.0.1:3000", "it must be an http or https address"),
         ("ftp://127.0.0.1", "it must be an http or https address"),
         ("http://", "it must be an http or https address"),
-        ("http://admin:hunter2@127.0.0.1:3000", "an address holds neither user nor password nor key"),
-        ("http://127.0.0.1:3000?api_key=hunter2", "an address holds neither user nor password nor key"),
+        ("http://admin:hunter2@127.0.0.1:3000", "an address must not contain a user, password or key"),
+        ("http://127.0.0.1:3000?api_key=hunter2", "an address must not contain a user, password or key"),
         ("http://127.0.0.1:port", "--grafana is"),
         ("http://[::1", "--grafana is"),
     ],

@@ -47,7 +47,7 @@ def test_a_recorded_run_is_judged_in_a_sentence(tmp_path, capsys):
     folder = saved(tmp_path / "run", measured(0, num_steps=60, **waiting), measured(1, num_steps=60, **late))
     assert run_command(["profile", str(folder)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("rank 1 holds the others up in backward: 21% of a step on 2 workers; ")
+    assert said.startswith("rank 1 delays the others in backward: 21% of a step on 2 workers; ")
     assert "would give at most 1.26x. Next: " in said
     assert scaleray.profile(folder).verdict.primary.ranks == (1,)
 

@@ -29,7 +29,7 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
         ([*DIGITS, "--batch-sizes", "32", "--workers-per-trial", "12"], "nearest: 24 or 36"),
         ([*DIGITS, "--guided"], "fastest way to a target"),
         ([*DIGITS, "--vary", "optimizer.wait_decay=0,1"], "optimizer.weight_decay"),
-        ([*DIGITS, "--scheduler", "pbt", "--batch-sizes", "32,64"], "may differ in its learning rate alone"),
+        ([*DIGITS, "--scheduler", "pbt", "--batch-sizes", "32,64"], "may differ only in learning rate"),
         ([*DIGITS, "--continue", "somewhere"], "a sweep continues with its own options"),
         (["sweep", "--continue", "/nowhere/at/all"], "/nowhere/at/all"),
         (

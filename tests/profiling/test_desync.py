@@ -77,7 +77,7 @@ def test_a_rank_of_which_nothing_is_known_is_the_one_that_did_not_come():
     del found[1]
     trouble = find(found)
     assert (trouble.kind, trouble.number, trouble.missing) == (Kind.ABSENT, 2, (1,))
-    assert "rank 1 left no word" in in_words(trouble, found)
+    assert "rank 1 left no record" in in_words(trouble, found)
     found[1] = Rank(1, 3).dump(calls=None, why="it holds Python's lock")
     assert find(found).missing == (1,)
     assert "rank 1 stands at model.py:9 in loss: work() (it holds Python's lock)" in in_words(find(found), found)
@@ -129,9 +129,9 @@ def test_a_call_left_out_is_told_from_one_too_many_and_from_another_order_by_the
             rank.call(name, done=False)
 
     left_out = find(many(3, lambda rank: around(rank, odd=("broadcast", "reduce"))))
-    assert "rank 1 has left out all_reduce" in left_out.hint
+    assert "rank 1 skipped all_reduce" in left_out.hint
     one_more = find(many(3, lambda rank: around(rank, odd=("gather", "all_reduce", "broadcast"))))
-    assert "rank 1 calls gather float [16] before it, which the others do not" in one_more.hint
+    assert "rank 1 calls gather float [16] before it; the others do not" in one_more.hint
     order = find(many(3, lambda rank: around(rank, odd=("broadcast", "all_reduce", "reduce"))))
     assert order.hint == "rank 1 calls the two in the other order"
     assert {trouble.number for trouble in (left_out, one_more, order)} == {1}
@@ -157,7 +157,7 @@ def test_a_call_left_out_that_looks_like_the_next_one_is_found_by_its_line():
     found = many(3, act)
     trouble = find(found)
     assert (trouble.kind, trouble.number, trouble.missing) == (Kind.ABSENT, 3, (1,))
-    assert trouble.hint == "rank 1 has left out number 2, which the others called (model.py:4 in loss)"
+    assert trouble.hint == "rank 1 skipped number 2, which the others called (model.py:4 in loss)"
     assert first_trouble(found) == (3, {1})
 
 

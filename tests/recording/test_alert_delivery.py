@@ -39,7 +39,7 @@ def test_a_receiver_that_answers_500_is_tried_so_often_with_longer_and_longer_pa
         told.deliver("loss_spike", "nonfinite")
     assert len(receiver.bodies) == 8 and told.pauses == [1, 2, 4, 1, 2, 4]
     assert told.said == [
-        "alerts.webhook (http://h/***) did not take the alert loss_spike: it answered HTTP 500, 4 of 4 attempts; "
+        "alerts.webhook (http://h/***) rejected the alert loss_spike: it answered HTTP 500, 4 of 4 attempts; "
         "alerts.jsonl in the run's folder has it"
     ]
 
@@ -123,7 +123,7 @@ def test_whoever_raises_alerts_never_waits_and_too_many_are_left_out():
     begun.wait(60)
     for number in range(MOST_WAITING + 20):
         told.delivery.put(f"a{number}", BODY)
-    assert f"{MOST_WAITING} others wait already" in told.said[0] and len(told.said) == 1
+    assert f"{MOST_WAITING} others are already waiting" in told.said[0] and len(told.said) == 1
     told.delivery.close(0.0)  # the end of a run does not wait for ever either
     release.set()
     wait_until(lambda: not told.delivery._thread.is_alive(), seconds=60)
@@ -152,4 +152,4 @@ def test_a_command_reads_the_body_on_its_standard_input(tmp_path):
 def test_a_command_that_fails_is_said_with_its_last_words(command, why):
     told = Told(to_command(command, timeout_s=0.3 if "sleep" in command[-1] else 60), name="alerts.command", attempts=2)
     told.deliver("loss_spike")
-    assert told.said[0].startswith("alerts.command did not take the alert loss_spike:") and why in told.said[0]
+    assert told.said[0].startswith("alerts.command rejected the alert loss_spike:") and why in told.said[0]

@@ -236,10 +236,10 @@ DAMAGES = {
     ),
     "no columns": (changed_lines(lambda lines: lines[1:]), ["was damaged: its first line is '1,", "lacked steps 1 to 8: MLflow had 8"], 8),
     "out of order": (changed_lines(lambda lines: lines[:1] + lines[:0:-1]), ["was damaged: the steps are not in order"], 0),
-    "doubled": (changed_lines(lambda lines: lines + lines[5:]), ["was damaged: 4 steps are there again, the steps are not in order"], 0),
+    "doubled": (changed_lines(lambda lines: lines + lines[5:]), ["was damaged: 4 steps are repeated, the steps are not in order"], 0),
     "a line of text": (
         changed_lines(lambda lines: [*lines[:4], b"\xff\x00 no step\n", *lines[5:]]),
-        ["was damaged: 1 lines are no steps", "lacked steps 4: MLflow had 1"], 1,
+        ["was damaged: 1 lines are not steps", "lacked steps 4: MLflow had 1"], 1,
     ),
 }  # fmt: skip
 

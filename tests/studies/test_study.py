@@ -133,7 +133,7 @@ def test_a_study_ends_in_a_record_with_its_curves_verdict_and_place_in_mlflow(st
     assert point.cost_per_million_samples == pytest.approx(4 * 2.0 / 3600 * 1e6 / point.samples_per_s.value)
     assert len(record.words) == 3 and record.words[0].startswith("Strong scaling: ")
     # a line of five parameters, said to take milliseconds
-    assert record.words[2].startswith("The planner's model is not among the laws: a step on 1 worker is 16")
+    assert record.words[2].startswith("The planner's model is not used as a law: a step on 1 worker is 16")
     assert "8 workers would be the first to leave a node" in record.words[0]  # cpu_count is 4 here
     again = StudyRecord.read(Path(record.folder) / "record.json")
     assert again == record and again.command == "scaleray study -c x"
@@ -167,7 +167,7 @@ def test_what_was_measured_is_reused_and_named_and_can_be_forced_anew(study):
     said, nobody = [], Workers()
     second = study(workers=nobody, said=said)
     assert nobody.groups == []
-    assert any("no worker is started" in line for line in said)
+    assert any("no worker starts" in line for line in said)
     assert any(f"3 measurements reused from {first.name}" in line for line in said)
     assert {p.reused_from for p in points_of(second).values()} == {first.name}
     assert points_of(second)["strong", 2].turns == points_of(first)["strong", 2].turns

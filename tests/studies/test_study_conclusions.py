@@ -20,7 +20,7 @@ def trained(workers, value, *, is_reached):
     ("reached", "words"),
     [
         ((True, True), None),
-        ((True, False), r"val/loss <= 0\.5 was missed on strong 2 workers \(batch 16\); the nearest of them is val/loss 0\.7 after 96"),
+        ((True, False), r"val/loss <= 0\.5 was missed on strong 2 workers \(batch 16\); the closest is val/loss 0\.7 after 96"),
         ((False, False), r"was never reached, the nearest is val/loss 0\.6 after 96 samples on 1 worker: train longer"),
     ],
 )  # fmt: skip

@@ -82,7 +82,7 @@ def test_strategies_that_meet_now_and_then_are_measured_in_whole_periods():
         ({"world_sizes": [3, 4], "mode": ["weak"]}, {}, "multiple of 3"),
         ({"world_sizes": [1, 64], "mode": ["weak"]}, {}, r"--world-sizes is 64: .* needs 512 there, .* 400 samples"),
         ({"to_target": True}, {}, "--to-target needs a target"),
-        ({}, {"shares.by": "speed"}, "before its shares have settled"),
+        ({}, {"shares.by": "speed"}, "before shares settle"),
         ({"world_sizes": [1, 2, 3]}, {"shares.by": "given", "shares.speeds": [2, 1]}, "measure 1 and 2 workers"),
         ({}, {"memory.find_micro_size": True, "memory.limit_gib": 1.0}, "batch.micro_size"),
         ({"world_sizes": [1, 4]}, {"batch.micro_size": 3}, "must divide the 8 samples"),

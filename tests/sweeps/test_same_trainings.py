@@ -105,7 +105,7 @@ def test_rules_at_the_reference_batch_have_one_training_and_a_record_each(sweep)
     assert sorted(running.mlflow.logged) == list(range(6))
     assert sweep.files.read_trials() == record.trials
     assert any("2 of them are the same training as another" in line for line in said)
-    assert sum("the same training as of" in line for line in said) == 2
+    assert sum("the same training as trial" in line for line in said) == 2
 
 
 def test_the_table_and_the_sentences_say_which_rules_are_one_training(sweep):
@@ -171,7 +171,7 @@ def test_the_map_marks_what_stands_under_several_rules(sweep):
         running.run_all()
         record = running._record()
     (drawing,) = maps(record)
-    assert "white centre: one training with another rule" in drawing.caption
-    assert "At batch 8 rules are one training, which ran once." in to_target(record, "samples").caption
+    assert "white centre: the same training as under another rule" in drawing.caption
+    assert "At batch 8 rules give one training, which ran once." in to_target(record, "samples").caption
     assert [s.one_training_with != () for s in settings(record)] == [s.batch_size == 8 for s in settings(record)]
     assert sweep_drawings(record)

@@ -146,7 +146,7 @@ def test_when_all_trials_failed_the_most_common_cause_is_said_once(ray_session, 
     with pytest.raises(RunFailedError) as caught:
         run(tmp_path, {"workload.args": {"fail_at": 2}}, batch_sizes="8,16")
     text = str(caught.value)
-    assert "all 2 trials failed, 2 of them like this:" in text
+    assert "all 2 trials failed, 2 of them with:" in text
     assert text.count("the user's own mistake") <= 1 and "record.json" in text
     record = SweepRecord.read(text.rpartition(": ")[2].strip())
     assert [t.status for t in record.trials] == ["failed", "failed"]

@@ -89,9 +89,9 @@ class TrainOnly(Line):
         ({}, {"batch_sizes": "16..64", "workers_per_trial": 3}, "3 workers a trial need a multiple of 3"),
         ({}, {"batch_sizes": "128..512"}, "none can run: the training data is 64 samples"),
         ({"evaluation.every": None}, {"scheduler": "asha"}, "evaluation.every is not set"),
-        ({}, {"scheduler": "pbt", "batch_sizes": "8,16", "learning_rates": "0.1,0.2"}, "may differ in its learning rate alone"),
-        ({}, {"scheduler": "pbt"}, "a population needs at least two trials"),
-        ({}, {"scheduler": "pbt", "search": "optuna", "trials": 4}, "takes no advice"),
+        ({}, {"scheduler": "pbt", "batch_sizes": "8,16", "learning_rates": "0.1,0.2"}, "may differ only in learning rate"),
+        ({}, {"scheduler": "pbt"}, "pbt needs at least two trials"),
+        ({}, {"scheduler": "pbt", "search": "optuna", "trials": 4}, "does not take suggestions"),
     ],
 )  # fmt: skip
 def test_a_sweep_that_cannot_be_is_one_error(flags, options, message):
@@ -238,7 +238,7 @@ def test_a_folder_that_is_no_sweeps_or_is_damaged_is_one_error(tmp_path):
     with pytest.raises(ConfigError, match="another version"):
         read_asked(folder.path)
     files.store.write_text("sweep.json", json.dumps({"format": 1, "question": {}}))
-    with pytest.raises(ConfigError, match="not what a sweep wrote"):
+    with pytest.raises(ConfigError, match="not written by a sweep"):
         read_asked(folder.path)
     files.store.write_text("trials/00003.json", '{"number": 3')
     with pytest.raises(ConfigError, match="remove the file to run this trial again"):
@@ -368,7 +368,7 @@ def test_the_record_of_another_name_has_the_figures_and_no_time_of_workers():
         assert (trial.value, trial.curve, trial.samples, trial.status) == (0.5, first.curve, 16, "target missed")
         assert (trial.total_time_s, trial.run_id) == (0.0, "")
         assert same.counted(trial, [first]) == []
-        assert "the same training as of 1" in trial_line(trial, 1, 3)
+        assert "the same training as trial 1" in trial_line(trial, 1, 3)
     # an interrupted sweep goes on: what is recorded is neither trained nor counted again
     assert same.counted(first, counted[:1]) == counted[1:]
     assert same.to_train([0, 2], [first]) == []

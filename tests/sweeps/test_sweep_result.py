@@ -143,7 +143,7 @@ def test_the_adam_rule_is_refused_where_theory_says():
         trial(512, rule="adam", status="never fits", error=refused, value=None),
     ]
     text = said(record(trials, optimizer={"betas": [0.9, 0.999]}))
-    assert "Rule adam held at every batch size tried, up to 32; from 512 on it does not exist." in text
+    assert "Rule adam held at every batch size tried, up to 32; it does not exist from 512 up." in text
     assert "In theory it exists below 10 x the reference, a batch of 320" in text
 
 
@@ -159,7 +159,7 @@ def test_trials_that_were_stopped_early_do_not_say_that_a_rule_missed():
     trials = [trial(32, samples=1), trial(64, status="stopped early", value=0.4), trial(128, value=0.4)]
     found = rule_range(record(trials), "linear", reference_batch_size=32)
     assert (found.held_up_to, found.missed_at, found.stopped_at) == (32, None, 64)
-    assert "held up to 32; at 64 the scheduler stopped its trials before they could tell" in said(record(trials))
+    assert "held up to 32; at 64 the scheduler stopped its trials too early to tell" in said(record(trials))
 
 
 def test_a_target_that_nobody_reached_is_said_with_the_closest():

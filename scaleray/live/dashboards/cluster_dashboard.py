@@ -130,7 +130,7 @@ RAY = Row(
         Panel(
             title="Work that no node can do",
             description="Kinds of tasks and actors that ask for more than any node has, and worker processes that did "
-            "not start. Normal: 0. Else: ask for less, or add such a node; the node's log has the reason.",
+            "not start. Normal: 0. Otherwise ask for less, or add such a node; the node's log has the reason.",
             queries=(
                 Query(f"sum({foreign(of.INFEASIBLE)})", "infeasible"),
                 Query(f"sum by (Reason) ({foreign(of.FAILED_STARTS)})", "not started: {{Reason}}"),
@@ -156,8 +156,8 @@ INPUT = Row(
     (
         Panel(
             title="Object store in use",
-            description="Share, by node. Normal: below 0.8. Full: objects go to disk, and input becomes as slow as "
-            "that; read less far ahead.",
+            description="Share, by node. Normal: below 0.8. Full: objects go to disk and slow the input down; read "
+            "less far ahead.",
             queries=(
                 Query(
                     f"{foreign(of.OBJECT_STORE_USED)} / ({foreign(of.OBJECT_STORE_USED)} + "
@@ -189,8 +189,8 @@ INPUT = Row(
         ),
         Panel(
             title="Waiting for Ray Datasets",
-            description="Share of time that training waited for batches of a Ray Dataset. Normal: below 5 %. Else: "
-            "see the operators in Ray's own dashboard, Data.",
+            description="Share of time that training waited for batches of a Ray Dataset. Normal: below 5 %. "
+            "Otherwise see the operators in Ray's dashboard, Data.",
             # cumulative, although Ray calls it a gauge
             queries=(Query(foreign_per_second(of.ITER_BLOCKED_S, "dataset"), "{{dataset}}"),),
             unit="percentunit",

@@ -30,8 +30,8 @@ LATE = Row(
     (
         Panel(
             title="Lateness",
-            description="How long after the first rank each one came to the collectives of a step: all others wait "
-            "that long. Normal: a few per cent of the step, and now one, now another rank. One line that stays dark is "
+            description="How long after the first rank each one reached the collectives of a step: all others wait "
+            "that long. Normal: a few per cent of the step, on changing ranks. One line that stays dark is "
             "a straggler: compare its node's GPUs (dashboard Cluster) and its phases below.",
             queries=(in_order_of_ranks(by_rank(live.LATENESS_S)),),
             unit="s",
@@ -60,8 +60,8 @@ LATE = Row(
         ),
         Panel(
             title="Lateness of the worst rank",
-            description="Over time, beside the median rank. Normal: close together. Apart since a moment: see what "
-            "changed then, in the events of the node.",
+            description="Over time, with the median rank. Normal: close together. Apart from some moment on: see "
+            "what changed then, in the events of the node.",
             queries=(
                 each_run(over(live.LATENESS_S, "max"), "worst"),
                 each_run(f"quantile by ({OF_RUNS}) (0.5, {select(live.LATENESS_S)})", "median"),
@@ -70,8 +70,8 @@ LATE = Row(
             minimum=0,
         ),
         Panel(
-            title="Workers that tell of themselves",
-            description="Ranks with a series of their own, beside the number of workers. Normal: equal. Fewer: a "
+            title="Workers that report",
+            description="Ranks with their own series, and the number of workers. Normal: equal. Fewer: a "
             "worker is gone, or its node's agent; the run restarts, or will fail with the name of that rank.",
             queries=(
                 each_run(over(live.LAST_STEP_TIMESTAMP_S, "count"), "heard"),
@@ -83,8 +83,8 @@ LATE = Row(
         ),
         Panel(
             title="Since the last step, by rank",
-            description="Normal: all alike. In a hang, ranks that still stand in an earlier step, or whose line has "
-            "ended, are those that the others wait for.",
+            description="Normal: all alike. In a hang, the others wait for ranks that are still in an earlier step, "
+            "or whose line has ended.",
             queries=(in_order_of_ranks(f"time() - {by_rank(live.LAST_STEP_TIMESTAMP_S)}"),),
             unit="s",
             kind="heatmap",
@@ -98,7 +98,7 @@ LINKS = Row(
         Panel(
             title="Links",
             description="Speed of the collectives when all ranks have come, over their best in this run. Normal: above "
-            "0.7. Ranks end a collective together, so that it tells of all links at once. Below: once the alert slow "
+            "0.7. Ranks end a collective together, so it shows all links at once. Below: once the alert slow "
             "link has fired, each pair is measured, and Slowest link names the one.",
             queries=(each_run(once(live.LINK_RATIO)),),
             unit="percentunit",

@@ -62,7 +62,8 @@ NOW = Row(
         Panel(
             title="Time since the last step",
             description="Of the rank that is furthest behind. Normal: about the time of a step, more while it is At "
-            "something else than steps. Minutes else: it hangs; its failure will name the ranks that did not come.",
+            "something else than steps. Otherwise, minutes mean a hang; its failure will name the ranks that did not "
+            "arrive.",
             queries=(each_run(since(live.LAST_STEP_TIMESTAMP_S, "min")),),
             unit="s",
             kind="stat",
@@ -118,7 +119,7 @@ SPEED = Row(
         Panel(
             title="Step time",
             description="Of the slowest and the fastest rank. Normal in synchronous training: equal, as all wait for "
-            "the last one. Who that is shows the lateness of the dashboard Ranks.",
+            "the last one. The lateness on the dashboard Ranks shows which rank that is.",
             queries=(
                 each_run(over(names.STEP_TIME_S, "max"), "slowest"),
                 each_run(over(names.STEP_TIME_S, "min"), "fastest"),
@@ -130,7 +131,7 @@ SPEED = Row(
             title="Where the time goes",
             description="Parts of a step, the mean of all ranks. Normal: forward and backward are most of it. Input "
             "large: more input tasks or a faster store. Communication large: larger batches or buckets, compression. "
-            "`scaleray profile RUN` says which of them is the limit, and what removing it gives.",
+            "`scaleray profile RUN` names the limiting one and the gain of removing it.",
             queries=(each_run(f"avg by ({OF_RUNS}, phase) ({select(live.PHASE_S)})", "{{phase}}"),),
             unit="s",
             is_stacked=True,
@@ -146,7 +147,7 @@ SPEED = Row(
         ),
         Panel(
             title="Exposed communication",
-            description="Share of a step that ranks stood still for communication. Normal: as the study measured it. "
+            description="Share of a step that ranks waited for communication. Normal: as in the study. "
             "More: a late rank or a slow link, on the dashboard Ranks.",
             queries=(each_run(once(live.EXPOSED_COMMUNICATION_SHARE)),),
             unit="percentunit",
@@ -172,9 +173,9 @@ SPEED = Row(
             minimum=0,
         ),
         Panel(
-            title="At something else than steps",
+            title="Outside steps",
             description="Seconds since the first worker was last seen evaluating, saving, compiling or ending, of the "
-            "last half hour. Normal: near 0 while it does; no step ends meanwhile, which is no hang.",
+            "last half hour. Normal: near 0 meanwhile; no step ends then, which is not a hang.",
             queries=(each_run(f"{since(live.LONG_PHASE_TIMESTAMP_S, 'max', 'phase')} < 1800", "{{phase}}"),),
             unit="s",
             needs="long phase",
@@ -269,8 +270,8 @@ SAFETY = Row(
         ),
         Panel(
             title="Restarts",
-            description="How often the training went on after it had lost workers. Normal: 0 on own machines. In a "
-            "row: the run's log names the node and the reason.",
+            description="How often the training resumed after losing workers. Normal: 0 on your own machines. "
+            "Repeated: the run's log names the node and the reason.",
             queries=(each_run(so_far(live.RESTARTS)),),
             unit="none",
             minimum=0,
@@ -278,7 +279,7 @@ SAFETY = Row(
         ),
         Panel(
             title="Steps repeated",
-            description="Steps that were taken again after a loss of workers or a resume. Normal: below the steps from "
+            description="Steps repeated after a loss of workers or a resume. Normal: below the steps from "
             "one checkpoint to the next, for each restart; checkpoint.every makes them fewer.",
             queries=(each_run(so_far(live.STEPS_REPEATED)),),
             unit="none",
@@ -288,7 +289,7 @@ SAFETY = Row(
         Panel(
             title="Memory of the fullest rank",
             description="By kind. Normal: flat after the first steps. Creeping up: something keeps tensors; "
-            "`scaleray profile -c FILE --memory` names who holds them.",
+            "`scaleray profile -c FILE --memory` names what holds them.",
             queries=(each_run(once(live.MEMORY_BYTES, "kind"), "{{kind}}"),),
             unit="bytes",
             minimum=0,
@@ -314,8 +315,8 @@ SAFETY = Row(
         ),
         Panel(
             title="Which runs",
-            description="What each run is. A click on a line opens its page in MLflow, or its HTML report there; the "
-            "column report says in which folder it lies too.",
+            description="Facts of each run. A click on a line opens its page in MLflow, or its HTML report there; "
+            "the column report also has its folder.",
             queries=(Query(variables.runs(select(live.RUN_INFO))),),
             unit="none",
             kind="table",
@@ -329,7 +330,7 @@ SAFETY = Row(
 DASHBOARD = Dashboard(
     name="run",
     title="scaleray: run",
-    description="Is it healthy, how fast, how far, and when is it done.",
+    description="Health, speed, progress and time left of a run.",
     variables=variables.RANKS,
     rows=(NOW, SPEED, LEARNING, SAFETY),
     notes=(variables.FIRING, variables.RESTARTED),

@@ -51,8 +51,8 @@ PREDICTION = Row(
         ),
         Panel(
             title="Shares that scaling costs",
-            description="Exposed communication and waiting for input, of a step. Normal: both below 10 %. The larger "
-            "one is what the next doubling will cost more of.",
+            description="Exposed communication and waiting for input, of a step. Normal: both below 10 %. The next "
+            "doubling will cost more of the larger one.",
             queries=(
                 each_run(once(live.EXPOSED_COMMUNICATION_SHARE), "communication"),
                 each_run(once(names.INPUT_WAIT_SHARE), "input"),
@@ -108,7 +108,7 @@ MEASURED = Row(
         Panel(
             title="Turns and trials",
             description="Share of a study's turns, or a sweep's trials, that is done. Normal: it grows evenly. "
-            "Standing still for longer than a turn: its terminal says what it waits for.",
+            "No progress for longer than one measurement: its terminal shows what it waits for.",
             queries=(each_run(f"{once(live.MEASURED, 'kind')} / {once(live.MEASURED_PLANNED, 'kind')}", "{{kind}}"),),
             unit="percentunit",
             needs="study",
@@ -155,7 +155,7 @@ MEASURED = Row(
         ),
         Panel(
             title="Cost of a million samples, by trial",
-            description="At the price above. Trials beside each other share a machine: their costs compare with each "
+            description="At the price above. Concurrent trials share a machine: compare their costs only with each "
             "other. Normal: lower for larger batches, until the device is full.",
             queries=(each_run(TRIAL_COST, TRIAL),),
             unit="none",
@@ -164,7 +164,7 @@ MEASURED = Row(
         ),
         Panel(
             title="Samples to the target, by trial",
-            description="What a batch size and learning rate cost in data. Normal: flat up to the critical batch size, "
+            description="Cost of a batch size and learning rate in data. Normal: flat up to the critical batch size, "
             "and growing from there on.",
             queries=(each_run(once(names.TRIAL_SAMPLES_TO_TARGET, *OF_TRIAL), TRIAL),),
             unit="short",
@@ -188,9 +188,9 @@ HISTORY = Row(
             width=12,
         ),
         Panel(
-            title="Runs and what they were",
+            title="Runs and their settings",
             description="Every run, study and sweep of the time range, with its strategy and job. A click on a line "
-            "leads to its page and its experiment in MLflow. Prometheus keeps 15 days unless told otherwise.",
+            "leads to its page and its experiment in MLflow. Prometheus keeps 15 days by default.",
             queries=(Query(variables.runs(f"last_over_time({select(live.RUN_INFO)}[$__range])")),),
             unit="none",
             kind="table",

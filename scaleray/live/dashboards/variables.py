@@ -27,7 +27,7 @@ ID = Variable(
     name=RUN_ID,
     label="Run id",
     query=values_of(live_metrics.RUN_INFO, RUN_ID, 'job=~"$job"', f'{RUN_NAME}=~"$run"'),
-    description="Tells runs of one name apart.",
+    description="Distinguishes runs of the same name.",
 )
 OF_RANK = Variable(
     name=RANK, label="Rank", query=values_of(metric_names.STEP_TIME_S, RANK, 'job=~"$job"', f'{RUN_NAME}=~"$run"')
@@ -49,7 +49,7 @@ PRICE = Variable(
     label="Price of a worker-hour",
     query="1",
     kind="textbox",
-    description="What one worker costs an hour, in whatever currency.",
+    description="Price of one worker per hour, in any currency.",
 )
 
 TARGETS = (DATASOURCE, JOB, INSTANCE)
@@ -86,7 +86,7 @@ def runs(info: str) -> str:
 
 
 RESTARTED = Note(
-    title="training went on after a loss",
+    title="training resumed after a loss",
     expr=f"changes({once(live_metrics.RESTARTS)}[$__interval:]) > 0",
     text=f"{{{{{RUN_NAME}}}}}",
     colour="orange",

@@ -49,7 +49,7 @@ class Grafana:
             raise UsageError(
                 "--grafana",
                 _without_secrets(parts),
-                "an address holds neither user nor password nor key",
+                "an address must not contain a user, password or key",
                 f"put a token into the environment variable {token_env}",
             )
         token = os.environ.get(token_env, "").strip()
@@ -58,7 +58,7 @@ class Grafana:
                 f"the environment variable {token_env}",
                 "not a token" if token else None,
                 "it must hold the token of a service account",
-                "Grafana makes one under Administration, Service accounts; --token-env names another variable",
+                "create one in Grafana under Administration, Service accounts; --token-env names another variable",
             )
         self._address, self._token_env = address.rstrip("/"), token_env
 
@@ -100,21 +100,22 @@ class Grafana:
         said = _message_of(answer).replace(os.environ[self._token_env].strip(), "***")
         where = f"Grafana at {self._address}"
         if status in (401, 403):
-            want = "a valid token" if status == 401 else "a token that may edit dashboards and folders"
+            want = "a valid token" if status == 401 else "a token with the right to edit dashboards and folders"
             hint = f"the role Editor is enough; Grafana says: {said}"
             return UsageError(f"the token in {self._token_env}", f"refused ({status})", f"{where} wants {want}", hint)
         if 300 <= status < 400:
             to = urllib.parse.urlsplit(answer.headers.get("Location", ""))
-            hint = f"it points to {_without_secrets(to)}: give the address that it ends at"
-            return UsageError("--grafana", self._address, f"it sends elsewhere ({status})", hint)
+            hint = f"it points to {_without_secrets(to)}: give the final address"
+            return UsageError("--grafana", self._address, f"it redirects ({status})", hint)
         if status == 404:
             return UsageError("--grafana", self._address, f"nothing is at {path} there", "is a path missing, /grafana?")
         if status in (400, 412):
             hint = (
-                "a dashboard that was provisioned from files is changed there; else Grafana may be too old: 9 and newer"
+                "edit dashboards that are provisioned from files there; otherwise Grafana may be too old (it must be "
+                "9 or newer)"
             )
-            return RunFailedError(f"{where} does not take the dashboard ({status}): {said}.\n  {hint}")
-        return RunFailedError(f"{where} failed ({status}): {said}.\n  Its own log says more; try again later")
+            return RunFailedError(f"{where} rejected the dashboard ({status}): {said}.\n  {hint}")
+        return RunFailedError(f"{where} failed ({status}): {said}.\n  See its log; try again later")
 
 
 def _message_of(answer: Any) -> str:

@@ -55,13 +55,13 @@ def _rules(file: Path) -> str:
     """The text of a file of rules. Raises UsageError for another one."""
     text = _read(file)
     if text is None:
-        raise UsageError("--alerts", str(file), "it cannot be read", "the pipeline of a promoted model has alerts.yaml")
+        raise UsageError("--alerts", str(file), "it cannot be read", "give alerts.yaml of a promoted model's pipeline")
     try:
         found = load_yaml(text)
     except ValueError as exc:
         raise UsageError("--alerts", str(file), f"it is not YAML: {first_line(exc)}") from exc
     if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
-        raise UsageError("--alerts", str(file), "rules of Prometheus are in `groups`")
+        raise UsageError("--alerts", str(file), "Prometheus rules must be in `groups`")
     return text
 
 

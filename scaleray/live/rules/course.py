@@ -83,9 +83,9 @@ RULES = (
         "critical",
         "no step has ended for {value}",
         "seconds",
-        "All workers stand still at full price.",
-        "Read hangs/ in the run's folder: it has the line on which each rank stands, and names the rank that the "
-        "others wait for. Raise alerts.long_phase_s where an evaluation or a checkpoint takes longer than that.",
+        "All workers are idle at full price.",
+        "Read hangs/ in the run's folder: it has the source line of each rank, and names the rank that the others "
+        "wait for. Raise alerts.long_phase_s if an evaluation or a checkpoint takes longer.",
         ("run", "Time since the last step"),
         _no_progress_query,
         _no_progress,
@@ -96,9 +96,9 @@ RULES = (
         "{value} of the run's workers are lost, or were a minute ago",
         "count",
         "The others wait until their collectives fail; then the run starts again from its newest checkpoint, or ends.",
-        "Look at the events of the run and at the node's own logs: memory, preemption, a lost machine. Where it comes "
-        "back, checkpoint.every_minutes decides what it costs.",
-        ("ranks", "Workers that tell of themselves"),
+        "Look at the events of the run and at the node's own logs: memory, preemption, a lost machine. If it "
+        "returns, checkpoint.every_minutes decides the cost.",
+        ("ranks", "Workers that report"),
         _worker_lost_query,
         _worker_lost,
         for_s=10,
@@ -108,8 +108,8 @@ RULES = (
         "critical",
         "workers were started again {value} times within an hour",
         "count",
-        "Each start costs its launch and the steps since the last checkpoint; a fault that comes back ends the run.",
-        "Read the reason of each in the run's events. The same rank or node each time: leave the node out "
+        "Each start costs its launch and the steps since the last checkpoint; a recurring fault ends the run.",
+        "Read the reason of each in the run's events. If it is always the same rank or node, exclude the node "
         "(scale.label_selector).",
         ("run", "Restarts"),
         lambda limits: f"{grown(live.RESTARTS, HOUR_S)} >= {limits.restarts_an_hour}",

@@ -79,7 +79,7 @@ RULES = (
     Rule(
         "gpu_idle",
         "warning",
-        "{of} did something in {value} of the last five minutes only",
+        "{of} was busy in only {value} of the last five minutes",
         "share",
         "An idle GPU costs as much as a busy one.",
         "scaleray profile RUN: input, host or communication. Small kernels: compilation.what blocks, or a larger "
@@ -95,7 +95,7 @@ RULES = (
         "{of} was slowed down by power or heat in {value} of the last five minutes",
         "share",
         "The slowest GPU sets the speed of all.",
-        "Look at its temperature and power limit, and at the node's cooling; leave the node out meanwhile "
+        "Check its temperature and power limit, and the node's cooling; exclude the node meanwhile "
         "(scale.label_selector).",
         ("cluster", "GPU throttling"),
         _throttled_query,
@@ -107,8 +107,8 @@ RULES = (
         "critical",
         "{of} has memory errors that cannot be corrected",
         "count",
-        "Such an error ends the process that meets it; more of them follow.",
-        "Drain the node, reset the GPU, and have it replaced where rows cannot be remapped.",
+        "Such an error ends the process that hits it; more will follow.",
+        "Drain the node, reset the GPU, and have it replaced if rows cannot be remapped.",
         ("cluster", "GPU errors"),
         _ecc_query,
         of=OF_GPU,
@@ -118,8 +118,9 @@ RULES = (
         "critical",
         "{of} has reported Xid {value}",
         "count",
-        "After most of them the GPU, or its links, cannot be used until it is reset: the run hangs or fails.",
-        "Look the number up in NVIDIA's Xid catalogue and at the node's kernel log; drain the node. 79 and 74 are a "
+        "After most of them the GPU or its links cannot be used until a reset: the run hangs or fails.",
+        "Look up the number in NVIDIA's Xid catalogue, check the node's kernel log, and drain the node. 79 and 74 "
+        "are a "
         "GPU or link that is gone.",
         ("cluster", "GPU errors"),
         _xid_query,

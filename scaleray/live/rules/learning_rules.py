@@ -115,9 +115,9 @@ RULES = (
         "warning",
         "the loss is {value} median deviations above the median of its last 200 values, three times in a row",
         "number",
-        "Steps that are unlearnt again, and a run that may not come back.",
-        "Look at the gradient norm before it and at the rows of these steps (the step plan names them). Usual cures: "
-        "optimizer.clip_norm, a longer schedule.warmup, a lower learning rate, going back to the checkpoint before.",
+        "Progress is lost, and the run may not recover.",
+        "Check the gradient norm before it and the rows of these steps (the step plan names them). Usual cures: "
+        "optimizer.clip_norm, a longer schedule.warmup, a lower learning rate, returning to the previous checkpoint.",
         ("run", "Loss"),
         _spike_query,
         lambda seen, limits: _in_a_row(seen, names.LOSS, mads_above, limits.loss_spike_mads),
@@ -129,8 +129,8 @@ RULES = (
         "critical",
         "a loss or gradient was not finite in {value} of the steps of the last five minutes",
         "count",
-        "Skipped steps teach nothing; where they are not skipped, the weights are lost.",
-        "Look at the first such step: its rows, a division or logarithm in the loss, the precision. fp16 without a "
+        "Skipped steps teach nothing; without skipping, the weights are lost.",
+        "Check the first such step: its rows, a division or logarithm in the loss, the precision. fp16 without a "
         "loss scale, or bf16 sums over many values, are common causes.",
         ("run", "Steps that were not finite"),
         lambda limits: f"{grown(names.NONFINITE_STEPS, NONFINITE_WITHIN_S)} > 0",
@@ -142,7 +142,7 @@ RULES = (
         "the loss scale has fallen to {value}",
         "number",
         "Gradients overflow again and again: steps are skipped, and small gradients vanish in fp16.",
-        "Use precision.dtype bf16 where the GPU has it; else look for the layer whose activations grow.",
+        "Use precision.dtype bf16 if the GPU supports it; otherwise find the layer whose activations grow.",
         ("run", "Loss scale"),
         _scale_query,
         _loss_scale_collapse,
@@ -153,7 +153,7 @@ RULES = (
         "the gradient's norm is {value} times the median of its last 200 values, three times in a row",
         "number",
         "With clipping the steps have the wrong direction, without it the wrong length too: a loss spike follows.",
-        "optimizer.clip_norm 1.0, a lower learning rate or a longer schedule.warmup; look at the rows of these steps.",
+        "optimizer.clip_norm 1.0, a lower learning rate or a longer schedule.warmup; check the rows of these steps.",
         ("run", "Gradient norm"),
         _explosion_query,
         lambda seen, limits: _in_a_row(seen, names.GRAD_NORM, over_median, limits.gradient_factor),

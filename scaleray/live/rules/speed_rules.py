@@ -106,7 +106,7 @@ RULES = (
         "warning",
         "{of} comes {value} of a step later than the others",
         "share",
-        "All other workers wait that share of every step.",
+        "All other workers wait for that share of every step.",
         "Compare the rank's phases with the others': its own work (shares.by speed, or another node), its input, or a "
         "GPU that throttles. scaleray profile RUN names the phase and the layers.",
         ("ranks", "Lateness"),
@@ -118,10 +118,10 @@ RULES = (
     Rule(
         "slow_link",
         "warning",
-        "collectives carry {value} of what they usually do when all ranks have come",
+        "collectives carry {value} of their usual rate when all ranks have arrived",
         "share",
-        "Collectives end with the slowest link: all workers wait for it.",
-        "Which link it is the alert slow_pair tells, or the run's next event, once each pair was measured "
+        "Collectives are as fast as the slowest link: all workers wait for it.",
+        "The alert slow_pair or the run's next event names the link, once each pair is measured "
         "(alerts.measures_links); scaleray profile -c FILE measures them too. Fewer bytes help meanwhile: "
         "compression.name bf16, or local_sgd.",
         ("ranks", "Links"),
@@ -135,8 +135,8 @@ RULES = (
         "the link from {of} carries {value} of what the others do",
         "share",
         "All workers wait for this one link in every step.",
-        "Look at the network errors, cables and neighbours of its two nodes; to rank any means all links of the "
-        "first: look at its node alone. Leave the node out meanwhile (scale.label_selector).",
+        "Check network errors, cables and neighbours of its two nodes; `to rank any` means all links of the first "
+        "rank: check only its node. Exclude the node meanwhile (scale.label_selector).",
         ("ranks", "Slowest link"),
         lambda limits: f"min by ({RUN}, source, to) ({SLOWEST_LINK}) < {limits.pair_ratio:g}",
         _slow_pair,
@@ -148,7 +148,7 @@ RULES = (
         "throughput is {value} of what it was in the half hour before",
         "share",
         "The same training at a higher price.",
-        "Look at what changed at that time: phases, lateness, input, clocks of the GPUs. scaleray compare RUN OTHER "
+        "Check what changed at that time: phases, lateness, input, clocks of the GPUs. scaleray compare RUN OTHER "
         "finds it in two runs.",
         ("run", "Throughput"),
         _slower_than_before_query,
@@ -160,8 +160,8 @@ RULES = (
         "warning",
         "throughput is {value} of what the study or the planner predicts",
         "share",
-        "Workers were added for a speed that does not come.",
-        "scaleray profile RUN says what limits it; the study's report says what limited the points that it measured.",
+        "The added workers do not give the expected speed.",
+        "scaleray profile RUN names the bottleneck; the study's report names those of its points.",
         ("scaling", "Measured over predicted"),
         lambda limits: f"{of_run(live.EFFICIENCY_OVER_PREDICTION)} < {limits.predicted_ratio:g}",
         _slower_than_predicted,
@@ -172,9 +172,9 @@ RULES = (
         "warning",
         "{value} of a step is spent waiting for input",
         "share",
-        "GPUs stand still for their rows.",
+        "GPUs are idle while they wait for rows.",
         "Read further ahead (data.prefetch_mib), read in Ray tasks on more CPUs (data.readers ray), or make rows "
-        "cheaper; scaleray profile RUN shows what it would give.",
+        "cheaper; scaleray profile RUN shows the gain.",
         ("run", "Input"),
         lambda limits: f"{of_run(names.INPUT_WAIT_SHARE)} > {limits.input_wait_share:g}",
         _input_starved,

@@ -121,9 +121,9 @@ RULES = (
     Rule(
         "memory_near_limit",
         "warning",
-        "{of} uses {value} of the memory that it can have",
+        "{of} uses {value} of its memory limit",
         "share",
-        "The next allocation may end the run: an error on a GPU, the kernel's killer on a host.",
+        "The next allocation may end the run: an error on a GPU, the OOM killer on a host.",
         "A smaller batch.micro_size, activations.checkpointing, or a strategy that shards (fsdp); "
         "memory.on_out_of_memory halve continues with smaller micro-batches.",
         ("ranks", "Memory"),
@@ -137,11 +137,11 @@ RULES = (
     Rule(
         "memory_filling",
         "warning",
-        "{of} has all its memory in use in {value}, if it continues to grow as it does now",
+        "{of} will run out of memory in {value} at its present growth",
         "seconds",
-        "The run ends when the limit is reached: with an error on a GPU, by the kernel's killer on a host.",
-        "Save now (alerts.action checkpoint). Something keeps what each step makes: tensors with their graph (a loss "
-        "summed without .item()), lists in a callback or a metric; scaleray profile --trace shows who holds them.",
+        "The run ends at the limit: with an error on a GPU, by the OOM killer on a host.",
+        "Save now (alerts.action checkpoint). Something keeps objects of each step: tensors with their graph (a loss "
+        "summed without .item()), lists in a callback or a metric; scaleray profile --trace shows what holds them.",
         ("ranks", "Memory"),
         _filling_query,
         _filling,
@@ -152,9 +152,9 @@ RULES = (
         "warning",
         "the least memory that {of} uses has grown by {value} in 20 minutes",
         "bytes",
-        "Something is kept that should be freed; the run ends when the limit is reached.",
+        "Something is kept that should be freed; the run ends at the limit.",
         "Tensors that keep their graph (a loss summed without .item()), growing lists in a callback or a metric: "
-        "scaleray profile --trace shows who holds them.",
+        "scaleray profile --trace shows what holds them.",
         ("ranks", "Memory"),
         _creeping_query,
         _creeping,
@@ -165,7 +165,7 @@ RULES = (
         "critical",
         "{value} of the disk with the run's folder is free",
         "share",
-        "No checkpoint can be written any more: a failure loses everything since the last one.",
+        "No more checkpoints can be written: a failure loses everything since the last one.",
         "scaleray checkpoint prune RUN, a smaller checkpoint.keep_last, or another checkpoint.storage_path.",
         ("cluster", "Free disk"),
         lambda limits: f"{of_run(live.DISK_FREE, 'min')} < {limits.disk_free_share:g}",
@@ -177,7 +177,8 @@ RULES = (
         "the newest checkpoint is {value} old",
         "seconds",
         "A failure now loses all steps since then.",
-        "Look at the run's events: storage that is slow, full or away. checkpoint.every_minutes is what was asked for.",
+        "Check the run's events: storage may be slow, full or away. checkpoint.every_minutes is the requested "
+        "interval.",
         ("run", "Age of the newest checkpoint"),
         _checkpoint_query,
         _checkpoint_too_old,
@@ -185,10 +186,10 @@ RULES = (
     Rule(
         "recorder_spooling",
         "warning",
-        "{value} points of charts wait for MLflow, which does not take them",
+        "{value} points of charts wait for MLflow, which does not accept them",
         "count",
-        "Training continues, and its curves cannot be seen; what is still unsent at the end must be replayed by hand.",
-        "Look after the MLflow server. What it misses is in the run folder's unsent.jsonl: scaleray tracking replay.",
+        "Training continues without visible curves; points unsent at the end must be replayed manually.",
+        "Check the MLflow server. Missing points are in the run folder's unsent.jsonl: scaleray tracking replay.",
         ("run", "Points that wait for MLflow"),
         lambda limits: f"{of_run(live.RECORDER_SPOOLED_POINTS)} > 0",
         _recorder_spooling,

@@ -125,7 +125,7 @@ class Terminal:
         new = Stage(name)
         new.started_at -= beat.since_s
         if name == EVALUATING and self._evaluation_s is not None:  # it takes as long as the one before
-            new.note = f"the one before took {duration(self._evaluation_s)}"
+            new.note = f"the previous one took {duration(self._evaluation_s)}"
         self._set_status(new)
 
     def _set_status(self, status: Stage | None) -> None:

@@ -45,7 +45,7 @@ def state_line(state: LiveState) -> str:
 def runs_table(states: Sequence[LiveState], *, width: int) -> RenderableType:
     """All runs, a row each, with their alerts and the reasons of failures below."""
     if not states:
-        return Text("no run lives here, and none has ended within the last hour")
+        return Text("no run is active here, and none has ended within the last hour")
     is_narrow, names = width < NARROW, _names(states)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for name in ("run", "status", "done", *([] if is_narrow else ["result", "samples/s"]), "left"):

@@ -120,9 +120,9 @@ def _rows(state: LiveState, width: int, *, is_narrow: bool) -> Iterator[tuple[st
     if state.verdict and state.has_ended:
         yield "end", state.verdict.splitlines()[0]
     if state.status == LOST:
-        yield "", Text(f"nothing heard for {_ago(state)}: it was killed, or its machine is gone", style="red")
+        yield "", Text(f"no sign of life for {_ago(state)}: it was killed, or its machine is gone", style="red")
     elif not state.has_ended and _age_s(state) > SILENT_S:
-        yield "", Text(f"nothing heard for {_ago(state)}", style="yellow")
+        yield "", Text(f"no sign of life for {_ago(state)}", style="yellow")
     if result := result_of(state):
         yield "result", result
     yield "progress", _progress(state, width, is_narrow=is_narrow)
@@ -199,13 +199,13 @@ def _health(state: LiveState) -> list[str]:
     if state.loss_scale is not None:
         words.append(f"loss scale {state.loss_scale:.4g}")
     if state.nonfinite_steps:
-        words.append(f"not finite in {state.nonfinite_steps:,} of the steps")
+        words.append(f"not finite in {state.nonfinite_steps:,} steps")
     if state.attempts > 1:
         words.append(quantity(state.attempts - 1, "restart"))
     if state.repeated_steps:
         words.append(f"{state.repeated_steps:,} steps repeated")
     if state.waiting_points:
-        words.append(f"MLflow is away: {state.waiting_points:,} points wait")
+        words.append(f"MLflow is unreachable: {state.waiting_points:,} points wait")
     return words
 
 

@@ -30,7 +30,7 @@ def _memory_table(profile: RunProfile) -> Table:
     ranks = profile.ranks[:MOST_ROWS]
     left = f", the first {len(ranks)} ranks of {len(profile.ranks)}" if len(ranks) < len(profile.ranks) else ""
     return Table(
-        f"Memory that is held and not used, at the end, and the peak{left}",
+        f"Memory held but not used, at the end, and the peak{left}",
         ("rank", "rounding", "cached", "stranded", "largest hole", "resident", "peak", "in step", "phase", "after"),
         tuple((str(rank.rank), *_cells(rank.memory)) for rank in ranks),
     )

@@ -26,7 +26,7 @@ def trace_tables(report: TraceReport) -> list[Table]:
     """The tables of a trace: for each rank, and of the slowest one in detail."""
     tables = [_ranks(report)]
     slowest = slowest_of(report)
-    title = f"of rank {slowest.rank}, a step" if len(report.ranks) > 1 else "of a step"
+    title = f"a step of rank {slowest.rank}" if len(report.ranks) > 1 else "of a step"
     if slowest.modules:
         tables.append(_modules(slowest, title))
     if slowest.operators:
@@ -59,9 +59,9 @@ def memory_tables(snapshots: Sequence[MemorySnapshot]) -> list[Table]:
         )
         for each in snapshots
     ]
-    notes = ["rounding: in use beyond what was asked for; stranded: cached parts of segments that cannot be given back"]
+    notes = ["rounding: in use beyond what was asked for; stranded: cached parts of segments that cannot be returned"]
     if any(each.is_expandable for each in snapshots):
-        notes.append("segments grow here (expandable_segments): nothing in them counts as stranded")
+        notes.append("segments can grow (expandable_segments): nothing in them counts as stranded")
     categories = [
         (_rank_of(each.rank), name, memory(size), _share(size / each.active_bytes))
         for each in snapshots
@@ -69,7 +69,7 @@ def memory_tables(snapshots: Sequence[MemorySnapshot]) -> list[Table]:
     ]
     return [
         Table("Memory of the device", columns, tuple(rows), tuple(notes)),
-        Table("Memory in use, by what it is for", ("rank", "for", "size", "share"), tuple(categories)),
+        Table("Memory in use, by purpose", ("rank", "for", "size", "share"), tuple(categories)),
     ]
 
 
@@ -106,7 +106,7 @@ def trace_page(report: TraceReport | None, snapshots: Sequence[MemorySnapshot], 
     if snapshots:
         drawings = [_map(snapshot) for snapshot in snapshots]
         sections.append(Section("Memory", drawings=drawings, tables=memory_tables(snapshots)))
-        headline = headline or "What the memory is held for"
+        headline = headline or "Use of the memory"
     count = len(report.ranks) if report is not None else len(snapshots)
     when = quantity(count, "rank")
     return Page(kind="Trace", name=name, when=when, headline=headline, figures=figures, sections=sections)
@@ -215,7 +215,7 @@ def _bars(report: TraceReport) -> Drawing:
         ax.set_xlabel("milliseconds of a step")
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35 / max(1, 0.2 * len(ranks) + 0.8)), ncols=5)
 
-    caption = "Parts of a traced step of each rank; at each moment the first that is under way counts."
+    caption = "Parts of a traced step of each rank; if several overlap, the first one counts."
     return draw("trace-parts", "Parts of a step", caption, paint, is_wide=True, height_in=1.7 + 0.35 * len(ranks))
 
 
@@ -240,7 +240,7 @@ def _map(snapshot: MemorySnapshot) -> Drawing:
         ax.legend(loc="lower right")
 
     left_out = len(snapshot.segments) - len(segments)
-    caption = "Segments of the allocator, the largest first, and what their blocks are for." + (
+    caption = "Segments of the allocator, largest first, and the use of their blocks." + (
         f" {left_out} smaller ones are left out." if left_out else ""
     )
     name = f"memory-rank{snapshot.rank if snapshot.rank is not None else ''}"

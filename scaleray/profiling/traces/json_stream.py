@@ -41,7 +41,7 @@ def read_object(file: BinaryIO, name: str, array: str, each: Callable[[dict[str,
     while text.next() != "}":
         key = text.value()
         if text.next() != ":":
-            raise text.broken("no : behind a key")
+            raise text.broken("no : after a key")
         text.skip(1)
         if key == array and text.next() == "[":
             text.skip(1)

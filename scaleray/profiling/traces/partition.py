@@ -96,8 +96,8 @@ def marked_steps(trace: Trace) -> Steps:
         raise TraceError(
             trace.file,
             f"a trace whose step marks {what}, by {100 * share:.0f} % of their time",
-            f"steps follow on each other, with less than {MISSING:.0%} of a step between two",
-            "give one rank's trace of steps in a row; a folder of traces where there are several",
+            f"steps follow each other, with less than {MISSING:.0%} of a step between two",
+            "give one rank's trace of steps in a row; a folder of traces if there are several",
         )
     numbers = tuple(int(trace.name_of(mark)[len(STEP) :].split()[0]) for mark in marks.tolist())
     return Steps(numbers, int(start[0]), max(int(end.max()), _last_launched(trace, int(start[0]), int(end.max()))))

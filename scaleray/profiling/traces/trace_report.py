@@ -101,14 +101,14 @@ def ranks_of(traces: list[Trace]) -> dict[int, Trace]:
             raise TraceError(
                 f"the rank of {trace.file}",
                 "not in it",
-                "each of several traces has its rank in distributedInfo",
+                "with several traces, each needs its rank in distributedInfo",
                 "trace after torch.distributed is initialised, or give this file alone",
             )
         if (rank or 0) in by_rank:
             raise TraceError(
                 f"the rank of {trace.file}",
                 rank,
-                f"{by_rank[rank or 0].file} is of the same rank",
+                f"{by_rank[rank or 0].file} has the same rank",
                 "give traces of one run, one file for each rank",
             )
         by_rank[rank or 0] = trace

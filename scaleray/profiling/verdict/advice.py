@@ -33,12 +33,12 @@ _OTHERS = {
         ("evaluation.every", "evaluation.micro_size"),
     ),
     Limit.CHECKPOINT: Advice(
-        "write beside the training (checkpoint.is_asynchronous), or less often (checkpoint.every)",
+        "write during training (checkpoint.is_asynchronous), or less often (checkpoint.every)",
         ("checkpoint.is_asynchronous", "checkpoint.every"),
     ),
     Limit.MEMORY: Advice(
         "smaller micro-batches (batch.micro_size, or memory.find_micro_size), activations.checkpointing, "
-        "or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against pieces",
+        "or PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation",
         ("batch.micro_size", "memory.find_micro_size", "activations.checkpointing"),
     ),
     Limit.INCOMPLETE: Advice("measure more steps: scaleray profile --steps 50", (), ("scaleray profile",)),
@@ -73,10 +73,10 @@ def about_communication(facts: Facts) -> Advice:
     if facts.strategy and traits_of(facts.strategy).averages_now_and_then:
         return Advice("a larger local_sgd.sync_every", ("local_sgd.sync_every",))
     if facts.strategy and traits_of(facts.strategy).mixes_with_neighbours:
-        return Advice("a larger global batch, or local_sgd, which meets less often", ("batch.global_size",))
+        return Advice("a larger global batch, or local_sgd, which synchronises less often", ("batch.global_size",))
     return Advice(
         "a larger global batch, larger buckets (strategy.bucket_size_mib), half the bytes (compression.name bf16), "
-        "or averaging now and then in place of each step (local_sgd)",
+        "or averaging less than every step (local_sgd)",
         ("batch.global_size", "strategy.bucket_size_mib", "compression.name"),
     )
 
@@ -84,10 +84,10 @@ def about_communication(facts: Facts) -> Advice:
 def about_contention(facts: Facts) -> Advice:
     """Advice for workers that slow each other down."""
     if facts.is_oversubscribed:
-        return Advice("measure with no more workers than cores to see how a cluster would scale")
+        return Advice("use no more workers than cores, to see how a cluster would scale")
     return Advice(
         "fewer workers on a node, more cores for each (scale.cpus_per_worker), "
-        "or shares.by speed where one is always slow",
+        "or shares.by speed if one is always slow",
         ("scale.cpus_per_worker", "shares.by"),
     )
 
@@ -104,12 +104,10 @@ def about_little_work(facts: Facts) -> Advice:
 
 def _about_stragglers(facts: Facts, phase: str | None) -> Advice:
     if phase in (Phase.HOST, Phase.OTHER):
-        return Advice(
-            "see what that rank alone does between its steps: scaleray profile --trace", (), ("scaleray profile",)
-        )
+        return Advice("check what this rank does between steps: scaleray profile --trace", (), ("scaleray profile",))
     return Advice(
-        "look at that node (clocks, other processes, temperature) and leave it out (scale.label_selector), "
-        "or give it less (shares.by speed)",
+        "check that node (clocks, other processes, temperature) and exclude it (scale.label_selector), "
+        "or give it fewer rows (shares.by speed)",
         ("scale.label_selector", "shares.by"),
     )
 

@@ -113,11 +113,9 @@ def judge(signals: Signals, facts: Facts) -> Verdict:
 
 def _why_not(signals: Signals) -> str:
     if signals.num_steps < LEAST_STEPS:
-        return (
-            f"{signals.num_steps} steps in steady state are too few to say where the time goes; it takes {LEAST_STEPS}"
-        )
+        return f"{signals.num_steps} steady steps are too few to attribute the time; {LEAST_STEPS} are needed"
     if signals.unexplained > MOST_UNEXPLAINED:
-        return f"{signals.unexplained:.0%} of the time has no name: the parts do not add up to the steps"
+        return f"{signals.unexplained:.0%} of the time is unexplained: the parts do not add up to the steps"
     if Phase.FORWARD not in signals.parts:
         return "the phases of the steps were not measured"
     return ""
@@ -226,7 +224,7 @@ def _pause_share(signals: Signals, costs: _Costs) -> float:
 def _computing(shares: Mapping[str, float], found: list[Finding]) -> Finding:
     others = {limit: share for limit, share in shares.items() if limit != Limit.COMPUTE}
     largest = max(others, key=lambda limit: others[limit], default="")
-    evidence = f"of the rest {largest} is the most, {others[largest]:.1%}" if largest else ""
+    evidence = f"the largest other part is {largest}, {others[largest]:.1%}" if largest else ""
     return Finding(Limit.COMPUTE, shares[Limit.COMPUTE], evidence=evidence)
 
 

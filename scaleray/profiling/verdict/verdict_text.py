@@ -30,7 +30,7 @@ REMOVING = {
     Limit.HOST: "a host that is never waited for",
     Limit.CHECKPOINT: "no waiting for checkpoints",
     Limit.EVALUATION: "no evaluations",
-    Limit.MEMORY: "memory that suffices",
+    Limit.MEMORY: "enough memory",
     Limit.STRAGGLER: "ranks as fast as the others",
 }
 
@@ -39,9 +39,7 @@ def sentence_of(verdict: Verdict, facts: Facts) -> str:
     """The verdict as one sentence, and what to try next as another."""
     one, workers = verdict.primary, quantity(facts.workers, "worker")
     if one.limit is Limit.COMPUTE:
-        return (
-            f"computes: {one.share:.0%} of the time is the model's own work on {workers}, and nothing else limits it."
-        )
+        return f"computes: {one.share:.0%} of the time is the model's own work on {workers}; nothing else limits it."
     first = f"{_subject(one, facts)}: {one.share:.0%} of a step on {workers}"
     if one.limit is Limit.COMMUNICATION and one.evidence:
         first += f", {one.evidence}"
@@ -57,7 +55,7 @@ def _subject(one: Finding, facts: Facts) -> str:
         return IS_THE_LIMIT[one.limit] + whose + (f" ({one.cause})" if one.cause else "")
     where = f" in {PART_IN_WORDS[Phase(one.phase)]}" if one.phase else ""
     layers = f" at {one.layers}" if one.layers else ""
-    return f"rank{'s' if many else ''} {shown} {'hold' if many else 'holds'} the others up{where}{layers}"
+    return f"rank{'s' if many else ''} {shown} {'delay' if many else 'delays'} the others{where}{layers}"
 
 
 def straggler_place(finding: Finding, stragglers: Stragglers, signals: Signals) -> Finding:
@@ -89,13 +87,13 @@ def evidence_of(limit: Limit, signals: Signals, stragglers: Stragglers | None, c
         return f"pauses of the garbage collector take {seconds(float(worst))} a step"
     if limit is Limit.MEMORY and signals.retries is not None:
         share = (signals.retries > 0).any(axis=0).mean()
-        pieces = f", {signals.stranded_share:.0%} of the memory is free in pieces" if signals.stranded_share else ""
-        return f"the allocator gave its cache back in {share:.0%} of the steps{pieces}"
+        pieces = f", {signals.stranded_share:.0%} of the memory is fragmented" if signals.stranded_share else ""
+        return f"the allocator returned its cache in {share:.0%} of the steps{pieces}"
     if limit is Limit.INPUT:
         waits = signals.parts[Phase.INPUT].mean(axis=1)
         ranks = waiting_ranks(signals)
         who = f"rank {ranks[0]}" if ranks else "a rank"
-        others = "; whether the others' rows are as late cannot be seen, as these wait for it" if ranks else ""
+        others = "; the others wait for it, which hides whether their rows are as late" if ranks else ""
         return f"{who} waits {seconds(float(waits.max()))} a step for its rows{others}"
     return ""
 
@@ -103,8 +101,8 @@ def evidence_of(limit: Limit, signals: Signals, stragglers: Stragglers | None, c
 def not_told(signals: Signals, facts: Facts) -> Iterator[str]:
     """Questions for which the signals do not suffice."""
     if facts.workers > 1 and signals.waits is None:
-        yield "communication and stragglers, as waiting for collectives was not measured"
+        yield "communication and stragglers: waiting for collectives was not measured"
     elif facts.workers > 1 and signals.num_ranks < facts.workers:
-        yield f"stragglers among the {facts.workers - signals.num_ranks} ranks that measured nothing"
+        yield f"stragglers among the {facts.workers - signals.num_ranks} ranks without measurements"
     if facts.device != "cpu" and signals.retries is None:
-        yield "memory pressure, as the allocator was not watched"
+        yield "memory pressure: the allocator was not observed"

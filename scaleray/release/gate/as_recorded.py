@@ -13,7 +13,7 @@ from scaleray.records.study_record import StudyRecord
 from scaleray.release.gate.evidence import Evidence, alerts_of, training
 from scaleray.release.gates.equality import NamedCertificate
 
-NAME_IT = "name the MLflow that it was recorded in: --uri URI"
+NAME_IT = "name the MLflow server of its record: --uri URI"
 
 
 def runs_as_recorded(evidence: Evidence, uri: str | None) -> Check:
@@ -25,7 +25,7 @@ def runs_as_recorded(evidence: Evidence, uri: str | None) -> Check:
         differs = _of_run(found, uri)
         if differs:
             name = training(found).name
-            words = f"{name} is not what MLflow was told: {', '.join(differs[:4])}"
+            words = f"{name} differs from MLflow: {', '.join(differs[:4])}"
             return Check(what=what, answer="fail", words=words, numbers={"differences": float(len(differs))})
         if differs is None:
             unknown.append(training(found).name)
@@ -62,4 +62,4 @@ def _check(what: str, name: str, differs: list[str] | None, uri: str | None) -> 
 
 
 def _away(names: str, uri: str | None) -> str:
-    return f"MLflow at {without_password(resolve_uri(uri))} has no copy of {names}, or is away"
+    return f"MLflow at {without_password(resolve_uri(uri))} has no copy of {names}, or cannot be reached"

@@ -63,8 +63,8 @@ def training(found: FoundRun) -> RunRecord:
     """The record of a training. Raises UsageError for one of a study or a sweep."""
     if not isinstance(found.record, RunRecord):
         kind = "a study" if isinstance(found.record, StudyRecord) else "a sweep"
-        hint = "a study is judged alone: scaleray gate STUDY; beside trainings it is given with --study"
-        raise UsageError(found.where, kind, "a gate judges trainings, or one study", hint)
+        hint = "for a study alone: scaleray gate STUDY; with trainings, give it with --study"
+        raise UsageError(found.where, kind, "gates apply to trainings, or to one study", hint)
     return found.record
 
 
@@ -93,13 +93,13 @@ def collect(
         if more := [one for one in repeats if one.where not in known]:
             side += more
             failed = sum(training(one).status != "FINISHED" for one in more)
-            found = f"{what}: {len(more)} other runs of the same but the seed were found beside it"
+            found = f"{what}: {len(more)} runs that differ only in the seed were found next to it"
             notes.append(found + (f", of which {failed} failed" if failed else ""))
         if killed:
-            notes.append(f"{what}: runs of the same but the seed that were killed do not count: {', '.join(killed)}")
+            notes.append(f"{what}: killed runs that differ only in the seed do not count: {', '.join(killed)}")
     endured = _endured(candidates, beside)
     if endured:
-        notes.append(f"faults: {len(endured)} runs beside it went on after an interruption")
+        notes.append(f"faults: {len(endured)} runs next to it resumed after an interruption")
     found_study = _study(study, beside, training(candidates[0]), uri)
     facts = [_named_certificate(name) for name in certificates] or _certificates(beside)
     return Evidence(candidates, baselines, facts, found_study, notes, endured)
@@ -128,7 +128,7 @@ def refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun] =
         for name in filter(None, {one.where, training(one).run_id}):
             if name in known:
                 both = side != known[name]
-                allowed = "it is either the candidate or the baseline" if both else f"it is given twice, as {side}"
+                allowed = "it cannot be both candidate and baseline" if both else f"it is given twice, as {side}"
                 raise UsageError("a run", one.where, allowed)
         known |= dict.fromkeys(filter(None, (one.where, training(one).run_id)), side)
 

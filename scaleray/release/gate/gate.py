@@ -71,11 +71,11 @@ def _judged(
     if version is not None:
         if study or certificates:
             option, value = ("--study", study) if study else ("--certificates", " ".join(certificates))
-            allowed = f"no gate of runs against a registered version reads it: they are {', '.join(OF_PROMOTED)}"
+            allowed = f"against a registered version it has no effect: the gates are {', '.join(OF_PROMOTED)}"
             raise UsageError(option, value, allowed, "leave it out, or name runs with --against")
         return judge_promoted(runs, version, days=days, policy=policy, gates=gates, uri=uri)
     if days is not None:
-        raise UsageError("--days", days, "it is of runs against a registered version", "--against NAME@ALIAS")
+        raise UsageError("--days", days, "it applies only against a registered version", "--against NAME@ALIAS")
     if not runs:
         raise UsageError.problem("Give", "the RUN of a training or a study", "scaleray gate RUN --against BASELINE")
     gates = GATES if gates is None else gates
@@ -86,7 +86,7 @@ def _judged(
     first = find_run(runs[0], uri=uri)
     if isinstance(first.record, StudyRecord) and len(runs) == 1:
         if against or study:
-            allowed = "a study has no baseline and no study of its own"
+            allowed = "a study has no baseline or study of its own"
             raise UsageError("the study", runs[0], allowed, "give RUN, and the study with --study")
         named = str(policy) if isinstance(policy, (str, Path)) else None
         facts = certificates_for(first, certificates)
@@ -183,7 +183,7 @@ def _scaling(evidence: Evidence, policy: Policy, *, uri: str | None) -> GateResu
     theirs = facts_of_environment(study.conditions.environment, study.conditions.topology.get("workers") or ())
     differs = unlike(theirs, facts_of_run(run), policy.fingerprint.may_differ)
     if study.conditions.config_hash != digest(training_of(run.config)):
-        differs.insert(0, "its config decides another training")
+        differs.insert(0, "its config gives a different training")
     what = "the study is of this training, code and environment"
     if differs:
         remedy = f"scaleray study -c {run.run_dir}/config.yaml"

@@ -58,9 +58,9 @@ def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
         ]
         certificates = [_certificate(values) for values in about["certificates"]]
         study = record_of((folder / STUDY).read_bytes(), where=STUDY) if (folder / STUDY).is_file() else None
-        policy = policy_of(about["policy"], where="kept with the evidence")
+        policy = policy_of(about["policy"], where="stored with the evidence")
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as exc:
-        raise TrackingError("the evidence", str(folder), f"it is not whole: {type(exc).__name__} {exc}") from exc
+        raise TrackingError("the evidence", str(folder), f"it is incomplete: {type(exc).__name__} {exc}") from exc
     assert study is None or isinstance(study, StudyRecord)
     return Evidence(sides[0], sides[1], certificates, study, list(about["notes"]), sides[2]), policy
 
@@ -78,7 +78,7 @@ def _read_run(folder: Path, where: str) -> FoundRun:
         str(name): [(int(step), math.nan if value is None else float(value)) for step, value in points]
         for name, points in load_json((folder / EVALUATIONS).read_bytes()).items()
     }
-    record = record_of((folder / FILE).read_bytes(), where=f"{where}, as it was kept")
+    record = record_of((folder / FILE).read_bytes(), where=f"{where}, from the stored evidence")
     return FoundRun(record, where, folder, None, evaluations, read_alerts(Store(str(folder))))
 
 

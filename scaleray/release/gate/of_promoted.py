@@ -41,7 +41,7 @@ def registered(against: Sequence[str]) -> Named | None:
         is_alias = "@" in name and not set("/:") & set(name) and not _is_folder(name)
         if is_alias or name.startswith(MODEL_URI):
             if len(against) > 1:
-                allowed = "a registered version is the whole baseline"
+                allowed = "a registered version must be the only baseline"
                 raise UsageError("--against", " ".join(against), allowed, f"give {name} alone")
             return Named.parse(name)
     return None
@@ -68,7 +68,7 @@ def judge_promoted(
     """
     for name in gates or ():
         if name not in OF_PROMOTED:
-            allowed = f"of a registered version the gates are {', '.join(OF_PROMOTED)}"
+            allowed = f"against a registered version the gates are {', '.join(OF_PROMOTED)}"
             raise ConfigError("--gates", name, allowed)
     if days is not None and days <= 0:
         raise UsageError("--days", days, "it must be above 0")
@@ -76,13 +76,13 @@ def judge_promoted(
     if policy is not None:
         held = read_policy(policy)
     registry = ModelRegistry(uri)
-    with stage("looking for today's runs"):
+    with stage("finding runs since the promotion"):
         notes: list[str] = []
         found = [find_run(name, uri=registry.uri) for name in runs]
         refuse_twice(found)
         found = found or _since(registry, version, kept, DAYS if days is None else days, notes)
     if not found:
-        notes.append("no run that trains the same has ended since")
+        notes.append("no run of the same training has ended since")
     today, promoted = ([training(one) for one in side] for side in (found, kept.candidates))
     target = held.convergence.target or target_of(kept.run)
     metric = held.convergence.metric_name
@@ -125,7 +125,7 @@ def _since(registry: ModelRegistry, named: Named, kept: Evidence, days: float, n
         except TrackingError:
             if status == "FINISHED":
                 raise
-            notes.append(f"run {run_id} failed and has no record: whether it trained the same is not known")
+            notes.append(f"run {run_id} failed and has no record: its training is not known")
             continue
         if one is not None and isinstance(one.record, RunRecord) and _training_of(one.record) == own:
             found.append(one)

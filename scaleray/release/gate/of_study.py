@@ -51,7 +51,7 @@ def judge_study(
     for one in certificates:
         words += ["--certificates", one.name]
     others = [gate for gate in gates if gate not in OF_STUDY]
-    left_out = f"{', '.join(others)} are asked of a training, not of a study: scaleray gate RUN --study {where}"
+    left_out = f"{', '.join(others)} apply to a training, not to a study: scaleray gate RUN --study {where}"
     return GateRecord(
         answer=together(result.answer for result in results),
         gates=[dataclasses.replace(one, command=shlex.join([*words, "--gates", one.gate])) for one in results],
@@ -67,7 +67,7 @@ def judge_study(
 def _largest(study: StudyRecord, policy: Policy) -> Point:
     points = [one.point for curve in study.curves if curve.mode == policy.scaling.mode for one in curve.points]
     if not points:
-        allowed = f"it has no curve of {policy.scaling.mode} scaling, which the policy asks about (scaling.mode)"
+        allowed = f"it has no curve of {policy.scaling.mode} scaling, which the policy requires (scaling.mode)"
         command = f"{study.command or 'scaleray study -c FILE'} --mode {policy.scaling.mode}"
         raise UsageError("the study", study.name, allowed, command)
     return max(points, key=lambda point: point.workers)

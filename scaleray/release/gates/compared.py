@@ -47,7 +47,7 @@ def compared(
     numbers = {"candidate": mean(candidate.mean), "baseline": mean(baseline.mean)}
     shown = f"{numbers['candidate']:.6g} against {numbers['baseline']:.6g}"
     if found is None:
-        words = f"{shown}; one run says nothing of its noise"
+        words = f"{shown}; one run does not show noise"
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=min_runs)
 
     def enough(number: int) -> bool:

@@ -19,7 +19,7 @@ from scaleray.release.gates.convergence_points import LEAST_REFERENCE, Reference
 from scaleray.release.gates.policy import ConvergencePolicy
 
 GATE = "convergence"
-TRAIN_MORE = "train more with other seeds: scaleray train -c FILE --seed N"
+TRAIN_MORE = "train more runs with other seeds: scaleray train -c FILE --seed N"
 COARSEST = 0.5
 """Largest distance of two evaluations, as a share of the margin: a coarser one hides what the margin is about."""
 
@@ -47,7 +47,7 @@ def convergence_gate(
         return gate_of(GATE, [few])
     checks = [few]
     if target is None:
-        words = "there is no target whose samples could be compared"
+        words = "there is no target for which to compare samples"
         key = "convergence.target in the policy, or stop.at in the config"
         checks.append(Check(what="samples to the target", answer="inconclusive", words=words, remedy=key))
     else:
@@ -75,18 +75,18 @@ def _reached(candidates: Sequence[Learning], baselines: Sequence[Learning], may_
     numbers = {"candidates that missed it": float(missed[0]), "baselines that missed it": float(missed[1])}
     what = "the target is reached"
     if unknown := sum(not run.is_known for run in (*candidates, *baselines)):
-        words = f"of {unknown} runs no evaluation of its metric was found"
-        remedy = "name the MLflow that has them with --uri, or correct convergence.target"
+        words = f"{unknown} runs have no evaluation of its metric"
+        remedy = "name the MLflow server that has them with --uri, or correct convergence.target"
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy)
     if missed[1]:
-        words = f"{missed[1]} of {len(baselines)} baselines ended without the target: it is no baseline for it"
+        words = f"{missed[1]} of {len(baselines)} baselines ended without the target: they are no baseline for it"
         remedy = "train the baseline longer, or lower the target"
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, remedy=remedy)
     words = f"{len(candidates) - missed[0]} of {len(candidates)} candidates reached it"
     if failed := sum(not run.has_finished for run in candidates):
         words += f"; {failed} did not finish"
     if missed[0] > may_miss or missed[0] == len(candidates):
-        remedy = "convergence.may_miss says how many may end without it"
+        remedy = "convergence.may_miss sets how many may end without it"
         return Check(what=what, answer="fail", words=words, numbers=numbers, remedy=remedy)
     return Check(what=what, answer="pass", words=words, numbers=numbers)
 
@@ -139,7 +139,7 @@ def _asked(
 def _not_faster(candidates: Sequence[float], baselines: Sequence[float], alpha: float) -> Check:
     what = "not faster than chance explains (MLPerf)"
     if min(len(candidates), len(baselines)) < LEAST_REFERENCE:
-        words = f"it takes {LEAST_REFERENCE} runs of each side, as the best and the worst are left out"
+        words = f"it takes {LEAST_REFERENCE} runs of each side, since the best and worst are left out"
         numbers = {"candidates": float(len(candidates)), "baselines": float(len(baselines))}
         return Check(what=what, answer="inconclusive", words=words, numbers=numbers, runs_needed=LEAST_REFERENCE,
                      remedy=TRAIN_MORE)  # fmt: skip
@@ -149,5 +149,5 @@ def _not_faster(candidates: Sequence[float], baselines: Sequence[float], alpha: 
     words = f"{mean:,.0f} samples; the baseline's {point.mean:,.0f} allow {slowest:,.0f}"
     if mean >= slowest:  # the test refuses a share alpha of what is as good, whatever the number of runs
         return Check(what=what, answer="pass", words=words, numbers=numbers, power=1 - alpha)
-    remedy = "see whether data, target or recipe differ: scaleray compare BASELINE RUN"
+    remedy = "check for differences in data, target or recipe: scaleray compare BASELINE RUN"
     return Check(what=what, answer="fail", words=words, numbers=numbers, remedy=remedy)

@@ -66,11 +66,11 @@ def committed(states: Mapping[str, Mapping[str, Any]], policy: FingerprintPolicy
     """Whether a commit holds the code. states: what git said, by the name of what was measured."""
     what = "code that a commit holds"
     if unknown := [name for name, git in states.items() if git.get("is_dirty") is None]:
-        words = f"it is not known of {', '.join(unknown)}"
+        words = f"it is not known for {', '.join(unknown)}"
         answer: Answer = "pass" if policy.allow_uncommitted else "inconclusive"
         return Check(what=what, answer=answer, words=words, remedy="train in a checkout")
     if (dirty := [name for name, git in states.items() if git["is_dirty"]]) and not policy.allow_uncommitted:
-        words = f"{', '.join(dirty)}: measured with changes that no commit holds"
+        words = f"{', '.join(dirty)}: measured with uncommitted changes"
         remedy = "commit and train again, or fingerprint.allow_uncommitted"
         return Check(what=what, answer="fail", words=words, remedy=remedy)
     commits = {str(git.get("commit"))[:12]: None for git in states.values()}
@@ -80,12 +80,12 @@ def committed(states: Mapping[str, Mapping[str, Any]], policy: FingerprintPolicy
 def _known_hardware(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Check:
     """Whether it is known what the workers ran on."""
     what = "hardware of the workers is known"
-    unknown = [f"{run.name} recorded nothing of its workers" for run in runs if not workers_of(run)]
+    unknown = [f"{run.name} has no record of its workers" for run in runs if not workers_of(run)]
     for run in runs:
         if uses_gpus(workers_of(run)) and (missing := unknown_of_gpus(facts_of_run(run), may_differ)):
             unknown.append(f"{run.name} ran on GPUs, and {', '.join(missing)} of them were not recorded")
     if unknown:
-        remedy = "scaleray doctor says what each node knows of its GPUs; train again, or fingerprint.may_differ"
+        remedy = "scaleray doctor shows what each node reports of its GPUs; train again, or set fingerprint.may_differ"
         return Check(what=what, answer="inconclusive", words="; ".join(unknown[:4]), remedy=remedy)
     devices = {"GPUs" if uses_gpus(workers_of(run)) else "CPUs" for run in runs}
     return Check(what=what, answer="pass", words=f"{len(runs)} runs on {' and '.join(sorted(devices))}")
@@ -107,7 +107,7 @@ def _known_content(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Chec
     keys = ", ".join(f"data.{split}" for split in dict.fromkeys(unknown.values()))
     remedy = (
         "train on arrays, or on Parquet and token files that are small enough to be hashed (docs/workloads.md); or "
-        f"fingerprint.may_differ: [{keys}] if the team knows the data otherwise"
+        f"set fingerprint.may_differ: [{keys}] if the team identifies the data otherwise"
     )
     words = f"no run hashed the bytes of {', '.join(list(unknown)[:4])}"
     return Check(what=what, answer="inconclusive", words=words, remedy=remedy)

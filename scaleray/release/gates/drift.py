@@ -25,8 +25,8 @@ from scaleray.release.gates.environment import GPU, facts_of_run
 from scaleray.release.gates.policy import DriftPolicy
 
 SPEED, DATA = "speed", "data"
-NONE_TODAY = "there is no run of today to compare"
-TRAIN_AGAIN = "train and promote it again: records keep the distribution of each column now"
+NONE_TODAY = "there is no recent run to compare"
+TRAIN_AGAIN = "train and promote it again: records now have the distribution of each column"
 LARGEST_OF_NINE_IN_TEN = 1.224
 """Largest difference of 9 in 10 pairs of samples of the same data, in units of a share's noise (Kolmogorov 1933)."""
 SUCCESSIVE = 2
@@ -73,7 +73,7 @@ def data_gate(today: Sequence[RunRecord], promoted: Sequence[RunRecord], *, poli
     for split, facts in before.items():
         others = [(run.name, run.data[split]) for run in today if not _is_same(run.data[split], facts)]
         if not others:
-            checks.append(Check(what=f"data of {split}", answer="pass", words="the same to the byte"))
+            checks.append(Check(what=f"data of {split}", answer="pass", words="the same bytes"))
         for name, own in others:
             checks += _split(f"{split} of {name}", own, facts, policy, alpha)
     return gate_of(DATA, checks)
@@ -85,7 +85,7 @@ def _same_hardware(today: Sequence[RunRecord], promoted: Sequence[RunRecord]) ->
     if found[0] == found[1] and len(found[0]) == 1:
         return Check(what=what, answer="pass", words=found[0].pop())
     shown = [" and ".join(sorted(side)) for side in found]
-    words = f"{shown[0]} today, {shown[1]} then: speeds of other hardware say nothing of the training"
+    words = f"{shown[0]} today, {shown[1]} then: speeds on other hardware do not compare"
     return Check(what=what, answer="inconclusive", words=words)
 
 
@@ -107,7 +107,7 @@ def _split(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: f
     columns = mine.get("columns"), theirs.get("columns")
     what = f"columns and types of {where}"
     if columns[0] is None or columns[1] is None:
-        words = "nothing was recorded of its columns " + ("today" if columns[0] is None else "then")
+        words = "no columns were recorded " + ("today" if columns[0] is None else "then")
         return [Check(what=what, answer="inconclusive", words=words)]
     wrong = _other_types(columns[0], columns[1])
     if wrong:
@@ -141,14 +141,14 @@ def _values(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: 
     """Checks of a column's values. alpha: probability to fail where nothing has changed, of each."""
     sides, rows = (mine, theirs), (mine["rows"], theirs["rows"])
     if any(isinstance(one.get("values"), list) or ("mean" in one and "quantiles" not in one) for one in sides):
-        words = "an earlier version of scaleray recorded too little of it"
+        words = "an earlier version of scaleray recorded too little"
         return [Check(what=f"distribution of {where}", answer="inconclusive", words=words, remedy=TRAIN_AGAIN)]
     if not min(rows):
         return []
     checks: list[Check] = []
     known = theirs.get("values", {})
     if known and "values" not in mine and "quantiles" not in mine:
-        words = f"there were {len(known)} values, and there are too many now to be counted one by one"
+        words = f"there were {len(known)} values, and now there are too many to count individually"
         checks.append(Check(what=f"values of {where}", answer="inconclusive", words=words))
     if known and "values" in mine:
         new = {value: count for value, count in mine["values"].items() if value not in known}
@@ -157,7 +157,7 @@ def _values(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: 
         checks.append(_new(f"values of {where}", sum(new.values()), once, rows, shown, policy, alpha))
     bad = [round(share * number) for share, number in zip(_not_finite(sides), rows, strict=True)]
     if bad[0] and not bad[1]:
-        checks.append(_new(f"finite values of {where}", bad[0], 0, rows, "none was not finite", policy, alpha))
+        checks.append(_new(f"finite values of {where}", bad[0], 0, rows, "all were finite", policy, alpha))
     if (distance := _distance(mine, theirs)) is not None:
         checks.append(_apart(f"distribution of {where}", distance, rows, policy, alpha))
     if "lengths" in mine and "lengths" in theirs:
@@ -190,7 +190,7 @@ def _apart(what: str, distance: float, rows: Sequence[int], policy: DriftPolicy,
     words = f"shares of rows differ by {distance:.3g} at most, where {margin:g} is allowed"
     needed = math.ceil(2 * ((LARGEST_OF_NINE_IN_TEN + noise) / margin) ** 2)
     if answer == "inconclusive":
-        words += f"; {rows[0]} and {rows[1]} rows were looked at"
+        words += f"; {rows[0]} and {rows[1]} rows were read"
     return Check(what=what, answer=answer, words=words, numbers={"distance": distance, "least": max(0.0, beyond)},
                  runs_needed=needed, needed_of="rows of each side")  # fmt: skip
 

@@ -66,7 +66,7 @@ def equality_gate(
     what = f"{run.strategy} on {quantity(run.workers, 'worker')} equals one process"
     remedy = f"scaleray verify -c {run.folder}/config.yaml --strategies {run.strategy} --world-sizes {run.workers}"
     if run.workers == 1:
-        return gate_of(GATE, [Check(what=what, answer="pass", words="one worker is one process")])
+        return gate_of(GATE, [Check(what=what, answer="pass", words="one worker equals one process")])
     if not certificates:
         words = "there is no certificate"
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
@@ -75,7 +75,7 @@ def equality_gate(
     if chosen is None:
         reasons = {one.name: _why_not(one.record, run, policy, may_differ, moment) for one in certificates}
         name, why = min(reasons.items(), key=lambda item: len(item[1]))
-        words = f"none of {len(certificates)} certificates belongs to it; {name}: {'; '.join(why[:3])}"
+        words = f"none of {len(certificates)} certificates matches; {name}: {'; '.join(why[:3])}"
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=remedy)])
     record = chosen.record
     answer: Answer = "pass" if record.passed else "fail"

@@ -37,7 +37,7 @@ def operations_gate(
     if policy.min_goodput is not None:
         checks.append(_goodput(runs, policy.min_goodput))
     if policy.max_checkpoint_interval_s is not None:
-        what, remedy = "s of training that no checkpoint held, as measured", "checkpoint.every in the config"
+        what, remedy = "s of training without a checkpoint, measured", "checkpoint.every in the config"
         checks.append(_at_most(what, runs, _without_checkpoint_s, policy.max_checkpoint_interval_s, remedy))
     if policy.min_faults_survived is not None:
         checks.append(_faults_survived([*runs, *endured], policy.min_faults_survived))
@@ -67,14 +67,14 @@ def _finished(runs: Sequence[RunRecord]) -> Check:
 
 def _goodput(runs: Sequence[RunRecord], least: float) -> Check:
     """Whether the mean of the candidates' goodput is above the limit, by an interval of which each end has 95 %."""
-    what, remedy = f"goodput above {least:g}", "scaleray profile RUN says where it went"
+    what, remedy = f"goodput above {least:g}", "scaleray profile RUN shows where it went"
     shares = [_goodput_of(run) for run in runs]
     values = [share for share in shares if share is not None]
     if missing := [run.name for run, share in zip(runs, shares, strict=True) if share is None]:
         words = f"{UNMEASURED} in {', '.join(missing[:4])}"
         return Check(what=what, answer="inconclusive", words=words, remedy=remedy)
     if len(values) < 2:
-        words = f"{values[0]:.4g} in one run, which says nothing of how much the next would differ"
+        words = f"{values[0]:.4g} in one run, which does not show the spread between runs"
         return Check(what=what, answer="inconclusive", words=words, numbers={"goodput": values[0]}, runs_needed=2,
                      remedy=TRAIN_MORE)  # fmt: skip
     measured = Runs.of(values, are_successive=True)
@@ -99,15 +99,15 @@ def _faults_survived(runs: Sequence[RunRecord], least: int) -> Check:
             f"{name} went on {'once' if number == 1 else f'{number} times'}" for name, number in survived[:4]
         )
         return Check(what=what, answer="pass", words=words, numbers={"survived": float(total)})
-    words = f"{total} recorded: nothing shows that the training continues after a fault"
-    remedy = "end a training of the same config by force (kill -9) and resume it: scaleray train --resume RUN"
+    words = f"{total} recorded: there is no evidence that the training survives a fault"
+    remedy = "kill a training of the same config (kill -9) and resume it: scaleray train --resume RUN"
     return Check(what=what, answer="inconclusive", words=words, numbers={"survived": float(total)}, remedy=remedy)
 
 
 def _alerts(candidates: Sequence[Operated], severities: Sequence[str]) -> Check:
     what = f"no alert that is {' or '.join(severities)}"
     if lacking := [name for one in candidates for name in _not_in_the_file(one)]:
-        words = f"alerts.jsonl lacks what the record has: {', '.join(lacking[:4])}"
+        words = f"alerts.jsonl lacks alerts of the record: {', '.join(lacking[:4])}"
         return Check(what=what, answer="fail", words=words, numbers={"lacking": float(len(lacking))})
     raised = [
         f"{alert.name} in {one.run.name}"
@@ -119,10 +119,10 @@ def _alerts(candidates: Sequence[Operated], severities: Sequence[str]) -> Check:
         words = ", ".join(sorted(set(raised)))
         return Check(what=what, answer="fail", words=words, numbers={"alerts": float(len(raised))})
     if silent := [one.run.name for one in candidates if one.alerts is None]:
-        words = f"{', '.join(silent[:4])} recorded no alerts, not even that there were none"
+        words = f"{', '.join(silent[:4])} have no record of alerts"
         return Check(what=what, answer="inconclusive", words=words)
     alerts = sum(len(one.alerts or ()) for one in candidates)
-    return Check(what=what, answer="pass", words=f"{alerts} alerts in all, in {len(candidates)} runs")
+    return Check(what=what, answer="pass", words=f"{alerts} alerts in total, in {len(candidates)} runs")
 
 
 def _not_in_the_file(one: Operated) -> list[str]:

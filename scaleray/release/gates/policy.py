@@ -74,7 +74,7 @@ class ConvergencePolicy(Settings):
     @classmethod
     def _has_direction(cls, metric: str | None) -> str | None:
         if metric is not None and not re.fullmatch(r"\S+/\S+ (min|max)", metric):
-            raise ValueError("it is a metric and min or max, for which of its values are better: test/loss min")
+            raise ValueError("it must be a metric and its better direction, min or max: test/loss min")
         return metric
 
     @property

@@ -25,7 +25,7 @@ def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPoli
     """The gate's check. workers: number of workers of the candidate."""
     if workers == 1:
         return gate_of(
-            GATE, [Check(what="efficiency", answer="pass", words="one worker is what others are compared with")]
+            GATE, [Check(what="efficiency", answer="pass", words="one worker is the reference of the others")]
         )
     what = f"efficiency of {workers} workers ({policy.mode}) above {policy.min_efficiency:g}"
     if study is None:
@@ -41,7 +41,7 @@ def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPoli
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=ask)])
     base = min(one.point.workers for one in points)
     if base == workers or base > policy.base_workers:
-        words = f"study {study.name} begins with {base} workers, and its efficiency is relative to them"
+        words = f"study {study.name} begins with {base} workers, so its efficiency is relative to them"
         if base == workers:
             words += ": it is 1 by definition"
         return gate_of(GATE, [Check(what=what, answer="inconclusive", words=words, remedy=ask)])
@@ -82,11 +82,11 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
     if efficiency.low > limit:
         return Check(what=what, answer="pass", words=shown, numbers=numbers, power=power)
     if efficiency.high < limit:
-        remedy = "scaleray profile RUN says what the workers wait for"
+        remedy = "scaleray profile RUN shows what the workers wait for"
         return Check(what=what, answer="fail", words=shown, numbers=numbers, remedy=remedy)
     words = f"{shown}; the interval holds {limit:g}"
     if needed is None:
-        words += ", and no number of measurements would show an efficiency like this one to be above it"
+        words += ", and no number of measurements would prove this efficiency above it"
     else:
         needed = max(needed, turns + 1)
     remedy = study_command(study, point.workers, policy, needed or 2 * turns)

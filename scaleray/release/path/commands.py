@@ -85,9 +85,7 @@ def held(log: Path) -> Iterator[int]:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("a") as file:
         if not lock(file):
-            words = (
-                "the command of an earlier scaleray path next, which was killed, still runs: waiting for its end. Log"
-            )
+            words = "waiting for the command of an earlier scaleray path next, which was killed. Log"
             print(f"{words}: {log}", file=sys.stderr, flush=True)
             lock(file, waits=True)
         yield file.fileno()

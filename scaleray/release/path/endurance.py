@@ -47,7 +47,7 @@ def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -
         set_aside(folder)  # it was cut off before it had a checkpoint, or came to its end unhurt
         killed = _killed(words, folder, log_of(path, task))
         if not killed:
-            return Outcome(1, "it ended before it could be killed: it is too short for a checkpoint on its way")
+            return Outcome(1, "it ended before it could be killed: it is too short to write a checkpoint on the way")
     outcome = Outcome(0) if is_finished(folder) else ran(path, task, words)
     if outcome.code:
         return outcome
@@ -98,16 +98,16 @@ def _compared(path: PathRecord, folder: Path) -> Outcome:
     metric, policy = Target.parse(path.target).metric, _policy(path)
     record, other = record_in(folder), record_in(Path(run_folder(path, f"{CANDIDATE}-0")))
     if record is None or not record.resumed_after:
-        return Outcome(1, "its record does not say that it went on from a checkpoint")
+        return Outcome(1, "its record shows no resume from a checkpoint")
     value = record.metrics.get(metric)
-    figures = {"steps": record.steps, "went on after step": record.resumed_after[-1], metric: value}
-    words = f"killed, went on after step {record.resumed_after[-1]} of {record.steps}"
+    figures = {"steps": record.steps, "resumed after step": record.resumed_after[-1], metric: value}
+    words = f"killed, resumed after step {record.resumed_after[-1]} of {record.steps}"
     if other is None or value is None or other.metrics.get(metric) is None:
-        return Outcome(1, f"{words}; nothing that was not killed has {metric}", finite(figures), str(folder))
+        return Outcome(1, f"{words}; no uninterrupted run has {metric}", finite(figures), str(folder))
     apart = abs(value - other.metrics[metric])
     figures["differs by"] = apart
     allowed = policy.convergence.metric_margin
-    words += f"; {metric} {value:.4g}, not killed {other.metrics[metric]:.4g} (may differ by {allowed:g})"
+    words += f"; {metric} {value:.4g}, not killed {other.metrics[metric]:.4g} (allowed difference {allowed:g})"
     return Outcome(int(apart > allowed), words, finite(figures), str(folder))
 
 

@@ -68,7 +68,7 @@ def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathReco
     """Leave a task out, with the reason that the status shows. Raises UsageError for one that is not there."""
     path = find_path(name)
     if not reason.strip():
-        raise UsageError("--reason", reason or None, "the readers of the path must know why")
+        raise UsageError("--reason", reason or None, "give the reason to readers of the path")
     with locked(path) as path:
         known = _known(path, task)
         _refuse_running(path, [known])
@@ -153,7 +153,7 @@ def _refuse_running(path: PathRecord, tasks: Sequence[PathTask]) -> None:
     """Raise UsageError for a task whose command still runs, as its call was killed."""
     for task in tasks:
         if task.status == "running":
-            hint = f"wait for its end, or end it; its log is {log_of(path, task)}"
+            hint = f"wait for it, or end it; its log is {log_of(path, task)}"
             raise UsageError("the task", task.key, "its command still runs", hint)
 
 

@@ -99,7 +99,7 @@ def start_path(
 
 def _target(target: str, workers: int, runs: int) -> Target:
     if workers < 2:
-        raise UsageError("--workers", workers, "a path leads to several workers: at least 2")
+        raise UsageError("--workers", workers, "a path needs at least 2")
     if runs < 1:
         raise UsageError("--runs", runs, "it must be at least 1")
     try:
@@ -121,7 +121,7 @@ def _notes(runs: int, policy: Policy) -> list[str]:
     least = policy.convergence.min_runs
     if runs >= least:
         return []
-    return [f"{runs} trainings of each side are fewer than the policy's {least}: its gate will say inconclusive"]
+    return [f"{runs} trainings of each side are fewer than the policy's {least}: its gate will be inconclusive"]
 
 
 def _of_code(policy: Policy) -> list[str]:
@@ -130,9 +130,9 @@ def _of_code(policy: Policy) -> list[str]:
     """
     state = git_state(Path.cwd())
     if not state:
-        return ["no commit is known of this folder: the gate fingerprint will say inconclusive; begin it in a checkout"]
+        return ["this folder has no commit: the gate fingerprint will be inconclusive; start in a checkout"]
     if state["is_dirty"] and not policy.fingerprint.allow_uncommitted:
-        return ["there are changes that no commit holds: the gate fingerprint will fail; commit them first"]
+        return ["there are uncommitted changes: the gate fingerprint will fail; commit them first"]
     return []
 
 
@@ -164,7 +164,7 @@ def find_path(name: str | None) -> PathRecord:
             if os.path.isfile(place / STATE) or (place.is_dir() and not os.access(place, os.R_OK | os.X_OK)):
                 return read(place)
         raise UsageError(
-            "--name", name, f"there is no path in such a folder, nor in {root}", "scaleray path start begins one"
+            "--name", name, f"there is no path in this folder or in {root}", "scaleray path start begins one"
         )
     found = sorted(root.glob(f"path-*/{STATE}"))
     if len(found) != 1:
@@ -231,7 +231,7 @@ def locked(path: PathRecord) -> Iterator[PathRecord]:
         raise
     except OSError as exc:
         allowed = f"{exc.filename or path.folder} cannot be written: {exc.strerror or exc}"
-        hint = f"let who shares the path have its files: chmod -R g+rwX {path.folder}, and umask 002 from then on"
+        hint = f"give the people who share the path access: chmod -R g+rwX {path.folder}, and umask 002 from then on"
         raise UsageError("the path's folder", path.folder, allowed, hint) from exc
 
 

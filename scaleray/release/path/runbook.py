@@ -36,22 +36,22 @@ def runbook(path: PathRecord) -> str:
         "## Is it well?",
         _commands(
             [
-                ("the version is what was promoted", f"scaleray promote --verify {name}"),
-                ("runs since are like those that were promoted", f"{path.folder}/{PIPELINE}/drift.sh"),
-                ("what was done on the way to it", f"scaleray path status --name {shlex.quote(path.folder)}"),
+                ("the version is the promoted one", f"scaleray promote --verify {name}"),
+                ("later runs match the promoted ones", f"{path.folder}/{PIPELINE}/drift.sh"),
+                ("steps taken", f"scaleray path status --name {shlex.quote(path.folder)}"),
                 ("running trainings", "scaleray watch --all"),
             ]
         ),
-        "## What is usual",
+        "## Usual values",
         _usual(path),
         "## When",
         _commands(
             [
-                ("its answers are wrong: the version before", f"scaleray rollback {name}"),
-                ("a training was cut off", f"scaleray train --resume {path.folder}/runs/NAME"),
-                ("it must be trained again", f"{path.folder}/{PIPELINE}/retrain.sh"),
-                ("it is to be served", f"mlflow models serve -m models:/{name} --env-manager local --port 5001"),
-                ("rows are to be answered", f"scaleray predict models:/{name} --data FILE --out FILE"),
+                ("its answers are wrong: return to the previous version", f"scaleray rollback {name}"),
+                ("a training was interrupted", f"scaleray train --resume {path.folder}/runs/NAME"),
+                ("train it again", f"{path.folder}/{PIPELINE}/retrain.sh"),
+                ("serve it", f"mlflow models serve -m models:/{name} --env-manager local --port 5001"),
+                ("predict rows", f"scaleray predict models:/{name} --data FILE --out FILE"),
             ]
         ),
         _known_of_faults(path),
@@ -98,5 +98,5 @@ def _limits(path: PathRecord) -> list[str]:
     except (OSError, ValueError):
         return []
     lines = [f"- {line}" for line in pins.get("alert_limits") or ()]
-    words = f"Limits in `{PIPELINE}/{ALERTS}` and in its job, by what was measured; others are the usual ones:"
+    words = f"Limits in `{PIPELINE}/{ALERTS}` and in its job, from measurements; others are the defaults:"
     return ["\n".join([words, "", *lines])] if lines else []

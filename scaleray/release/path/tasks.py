@@ -28,10 +28,10 @@ NEEDS = {
 certificate, rules of alerts with the limits that the promotion measured, a quarter of the first known training's steps.
 """
 A_PERSON = (
-    f"a person decides: `scaleray path skip {DECIDE} --reason WORDS` continues with this job; "
-    "`scaleray path start --name NAME --section.key value ...` begins a path with another"
+    f"a person must decide: `scaleray path skip {DECIDE} --reason WORDS` continues with this job; "
+    "`scaleray path start --name NAME --section.key value ...` starts a path with another"
 )
-NO_CLUSTER = "the path began without --cluster, for which the planner would give advice"
+NO_CLUSTER = "the path was started without --cluster, so the planner has no cluster to plan for"
 
 
 def tasks_of(path: PathRecord) -> list[PathTask]:
@@ -44,7 +44,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
     seeds = range(path.runs)
     plan = PathTask(
         key="distribute/plan",
-        what=f"what the planner advises for {path.cluster or 'a cluster'}",
+        what=f"the planner's advice for {path.cluster or 'a cluster'}",
         command=["plan", *job, "--cluster", str(path.cluster)],
     )
     return [
@@ -57,7 +57,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
         ),
         PathTask(
             key="distribute/resume",
-            what="an interrupted training continues as if it had not been",
+            what="an interrupted training continues as if uninterrupted",
             command=[*verify, str(path.workers), "--resume", *local],
         ),
         plan if path.cluster is not None else replace(plan, command=[], status="skipped", words=NO_CLUSTER),
@@ -69,12 +69,12 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
         ),
         PathTask(
             key="optimise/profile",
-            what="what limits the first run",
+            what="the bottleneck of the first run",
             command=["profile", run_folder(path, FIRST.partition("/")[2])],
         ),
         PathTask(
             key=SWEEP,
-            what="which batch size and rule of the learning rate reach the target fastest",
+            what="the batch size and learning-rate rule that reach the target fastest",
             command=[
                 "sweep", *job, "--guided", "--batch-sizes", f"{halved}..{2 * doubled}", "--rules", "linear,sqrt,none",
                 "--stop.at", path.target, "--workers-per-trial", str(path.workers),
@@ -91,7 +91,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
         replace(
             _training(path, "validate/faults-0", {"checkpoint.every": "{quarter}"}),
             act="faults",
-            what="killed in the middle, and gone on to the same end",
+            what="killed in the middle and resumed to the same result",
         ),
         replace(
             _training(path, "validate/soak-0", {"stop.after": path.soak}),
@@ -101,7 +101,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
         PathTask(key=GATE, what="all five gates", command=["gate", *_evidence(path)]),
         PathTask(
             key=PROMOTE,
-            what=f"a version that {path.alias} names, with the pipeline that trains it again",
+            what=f"a version with the alias {path.alias}, and the pipeline that retrains it",
             command=[
                 "promote", *_evidence(path), "--as", path.alias, "--model", path.model, *pipeline, "--cluster",
                 path.kind,
@@ -109,7 +109,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
         ),
         PathTask(
             key=CHECK,
-            what="the version holds what was promoted, and its pipeline trains it",
+            what="the version is the promoted one, and its pipeline retrains it",
             command=[
                 "promote", "--verify", f"{path.model}@{path.alias}", *pipeline,
                 *(["--uri", path.tracking_uri] if path.tracking_uri else []),
@@ -120,7 +120,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
             what="dashboards for Grafana, and a configuration of Prometheus",
             command=["dashboards", "write", "--folder", f"{path.folder}/dashboards", "--alerts", "{alerts}"],
         ),
-        PathTask(key="produce/runbook", act="runbook", what="a runbook for the people on call"),
+        PathTask(key="produce/runbook", act="runbook", what="a runbook for people on call"),
     ]  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def copy_pipeline(folder: Path, to: str | Path) -> None:
     target = Path(to).expanduser().absolute()
     if target.exists():
         if not target.is_dir() or digests(target) != digests(folder):
-            raise UsageError("--pipeline", str(to), "it exists already and is another one", "name a new folder")
+            raise UsageError("--pipeline", str(to), "it already exists and differs", "name a new folder")
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

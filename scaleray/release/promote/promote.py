@@ -79,12 +79,12 @@ def promote(
     if alias is not None:
         check_alias(alias)
     elif pipeline is not None:
-        raise UsageError("--pipeline", str(pipeline), "it is written for an alias", "scaleray promote RUN --as ALIAS")
+        raise UsageError("--pipeline", str(pipeline), "it needs an alias", "scaleray promote RUN --as ALIAS")
     check_cluster(cluster)
     held = read_policy(policy)
     with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place:
         out = Path(place) / "model"
-        with stage("asking the gates"):
+        with stage("running the gates"):
             evidence = collect(names, against=against, study=study, certificates=certificates, uri=uri)
             keep_evidence(evidence, held, Path(place) / EVIDENCE)
             # what is judged is what is kept: asked again of it, the gates answer the same
@@ -122,7 +122,7 @@ def _write(trained: TrainedRun, out: Path, place: Path, gates: GateRecord, run: 
 
     parts = find_parts(trained, **options.parts)
     if not parts.weights.has_hash:
-        advice = "train it again, to its end: this version records them"
+        advice = "train it again to its end: this version records hashes"
         raise CheckpointError(parts.weights.words, f"those of {run.name}", "they have no recorded hash", advice)
     with stage("packing the model"):
         packed = pack(trained, parts, place / "packed", workload=options.workload)
@@ -170,11 +170,11 @@ def _registered(
         version = _made(registry, found, out, files, run, gates, by=by)
         say(f"made version {version.number} of {found.model}")
     else:
-        say(f"version {version.number} of {found.model} is this promotion's already")
+        say(f"version {version.number} of {found.model} was already made by this promotion")
     if found.alias is not None:
         named = registry.give(version, found.alias, by=by)
         if named.number != version.number:
-            say(f"another promotion was later: {found.alias} names version {named.number}")
+            say(f"a later promotion won: {found.alias} names version {named.number}")
     return dataclasses.replace(
         found,
         version=version.number,

@@ -25,7 +25,7 @@ def rollback(model: str, *, to: int | None = None, unchecked: str | None = None,
     """
     named = Named.parse(model)
     if named.alias is None:
-        raise UsageError("the model", model, "an alias is taken back, so it must be NAME@ALIAS")
+        raise UsageError("the model", model, "a rollback needs NAME@ALIAS")
     registry = ModelRegistry(uri)
     known = {one.number: one for one in registry.versions(named.model)}
     now = next((one.number for one in known.values() if named.alias in one.aliases), None)
@@ -41,7 +41,7 @@ def rollback(model: str, *, to: int | None = None, unchecked: str | None = None,
     if chosen not in known:
         raise UsageError("--to", chosen, f"{named.model} has the versions {', '.join(map(str, sorted(known)))}")
     if known[chosen].given_at(named.alias) is None:
-        allowed = f"it was never promoted as {named.alias}, so that no gate let it through"
+        allowed = f"it was never promoted as {named.alias}, so it passed no gate"
         raise UsageError("--to", chosen, allowed, f"scaleray promote RUN --as {named.alias}")
     if unchecked is None:
         _check_files(registry, known[chosen])
@@ -59,9 +59,9 @@ def _check_files(registry: ModelRegistry, version: ModelVersion) -> None:
         except TrackingError as exc:
             wrong = [str(exc)]
     if wrong := [one for one in wrong if not one.startswith(f"{EVIDENCE}/")]:
-        what, found = f"the model {version.model}/{version.number}", f"not what was promoted: {'; '.join(wrong[:3])}"
+        what, found = f"the model {version.model}/{version.number}", f"changed: {'; '.join(wrong[:3])}"
         hint = "name another with --to, or move the alias without this check: --unchecked REASON"
-        raise TrackingError(what, found, "its files must be those of its promotion", hint)
+        raise TrackingError(what, found, "its files differ from its promotion", hint)
 
 
 def had_before(known: Mapping[int, ModelVersion], now: ModelVersion, alias: str) -> list[int]:

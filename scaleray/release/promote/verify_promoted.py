@@ -39,7 +39,7 @@ def pipeline_checks(folder: Path, elsewhere: str | Path | None) -> Iterator[Chec
         return
     what = "the pipeline's folder is the promoted one"
     if not own.is_dir():
-        yield Check(what=what, answer="inconclusive", words="the version has none: it was promoted without an alias")
+        yield Check(what=what, answer="inconclusive", words="it has no pipeline: it was promoted without an alias")
         return
     there, here = digests(own), digests(Path(elsewhere).expanduser())
     wrong = [f"{name} is missing" for name in sorted(there.keys() - here.keys())]
@@ -52,7 +52,7 @@ def pipeline_checks(folder: Path, elsewhere: str | Path | None) -> Iterator[Chec
 
 def _trains_the_same(folder: Path) -> Check:
     """Whether the job's config decides the same training as the run's own."""
-    what = "the pipeline trains what was promoted"
+    what = "the pipeline retrains the promoted model"
     evidence, _ = read_evidence(folder / EVIDENCE)
     try:
         job = load_config(folder / FOLDER / JOB, environ={})
@@ -66,10 +66,10 @@ def _trains_the_same(folder: Path) -> Check:
     ]
     if differing:
         return Check(what=what, answer="fail", words=f"{', '.join(differing[:4])} are not those of the run")
-    return Check(what=what, answer="pass", words=f"{JOB} decides the same as {evidence.run.name}")
+    return Check(what=what, answer="pass", words=f"{JOB} gives the same training as {evidence.run.name}")
 
 
-BYPASS = "the alias names what was promoted"
+BYPASS = "the alias names the promoted version"
 DATE = "%Y-%m-%dT%H:%M:%S%z"
 
 
@@ -84,7 +84,7 @@ def check_promoted(model: str, *, pipeline: str | Path | None = None, uri: str |
     named = Named.parse(model)
     registry = ModelRegistry(uri)
     version = registry.find(named)
-    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place, stage("checking what was promoted"):
+    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place, stage("checking the promoted version"):
         checks = [_alias(registry, named, version), *_kept(registry, version, Path(place), pipeline)]
     result = gate_of("promotion", checks)
     return GateRecord(
@@ -102,10 +102,10 @@ def check_promoted(model: str, *, pipeline: str | Path | None = None, uri: str |
 def _alias(registry: ModelRegistry, named: Named, version: ModelVersion) -> Check:
     if named.alias is None:
         names = ", ".join(version.aliases) or "no alias"
-        return Check(what=BYPASS, answer="pass", words=f"version {version.number} was asked for; {names} names it")
+        return Check(what=BYPASS, answer="pass", words=f"version {version.number} was requested; {names} names it")
     expected = registry.expected(named.model, named.alias)
     if expected is None:
-        words = f"nothing was ever promoted as {named.alias}: it was set by hand on version {version.number}"
+        words = f"nothing was promoted as {named.alias}: it was set manually on version {version.number}"
         return Check(what=BYPASS, answer="fail", words=words, remedy=f"scaleray promote RUN --as {named.alias}")
     if expected.number != version.number:
         words = f"it names version {version.number}; version {expected.number} was promoted last"
@@ -117,7 +117,7 @@ def _alias(registry: ModelRegistry, named: Named, version: ModelVersion) -> Chec
 
 def _kept(registry: ModelRegistry, version: ModelVersion, place: Path, pipeline: str | Path | None) -> Iterator[Check]:
     """The checks of what is kept with a version; those that need a whole folder only where it is one."""
-    whole = "every file is the one that was promoted"
+    whole = "every file is the promoted one"
     if not version.tags.get(STATEMENT_TAG):
         yield Check(what=whole, answer="fail", words="the version was not made by scaleray promote")
         return
@@ -143,7 +143,7 @@ def _gates(folder: Path, version: ModelVersion, uri: str) -> Iterator[Check]:
     evidence, policy = read_evidence(folder / EVIDENCE)
     again = judge_evidence(evidence, policy, now=datetime.strptime(then.date, DATE).timestamp(), uri=uri)
     before, now = (_answers(record) for record in (then, again))
-    what = "the gates answer the same of the kept evidence"
+    what = "the gates give the same answers to the stored evidence"
     # a newer version may ask more, or by other words: what both asked counts, and what each gate came to
     differing = [key for key in before.keys() & now.keys() if before[key] != now[key]]
     if differing:
@@ -154,9 +154,9 @@ def _gates(folder: Path, version: ModelVersion, uri: str) -> Iterator[Check]:
     else:
         yield Check(what=what, answer="pass", words=", ".join(f"{one.gate} {one.answer}" for one in again.gates))
     if version.aliases:
-        words = f"{', '.join(version.aliases)} names a version whose gates answered {then.answer}"
+        words = f"{', '.join(version.aliases)} names a version with the gates' answer {then.answer}"
         yield Check(
-            what="what an alias names has passed", answer=PASSED if then.answer == PASSED else "fail", words=words
+            what="the version of an alias has passed", answer=PASSED if then.answer == PASSED else "fail", words=words
         )
 
 
@@ -167,10 +167,10 @@ def _answers(record: GateRecord) -> dict[str, Answer]:
 
 
 def _source(registry: ModelRegistry, version: ModelVersion) -> Check:
-    what = "the run that it comes from"
+    what = "its source run exists"
     found = registry.run(version.run_id)
     if found is None:
-        return Check(what=what, answer="fail", words=f"{version.run_id} is not in MLflow any more")
+        return Check(what=what, answer="fail", words=f"{version.run_id} is no longer in MLflow")
     if found.info.lifecycle_stage == "deleted":
         words = f"{found.info.run_name} was deleted; `mlflow gc` takes its files, and with them the model"
         return Check(what=what, answer="fail", words=words, remedy=f"mlflow runs restore --run-id {version.run_id}")
@@ -185,17 +185,17 @@ def _weights(folder: Path, version: ModelVersion, uri: str) -> Check:
     try:
         packed = find_parts(folder / MODEL)
     except ScaleRayError as exc:
-        return Check(what=what, answer="fail", words=f"the packed ones cannot be read: {first_line(exc)}")
+        return Check(what=what, answer="fail", words=f"the packed weights cannot be read: {first_line(exc)}")
     words = packed.weights.words
     number, which = words.rpartition(" ")[2], TRAINED if f" {TRAINED} " in words else None
     step = int(number) if number.isdigit() else None
     try:
         theirs = find_parts(version.run_id, step=step, which=which, workload=packed.workload, uri=uri).weights
     except ScaleRayError as exc:
-        words = f"the run's own cannot be compared: {first_line(exc)}"
+        words = f"the run's weights cannot be compared: {first_line(exc)}"
         return Check(what=what, answer="inconclusive", words=words)
     if not theirs.has_hash:
-        return Check(what=what, answer="inconclusive", words="the run has no recorded hash of them")
+        return Check(what=what, answer="inconclusive", words="the run recorded no hash of them")
     mine, there = packed.weights.tensors, theirs.tensors
     if differing := [name for name in mine if name not in there or not torch.equal(mine[name], there[name])]:
         return Check(what=what, answer="fail", words=f"{len(differing)} tensors differ, first {differing[0]}")

@@ -20,7 +20,7 @@ WORDS = {
     "input": "the input is the limit",
     "contention": "workers getting in each other's way is the limit",
     "compute": "too little work for each worker is the limit",
-    "computing or communication": "computing and communication together are the limit; they are not measured separately here",
+    "computing or communication": "computing and communication, not measured separately here, are the limit",
     "nothing yet": "there is no limit yet",
 }
 """Values of `Curve.limit`, each with the beginning of a sentence about it."""

@@ -28,7 +28,7 @@ BOARDS = {name: as_grafana(dashboard) for name, dashboard in DASHBOARDS.items()}
 PANELS = [(name, panel) for name, dashboard in DASHBOARDS.items() for panel in dashboard.panels()]
 WITHOUT_A_NORMAL = {
     *("Progress", "Time left", "Evaluation", "Which runs", "Samples a second and worker", "Cost of the last hour"),
-    *("Throughput, run by run", "Runs and what they were", "Last loss, run by run", "Evaluation, run by run"),
+    *("Throughput, run by run", "Runs and their settings", "Last loss, run by run", "Evaluation, run by run"),
 }
 """Panels that show what is there, whatever that is."""
 each_board = pytest.mark.parametrize("name", DASHBOARDS)

@@ -96,7 +96,7 @@ def test_a_cut_gzip_file_is_cut_off_too():
         ("[]", "is no JSON object"),
         ("", "is cut off behind event 0"),
         ('{"traceEvents": [{"ph": "X"} nonsense]}', "is not JSON behind event 1"),
-        ('{"traceEvents" 5}', "is not JSON behind event 0 .no : behind a key."),
+        ('{"traceEvents" 5}', "is not JSON behind event 0 .no : after a key."),
         ('{"traceEvents": []}', "is a trace without events"),
         ('{"schemaVersion": 2, "traceEvents": []}', "the schema of a.json is 2: this version reads schema 1"),
     ],

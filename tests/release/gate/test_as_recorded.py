@@ -112,7 +112,7 @@ def test_a_study_alone_passes_as_it_was_recorded_and_fails_where_it_was_changed(
     }
     by_id = judge(known["run_id"], gates=["scaling"], uri=evidence[1])
     assert by_id.answer == "pass", by_id.lines()
-    assert "none of 1 certificates belongs to it" in " ".join(judge(str(study), gates=["equality"], **whole).lines())
+    assert "none of 1 certificates matches" in " ".join(judge(str(study), gates=["equality"], **whole).lines())
     changed(study / "record.json", lambda values: values.update(config=CONFIG))
     found = judge(str(study), **whole)
     assert {gate.gate: gate.answer for gate in found.gates} == {"equality": "pass", "scaling": "fail"}, found.lines()
@@ -139,7 +139,7 @@ def test_alerts_that_were_deleted_from_the_file_fail_by_the_record_and_by_mlflow
     (root / "run/alerts.jsonl").write_text("")
     found = checks_of(asked(root, "fingerprint", "operations"))
     assert "alert loss_spike" in found["records as MLflow has them"]
-    assert found["no alert that is critical"] == ("fail: alerts.jsonl lacks what the record has: loss_spike of run")
+    assert found["no alert that is critical"] == ("fail: alerts.jsonl lacks alerts of the record: loss_spike of run")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_runs_of_the_same_but_the_seed_beside_the_run_are_its_repeats(tmp_path):
     evidence = collect(candidates[:1], against=baselines[:1])
     assert sorted(one.record.name for one in evidence.candidates) == ["candidate0", "candidate1", "candidate2"]
     assert sorted(one.record.name for one in evidence.baselines) == ["baseline0", "baseline1"]
-    assert len(evidence.notes) == 3 and "candidate: runs of the same but the seed that were killed" in evidence.notes[1]
+    assert len(evidence.notes) == 3 and "candidate: killed runs that differ only in the seed" in evidence.notes[1]
     assert evidence.notes[1].endswith(": killed")
 
 
@@ -138,7 +138,7 @@ def test_a_run_beside_it_that_was_killed_and_went_on_is_a_fault_survived(tmp_pat
     assert judge(run, gates=["operations"], policy=policy).answer == "inconclusive"
     write(tmp_path / "killed", a_run("killed", resumed_after=[7], config={"checkpoint": {"every": "5 steps"}}))
     found = judge(run, gates=["operations"], policy=policy)
-    assert found.answer == "pass" and "faults: 1 runs beside it" in " ".join(found.notes)
+    assert found.answer == "pass" and "faults: 1 runs next to it" in " ".join(found.notes)
     folder = tmp_path / "kept"
     evidence = collect([run])
     keep_evidence(evidence, policy_of(policy, where="here"), folder)
@@ -199,7 +199,7 @@ def test_evaluations_that_nobody_has_are_no_target_missed(tmp_path):
         *sides[0], against=sides[1], policy={"convergence": {"target": "test/f1 >= 0.9"}}, gates=["convergence"]
     )
     assert found.answer == "inconclusive"
-    assert "of 10 runs no evaluation of its metric was found" in str(found.gates[0].checks)
+    assert "10 runs have no evaluation of its metric" in str(found.gates[0].checks)
 
 
 def test_the_exit_code_and_the_json_say_the_same(tmp_path, capsys):
@@ -216,14 +216,14 @@ def test_the_exit_code_and_the_json_say_the_same(tmp_path, capsys):
 
 def test_a_run_on_both_sides_is_refused(tmp_path):
     (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
-    with pytest.raises(UsageError, match="either the candidate or the baseline"):
+    with pytest.raises(UsageError, match="cannot be both candidate and baseline"):
         collect([run], against=[run])
 
 
 def test_a_study_as_run_is_refused_and_a_run_as_study(tmp_path):
     (run,) = a_folder_of_runs(tmp_path, "candidate", number=1)
     study = write(tmp_path / "study", study_examples.study())
-    with pytest.raises(UsageError, match="a gate judges trainings"):
+    with pytest.raises(UsageError, match="gates apply to trainings"):
         collect([study, run])
     with pytest.raises(UsageError, match="it must be a scaling study"):
         collect([run], study=run)
@@ -235,7 +235,7 @@ def test_what_to_do_next_can_be_typed_as_it_stands(tmp_path):
     remedies = [check.remedy for gate in found.gates for check in gate.checks if check.remedy]
     config = f"-c {tmp_path}/run/config.yaml"
     assert f"scaleray study {config} --world-sizes 1,2 --mode strong --repeats 3, then --study NAME" in remedies
-    assert f"train more with other seeds: scaleray train {config} --seed 7" in remedies
+    assert f"train more runs with other seeds: scaleray train {config} --seed 7" in remedies
     assert not any("FILE" in remedy or " N" in remedy.replace("--study NAME", "") for remedy in remedies)
 
 
@@ -244,8 +244,7 @@ def test_a_study_alone_is_asked_for_scaling_and_equality_and_the_others_are_name
     record = judge(study, policy={"fingerprint": {"allow_uncommitted": True}})
     assert [one.gate for one in record.gates] == ["equality", "scaling"] and record.run == "digits-study"
     assert record.notes == [
-        "fingerprint, convergence, operations are asked of a training, not of a study: "
-        f"scaleray gate RUN --study {study}"
+        f"fingerprint, convergence, operations apply to a training, not to a study: scaleray gate RUN --study {study}"
     ]
     assert record.gates[1].checks[0].what == "efficiency of 8 workers (strong) above 0.7"
     assert record.gates[1].command == f"scaleray gate {study} --gates scaling"
@@ -303,4 +302,4 @@ def test_a_study_of_another_training_does_not_count(tmp_path):
     study = study_examples.study(modes=("strong",))
     study = dataclasses.replace(study, conditions=dataclasses.replace(study.conditions, config_hash="another"))
     record = judge(run, study=write(tmp_path / "study", study), gates=["scaling"])
-    assert record.answer == "inconclusive" and "its config decides another training" in " ".join(record.lines())
+    assert record.answer == "inconclusive" and "its config gives a different training" in " ".join(record.lines())

@@ -129,7 +129,7 @@ class TestFingerprint:
         allowed = FingerprintPolicy(may_differ=("environment.accelerators",))
         assert fingerprint_gate(runs[:1], runs[1:], policy=allowed).answer == "pass"
         silent = a_run("silent", workers_told=[])
-        assert "recorded nothing of its workers" in words_of(
+        assert "has no record of its workers" in words_of(
             fingerprint_gate([silent], [silent], policy=FingerprintPolicy())
         )
 
@@ -439,7 +439,7 @@ class TestOperations:
         assert self.ask(run, alerts=[Alert(**began)]).answer == "pass"
         for planted in ([], [dataclasses.replace(Alert(**began), severity="info")]):
             result = self.ask(run, alerts=planted)
-            assert result.answer == "fail" and "alerts.jsonl lacks what the record has: loss spike" in words_of(result)
+            assert result.answer == "fail" and "alerts.jsonl lacks alerts of the record: loss spike" in words_of(result)
 
     @pytest.mark.parametrize(
         "policy",

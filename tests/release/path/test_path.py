@@ -55,7 +55,7 @@ def test_it_stops_where_a_person_must_decide_and_goes_on_when_one_has(path, comm
     assert after.next_task().key == "optimise/decide" and "a person decides" in after.next_task().words
     number = len(commands.ran)
     assert scaleray.next_on_path(path.folder).next_task().key == "optimise/decide" and len(commands.ran) == number
-    with pytest.raises(UsageError, match="must know why"):
+    with pytest.raises(UsageError, match="give the reason"):
         scaleray.skip_on_path("optimise/decide", " ", name=path.folder)
     scaleray.skip_on_path("optimise/decide", "fast enough", name=path.folder)
     after = scaleray.next_on_path(path.folder, until="produce")
@@ -179,7 +179,7 @@ class TestEndurance:
 
         monkeypatch.setattr(commands, "train", train)
         task = self.ready(path, commands).task("validate/faults-0")
-        assert task.status == "failed" and "may differ by 0.01" in task.words
+        assert task.status == "failed" and "allowed difference 0.01" in task.words
 
     def test_one_that_nothing_was_killed_of_shows_nothing(self, path, commands, monkeypatch):
         monkeypatch.setattr(endurance, "_killed", lambda *a: False)
@@ -323,7 +323,7 @@ def test_bad_input_is_one_message(path, tmp_path):
         scaleray.next_on_path(path.folder, until="the end")
     with pytest.raises(UsageError, match="digits has baseline/baseline-0"):
         scaleray.redo_on_path("baseline", name=path.folder)
-    with pytest.raises(UsageError, match="there is no path in such a folder"):
+    with pytest.raises(UsageError, match="there is no path in this folder"):
         scaleray.next_on_path("nowhere")
     (Path(path.folder) / "path.json").write_text("{")
     with pytest.raises(UsageError, match=r"its path\.json cannot be read"):

@@ -89,7 +89,7 @@ def test_a_retraining_that_failed_counts(promoted, sides, tmp_path):
     found = scaleray.gate(against="corners@champion", policy=WIDE, uri=uri)
     assert len(found.candidates) == 3 and answers(found)["convergence"] == "fail", found.lines()
     assert answers(found)["speed"] == "pass"
-    assert found.notes == [f"run {lost} failed and has no record: whether it trained the same is not known"]
+    assert found.notes == [f"run {lost} failed and has no record: its training is not known"]
 
 
 def test_a_quietly_worse_run_fails(promoted, sides, tmp_path):
@@ -116,13 +116,13 @@ def test_bad_input_is_one_error_each(promoted, tmp_path):
     version = "corners@champion"
     with pytest.raises(UsageError, match="must be above 0"):
         scaleray.gate(against=version, days=0, uri=uri)
-    with pytest.raises(UsageError, match="it is of runs against a registered version"):
+    with pytest.raises(UsageError, match="it applies only against a registered version"):
         scaleray.gate("nowhere", against="corners", days=3, uri=uri)
     with pytest.raises(UsageError, match="NAME@ALIAS or NAME/VERSION"):
         scaleray.gate(against="models:/corners", uri=uri)
-    with pytest.raises(UsageError, match="a registered version is the whole baseline"):
+    with pytest.raises(UsageError, match="a registered version must be the only baseline"):
         scaleray.gate(against=[version, "models:/corners/1"], uri=uri)
-    with pytest.raises(UsageError, match="no gate of runs against a registered version reads it"):
+    with pytest.raises(UsageError, match="against a registered version it has no effect"):
         scaleray.gate(against=version, study="study", uri=uri)
     with pytest.raises(ConfigError, match="of a registered version the gates are speed, convergence, data"):
         scaleray.gate(against=version, gates=["scaling"], uri=uri)

@@ -65,7 +65,7 @@ def test_nothing_is_made_of_a_record_that_is_not_what_mlflow_was_told(sides, tmp
     (changed / "record.json").write_text(json.dumps(record))
     found = promote([str(changed), candidates[1]], "champion", against=baselines, policy=POLICY, uri=uri)
     assert (found.gates["fingerprint"], found.version) == ("fail", None)
-    assert any("is not what MLflow was told: metrics.val/accuracy" in line for line in found.not_passed)
+    assert any("differs from MLflow: metrics.val/accuracy" in line for line in found.not_passed)
 
 
 def test_without_an_alias_a_version_is_made_with_the_answers_of_the_gates(sides):
@@ -147,11 +147,11 @@ class TestChecks:
         promote(sides[0][1], uri=uri)
         registry.client.set_registered_model_alias("corners", "champion", "2")
         found = failing(check_promoted("corners@champion", uri=uri))
-        assert found["the alias names what was promoted"] == "it names version 2; version 1 was promoted last"
-        assert "gates answered" in found["what an alias names has passed"]
+        assert found["the alias names the promoted version"] == "it names version 2; version 1 was promoted last"
+        assert "gates' answer" in found["the version of an alias has passed"]
         registry.client.set_registered_model_alias("corners", "challenger", "2")
         found = failing(check_promoted("corners@challenger", uri=uri))
-        assert "set by hand" in found["the alias names what was promoted"]
+        assert "set manually" in found["the alias names the promoted version"]
 
     def test_a_deleted_run_is_found(self, promoted):
         found, uri = promoted

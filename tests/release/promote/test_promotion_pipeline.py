@@ -49,7 +49,7 @@ def test_the_job_trains_what_was_promoted_and_the_version_has_the_pipeline(sides
     assert found.version == 1, found.not_passed
     record = check_promoted("corners@champion", pipeline=folder, uri=uri)
     assert record.answer == "pass", record.lines()
-    assert {"the pipeline trains what was promoted", "the pipeline's folder is the promoted one"} <= {
+    assert {"the pipeline retrains the promoted model", "the pipeline's folder is the promoted one"} <= {
         check.what for check in record.gates[0].checks
     }
     again = scaleray.train(scaleray.load_config(folder / "job.yaml"), base_dir=folder, local=True)
@@ -172,5 +172,5 @@ def test_an_unknown_cluster_is_refused_before_anything_is_asked():
 
 
 def test_a_pipeline_without_an_alias_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="it is written for an alias"):
+    with pytest.raises(UsageError, match="it needs an alias"):
         promote("nowhere", pipeline=tmp_path / "new")

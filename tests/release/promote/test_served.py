@@ -154,7 +154,7 @@ def test_a_server_with_a_password_holds_out_against_all_that_is_done_to_it(serve
 
     # by hand: the alias, one byte, the run
     registry.client.set_registered_model_alias("corners", "champion", "1")
-    assert "promoted last" in failing("corners@champion", server)["the alias names what was promoted"]
+    assert "promoted last" in failing("corners@champion", server)["the alias names the promoted version"]
     assert rollback("corners@champion", to=now.number, uri=server.address) == now.number
     file = next((server.folder / "artifacts").rglob(f"{now.promotion}/data/packed/weights/*.safetensors"))
     whole = file.read_bytes()

@@ -53,9 +53,7 @@ def test_one_changed_byte_is_found(promoted):
     content = bytearray(file.read_bytes())
     content[-2] ^= 1
     with written(file, bytes(content)):
-        assert failing(uri) == {
-            "every file is the one that was promoted": f"data/packed/weights/{file.name} was changed"
-        }
+        assert failing(uri) == {"every file is the promoted one": f"data/packed/weights/{file.name} was changed"}
 
 
 def test_an_alias_that_was_moved_by_hand_is_found(promoted):
@@ -67,8 +65,8 @@ def test_an_alias_that_was_moved_by_hand_is_found(promoted):
         found = failing(uri)
     finally:
         client.set_registered_model_alias("corners", "champion", "1")
-    assert found["the alias names what was promoted"] == "it names version 2; version 1 was promoted last"
-    assert found["every file is the one that was promoted"] == "the version was not made by scaleray promote"
+    assert found["the alias names the promoted version"] == "it names version 2; version 1 was promoted last"
+    assert found["every file is the promoted one"] == "the version was not made by scaleray promote"
 
 
 def test_a_deleted_run_and_a_record_that_was_changed_in_mlflow_are_found(promoted, four_runs):
@@ -84,7 +82,10 @@ def test_a_deleted_run_and_a_record_that_was_changed_in_mlflow_are_found(promote
     finally:
         client.restore_run(run_id)
     assert "was deleted" in found["the run that it comes from"]
-    assert "records as MLflow has them: pass then, fail now" in found["the gates answer the same of the kept evidence"]
+    assert (
+        "records as MLflow has them: pass then, fail now"
+        in found["the gates give the same answers to the stored evidence"]
+    )
     assert failing(uri) == {}
 
 

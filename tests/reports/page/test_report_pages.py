@@ -324,7 +324,7 @@ def test_where_a_rule_ended_is_in_the_map_and_in_a_table_beside_theory():
     record = dataclasses.replace(record, trials=missed, words=[])
     rows = {row[0]: row for row in rule_table(record).rows}
     assert rows["linear"][1:3] == ("256", "missed the target at 512") and "SGD" in rows["linear"][3]
-    assert rows["sqrt"][1:3] == ("2048", "nothing up to the largest batch tried")
+    assert rows["sqrt"][1:3] == ("2048", "held up to the largest batch tried")
     chart = maps(record)[0]
     assert (
         "shaded: from the first batch size on" in chart.caption and "dotted: the critical batch size" in chart.caption

@@ -132,7 +132,7 @@ def test_all_runs_are_a_table_with_their_alerts(width):
     )
     assert max(map(len, text.splitlines())) <= width
     assert "26%" in text and "25%" in text and "first: rank 1 makes the others" in " ".join(text.split())
-    assert "no run lives here" in drawn(runs_table([], width=width), width)
+    assert "no run is active here" in drawn(runs_table([], width=width), width)
 
 
 def test_a_sparkline_falls_with_its_values_and_marks_what_is_no_number():

@@ -44,14 +44,14 @@ def test_two_single_launches_are_never_called_slower_however_far_apart():
     for change in (change_of_launches(slow, fast), change_of_launches(fast, slow)):
         assert (change.verdict, change.basis) == ("inconclusive", "steps")
         assert str(change).startswith("inconclusive: ") and "beyond noise" not in str(change)
-    assert "at least 2 launches of each would tell" in str(change)
+    assert "at least 2 launches of each would decide" in str(change)
 
 
 def test_launches_of_one_side_tell_their_spread_and_how_many_more_it_takes():
     change = change_of_launches(launches(0.13, 1, seed=1), launches(0.1, 30, seed=2, between=0.03, steps=8))
     assert (change.verdict, change.basis) == ("inconclusive", "one side's launches")
     assert change.spread == pytest.approx(0.03, rel=0.4)  # 3 standard errors of 30 draws
-    assert f"about {change.repeats} launches of each would tell" in str(change)
+    assert f"about {change.repeats} launches of each would decide" in str(change)
     near = change_of_launches(launches(0.102, 1, seed=1), launches(0.1, 6, seed=2, between=0.03))
     assert near.verdict == "no difference"
 
@@ -110,18 +110,18 @@ def test_launches_that_lie_together_by_chance_are_not_known_better_than_their_st
 
 def test_a_difference_that_would_take_too_many_launches_is_said_to():
     assert Change(Estimate(1.001, 1.0005, 1.0015), "steps", 0.2).repeats is None
-    assert "more than 100 launches of each would tell" in str(Change(Estimate(1.001, 1.0005, 1.0015), "steps", 0.2))
+    assert "more than 100 launches of each would decide" in str(Change(Estimate(1.001, 1.0005, 1.0015), "steps", 0.2))
 
 
 def test_the_words():
     assert str(Change(Estimate(1.041, 1.029, 1.052))) == "slower by 4.1 % (2.9 to 5.2), beyond noise"
     assert str(Change(Estimate(0.959, 0.948, 0.971))) == "faster by 4.1 % (2.9 to 5.2), beyond noise"
     assert str(Change(Estimate(8.0, 7.0, 9.5))) == "takes 8 times as long (7 to 9.5), beyond noise"
-    words = "no difference that can be told from noise (-1.2 to +2.3 %)"
+    words = "no difference beyond noise (-1.2 to +2.3 %)"
     assert str(Change(Estimate(1.005, 0.988, 1.023))) == words
     assert str(Change(Estimate(2.1, 1.58, 3.19), "steps", 0.1)) == (
-        "inconclusive: takes 2.1 times as long (1.58 to 3.19 by the noise of steps alone), but how much two launches of the "
-        "same differ is unknown; at least 3 launches of each would tell"
+        "inconclusive: takes 2.1 times as long (1.58 to 3.19 by the noise of steps alone), but the spread "
+        "between launches is unknown; at least 3 launches of each would decide"
     )
 
 

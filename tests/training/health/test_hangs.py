@@ -65,8 +65,8 @@ def test_a_rank_that_skips_a_collective_is_named_with_the_line_that_it_left_out(
     case = hanging_group.skips
     _, dumps, text = explained(case, tmp_path, kind=Kind.ABSENT, number=3, missing=(1,), waiting=(0, 2))
     assert "ranks 0, 2 wait in collective 3 of group default_pg, all_reduce float [16]" in text
-    assert "rank 1 did not come" in text and "time.sleep(600)  # the end" in text, "where rank 1 stands"
-    assert "rank 1 has left out number 2, which the others called (" in text
+    assert "rank 1 did not arrive" in text and "time.sleep(600)  # the end" in text, "where rank 1 stands"
+    assert "rank 1 skipped number 2, which the others called (" in text
     assert line_of(case, "leaves this out") in text
     assert first_trouble(dumps) == (3, {1})
 
@@ -91,7 +91,7 @@ def test_a_rank_that_calls_two_collectives_in_the_other_order_is_named(tmp_path)
     case = hanging_group.other_order
     found, dumps, text = explained(case, tmp_path, kind=Kind.OTHER_CALL, number=3, odd=(1,), waiting=(0, 1, 2))
     assert found.calls[1].operation == "broadcast"
-    assert "or calls the two in the other order" in text and line_of(case, "before the other") in text
+    assert "or calls the two in reverse order" in text and line_of(case, "before the other") in text
     assert first_trouble(dumps)[0] == 3
 
 
