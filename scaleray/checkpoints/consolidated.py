@@ -63,7 +63,7 @@ def import_weights(path: str, run_path: str) -> Manifest:
         raise CheckpointError(
             "the file to import",
             path,
-            "it does not exist or is a folder",
+            "it is not a file",
             "a folder of safetensors files needs no import: --workload.weights FOLDER",
         )
     catalog, _ = Catalog.at(run_path)
@@ -71,7 +71,7 @@ def import_weights(path: str, run_path: str) -> Manifest:
         raise CheckpointError(
             "the folder to import to",
             run_path,
-            "it holds checkpoints already",
+            "it already holds checkpoints",
             "name a new folder; nothing is overwritten",
         )
     with opened_safetensors(path) if ending == ".safetensors" else opened_torch(path) as (names, get):
@@ -118,7 +118,7 @@ def load_weights(
             "the weights",
             where,
             "it is a single file",
-            f"scaleray checkpoint import {where} FOLDER, and then name that folder",
+            f"run scaleray checkpoint import {where} FOLDER, then name that folder",
         )
     catalog, step = Catalog.at(where)
     manifest = _chosen(catalog, step, where, group)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from scaleray.checkpoints.manifest import StoredFile
 from scaleray.checkpoints.storage import Store
 
-UNREADABLE = "the storage does not give it"
+UNREADABLE = "the storage does not return it"
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def problem_of(store: Store, name: str, expected: StoredFile) -> str | None:
         return f"{UNREADABLE}: {exc}" if not store.is_local else f"it cannot be read: {exc}"
     if length != expected.num_bytes:
         return f"{length} bytes instead of {expected.num_bytes}"
-    return None if sha256 == expected.sha256 else "its SHA-256 is another"
+    return None if sha256 == expected.sha256 else "its SHA-256 differs"
 
 
 def damage_of(store: Store, name: str, problem: str, good: Store | None) -> Damage:

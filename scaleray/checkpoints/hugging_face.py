@@ -57,11 +57,11 @@ class ModelFolder:
         that open the same folder each checks its share of the files. Raises CheckpointError."""
         path = Path(where)
         config: dict[str, Any] = {}
-        index = _json(path / INDEX, "it says which file holds which tensor") if (path / INDEX).is_file() else None
+        index = _json(path / INDEX, "it lists the file of each tensor") if (path / INDEX).is_file() else None
         metadata = index.get("metadata") if index is not None else None
         is_own = isinstance(metadata, dict) and metadata.get("written_by") == WRITTEN_BY
         if not is_own:
-            config = _json(path / CONFIG, 'it says what the weights mean, such as {"hidden_size": 128, ...}')
+            config = _json(path / CONFIG, 'it describes the weights, such as {"hidden_size": 128, ...}')
         if index is not None:
             files = index.get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(n, str) and Path(n).name == n for n in files.values()):
@@ -101,9 +101,7 @@ class ModelFolder:
         """
         wrong = sorted(set(names) - set(tensors))
         if wrong:
-            raise CheckpointError(
-                f"the model's {wrong[0]}", "not there", "weight_names() of the workload gives it a source"
-            )
+            raise CheckpointError(f"the model's {wrong[0]}", "not there", "weight_names() of the workload names it")
         shapes = self.shapes()
         # by the model's names, as a user knows them; a tensor without a place keeps its name in the files
         own_names = {theirs: own for own, theirs in names.items()}

@@ -117,7 +117,7 @@ class Manifest:
         head = len(HASH % ("0" * 64))
         rest = bytes(text[head:])
         if bytes(text[:head]) != (HASH % _digest(rest)).encode():
-            raise Damaged(f"{where} is cut short or changed: it does not have the hash that it states")
+            raise Damaged(f"{where} is cut short or changed: its content does not match its hash")
         try:
             body = load_json(inert_json(b"{" + rest))
             number = body["format"]

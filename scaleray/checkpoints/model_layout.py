@@ -32,13 +32,10 @@ AVERAGED, TRAINED = "averaged", "trained"
 def check_which(which: str | None, *, has_average: bool, where: str) -> None:
     """Raise UsageError for a choice of weights that there is not."""
     if which not in (None, AVERAGED, TRAINED):
-        raise UsageError("--weights", which, f"it is {AVERAGED} or {TRAINED}")
+        raise UsageError("--weights", which, f"it must be {AVERAGED} or {TRAINED}")
     if which == AVERAGED and not has_average:
         raise UsageError(
-            "--weights",
-            which,
-            f"{where} keeps no average of its weights",
-            "train with averaging.decay, or leave it out",
+            "--weights", which, f"{where} has no average of its weights", "train with averaging.decay, or leave it out"
         )
 
 

@@ -64,7 +64,7 @@ def load_adapter(tensors: Mapping[str, torch.Tensor], where: str, *, scale: floa
         raise CheckpointError(
             f"the adapter's {other[0]}",
             f"only in {where}" if other[0] in names else "only in the model",
-            "the same layers must have one here and there",
+            "both must have adapters on the same layers",
             f"fine_tuning.{'lora_layers' if is_of_adapter(other[0]) else 'trained_whole'} must name these: "
             + ", ".join(sorted({_layer(n) for n in names if is_of_adapter(n) == is_of_adapter(other[0])})),
         )
@@ -153,7 +153,7 @@ def _config(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"peft_type of {path / CONFIG}",
             found,
-            "only LORA can be read into fine_tuning's adapters",
+            "only LORA can be loaded as adapters of fine_tuning",
             "wrap the model with peft in build_model() for other kinds",
         )
     if not isinstance(config.get("r"), int) or not isinstance(config.get("lora_alpha"), int | float):

@@ -143,11 +143,11 @@ class Saver:
             manifest = dataclasses.replace(manifest, values={**manifest.values, **values}, facts=facts)
             problems = self.catalog.publish(manifest)
         except Exception as exc:  # as in `_write`: whatever a storage or a recorder raises
-            self._warn(f"the checkpoint at step {step} could not be told its metrics: {_reason(exc)}")
+            self._warn(f"metrics could not be added to the checkpoint at step {step}: {_reason(exc)}")
             return
         self._last = manifest
         if problems:
-            self._warn(f"the checkpoint at step {step} is not in every place: {problems[0]}")
+            self._warn(f"the checkpoint at step {step} is not stored in every location: {problems[0]}")
         self._prune(step)
 
     def wait_staged(self) -> None:
@@ -252,7 +252,7 @@ class Saver:
             )
         )
         if problems:
-            self._warn(f"the checkpoint at step {manifest.step} is not in every place: {problems[0]}")
+            self._warn(f"the checkpoint at step {manifest.step} is not stored in every location: {problems[0]}")
         self._prune(manifest.step)
 
     def _prune(self, newest: int) -> None:

@@ -23,7 +23,7 @@ from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError, first_line
 
 SUMS, RECORD, NOTE = "sha256.json", "record.json", "run.json"
-CHANGED = "a file of a run cannot change after its end: copy it again, or name a checkpoint: --step best or --step N"
+CHANGED = "files of a finished run must not change: copy it again, or name a checkpoint: --step best or --step N"
 
 
 def sums_name(file: str) -> str:
@@ -51,14 +51,14 @@ def check_weights(run: Store, files: Sequence[str], *, recorded: Mapping[str, An
     stated = _parsed(run, RECORD, _recorded(run, "weights") if recorded is None else recorded)
     if not listed and not stated:
         if _is_training(run):
-            text = "%s recorded no hash of its final weights (an older version, or it did not end well): not checked"
+            text = "%s recorded no hash of its final weights (an older version, or an unsuccessful end): not checked"
             logging.getLogger(__name__).warning(text, run.path("").rstrip("/"))
         return
     for file in files:
         expected = [known.get(file) for known in (listed, stated) if known]
         if len(set(expected)) > 1:
-            raise _changed(run, file, f"not the same in {name} and {RECORD}", "one of them was changed")
-        problem = "none that the run wrote" if expected[0] is None else problem_of(run, file, expected[0])
+            raise _changed(run, file, f"different in {name} and {RECORD}", "one of them was changed")
+        problem = "not a file of the run" if expected[0] is None else problem_of(run, file, expected[0])
         if problem is not None:
             raise _changed(run, file, f"changed or damaged ({problem})", f"{name if listed else RECORD} has its hash")
 
@@ -69,7 +69,7 @@ def check_manifest(folder: Store, manifest: Manifest, recorded: Mapping[str, Any
     stated = _recorded(folder.parent, "checkpoints") if recorded is None else recorded
     known = stated.get(manifest.name) if isinstance(stated, Mapping) else None
     if known not in (None, manifest.sha256):
-        name, found = f"{manifest.name}/{FILE_NAME}", "not the one that the run wrote"
+        name, found = f"{manifest.name}/{FILE_NAME}", "not the file that the run wrote"
         raise _changed(folder, name, found, f"{RECORD} has its hash")
     return known is not None
 

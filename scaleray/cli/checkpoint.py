@@ -20,9 +20,7 @@ CopyPath = Annotated[
     str | None, Parameter(help="Where the second copies are, as checkpoint.copy_path; by default as the run says.")
 ]
 
-checkpoint_app = App(
-    name="checkpoint", help="Look at stored checkpoints, prove and mend them.", help_format="plaintext"
-)
+checkpoint_app = App(name="checkpoint", help="List, verify and repair stored checkpoints.", help_format="plaintext")
 
 
 @checkpoint_app.command(name="list")
@@ -81,7 +79,7 @@ def verify(
     for reason in found["unfinished"]:
         print(f"not a checkpoint: {reason}")
     if not is_good and not heal and any(d["good_at"] for one in checked for d in one["damages"]):
-        print("to take the copies: the same command with --heal")
+        print("to use the copies: the same command with --heal")
     return 0 if is_good else 1
 
 
@@ -144,9 +142,9 @@ def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json:
     if json:
         print_json(done, written={"checkpoint": place} if place else {})
     elif place is None:
-        print(f"step {done['step']} holds every byte itself already")
+        print(f"step {done['step']} already holds every byte itself")
     else:
-        print(f"step {done['step']} depends on no other now: {disk_space(done['bytes_written'])} written")
+        print(f"step {done['step']} no longer depends on others: {disk_space(done['bytes_written'])} written")
     return 0
 
 

@@ -64,7 +64,7 @@ def write(
     for line in lines:
         print(line)
     if check:
-        print(f"{len(lines)} files are not what would be written" if lines else "all files are what would be written")
+        print(f"{len(lines)} files differ from what would be written" if lines else "all files are as written")
         return 1 if lines else 0
     print(f"{len(lines)} files written; what to do next: docs/cluster.md")
     return 0
@@ -166,7 +166,7 @@ def _show(clusters: list[LocalCluster], *, json: bool) -> None:
         for node in cluster.nodes:
             has = ", ".join(f"{count:g} {kind}{'s' if count != 1 else ''}" for kind, count in node.resources.items())
             print(f"  {node.name:<8} {node.state:<9} {has or f'see {node.log}'}")
-        print(f"\n  {_export(cluster)}\n  scaleray train -c FILE          # after that, in this shell")
+        print(f"\n  {_export(cluster)}\n  scaleray train -c FILE          # then, in this shell")
         print(f"  scaleray submit -c FILE --to {cluster.dashboard}\n  scaleray cluster down {cluster.name}")
 
 
@@ -175,9 +175,7 @@ def _export(cluster: LocalCluster) -> str:
 
 
 cluster_app = App(
-    name="cluster",
-    help="Start a cluster on this machine; write the files that start one elsewhere.",
-    help_format="plaintext",
+    name="cluster", help="Start a cluster on this machine; write files to start one elsewhere.", help_format="plaintext"
 )
 for command in (up, status, down, write):
     cluster_app.command(command)

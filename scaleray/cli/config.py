@@ -11,7 +11,7 @@ from scaleray.cli.options import ConfigFile, Json, Overrides
 from scaleray.cli.output import print_json
 from scaleray.errors import StorageError
 
-config_app = App(name="config", help="Look at configs.", help_format="plaintext")
+config_app = App(name="config", help="Inspect configs.", help_format="plaintext")
 
 
 @config_app.command
@@ -117,5 +117,5 @@ def schema(what: Literal["config", "run", "study", "sweep", "live"] = "config", 
         raise StorageError("--out", str(out), f"it cannot be written: {exc.strerror}", "choose another file") from exc
     print(f"schema: {out}")
     if what == "config":
-        print(f"first line of a YAML file that it is for:  # yaml-language-server: $schema={out}")
+        print(f"put this line first in the YAML file:  # yaml-language-server: $schema={out}")
     return 0

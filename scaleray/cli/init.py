@@ -100,7 +100,7 @@ def _asked() -> tuple[str, str | None, str | None, int, str]:
         kind = input("1/5  What do you bring? [1] ").strip().lower() or "1"
     kind = kinds[kind]
     name = input(f"2/5  Name of the files? [{KINDS[kind].file}] ").strip() or None
-    data = input("3/5  Where are your data? [sample data] ").strip() or None
+    data = input("3/5  Where is your data? [sample data] ").strip() or None
     workers = ""
     while not (workers.isdecimal() and int(workers)):
         workers = input("4/5  How many workers? [1] ").strip() or "1"

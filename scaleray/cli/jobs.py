@@ -12,7 +12,7 @@ from cyclopts import App, Parameter
 from scaleray.cli.options import Flag, Json
 from scaleray.cli.output import STOPPED, print_json
 
-jobs_app = App(name="jobs", help="Jobs of a cluster that is elsewhere.", help_format="plaintext")
+jobs_app = App(name="jobs", help="Jobs of a remote cluster.", help_format="plaintext")
 To = Annotated[
     str | None,
     Parameter(
@@ -97,5 +97,5 @@ def stop(job: str, *, to: To = None, json: Json = False) -> int:
     if json:
         print_json(dataclasses.asdict(now))
     else:
-        print(f"job {job} is asked to stop; it is {now.status}")
+        print(f"job {job} was asked to stop; it is {now.status}")
     return 0

@@ -92,7 +92,7 @@ def install_completion(*, shell: Shell | None = None, output: Path | None = None
     from scaleray.cli.completion import install
 
     path = install(app, shell, output)
-    print(f"script: {path}" if output is not None else f"completion: {path}; shells that start from now on have it")
+    print(f"script: {path}" if output is not None else f"completion: {path}; new shells have it")
     return 0
 
 
@@ -142,7 +142,7 @@ def run_command(arguments: list[str]) -> int:
         return _fail(_usage(exc), 2)
     except ScaleRayError as exc:
         if _lacks_config(exc, arguments):
-            exc = UsageError.problem("Give", "a config with -c FILE", "scaleray init writes one that trains as it is")
+            exc = UsageError.problem("Give", "a config with -c FILE", "scaleray init writes one that is ready to train")
         return _fail(f"{type(exc).__name__}: {exc}", exc.exit_code)
     except ModuleNotFoundError as exc:
         missing = missing_library(exc)
@@ -152,7 +152,7 @@ def run_command(arguments: list[str]) -> int:
     except SystemExit as exc:  # raised by user code, in a place that nobody thought of: nothing of ours calls it
         if isinstance(exc.__context__, BrokenPipeError):  # but rich does, where the reader has gone, as `| head` does
             return 1
-        return _fail(f"RunFailedError: the command was ended by a call of sys.exit({exc.code!r}) before it was done", 1)
+        return _fail(f"RunFailedError: the command was ended early by sys.exit({exc.code!r})", 1)
     except KeyboardInterrupt as exc:
         return _fail(f"stopped; {MARKED_KILLED}" if MARKED_KILLED in exc.args else "stopped", STOPPED)
 

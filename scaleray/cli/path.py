@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from scaleray.records.text.study_sweep_tables import Table
 
 path_app = App(
-    name="path", help="Go from a baseline on one worker to a promoted model, a step at a time.", help_format="plaintext"
+    name="path", help="Go from a baseline on one worker to a promoted model, step by step.", help_format="plaintext"
 )
 INCONCLUSIVE = 3
 Name = Annotated[

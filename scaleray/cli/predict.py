@@ -43,7 +43,7 @@ def predict(
         found = run_prediction(name, data, options=options, out=out, say=output.say)
     for row, why in list(found.failed.items())[:MOST_NAMED]:
         print(f"left out: row {row} (from 0): {why}", file=sys.stderr)
-    more = f" of {found.num_rows}; {len(found.failed)} failed and are left out" if found.failed else ""
+    more = f" of {found.num_rows}; {len(found.failed)} failed and were left out" if found.failed else ""
     output.say(f"wrote {found.num_rows - len(found.failed)} rows{more} to {found.out}")
     if json:
         print_json(found.about(), written={"answers": str(found.out)})
@@ -62,7 +62,7 @@ def _model(run: str | None, config: Path | None, options: PredictOptions) -> tup
         return run, options
     if run is not None or options.workload is not None:
         said = "RUN" if run is not None else "--workload"
-        raise UsageError(said, run or options.workload, "with -c the config names the workload, and --weights the run")
+        raise UsageError(said, run or options.workload, "with -c, the config names the workload and --weights the run")
     if options.weights is None:
         raise UsageError.problem("--weights", "is required with -c", "give a run, or models:/NAME@ALIAS")
     from scaleray.config import load_config

@@ -83,7 +83,7 @@ def submit(
         )
     if started.jobs is None:
         output.say(
-            f"kubectl is not installed: the job is written to {started.name}; it starts by\n  {started.to_apply}"
+            f"kubectl is not installed: the job is written to {started.name}; start it with\n  {started.to_apply}"
         )
         code = 0
     else:
@@ -108,7 +108,7 @@ def _follow(jobs: Any, job: str, output: Output) -> int:
         except KeyboardInterrupt:
             if _is_to_stop():
                 jobs.stop(job)
-                output.say(f"job {job} is asked to save and stop")
+                output.say(f"job {job} was asked to save and stop")
                 continue
             output.say(f"job {job} continues; scaleray jobs logs {job}, scaleray jobs stop {job}")
             return STOPPED

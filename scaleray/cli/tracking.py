@@ -12,7 +12,7 @@ from scaleray.cli.options import Json, Uri
 from scaleray.cli.output import print_json
 
 tracking_app = App(
-    name="tracking", help="MLflow's pages, figures over time, repairs of records.", help_format="plaintext"
+    name="tracking", help="MLflow's pages, figures over time, repair of records.", help_format="plaintext"
 )
 
 
@@ -33,7 +33,7 @@ def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
     if json:
         print_json({"complete": True} if count is None else {"complete": True, "sent": count})
     elif count is None:
-        print(f"MLflow has everything of {file} now")
+        print(f"MLflow now has everything in {file}")
     else:
         print(f"sent {count} operations; {file} is no longer needed and has been removed")
     return 0

@@ -218,18 +218,18 @@ def _wait_for_all(state: ClusterState, started: Sequence[NodeProcess]) -> None:
 
 def _check(*, num_nodes: int, cpus: int | None, port: int | None) -> None:
     if num_nodes < 1:
-        raise UsageError("--nodes", num_nodes, "a cluster has at least 1 node, its head")
+        raise UsageError("--nodes", num_nodes, "a cluster needs at least 1 node, its head")
     if cpus is not None and cpus < 1:
-        raise UsageError("--cpus", cpus, "each node hands out at least 1 CPU", "it may be more than the machine has")
+        raise UsageError("--cpus", cpus, "each node must offer at least 1 CPU", "it may exceed the machine's CPUs")
     if port is None:
         return
     if not 1024 <= port <= 65535:
-        raise UsageError("--port", port, "ports are 1024 to 65535", "leave it out for one that is free")
+        raise UsageError("--port", port, "ports are 1024 to 65535", "leave it out to use a free one")
     try:
         socket.create_server((loopback.ADDRESS, port)).close()
     except OSError as exc:
         raise UsageError(
-            "--port", port, f"it cannot be used: {exc.strerror}", "leave it out for one that is free"
+            "--port", port, f"it cannot be used: {exc.strerror}", "leave it out to use a free one"
         ) from exc
 
 
@@ -268,7 +268,7 @@ def _nodes_of_ray(dashboard: str) -> list[dict[str, Any]]:
                 "the token",
                 "not accepted",
                 f"{dashboard} was started with another one",
-                "use the same RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or home as then",
+                "use the RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or home of that start",
             ) from exc
         return []
     except (ValueError, KeyError, TypeError):

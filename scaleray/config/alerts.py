@@ -139,7 +139,7 @@ class AlertSettings(AlertLimits):
     @model_validator(mode="after")
     def _one_address(self) -> AlertSettings:
         if self.webhook is not None and self.webhook_env is not None:
-            raise ValueError("alerts.webhook and alerts.webhook_env are two ways to say the same: give one")
+            raise ValueError("alerts.webhook and alerts.webhook_env exclude each other: give one")
         return self
 
 
@@ -176,7 +176,7 @@ def problem_of(address: str) -> str:
         parts = urllib.parse.urlsplit(address)
         is_known, host, _ = parts.scheme in ("http", "https"), parts.hostname, parts.port
     except ValueError:
-        return "it is no address"
+        return "it is not an address"
     if not is_known:
         return "it does not begin with http:// or https://"
     return "" if host else "it names no host"
@@ -188,7 +188,7 @@ def check_grafana(address: str) -> None:
         raise ValueError(f"{problem}; such as http://grafana:3000")
     parts = urllib.parse.urlsplit(address)
     if "@" in parts.netloc or parts.query or parts.fragment:
-        raise ValueError("links begin with it: give scheme, host and path alone")
+        raise ValueError("links begin with it: give only scheme, host and path")
 
 
 def without_secret(address: str) -> str:

@@ -53,9 +53,7 @@ class PruningSettings(Settings):
         if self.end_step is not None and self.end_step <= self.start_step:
             raise ValueError(f"pruning.end_step: it must come after pruning.start_step, which is {self.start_step}")
         if self.method == "2:4" and (self.sparsity != 0.5 or self.end_step is not None):
-            raise ValueError(
-                "pruning.method: 2:4 takes out half of the weights at once; leave out sparsity and end_step"
-            )
+            raise ValueError("pruning.method: 2:4 removes half of the weights at once; leave out sparsity and end_step")
         return self
 
 

@@ -35,7 +35,7 @@ class CompilationSettings(Settings):
     @model_validator(mode="after")
     def _mode_is_inductors(self) -> CompilationSettings:
         if self.mode != "default" and self.backend != "inductor":
-            raise ValueError(f"mode: it is inductor's, and compilation.backend is {self.backend}")
+            raise ValueError(f"mode: it applies to inductor, but compilation.backend is {self.backend}")
         return self
 
 

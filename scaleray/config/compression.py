@@ -47,7 +47,7 @@ class CompressionSettings(Settings):
         for key, owner in OWNERS.items():
             is_used = self.name == owner or (self.name == "adaptive" and owner in self.allowed)
             if not is_used and getattr(self, key) != type(self).model_fields[key].default:
-                raise ValueError(f"{key}: it is a setting of {owner}, and compression.name is {self.name}")
+                raise ValueError(f"{key}: it is a setting of {owner}, but compression.name is {self.name}")
         if self.name == "none" and self.start_step:
             raise ValueError("start_step: it has no effect while compression.name is none")
         if not self.allowed or len(set(self.allowed)) != len(self.allowed):

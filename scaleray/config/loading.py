@@ -133,7 +133,7 @@ def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
         place = f"{name}:{exc.line}" if exc.line else name
         raise ConfigError(f"config file {place}", "not valid YAML", exc.problem) from exc
     except TooLarge as exc:
-        hint = "long data belong into a file of the workload's own"
+        hint = "move long data into a file that the workload reads"
         raise ConfigError(f"config file {name}", "too large", str(exc), hint) from exc
     except ValueError as exc:
         raise ConfigError(f"config file {name}", "not readable as values", str(exc)) from exc
@@ -178,7 +178,7 @@ def _own_keys(
         for key_node, value_node in pairs:
             where = f"{name}:{key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
-                raise ConfigError(f"{where} a key", "not a word", "keys are words such as 'batch'")
+                raise ConfigError(f"{where} a key", "not a word", "keys must be words such as 'batch'")
             if len(key_node.value) > LONGEST_KEY:
                 raise ConfigError(f"{where} a key", key_node.value, f"keys have at most {LONGEST_KEY} characters")
             key = prefix + key_node.value
@@ -219,7 +219,7 @@ def read_flags(words: Sequence[str]) -> dict[str, Entry]:
         word = words[position]
         position += 1
         if not word.startswith("--") or len(word) == 2:
-            raise ConfigError("argument", word, "options look like --scale.workers 2", "see scaleray train --help")
+            raise ConfigError("argument", word, "options have the form --scale.workers 2", "see scaleray train --help")
         key, equals, text = word[2:].partition("=")
         if not equals:
             if position < len(words) and not words[position].startswith("--"):
@@ -262,7 +262,7 @@ def validate(entries: Mapping[str, Entry]) -> RunConfig:
     except ValidationError as exc:
         raise _as_config_error(exc, entries) from exc
     except RecursionError as exc:
-        raise ConfigError("config", "too deeply nested", "values are plain words, numbers and lists") from exc
+        raise ConfigError("config", "too deeply nested", "values must be plain words, numbers and lists") from exc
 
 
 def _may_be_none(field: Any) -> bool:
@@ -315,4 +315,4 @@ def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> Conf
     elif isinstance(found, str):
         found = without_password(found)
     message = message[0].lower() + message[1:]
-    return ConfigError(what, found, f"that is not allowed: {message.rstrip('.')}", help_text)
+    return ConfigError(what, found, f"not allowed: {message.rstrip('.')}", help_text)

@@ -86,7 +86,7 @@ def _choices(annotation: Any) -> list[str]:
 
 def _list(args: tuple[Any, ...]) -> str:
     if choices := _choices(args[0]):
-        return f"a list of some of {', '.join(choices)}"
+        return f"a list of any of {', '.join(choices)}"
     many = _words(args[0])
     for one, more in (("a number", "numbers"), ("a whole number", "whole numbers"), ("text", "texts")):
         many = more + many.removeprefix(one) if many.startswith(one) else many

@@ -81,7 +81,7 @@ class RunConfig(Settings):
     def _target_is_looked_at(self) -> RunConfig:
         if self.stop.at is not None and self.evaluation.every is None:
             raise ValueError(
-                "stop.at: it is looked at after evaluations, so evaluation.every is needed, such as '1 epoch'"
+                "stop.at: it is checked after evaluations, so evaluation.every is needed, such as '1 epoch'"
             )
         if self.stop.patience is not None and self.evaluation.every is None:
             raise ValueError("stop.patience: it counts evaluations, so evaluation.every is needed, such as '1 epoch'")
@@ -99,8 +99,8 @@ class RunConfig(Settings):
             self.compilation.what == "nothing" or self.compilation.backend == "eager"
         ):
             raise ValueError(
-                "activations.checkpointing: budget is carried out by the compiler, which knows what each operation "
-                "costs and keeps: set compilation.what to blocks or model with backend inductor, or use selective"
+                "activations.checkpointing: budget needs the compiler, which knows the cost and memory of each "
+                "operation: set compilation.what to blocks or model with backend inductor, or use selective"
             )
         return self
 
@@ -118,9 +118,7 @@ class RunConfig(Settings):
             if is_on and self.strategy.static_graph:
                 raise ValueError(f"{key}: it may accumulate more than planned, which strategy.static_graph cannot")
         if self.memory.find_micro_size and self.memory.limit_gib is None and not self.scale.may_have_gpus:
-            raise ValueError(
-                "memory.find_micro_size: CPU workers share their memory, so that it needs memory.limit_gib"
-            )
+            raise ValueError("memory.find_micro_size: CPU workers share memory, so it needs memory.limit_gib")
         return self
 
     @property

@@ -76,7 +76,7 @@ class LocalSgdSettings(Settings):
                 f"sync_every, {self.sync_every}"
             )
         if self.node_size is not None and often is None:
-            raise ValueError("local_sgd.node_size: it says what node_sync_every means, which is not given")
+            raise ValueError("local_sgd.node_size: it has no effect without node_sync_every")
         return self
 
 

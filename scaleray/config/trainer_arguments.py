@@ -78,7 +78,7 @@ def config_of(arguments: Any, *, workers: int, defaults: Arguments) -> tuple[dic
     for name in sorted(stated.keys() - taken):
         value, default = given[name], getattr(defaults.get(name), "value", defaults.get(name))
         if value not in (default, None, False, "") and value not in ([], {}):
-            left.append(f"{name}: {value}: {INSTEAD.get(name, 'a training of scaleray has nothing like it')}")
+            left.append(f"{name}: {value}: {INSTEAD.get(name, 'scaleray has no equivalent')}")
     return values, left
 
 
@@ -114,8 +114,8 @@ def _optimizer(given: Arguments) -> tuple[dict[str, Any], list[str]]:
         values["optimizer.betas"] = [given["adam_beta1"], given["adam_beta2"]]
     if given["weight_decay"]:
         left.append(
-            f"weight_decay: {given['weight_decay']}: it is taken for all parameters; the Trainer leaves biases and "
-            "norms out, for which the workload needs an optimizer(model, settings) of its own"
+            f"weight_decay: {given['weight_decay']}: it applies to all parameters; the Trainer excludes biases and "
+            f"norms, which needs an optimizer(model, settings) in the workload"
         )
     return values, left
 

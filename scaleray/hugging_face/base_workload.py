@@ -33,7 +33,9 @@ def wrapped(model: nn.Module, settings: Mapping[str, Any]) -> Any:
     try:
         return library.get_peft_model(model, library.LoraConfig(**settings))
     except (TypeError, ValueError) as exc:
-        raise WorkloadError("workload.args.peft", dict(settings), f"peft does not take it: {first_line(exc)}") from exc
+        raise WorkloadError(
+            "workload.args.peft", dict(settings), f"peft does not accept it: {first_line(exc)}"
+        ) from exc
 
 
 def export(build: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor], folder: Path, *, merge: bool) -> None:
@@ -148,7 +150,7 @@ class HuggingFaceWorkload(Workload):
         if self.peft is not None:
             export(self.build_model, weights, folder, merge=not adapter)
         elif adapter:
-            raise WorkloadError.problem("the workload", "lacks the argument peft: it has no adapter of peft to export")
+            raise WorkloadError.problem("the workload", "lacks the argument peft: it has no peft adapter to export")
         else:
             write_model(self.config(), self.auto_class, weights, folder, source=self.folder)
         if self._tokenizer_path is not None:
@@ -184,7 +186,8 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tenso
         raise WorkloadError(
             "labels",
             f"of shape {tuple(labels.shape)}",
-            f"the model's logits have the shape {tuple(logits.shape)}: one label for each place before the last",
+            f"the model's logits have the shape {tuple(logits.shape)}: there must be one label for each position "
+            f"before the last",
         )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     total = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")

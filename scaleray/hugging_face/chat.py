@@ -36,11 +36,11 @@ def conversations(found: Sequence[Any], tokenizer: Any, *, length: int, what: st
     if longer:
         warnings.warn(
             f"{longer} of {len(found)} conversations of the {what} data are longer than {length} tokens and are cut; "
-            f"{empty} hold no word of the assistant (in the part that is left) and are left out",
+            f"{empty} have no words of the assistant (in the remaining part) and are left out",
             stacklevel=2,
         )
     if not documents:
-        raise DataError.problem(f"the {what} data", "has no word of the assistant: nothing could be learned from it")
+        raise DataError.problem(f"the {what} data", "has no words of the assistant to learn from")
     return documents
 
 
@@ -76,7 +76,7 @@ def _marked_text(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, l
             text: str = tokenizer.apply_chat_template(messages[:until], tokenize=False, add_generation_prompt=asks)
         except Exception as exc:  # whatever Jinja and the template raise
             raise WorkloadError.problem(
-                "the chat template", f"fails: it must take the conversation: {first_line(exc)}"
+                "the chat template", f"fails: it must accept the conversation: {first_line(exc)}"
             ) from exc
         return text
 
@@ -90,7 +90,7 @@ def _marked_text(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, l
             raise WorkloadError(
                 "the chat template",
                 "one that rewrites earlier turns",
-                "it does not show which words are the assistant's",
+                "the assistant's words cannot be found in it",
                 "tokenise in a workload of your own: labels are -100 outside the assistant's words",
             )
         spans.append((len(before), len(after)))

@@ -142,7 +142,9 @@ class Numbers:
         rows = [_numbers(value, row, what) for row, value in enumerate(found)]
         wrong = next((row for row, values in enumerate(rows) if len(values) != self.size), None)
         if wrong is not None:
-            raise DataError(f"the label of record {wrong} of the {what} data", found[wrong], f"{self.size} are wanted")
+            raise DataError(
+                f"the label of record {wrong} of the {what} data", found[wrong], f"there must be {self.size}"
+            )
         return np.array(rows, np.float32)
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Pair:
@@ -250,6 +252,6 @@ def _refuse_other_kinds(found: Sequence[Any]) -> None:
             raise DataError(
                 f"the label of record {row} of the {TRAIN} data",
                 value,
-                "one class a row is wanted",
+                "each row needs one class",
                 f"workload.args.problem_type: {kind}, or name the classes by workload.args.labels",
             )

@@ -116,7 +116,7 @@ class TextWorkload(HuggingFaceWorkload):
                 "workload.args.tokenizer",
                 f"one of {used} tokens",
                 f"the model knows {known}",
-                "take the tokenizer that belongs to the model, or state vocab_size in a config of your own",
+                "use the model's tokenizer, or set vocab_size in your own config",
             )
 
     @property

@@ -40,8 +40,8 @@ def absolute(model: Any) -> Any:
         raise WorkloadError(
             "workload.args.model",
             model,
-            "it is a run of scaleray, which transformers does not read",
-            f"scaleray export {model} --out FOLDER writes a folder that it reads: give that one",
+            "it is a scaleray run, which transformers cannot read",
+            f"scaleray export {model} --out FOLDER writes a folder that it can read: give that one",
         )
     return str(path)
 
@@ -58,7 +58,7 @@ def model_folder(model: Any) -> str | None:
         raise WorkloadError(
             "workload.args.model",
             f"a folder with {pickles[0]}",
-            "only safetensors is read: a pickle may run any code",
+            "only safetensors files are read, as a pickle may run any code",
             "convert it where you trust it: model.save_pretrained(folder) writes model.safetensors",
         )
     return None
@@ -82,7 +82,7 @@ def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
         raise WorkloadError(
             "model_type of workload.args.model",
             stated.get("model_type") if isinstance(stated, Mapping) else type(stated).__name__,
-            "it names the kind of model",
+            "it must name the kind of model",
             'for example {"model_type": "gpt2", "n_layer": 4}',
         )
     known = library.CONFIG_MAPPING
@@ -92,14 +92,14 @@ def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
             "model_type of workload.args.model",
             kind,
             f"transformers {library.__version__} has no such model",
-            "code out of a folder is not run: write build_model() in a subclass of HuggingFaceWorkload",
+            "code in a model's folder is not run: write build_model() in a subclass of HuggingFaceWorkload",
         )
     values = {key: value for key, value in {**stated, **changes}.items() if key not in ("model_type", "auto_map")}
     try:
         return known[kind].from_dict(values)
     except Exception as exc:
         raise WorkloadError(
-            "workload.args.model", f"a config of {kind}", f"{kind} does not take it: {first_line(exc)}"
+            "workload.args.model", f"a config of {kind}", f"{kind} does not accept it: {first_line(exc)}"
         ) from exc
 
 
@@ -144,7 +144,7 @@ def _read(factory: Any, folder: str, **options: Any) -> nn.Module:
     finally:
         logging.set_verbosity(before)
     if drawn := sorted(about.get("missing_keys", ())):
-        warnings.warn(f"initialised at random, as {folder} lacks them: {', '.join(drawn[:4])}", stacklevel=2)
+        warnings.warn(f"initialised randomly, as {folder} lacks them: {', '.join(drawn[:4])}", stacklevel=2)
     found: nn.Module = model
     return found
 

@@ -40,7 +40,7 @@ def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]
         splits[TRAIN] = [r for r, is_out in zip(splits[TRAIN], held_out, strict=True) if not is_out]
     for name, records in splits.items():
         if not records:
-            raise DataError(f"workload.args.data.{name}", data.get(name), "no record is in it")
+            raise DataError(f"workload.args.data.{name}", data.get(name), "it has no records")
     return splits
 
 
@@ -155,7 +155,7 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
                         where,
                         f"a row of {len(row)} fields",
                         f"the header has {len(header)}: {', '.join(header)}",
-                        f"put a field that holds {delimiter!r} into quotes, or mend the row",
+                        f"put a field that holds {delimiter!r} into quotes, or correct the row",
                     )
                 if any("\0" in field for field in row):
                     raise DataError(where, "a row with a NUL byte", "text has none", "write the file as UTF-8")

@@ -40,7 +40,7 @@ def decode(path: Path, shape: Shape, box: Any) -> np.ndarray:
         raise DataError(f"the image {path}", exc.found, exc.allowed, exc.hint) from None
     except Exception as exc:  # each format of pillow raises errors of its own, SyntaxError among them
         raise DataError(
-            "the image", str(path), f"it cannot be read: {first_line(exc)}", "replace it, or take it out of the folder"
+            "the image", str(path), f"it cannot be read: {first_line(exc)}", "replace it, or remove it from the folder"
         ) from exc
     pixels = np.asarray(piece, np.uint8)
     return pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
@@ -50,7 +50,7 @@ def _converted(image: Any, mode: str) -> Any:
     """The image in one of MODES: 16 bits as value / 257, what is transparent over black, the first picture of an
     animation. Raises DataError for a mode whose values have no known range, and for several pages."""
     if image.format == "TIFF" and image.n_frames > 1:
-        raise DataError("", f"a TIFF of {image.n_frames} pages", "one page is read", "write a file for each page")
+        raise DataError("", f"a TIFF of {image.n_frames} pages", "it must have one page", "write one file per page")
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         values = np.asarray(image).astype(np.uint32)
         image = _from_array(((values + 128) // 257).astype(np.uint8))
@@ -70,7 +70,7 @@ def _no_range(mode: str, values: np.ndarray) -> DataError:
     return DataError(
         "",
         f"of mode {mode}, with values from {values.min():g} to {values.max():g}",
-        "values of 8 bits, or of 16 bits without a sign, are read",
+        "values must have 8 bits, or 16 bits without a sign",
         "write it with 8 or 16 bits, scaled to their range, or read it in a Dataset of your own",
     )
 

@@ -30,13 +30,13 @@ def build(name: str, *, num_classes: int, options: Mapping[str, Any], weights: s
     if model_name not in known:
         near = difflib.get_close_matches(model_name, known, n=3, cutoff=0.5)
         raise WorkloadError(
-            "workload.args.model", name, f"{source} has no such model", f"near it: {', '.join(near) or known[0]}"
+            "workload.args.model", name, f"{source} has no such model", f"similar: {', '.join(near) or known[0]}"
         )
     try:
         model = make(model_name, num_classes, dict(options))
     except (TypeError, ValueError) as exc:
         raise WorkloadError(
-            "workload.args.options", dict(options), f"{name} does not take them: {first_line(exc)}"
+            "workload.args.options", dict(options), f"{name} does not accept them: {first_line(exc)}"
         ) from exc
     if weights is not None:
         load_weights(model, weights)
@@ -64,7 +64,7 @@ def load_weights(model: nn.Module, path: str) -> None:
             "the weights belong to another model",
         )
     if heads:
-        warnings.warn(f"{heads.pop()} is initialised at random: in {path} it is of other classes", stacklevel=2)
+        warnings.warn(f"{heads.pop()} is initialised randomly: {path} has other classes", stacklevel=2)
     with torch.no_grad():
         for name in saved.keys() - set(other):
             own[name].copy_(saved[name])

@@ -56,7 +56,7 @@ class EpochSums:
         return {name: total / count for name, (total, count) in found.items() if count}
 
 
-NEVER_MEASURED = "set evaluation.every, to '1 epoch' say"
+NEVER_MEASURED = "set evaluation.every, for example '1 epoch'"
 
 
 class LightningHooks(Callback):
@@ -100,7 +100,7 @@ class LightningHooks(Callback):
         self.trainer.place = run.rank, run.world_size
         connect(self.module, run)
         if anew := restore_states(self.module, self._metrics_before):
-            run.warn(f"{', '.join(anew)}: no state of other workers can be added to it; it is of the rest of the epoch")
+            run.warn(f"{', '.join(anew)}: states of other workers cannot be added; it covers the rest of the epoch")
         self._set_up_callbacks()
         if self._had_others:
             run.warn(f"{', '.join(self._had_others)}: the workers had different states; all use rank 0's now")
@@ -116,7 +116,7 @@ class LightningHooks(Callback):
         self._began_step = self.trainer.global_step
         if self.call("on_train_batch_start", batch, self.trainer.batch_idx) == -1:
             place = place_of(type(self.module), "on_train_batch_start")
-            raise WorkloadError(place, "skipping the rest of an epoch", "every row is learned once an epoch")
+            raise WorkloadError(place, "skipping the rest of an epoch", "every row is used once per epoch")
 
     def after_batch(self, outputs: Any, batch: Any, rows: int, kept: Mapping[str, Logged]) -> None:
         """A micro-batch has a loss; it is kept, with the batch, until its step is complete."""
@@ -290,10 +290,10 @@ class LightningHooks(Callback):
             self.schedule.follow(due, float(measured[name]))
         elif self._has_evaluated and due.strict:
             known = ", ".join(sorted(measured))
-            raise WorkloadError(f"the monitor of {kind}", name, f"nothing of that name is logged: there are {known}")
+            raise WorkloadError(f"the monitor of {kind}", name, f"no logged value has this name: there are {known}")
         elif not self._has_warned:
             self._has_warned = True
-            text = f"{name} was never measured, so that {kind} leaves the learning rate as it is"
+            text = f"{name} was never measured, so {kind} leaves the learning rate unchanged"
             self._run.warn(f"{text}: {NEVER_MEASURED}")
 
     def _is_evaluated(self, step: int) -> bool:

@@ -15,7 +15,7 @@ from scaleray.common.user_code import place_of as place_of
 from scaleray.errors import WorkloadError
 
 PACKAGES = ("lightning", "pytorch_lightning")
-OWN_STEP = "scaleray takes the step itself, the same under every strategy"
+OWN_STEP = "scaleray performs the step itself, alike under every strategy"
 REFUSED_OF_MODULE = {
     "backward": (OWN_STEP, "leave it out"),
     "optimizer_step": (OWN_STEP, "leave it out"),
@@ -32,11 +32,11 @@ REFUSED_OF_MODULE = {
     "on_before_backward": (OWN_STEP, "compute it in training_step"),
     "on_after_backward": (OWN_STEP, "gradients' norms are in the record; use --optimizer.clip-norm to clip"),
     "on_before_optimizer_step": (OWN_STEP, "gradients' norms are in the record; use --optimizer.clip-norm to clip"),
-    "on_before_batch_transfer": ("scaleray brings batches to the device", "use on_after_batch_transfer"),
-    "transfer_batch_to_device": ("scaleray brings batches to the device", "use on_after_batch_transfer"),
-    "configure_sharded_model": ("Lightning has given it up", "use configure_model"),
-    "on_save_checkpoint": ("checkpoints are scaleray's own", "keep what is to be saved in buffers"),
-    "on_load_checkpoint": ("checkpoints are scaleray's own", "keep what is to be saved in buffers"),
+    "on_before_batch_transfer": ("scaleray moves batches to the device", "use on_after_batch_transfer"),
+    "transfer_batch_to_device": ("scaleray moves batches to the device", "use on_after_batch_transfer"),
+    "configure_sharded_model": ("Lightning has removed it", "use configure_model"),
+    "on_save_checkpoint": ("checkpoints are scaleray's own", "keep state in buffers, which are saved"),
+    "on_load_checkpoint": ("checkpoints are scaleray's own", "keep state in buffers, which are saved"),
 }
 """Hooks that would change a step, or belong to Lightning's Trainer: why not, and what to do instead."""
 REFUSED_OF_DATA = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
@@ -59,9 +59,9 @@ def check_module_class(cls: Any) -> None:
     """Raise WorkloadError for what is no LightningModule, or has hooks that scaleray cannot run."""
     if lightning_base(cls, "LightningModule") is None:
         found = cls.__name__ if isinstance(cls, type) else type(cls).__name__
-        raise WorkloadError("as_workload()", found, "it takes a LightningModule, or a class of them")
+        raise WorkloadError("as_workload()", found, "it must be a LightningModule or its class")
     if not is_overridden("training_step", cls):
-        raise WorkloadError.problem(place_of(cls), "lacks training_step: it must give the loss of a batch")
+        raise WorkloadError.problem(place_of(cls), "lacks training_step: it must return the loss of a batch")
     for name, (allowed, hint) in REFUSED_OF_MODULE.items():
         if is_overridden(name, cls):
             raise WorkloadError.problem(place_of(cls, name), f"defines its own {name}(): {allowed}", hint)
@@ -76,7 +76,7 @@ def check_data_class(cls: type) -> None:
     """Raise WorkloadError for a LightningDataModule with hooks that scaleray cannot run."""
     for name in REFUSED_OF_DATA:
         if is_overridden(name, cls, "LightningDataModule"):
-            allowed = "scaleray brings batches to the device"
+            allowed = "scaleray moves batches to the device"
             hint = "transform rows in the Dataset, or batches in the module's on_after_batch_transfer"
             raise WorkloadError.problem(place_of(cls, name), f"defines its own {name}(): {allowed}", hint)
 

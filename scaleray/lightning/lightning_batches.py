@@ -47,7 +47,7 @@ def _flatten(name: str, item: Any, found: dict[str, Any], is_exact: bool) -> Non
     if isinstance(item, Mapping):
         for key, value in item.items():
             if not isinstance(key, str):
-                raise DataError(f"a key of {name}", key, "keys of an item are text", "give them names in __getitem__")
+                raise DataError(f"a key of {name}", key, "keys of an item must be text", "name them in __getitem__")
             below = f"{name}.{key}" if NAME.fullmatch(key) else f"{name}[{json.dumps(key)}]"
             _flatten(below, value, found, is_exact)
     elif isinstance(item, (tuple, list)) and not (is_exact and _is_list_of_numbers(item)):
@@ -81,8 +81,8 @@ def _exactly(name: str, item: Any) -> tuple[str, Any]:
         return "list", np.asarray(item, dtype=None if item else np.int64)
     if isinstance(item, (np.ndarray, np.generic)):
         return "array", np.asarray(item)
-    allowed = "items hold tensors, arrays, numbers, text, and lists and dicts of them"
-    raise DataError(f"a value of {name}", f"a {type(item).__name__}", allowed, "make a tensor of it in __getitem__")
+    allowed = "items must hold tensors, arrays, numbers, text, and lists and dicts of them"
+    raise DataError(f"a value of {name}", f"a {type(item).__name__}", allowed, "convert it to a tensor in __getitem__")
 
 
 def split_of(columns: Mapping[str, Any]) -> tuple[str, bool]:

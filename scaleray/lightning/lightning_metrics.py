@@ -97,7 +97,7 @@ def computed(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in values.items():
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             shown = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise refused(f"the value of the metric {name!r}, {shown},", "a logged value is one number")
+            raise refused(f"the value of the metric {name!r}, {shown},", "a logged value must be one number")
     return {name: float(value) for name, value in values.items()}
 
 

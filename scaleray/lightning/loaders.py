@@ -95,25 +95,25 @@ def train_source(given: Any) -> Any:
         raise DataError(
             "train_dataloader()",
             f"several loaders with batches of {', '.join(map(str, sorted(sizes)))} rows",
-            "a row of a step holds one item of each of them",
+            "each row of a step combines one item of each",
             "give them one batch size",
         )
     if any(map(collation_of, loaders.values())):
-        allowed = "items of several loaders are put together by torch's own collation"
+        allowed = "items of several loaders are combined by torch's default collation"
         raise DataError("train_dataloader()", "several loaders with a collate_fn", allowed, "use one Dataset of pairs")
     items = {name: _items(loader) for name, loader in loaders.items()}
     if streams := [type(each).__name__ for each in items.values() if isinstance(each, IterableDataset)]:
-        allowed = "rows of several loaders are paired by their place, so they must be read by index"
+        allowed = "rows of several loaders are paired by position, so they must be read by index"
         found = f"several loaders, one of them over an IterableDataset ({streams[0]})"
         raise DataError("train_dataloader()", found, allowed, "use one IterableDataset of pairs, or map-style Datasets")
     mode = getattr(given, "_mode", None) or "max_size_cycle"
     if mode not in MODES:
-        allowed = f"training can run loaders side by side: {', '.join(MODES)}"
+        allowed = f"training supports these modes: {', '.join(MODES)}"
         raise DataError("train_dataloader()", f"a CombinedLoader of mode {mode}", allowed)
     inner = getattr(given, "iterables", given)
     together: Any = dict(zip(inner, items.values(), strict=True)) if isinstance(inner, Mapping) else [*items.values()]
     rows = SideBySide(together, MODES[mode](map(len, items.values())))
-    notes.append("items of its loaders are paired by their place, the same in every epoch")
+    notes.append("items of its loaders are paired by position, the same in every epoch")
     return _source(TRAIN, rows, notes)
 
 
@@ -162,11 +162,11 @@ def _check(split: str, loader: Any) -> list[str]:
     if isinstance(loader, Dataset):
         return []
     if not isinstance(loader, DataLoader):
-        allowed = "the Dataset is taken out of it, so it must be a torch DataLoader (or a Dataset)"
+        allowed = "it must be a torch DataLoader, whose Dataset is used, or a Dataset"
         raise DataError(what, type(loader).__name__, allowed)
     if loader.batch_sampler is None or type(loader.batch_sampler) is not BatchSampler:
         found = "without batches" if loader.batch_sampler is None else f"with {type(loader.batch_sampler).__name__}"
-        allowed = "scaleray cuts the batches, from items that are single rows"
+        allowed = "scaleray makes the batches, from single rows"
         raise DataError(what, found, allowed, "leave batch_sampler out and give batch_size; see docs/lightning.md")
     if isinstance(loader.dataset, IterableDataset):
         return _without_effect(split, loader)
@@ -177,7 +177,7 @@ def _check_sampler(what: str, split: str, loader: DataLoader[Any]) -> list[str]:
     sampler = loader.sampler
     known = (RandomSampler, SequentialSampler, DistributedSampler, SubsetRandomSampler)
     if type(sampler) not in known:
-        text = "it would decide which rows are learned, and scaleray has its own order"
+        text = "it would choose the rows, but scaleray has its own order"
         hint = "leave it out, and weight rows in the loss or repeat them in the Dataset"
         raise DataError.problem(what, f"uses the sampler {type(sampler).__name__}: {text}", hint)
     if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(loader.dataset)):  # type: ignore[arg-type]

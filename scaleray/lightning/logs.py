@@ -86,7 +86,9 @@ class Log:
         if isinstance(value, torch.Tensor):
             value = _one_number(name, value)
         elif not hasattr(value, "compute") or not hasattr(value, "update"):
-            raise refused(f"self.log({name!r})", "it takes a number, a tensor of one element or a torchmetrics object")
+            raise refused(
+                f"self.log({name!r})", "it must be a number, a tensor of one element or a torchmetrics object"
+            )
         self._kept[name] = Logged(
             name,
             value,
@@ -99,7 +101,7 @@ class Log:
 def _one_number(name: str, value: torch.Tensor) -> torch.Tensor:
     if value.numel() != 1:
         shape = list(value.shape)
-        raise refused(f"self.log({name!r}) of a tensor of shape {shape}", "it takes one number", "log its mean()")
+        raise refused(f"self.log({name!r}) of a tensor of shape {shape}", "it must be one number", "log its mean()")
     value = value.detach().reshape(())
     return value.clone() if value.is_floating_point() else value.float()
 

@@ -111,7 +111,7 @@ class ManualSteps:
         self._parameters = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
         if len(optimizers) > 1 and any(isinstance(p, DTensor) for own in self._parameters for p in own):
             found = "one that splits parameters"
-            allowed = "manual optimisation with several optimizers needs whole ones, of before and after each step"
+            allowed = "manual optimisation with several optimizers needs whole parameters before and after each step"
             raise ConfigError("strategy.name", found, allowed, "use ddp or zero1")
 
     def begin(self) -> None:
@@ -136,7 +136,7 @@ class ManualSteps:
             with contextlib.suppress(_Reached):
                 given = step()
             if self._loss is None or len(self._stepped) != place + 1:
-                raise self._refused("takes other steps than in the first batch", SAME_EACH_TIME)
+                raise self._refused("takes different steps than in the first batch", SAME_EACH_TIME)
         loss, self._loss, self._stepped = self._loss, None, None
         return loss, given
 
@@ -195,13 +195,11 @@ class ManualSteps:
                 self._after.__enter__()
             return
         if self._stepped is None:
-            raise refused(
-                "the step of an optimizer", "optimizers take their steps in training_step alone", self._advice
-            )
+            raise refused("the step of an optimizer", "optimizers may step only in training_step", self._advice)
         place, wanted = len(self._stepped), self.order
         self._stepped.append(number)
         if place >= len(wanted) or wanted[place] != number:
-            raise self._refused("takes other steps than in the first batch", SAME_EACH_TIME)
+            raise self._refused("takes different steps than in the first batch", SAME_EACH_TIME)
         if number in self._new:
             self._put(number, self._new.pop(number))
             if not self._new and self._later_buffers is not None:
@@ -215,7 +213,9 @@ class ManualSteps:
         if self._events is not None or self._stepped is not None:
             if args:
                 hint = "step it in on_validation_epoch_end, with a value of self.trainer.callback_metrics"
-                raise refused("the step of a scheduler with a value", "a value in training_step is one worker's", hint)
+                raise refused(
+                    "the step of a scheduler with a value", "a value in training_step belongs to one worker", hint
+                )
             self.due.add(number)
         else:
             self.schedulers[number].step(*args)
@@ -227,18 +227,18 @@ class ManualSteps:
 
     def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if args or "gradient" in kwargs:
-            raise refused("a gradient for self.manual_backward", "scaleray gives that of the loss", "weight the loss")
+            raise refused("a gradient for self.manual_backward", "scaleray uses that of the loss", "weight the loss")
         if self._events is not None:
             self._events.append(("backward", None))
         elif self._stepped is None:
-            raise refused("self.manual_backward", "gradients are computed in training_step alone", self._advice)
+            raise refused("self.manual_backward", "gradients are computed only in training_step", self._advice)
         elif len(self._stepped) == self._wanted:
             self._loss = loss if self._loss is None else self._loss + loss
 
     def _clip(self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: str | None = None) -> None:
         if str(gradient_clip_algorithm or "norm") != "norm" or gradient_clip_val != self.clip_norm:
             found = f"self.clip_gradients by {gradient_clip_algorithm or 'norm'} of {gradient_clip_val}"
-            raise refused(found, f"optimizer.clip_norm decides here, and is {self.clip_norm}", "set it to that norm")
+            raise refused(found, f"optimizer.clip_norm applies, and is {self.clip_norm}", "set it to that norm")
         if self._events is not None:
             self._events.append(("clip", optimizer.number))
 
@@ -270,11 +270,11 @@ class ManualSteps:
         for number in range(len(self.optimizers)):
             if (times := steps.count(number)) != 1:
                 found = f"takes {times} steps of optimizer {number}"
-                hint = "batch.global_size decides how many rows a step has" if times == 0 else ""
+                hint = "batch.global_size sets the rows of a step" if times == 0 else ""
                 raise self._refused(found, SAME_EACH_TIME, hint)
         clipped = {number for kind, number in events if kind == "clip"}
         if clipped and len(clipped) < len(self.optimizers):
-            raise self._refused("clips the gradients of some optimizers", "optimizer.clip_norm is that of all")
+            raise self._refused("clips the gradients of some optimizers", "optimizer.clip_norm applies to all")
         zeroed: set[int] = set()
         waiting = False
         for kind, number in events:
@@ -310,7 +310,7 @@ class OptimizerStandIn:
     def step(self, closure: Any = None, **kwargs: Any) -> None:
         """Ask for the step."""
         if closure is not None:
-            raise refused("a closure of optimizer.step()", "a loss is computed once a step", "call manual_backward")
+            raise refused("a closure of optimizer.step()", "the loss is computed once per step", "call manual_backward")
         self._steps.stepped(self.number)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -367,7 +367,7 @@ class _AfterTheLast(TorchFunctionMode):
     ) -> Any:
         if any(id(each) in self._ids for each in tree_leaves((args, kwargs or {}))):
             hint = "move it to on_train_batch_end"
-            raise self._refuse("uses the model after its last step", "the steps are taken when it has ended", hint)
+            raise self._refuse("uses the model after its last step", "the steps run after it ends", hint)
         return func(*args, **(kwargs or {}))
 
 

@@ -32,7 +32,7 @@ REFUSED_HOOKS = {
     },
     "on_save_checkpoint": ("checkpoints are scaleray's own", "give its state in state_dict() and load_state_dict()"),
     "on_load_checkpoint": ("checkpoints are scaleray's own", "give its state in state_dict() and load_state_dict()"),
-    "on_exception": ("an error ends the run, whose record has it", "use --alerts.command to be notified"),
+    "on_exception": ("an error ends the run and is in its record", "use --alerts.command to be notified"),
 }
 """Hooks of a callback that have no place: why not, and what to do instead."""
 Settings = Mapping[str, Any]
@@ -56,7 +56,7 @@ def _model_checkpoint(callback: Any, config: RunConfig) -> Settings:
     if minutes is not None:
         found["checkpoint.every_minutes"] = minutes.total_seconds() / 60
     if callback.save_top_k < 0 and distance is None:
-        allowed = "checkpoints that stay have a distance in steps or epochs"
+        allowed = "permanent checkpoints have an interval in steps or epochs"
         raise _refused_option(callback, "save_top_k", -1, allowed, "give every_n_epochs, or a number to keep")
     if callback.save_top_k < 0:
         found.update({"checkpoint.every": distance, "checkpoint.keep_every": distance})
@@ -64,7 +64,7 @@ def _model_checkpoint(callback: Any, config: RunConfig) -> Settings:
         return {**({} if distance is None else {"checkpoint.every": distance}), **found}
     if callback.save_top_k > 0 and distance != EACH_EPOCH:
         option = "every_n_train_steps" if steps else "every_n_epochs" if epochs else "train_time_interval"
-        allowed = "checkpoint.best looks at each evaluation, as evaluation.every says"
+        allowed = "checkpoint.best uses each evaluation (evaluation.every)"
         raise _refused_option(callback, option, getattr(callback, f"_{option}"), allowed, "leave it out")
     best = {"checkpoint.best": f"{_metric(callback)} {callback.mode}", EVERY: EACH_EPOCH}
     return {**found, **best, **({"checkpoint.keep_best": callback.save_top_k} if callback.save_top_k > 0 else {})}
@@ -73,8 +73,9 @@ def _model_checkpoint(callback: Any, config: RunConfig) -> Settings:
 def _accumulation(callback: Any, config: RunConfig) -> Settings:
     numbers = set(callback.scheduling.values())
     if len(numbers) > 1:
-        allowed = "a step has batch.global_size rows through the whole training"
-        hint = "accumulate one number of batches, or train twice, the second run from the first: --workload.weights RUN"
+        allowed = "a step has batch.global_size rows in the whole training"
+        hint = "use a constant number of batches, or train twice, the second time from the first run: "
+        "--workload.weights RUN"
         raise _refused_option(callback, "scheduling", callback.scheduling, allowed, hint)
     (number,) = numbers
     replicas = config.scale.max_workers // config.model_parallel_size
@@ -102,7 +103,7 @@ TRANSLATED = {
         "`stop.patience`, `stop.watch`; `stopping_threshold`: `stop.at`",
         {
             "min_delta": (0.0, "every better evaluation counts", "leave it out"),
-            "divergence_threshold": (None, "there is no such limit", "set self.trainer.should_stop in a hook"),
+            "divergence_threshold": (None, "scaleray has no such limit", "set self.trainer.should_stop in a hook"),
         },
         "`strict`, `check_finite` (a NaN is no improvement, and `on_nonfinite` looks at the training loss)",
     ),
@@ -154,7 +155,7 @@ def check_callbacks(callbacks: Any) -> None:
     """Raise WorkloadError for callbacks that cannot be called, by name."""
     if not isinstance(callbacks, Sequence):
         found = type(callbacks).__name__
-        raise WorkloadError("the callbacks of as_workload()", found, "it is a list of Lightning's callbacks")
+        raise WorkloadError("the callbacks of as_workload()", found, "it must be a list of Lightning callbacks")
     for callback in callbacks:
         _check(callback)
 
@@ -164,10 +165,12 @@ def _check(callback: Any) -> None:
     if lightning_base(cls, "Callback") is None:
         found = callback.__name__ if isinstance(callback, type) else cls.__name__
         hint = "return callbacks of scaleray from callbacks() of the workload"
-        raise WorkloadError("a callback of as_workload()", found, "it is an object of Lightning's Callback", hint)
+        raise WorkloadError("a callback of as_workload()", found, "it must be a Lightning Callback", hint)
     known = next((name for name in (*TRANSLATED, *LEFT_OUT, *REFUSED) if lightning_base(cls, name) is not None), None)
     if known in REFUSED:
-        raise WorkloadError.problem(f"the callback {cls.__name__}", "has no place in scaleray's loop", REFUSED[known])
+        raise WorkloadError.problem(
+            f"the callback {cls.__name__}", "is not supported in scaleray's loop", REFUSED[known]
+        )
     if known in LEFT_OUT:
         return
     if known is not None:
@@ -180,7 +183,7 @@ def _check(callback: Any) -> None:
         return
     for name, (why, hint) in REFUSED_HOOKS.items():
         if is_overridden(name, callback, "Callback"):
-            raise WorkloadError.problem(place_of(cls, name), f"defines {name}(), which has no place: {why}", hint)
+            raise WorkloadError.problem(place_of(cls, name), f"defines {name}(), which is not supported: {why}", hint)
 
 
 def _refused_option(callback: Any, option: str, value: Any, allowed: str, hint: str) -> WorkloadError:
@@ -229,6 +232,6 @@ def monitors(callbacks: Iterable[Any]) -> dict[str, tuple[str, str]]:
 def _metric(callback: Any) -> str:
     """Name in the record of the value that a callback monitors."""
     if callback.monitor.startswith(SHORT_NAMES["train"]):
-        allowed = "it must be a value of validation_step"
+        allowed = "it must be logged in validation_step"
         raise _refused_option(callback, "monitor", callback.monitor, allowed, "log one there, such as 'val_loss'")
     return evaluated_name(callback.monitor)

@@ -91,13 +91,15 @@ class TrainerStandIn:
 
     def _needs_recipe(self, name: str, value: int | None) -> int:
         if value is None:
-            raise refused(f"self.trainer.{name}", "the length of the training follows from the data: it is not known")
+            raise refused(f"self.trainer.{name}", "the length of the training depends on the data and is not known")
         return value
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # copy and pickle ask for these
             raise AttributeError(name)
-        raise refused(f"self.trainer.{name}", f"scaleray trains in the Trainer's place, and has: {', '.join(KNOWN)}")
+        raise refused(
+            f"self.trainer.{name}", f"scaleray trains in place of the Trainer, and offers: {', '.join(KNOWN)}"
+        )
 
 
 def refused(what: str, allowed: str, hint: str = "") -> WorkloadError:

@@ -110,10 +110,10 @@ def as_workload(
         check_data_class(data_class)
     elif datamodule is not None and not (callable(datamodule) and not isinstance(datamodule, type)):
         found = datamodule.__name__ if isinstance(datamodule, type) else type(datamodule).__name__
-        allowed = "it is a LightningDataModule, or a function that returns loaders by split"
+        allowed = "it must be a LightningDataModule, or a function that returns loaders by split"
         raise WorkloadError("the datamodule of as_workload()", found, allowed)
     if count is not None and count != ROWS and not callable(count):
-        raise WorkloadError("count of as_workload()", count, "it is a function of the batch, or 'rows'")
+        raise WorkloadError("count of as_workload()", count, "it must be a function of the batch, or 'rows'")
     check_callbacks(callbacks)
     home = sys._getframe(1).f_globals.get("__name__", cls.__module__)
     return _made(Parts(module, datamodule, count, tuple(callbacks), home))
@@ -481,7 +481,7 @@ class LightningWorkload(Workload):
         loss = given.get("loss") if isinstance(given, Mapping) else given
         if not isinstance(loss, torch.Tensor):
             found = f"a dict without 'loss': {sorted(given)}" if isinstance(given, Mapping) else type(loss).__name__
-            allowed = "it must return the loss, or a dict with it: no batch can be left out"
+            allowed = "it must return the loss, or a dict with it, for every batch"
             raise WorkloadError("what training_step returns", found, allowed)
         count = self.parts.count(batch) if callable(self.parts.count) else rows
         return loss * count, count

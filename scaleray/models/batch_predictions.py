@@ -84,7 +84,7 @@ def returned_to_loss(workload: Any, model: nn.Module, batch: Any, *, to_the_end:
         if not seen:
             raise WorkloadError.problem(
                 "the workload",
-                "lacks predict(): its loss() does not reach the model with these columns",
+                "lacks predict(): its loss() fails on these columns before it calls the model",
                 f"{ADD_PREDICT}\n  {user_traceback(exc)}",
             ) from exc
     finally:

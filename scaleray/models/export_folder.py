@@ -59,7 +59,7 @@ def _export_of(workload: Any) -> Callable[..., None]:
     if found is None:
         raise WorkloadError.problem(
             "the workload",
-            "lacks export(): a folder needs files next to the weights, which the workload writes",
+            "lacks export(): only the workload can write the files next to the weights",
             "export to a .safetensors or .pt file, or add export(self, weights, folder) to the workload",
         )
     return found
@@ -76,8 +76,8 @@ def _with_adapters(trained: TrainedRun, step: int | str | None, which: str | Non
     if newest is None:
         raise CheckpointError(
             f"the adapters of {trained.name}",
-            "added to the final weights",
-            "no checkpoint has them apart",
+            "merged into the final weights",
+            "no checkpoint has them separately",
             "train with --no-fine-tuning.merge, or with checkpoints",
         )
     return read_run_weights(trained, newest.step, which)

@@ -61,8 +61,8 @@ def write_onnx(module: nn.Module, call: ModelCall, file: Path, about: dict[str, 
     check_onnx()
     size = sum(tensor.nbytes for tensor in module.state_dict().values() if isinstance(tensor, torch.Tensor))
     if size >= LARGEST_ONNX_BYTES:
-        raise UsageError("--format", "onnx", f"the weights have {size / 2**30:.1f} GiB, and a file of it at most 2",
-                         "--format torch.export")  # fmt: skip
+        raise UsageError("--format", "onnx", f"the weights are {size / 2**30:.1f} GiB, above ONNX's 2 GiB per file",
+                         "use --format torch.export")  # fmt: skip
     more: dict[str, Any] = {"kwargs": call.kwargs, "dynamic_shapes": call.shapes(module), "external_data": False}
     export = lambda: torch.onnx.export(module, call.args, dynamo=True, verbose=False, **more)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # which names every library that it could translate too
@@ -110,6 +110,6 @@ def _followed(export: Callable[[], Any], module: nn.Module, by: str) -> Any:
         raise WorkloadError(
             "the model",
             type(module).__name__,
-            f"{by} cannot follow its forward: {first_line(exc)}",
-            f"--format safetensors needs no such thing\n  {user_traceback(exc)}",
+            f"{by} cannot trace its forward: {first_line(exc)}",
+            f"--format safetensors needs no trace\n  {user_traceback(exc)}",
         ) from exc

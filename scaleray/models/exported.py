@@ -82,10 +82,10 @@ class ExportedModel(JsonRecord):
         """Description of the file, and the distance of its outputs from the model's."""
         written = f"{self.weights} -> {self.file} ({self.num_bytes:,} bytes, {self.format}"
         if self.former is not None:
-            return [f"{written})", f"the folder that was there is {self.former} now"]
+            return [f"{written})", f"the previous folder is now {self.former}"]
         if self.difference is None:
             return [f"{written})"]
-        many = "any number of rows" if self.any_rows else f"{self.rows} rows and no other number"
+        many = "any number of rows" if self.any_rows else f"exactly {self.rows} rows"
         return [
             f"{written}, takes {many})",
             f"loaded back, its outputs for {self.rows} rows differ by {self.difference:.2g} of the largest "
@@ -171,10 +171,10 @@ def _compared(
             found = distance(opened(call), expected)
             any_rows = _takes(opened, fewer, fewer_expected, allowed)
         if found > allowed:
-            raise CheckpointError(
-                "the exported model",
-                f"its outputs differ by {found:.3g} of the largest",
-                f"at most {allowed:g} is allowed, and nothing was written",
+            raise CheckpointError.problem(
+                "The exported model",
+                f"differs in outputs by {found:.3g} of the largest: at most {allowed:g} is allowed. Nothing was "
+                "written",
                 "--tolerance allows more; --dtype fp32 rounds less",
             )
         made = ExportedModel(
@@ -202,7 +202,7 @@ def _check(
         raise UsageError("--format", format, f"formats are {', '.join(ENDINGS)}")
     for option, value in (("--dtype", dtype), ("--tolerance", tolerance), ("--data", data)):
         if value is not None and format not in KINDS:
-            why = f"{format} holds the weights as they are, which are not compared"
+            why = f"{format} holds unchanged weights, which are not compared"
             raise UsageError(option, str(value), why, f"leave it out, or use --format {', '.join(KINDS)}")
     if dtype is not None and dtype not in DTYPES:
         raise UsageError("--dtype", dtype, f"types are {', '.join(DTYPES)}")
@@ -218,7 +218,7 @@ def _check(
     if not ENDINGS[format] and out.suffix in ENDINGS.values() and out.suffix:
         raise UsageError("--out", str(out), f"{format} is a folder, whose name does not end in {out.suffix}")
     if out.exists() and not overwrite:
-        raise CheckpointError("--out", str(out), "it exists already", "name another, or --overwrite")
+        raise CheckpointError("--out", str(out), "it already exists", "name another, or --overwrite")
 
 
 def _with_rows(model: TrainedModel, parts: ModelParts, data: str | Path | None) -> tuple[TrainedModel, Columns]:

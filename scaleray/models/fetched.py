@@ -38,7 +38,7 @@ def fetch_model(name: str, *, uri: str | None = None) -> Path:
     registry = ModelRegistry(uri)
     version = registry.find(named)
     if not version.tags.get(STATEMENT_TAG):
-        allowed = "it was not made by scaleray promote, and says not what it was made from"
+        allowed = "it was not made by scaleray promote and does not state its source"
         raise TrackingError("the model", str(named), allowed, "MLflow itself loads it: mlflow.pyfunc.load_model")
     models = cache_folder("models")
     if (place := _whole(models, version)) is not None:
@@ -46,7 +46,7 @@ def fetch_model(name: str, *, uri: str | None = None) -> Path:
     with tempfile.TemporaryDirectory(dir=models) as folder:
         found = registry.download(version, Path(folder))
         if wrong := changes(found, version):
-            allowed = "its files must be those of its promotion"
+            allowed = "its files differ from its promotion"
             check = f"scaleray promote --verify {named}"
             raise TrackingError(f"the model {named}", f"changed: {'; '.join(wrong[:3])}", allowed, check)
         # another process may have fetched it meanwhile, and reads it: nothing is replaced
@@ -70,7 +70,7 @@ def check_served(packed: Path, *, uri: str | None) -> None:
         text = "the model in %s is not compared with MLflow's registry: %s"
         logging.getLogger(__name__).warning(text, folder, first_line(exc))
     if wrong := changes(folder, version):
-        allowed = "its files must be those of its promotion"
+        allowed = "its files differ from its promotion"
         raise TrackingError(f"the model in {folder}", f"changed: {'; '.join(wrong[:3])}", allowed, "download it again")
 
 
@@ -105,7 +105,7 @@ def changes(folder: Path, version: ModelVersion | None) -> list[str]:
     if not (folder / STATEMENT).is_file():
         return [f"{STATEMENT} is missing"]
     if version is not None and file_digest(folder / STATEMENT) != version.tags.get(STATEMENT_TAG):
-        return [f"{STATEMENT} is not the one that the version was made with"]
+        return [f"{STATEMENT} is not the one of the version"]
     expected, found = subjects(load_json((folder / STATEMENT).read_bytes())), digests(folder)
     found.pop(NAMED_BY_MLFLOW, None)
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]

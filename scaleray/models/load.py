@@ -106,7 +106,7 @@ class ModelParts:
         WorkloadError."""
         device = torch.device(device)
         with same_random_numbers(device):  # what a model draws is replaced by the weights
-            module = built_model(self.workload, doing="building the model to be loaded")
+            module = built_model(self.workload, doing="building the model")
         check_model(module)
         if self.keeps_adapters:
             fine_tuning.adapt(module, self.config.fine_tuning)

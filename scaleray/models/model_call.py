@@ -38,7 +38,7 @@ class ModelCall:
         finally:
             handle.remove()
         if not seen:
-            allowed = "what is exported is the model's forward, and predict() or loss() do not call it as a whole"
+            allowed = "only the model's whole forward can be exported, and predict() or loss() do not call it"
             raise WorkloadError("the workload", "calls a part or a method of the model", allowed, "call the model")
         return cls(*seen[0], rows_in(rows))
 

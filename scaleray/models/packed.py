@@ -136,7 +136,7 @@ def _home(run: TrainedRun, given: Any) -> tuple[Path | None, str]:
         raise WorkloadError(
             "the workload's code",
             name,
-            "it is in no file that could be kept with the model",
+            "it is not in a file that can be packed with the model",
             "put the class into a file, and name it: --workload path/to/file.py:Name",
         )
     return (None if is_installed(str(file)) else file), name

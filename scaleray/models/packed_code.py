@@ -52,7 +52,7 @@ def packed_module(folder: Path, target: str) -> ModuleType:
 def installed_module(target: str) -> ModuleType:
     """Import a module of an installed package. Raises ImportError for one that is somewhere else."""
     if (place := _outside(target.partition(".")[0])) is not None:
-        raise ImportError(f"{target} is of {place}, and not of an installed package as when the model was promoted")
+        raise ImportError(f"{target} is from {place}, but was in an installed package when the model was promoted")
     return importlib.import_module(target)
 
 
@@ -114,7 +114,7 @@ class Imports:
         if first in self.own:
             return f"{self.package}.{name}"
         if (place := _outside(first)) is not None:
-            raise ImportError(f"{name} is of {place}, and neither of the packed model nor of an installed package")
+            raise ImportError(f"{name} is from {place}, not from the packed model or an installed package")
         return name
 
 
@@ -192,8 +192,8 @@ def _refuse_others(folder: Path) -> None:
                 raise WorkloadError(
                     f"the import of {name} in {file.name}",
                     f"of {place}",
-                    "a packed model has the modules in its own folder, and those of installed packages",
-                    f"keep {name} in or below the folder of the workload's file, or install it",
+                    "a packed model includes only modules in its own folder and installed packages",
+                    f"move {name} into the folder of the workload's file, or install it",
                 )
 
 

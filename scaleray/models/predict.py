@@ -82,7 +82,7 @@ def predict(
     """
     split, batch_size, workers, keep = options.split, options.batch_size, options.workers, words_of(options.keep)
     if (data is None) == (split is None):
-        raise UsageError("--data", data, "give either --data or --split", "--split test is a split of the run's own")
+        raise UsageError("--data", data, "give either --data or --split", "--split test is one of the run's splits")
     if batch_size < 1 or workers < 1:
         raise UsageError("--batch-size and --workers", (batch_size, workers), "they must be at least 1")
     path = check_out(out, overwrite=options.overwrite) if out is not None else None
@@ -279,7 +279,7 @@ def _failed_rows(failed: Mapping[int, str]) -> DataError:
     more = f" and {len(failed) - MOST_NAMED} more of their batch" if len(failed) > MOST_NAMED else ""
     return DataError.problem(
         f"rows {', '.join(str(row) for row, _ in first)}{more}",
-        f"have no answer: row {first[0][0]}: {first[0][1]}",
+        f"have no prediction: row {first[0][0]}: {first[0][1]}",
         "rows are counted from 0; correct them, or add --skip-failed to leave them out",
     )
 

@@ -169,7 +169,7 @@ class Predictor:
         rows = shape.fit(columns)
         if not rows:
             there = ", ".join(table.column_names)
-            wanted = f"training had {', '.join(shape.columns)}" if shape.columns else "columns of numbers are wanted"
+            wanted = f"training had {', '.join(shape.columns)}" if shape.columns else "columns of numbers are required"
             raise problems[0] if problems else DataError(f"the columns of {self.parts.where}", there, wanted)
         try:
             return self.answers(self.change(rows))

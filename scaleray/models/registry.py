@@ -93,7 +93,7 @@ def check_alias(alias: str) -> str:
         or alias.lower() == "latest"
         or re.fullmatch(r"[vV]\d+", alias)
     ):
-        allowed = "it must be of letters, digits, - and _, and neither latest nor v1, v2 ..."
+        allowed = "it must have only letters, digits, - and _, and not be latest or v1, v2 ..."
         raise UsageError("the alias", alias, allowed, "such as champion")
     return alias
 
@@ -105,7 +105,7 @@ class ModelRegistry:
         self.uri = resolve_uri(uri)
         if self.uri.startswith("sqlite:///") and not sqlite_path(self.uri).exists():
             allowed = "there is no such database"
-            raise TrackingError("--uri", without_password(self.uri), allowed, "name the one that the run is in")
+            raise TrackingError("--uri", without_password(self.uri), allowed, "name the run's database")
         check_reachable(self.uri)
         self.client = open_client(self.uri)
 
@@ -199,7 +199,7 @@ class ModelRegistry:
     def runs_beside(self, run_id: str, *, since_ms: float) -> dict[str, str]:
         """Ids and status of the runs in the experiment of a run that began since then and have finished or failed, the
         newest first; points of studies and trials of sweeps are left out."""
-        with self._asking(f"the runs beside {run_id}"):
+        with self._asking(f"the runs next to {run_id}"):
             experiment = self.client.get_run(run_id).info.experiment_id
             query = f"attributes.status != 'RUNNING' and attributes.start_time >= {int(since_ms)}"
             ended, order, token = [], ["attributes.start_time DESC"], None
@@ -238,7 +238,7 @@ class ModelRegistry:
                 "MLflow at",
                 without_password(self.uri),
                 f"{what} cannot be read or written: {first_line(exc)}",
-                "when it is back, give the same command again: it continues where it was",
+                "repeat the command when MLflow is back: it continues where it stopped",
             ) from exc
 
 

@@ -45,7 +45,7 @@ class Files:
             info = filesystem.get_file_info(root)
             if info.type == pyarrow.fs.FileType.NotFound:
                 raise DataError(
-                    "--data", without_password(uri), "there is nothing", "give a file, a folder or a bucket"
+                    "--data", without_password(uri), "it does not exist", "give a file, a folder or a bucket"
                 )
             found = [info] if info.is_file else filesystem.get_file_info(pyarrow.fs.FileSelector(root, recursive=True))
         except (OSError, ValueError) as exc:
@@ -56,9 +56,7 @@ class Files:
                 by_format.setdefault(kind, []).append(file.path)
         if len(by_format) != 1:
             what = f"files of {' and '.join(sorted(by_format))}" if by_format else "no file with a known extension"
-            raise DataError(
-                "--data", without_password(uri), f"it has {what}", f"one format is read: {', '.join(FORMATS)}"
-            )
+            raise DataError("--data", without_password(uri), f"it has {what}", f"use one format: {', '.join(FORMATS)}")
         [(kind, paths)] = by_format.items()
         return cls(uri, kind, tuple(sorted(paths)), "://" not in uri)
 

@@ -125,7 +125,7 @@ def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: s
         if is_new and check_manifest(catalog.stores[0], manifest):
             raise CheckpointError.problem(
                 f"the checkpoint of step {manifest.step}",
-                "cannot be rebuilt: the run has finished, and its record has the checkpoint's hash",
+                "cannot be rebuilt: the run has finished, so its record has the checkpoint's hash",
                 f"one file of its weights: scaleray export {run} --step {manifest.step} --out weights.safetensors",
             )
         full = catalog.rebuild(manifest) if is_new else manifest
@@ -200,7 +200,7 @@ def _require_measured(metric: str | None, complete: list[Manifest]) -> None:
     measured = {name for manifest in complete for name in manifest.own_metrics}
     if metric is not None and metric not in measured:
         known = f"there are: {', '.join(sorted(measured)) or 'none'}"
-        raise UsageError("--best", metric, "no checkpoint was evaluated at its own step with that metric", known)
+        raise UsageError("--best", metric, "no checkpoint has an evaluation of this metric at its step", known)
 
 
 def _best(text: str | None) -> tuple[str | None, str]:

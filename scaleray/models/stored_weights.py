@@ -198,7 +198,7 @@ def _of_checkpoint(run: TrainedRun, step: int | str | None, *, averaged: bool, k
             f"the weights of {run.name}",
             "not there",
             f"neither {run.where} nor MLflow has final weights or a checkpoint",
-            "a run writes them when it ends well, unless checkpoint.save_final is off",
+            "a run writes them at a successful end, unless checkpoint.save_final is off",
         )
     manifest = _best(run, catalog, step) if isinstance(step, str) else require(catalog, step, where=run.where)
     with _damage_in_words(run, manifest):
@@ -282,7 +282,7 @@ def _best(run: TrainedRun, catalog: Catalog, text: str) -> Manifest:
     if not measured:
         known = sorted({name for manifest in catalog.complete() for name in manifest.own_metrics})
         raise UsageError(
-            "--step", wanted, "no checkpoint was evaluated with it at its own step", f"there are: {_named(known)}"
+            "--step", wanted, "no checkpoint has an evaluation of it at its step", f"there are: {_named(known)}"
         )
     chosen: Manifest = (min if direction == "min" else max)(measured, key=lambda m: m.own_metrics[metric])
     return chosen

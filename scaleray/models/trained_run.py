@@ -66,9 +66,7 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
     found = find_run(run, uri=uri)
     record = found.record
     if not isinstance(record, RunRecord):
-        raise TrackingError(
-            "RUN", run, "it is a study or a sweep, which has no model of its own", "give one of its trainings"
-        )
+        raise TrackingError("RUN", run, "studies and sweeps have no model", "give one of its trainings")
     # what MLflow knows lies where the run wrote it, or among its artifacts
     folder = Store(record.run_dir)
     about = _note(folder) or {
@@ -101,8 +99,8 @@ def workload_of(run: TrainedRun, given: Any = None) -> Any:
         raise WorkloadError(
             f"the workload of {run.name}",
             settings.name,
-            f"it cannot be found again: {exc}",
-            "give it: --workload path/to/file.py:Name, or from Python the class: workload=Name",
+            f"it cannot be found: {exc}",
+            "give the workload: --workload path/to/file.py:Name, or from Python the class: workload=Name",
         ) from exc
 
 
@@ -122,9 +120,9 @@ def _checked(folder: Store, about: dict[str, Any], record: RunRecord | None = No
     except ValueError as exc:
         raise UsageError(
             f"the config of the run in {where}",
-            "not one of this version",
+            "not valid in this version",
             first_line(exc),
-            "load it with the version that trained it: it is in environment.yaml in its folder",
+            "load it with the version that trained it, see environment.yaml in its folder",
         ) from exc
     return TrainedRun(folder, where, about, config, record or _record(folder))
 

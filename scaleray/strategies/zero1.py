@@ -43,7 +43,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
             raise WorkloadError.problem(
                 "optimizer()",
                 f"has a parameter of shape {list(parameter.shape)} that the model does not register: "
-                "zero1 shares out the model's own parameters",
+                "zero1 shards only parameters of the model",
                 "register it in the model, or use --strategy.name ddp",
             )
         return owner_of.get(id(parameter), 0) == rank

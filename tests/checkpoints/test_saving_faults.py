@@ -73,7 +73,7 @@ def test_a_second_place_that_refuses_costs_the_copy_only(tmp_path):
     saver = make_saver(catalog, messages=messages)
     with refusing(lambda path: "copies" in path):
         save(saver, 1, {"t": torch.ones(3)})
-    assert isinstance(messages[0], CheckpointRecord) and "not in every place" in messages[1].text
+    assert isinstance(messages[0], CheckpointRecord) and "not stored in every location" in messages[1].text
     assert snapshot(tmp_path / "run") and not snapshot(
         tmp_path / "copies" if (tmp_path / "copies").exists() else tmp_path / "x"
     )

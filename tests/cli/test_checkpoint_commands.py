@@ -145,7 +145,7 @@ def test_prune_says_what_it_would_do_and_then_does_it(run, capsys):
 
 
 def test_rebuild_makes_a_checkpoint_independent(run, capsys):
-    assert "depends on no other now" in command(capsys, "rebuild", run)[1]
+    assert "no longer depends on others" in command(capsys, "rebuild", run)[1]
     assert "holds every byte itself already" in command(capsys, "rebuild", run)[1]
     command(capsys, "prune", run, "--keep-last", "1")
     for path in (run / "checkpoints" / "step-000000010").glob("*"):

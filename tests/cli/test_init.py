@@ -92,7 +92,7 @@ def test_five_questions_are_asked_on_a_terminal(tmp_path, monkeypatch, capsys):
         ),
         (["--from", "audio"], "there are: table, text, images, lightning, hf"),
         (["--from", "text", "--name", "my-text"], "the name of a Python module"),
-        (["--from", "text", "--name", "json"], "a module of this name is installed"),
+        (["--from", "text", "--name", "json"], "an installed module has this name"),
         (["--from", "text", "--workers", "0"], "at least 1"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_record_that_mlflow_missed_is_sent_by_replay(tmp_path, uri, small, cap
     run = ParentRun.open(uri, "studies", kind="scaling-study", name="away", config={})
     folder = saved(run.identify(small), tmp_path / "study")
     assert run_command(["tracking", "replay", str(folder / "record.json"), "--uri", uri]) == 0
-    assert "MLflow has everything" in capsys.readouterr().out
+    assert "MLflow now has everything" in capsys.readouterr().out
     from mlflow import MlflowClient
 
     children = MlflowClient(uri).search_runs([run.experiment_id], f"tags.`mlflow.parentRunId` = '{run.run_id}'")

@@ -107,7 +107,7 @@ def test_two_runs_of_one_name_are_two_lines_until_one_goes_on(capsys, monkeypatc
         (["."], "this folder is not one of a run"),
         (["./"], "this folder is not one of a run"),
         ([], "Give a RUN, or --all."),
-        (["mine", "--all"], "with --all no run is named"),
+        (["mine", "--all"], "--all takes no RUN"),
         (["mine", "--interval", "0"], "it must be at least 0.2 seconds"),
         (["mine", "--interval", "nan"], "it must be at least 0.2 seconds"),
         (["no'name"], "there is neither a folder of this name"),

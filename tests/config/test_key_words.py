@@ -19,7 +19,7 @@ from scaleray.errors import ConfigError
         ("precision.dtype", "one of fp32, bf16, fp16, fp64"),
         ("fsdp.reduce_dtype", "one of fp32, bf16, fp16, null"),
         ("noise_scale.measure", "one of auto, true, false"),
-        ("compression.allowed", "a list of some of none, fp16, bf16, int8, powersgd, topk"),
+        ("compression.allowed", "a list of any of none, fp16, bf16, int8, powersgd, topk"),
         ("shares.speeds", "a list of numbers above 0, or null"),
         ("stop.after", "a length such as 3 epochs or 500 steps"),
         ("stop.at", "a target such as val/accuracy >= 0.97, or null"),

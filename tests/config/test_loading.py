@@ -122,7 +122,7 @@ def test_arguments_that_are_no_mapping_are_refused_even_below_a_flag(load):
 
 @pytest.mark.parametrize("words", [["scale.workers", "2"], ["--"], ["--seed", "1", "2"], ["-x"]])
 def test_a_word_that_is_no_option_is_refused(load, words):
-    assert "options look like --scale.workers 2" in str(refused(load, flags=words))
+    assert "options have the form --scale.workers 2" in str(refused(load, flags=words))
 
 
 def test_a_mapping_may_hold_sections_as_a_file_does():

@@ -226,7 +226,7 @@ def test_damaged_text_loads_or_names_the_file(write, cuts):
 def test_any_flags_load_or_name_the_word(write, words):
     found = outcome(write(SHORT), flags=words)
     if isinstance(found, ConfigError) and found.what == "argument":
-        assert "options look like" in str(found)
+        assert "options have the form" in str(found)
     else:
         check(found, file_name="job.yaml")
 

@@ -82,7 +82,7 @@ def test_what_is_no_chat_is_refused(texts):
     tokenizer = byte_tokenizer()
     with pytest.raises(DataError, match="conversation 1 of the train data"):
         conversations([CHAT, [{"role": "user"}]], tokenizer, length=200, what="train")
-    with pytest.raises(DataError, match="has no word of the assistant"), pytest.warns(UserWarning, match="1 of 1"):
+    with pytest.raises(DataError, match="has no words of the assistant"), pytest.warns(UserWarning, match="1 of 1"):
         conversations([CHAT], tokenizer, length=4, what="train")
     tokenizer.chat_template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(WorkloadError, match="rewrites earlier turns"):
@@ -218,7 +218,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch):
 
 
 def test_labels_of_another_shape_than_the_logits_are_refused():
-    with pytest.raises(WorkloadError, match="one label for each place"):
+    with pytest.raises(WorkloadError, match="one label for each position"):
         summed_loss(torch.zeros(2, 3, 5), torch.zeros(2, dtype=torch.long))
 
 

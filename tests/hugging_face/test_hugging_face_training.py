@@ -237,8 +237,8 @@ def test_metrics_of_several_classes_and_numbers_are_those_of_scikit_learn():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ({"label": "labels"}, "(?s)one class a row is wanted.*problem_type: multi_label_classification"),
-        ({"label": "number"}, "(?s)one class a row is wanted.*problem_type: regression"),
+        ({"label": "labels"}, "(?s)each row needs one class.*problem_type: multi_label_classification"),
+        ({"label": "number"}, "(?s)each row needs one class.*problem_type: regression"),
         ({"problem_type": "regression"}, "must be a finite number"),
         ({"problem_type": "multi_label_classification"}, "must be a list of classes"),
         ({"problem_type": "ranking"}, "single_label_classification, multi_label_classification, regression"),

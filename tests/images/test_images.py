@@ -183,7 +183,7 @@ def test_a_model_by_name_has_as_many_classes_as_the_folder(folder, torchvision):
     for args, words in [
         ({"model": "resnet18"}, "torchvision:NAME or timm:NAME"),
         ({"model": "torchvision:resnet19"}, "near it: resnet18"),
-        ({"options": {"depth": 2}}, "does not take them"),
+        ({"options": {"depth": 2}}, "does not accept them"),
     ]:
         with pytest.raises(WorkloadError, match=words):
             by_name(folder, **args)
@@ -199,7 +199,7 @@ def test_an_absent_library_is_named_with_its_extra(folder, monkeypatch):
 def test_weights_come_from_a_file_and_a_head_of_other_classes_is_drawn(folder, torchvision, tmp_path, ending):
     other, path = Named(5), tmp_path / f"weights.{ending}"
     torch.save(other.state_dict(), path) if ending == "pt" else save_file(other.state_dict(), path)
-    with pytest.warns(UserWarning, match="fc is initialised at random"):
+    with pytest.warns(UserWarning, match="fc is initialised randomly"):
         model = by_name(folder, weights=str(path))
     assert torch.equal(model.body.weight, other.body.weight) and model.fc.out_features == 2
     with pytest.raises(CheckpointError, match="layers other than the head differ"):
@@ -299,5 +299,5 @@ def test_linked_folders_and_names_that_are_not_utf_8_are_read(tmp_path):
 def test_pages_are_refused_and_an_animation_gives_its_first_picture(tmp_path):
     more = [Image.fromarray(255 - RAMP)]
     assert np.array_equal(one_image(tmp_path, RAMP, name="1.gif", save_all=True, append_images=more)[0], RAMP)
-    with pytest.raises(DataError, match=r"1\.tif is a TIFF of 2 pages: one page is read"):
+    with pytest.raises(DataError, match=r"1\.tif is a TIFF of 2 pages: it must have one page"):
         one_image(tmp_path, RAMP, name="1.tif", save_all=True, append_images=more)

@@ -35,10 +35,10 @@ def test_a_hook_that_would_change_the_step_is_refused_with_its_line(hook):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ((torch.nn.Linear, Data), "it takes a LightningModule"),
+        ((torch.nn.Linear, Data), "it must be a LightningModule"),
         ((L.LightningModule, Data), "lacks training_step"),
-        ((Plain, TensorDataset), "it is a LightningDataModule, or a function"),
-        ((Plain, 3), "it is a LightningDataModule, or a function"),
+        ((Plain, TensorDataset), "it must be a LightningDataModule, or a function"),
+        ((Plain, 3), "it must be a LightningDataModule, or a function"),
     ],
 )
 def test_what_is_no_lightning_is_refused(given, words):

@@ -86,7 +86,7 @@ def test_a_value_in_the_config_that_contradicts_a_callback_is_refused_by_name():
         (LearningRateMonitor(log_momentum=True), "log_momentum of LearningRateMonitor"),
         (lightnings.StochasticWeightAveraging(0.1), "StochasticWeightAveraging has no place.*averaging.decay"),
         (lightnings.Timer("00:12:00:00"), "the callback Timer has no place.*use stop.after"),
-        (EarlyStopping, "is 'EarlyStopping': it is an object of Lightning's Callback"),
+        (EarlyStopping, "is 'EarlyStopping': it must be a Lightning Callback"),
         (type("Mine", (EarlyStopping,), {})("val_loss"), "derives from EarlyStopping"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -100,7 +100,7 @@ def test_what_has_no_equivalent_is_refused_when_the_workload_is_made(callback, w
     ("callback", "words"),
     [
         (GradientAccumulationScheduler({0: 1, 4: 2}), "scheduling of GradientAccumulationScheduler"),
-        (EarlyStopping("train_loss"), "monitor of EarlyStopping is 'train_loss': it must be a value of validation"),
+        (EarlyStopping("train_loss"), "monitor of EarlyStopping is 'train_loss': it must be logged in validation"),
         (ModelCheckpoint(monitor="val_loss", every_n_train_steps=9), "every_n_train_steps of ModelCheckpoint is 9"),
         (ModelCheckpoint(save_top_k=-1, train_time_interval=timedelta(minutes=3)), "save_top_k of ModelCheckpoint"),
     ],

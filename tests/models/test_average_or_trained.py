@@ -91,10 +91,10 @@ def test_an_export_is_of_the_average_unless_the_trained_ones_are_asked_for(avera
 
 
 def test_a_choice_that_there_is_not_is_refused(averaged, trained, tmp_path, capsys):
-    with pytest.raises(UsageError, match=r"--weights is averaged: points keeps no average"):
+    with pytest.raises(UsageError, match=r"--weights is averaged: points has no average"):
         scaleray.load(trained.run_dir, weights="averaged")
     assert same(scaleray.load(trained.run_dir, weights="trained").module, read_weights(trained.run_dir))
-    with pytest.raises(UsageError, match=r"--weights is mean: it is averaged or trained"):
+    with pytest.raises(UsageError, match=r"--weights is mean: it must be averaged or trained"):
         scaleray.load(averaged.run_dir, weights="mean")
     command = ["export", trained.run_dir, "--out", str(tmp_path / "x.pt"), "--weights", "averaged"]
-    assert run_command(command) == 2 and "keeps no average" in capsys.readouterr().err
+    assert run_command(command) == 2 and "has no average" in capsys.readouterr().err

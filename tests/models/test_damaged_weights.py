@@ -152,7 +152,7 @@ def test_a_run_that_recorded_no_hash_is_loaded_and_says_so(copy, run, caplog):
     without_hashes(copy)
     scaleray.load(copy)
     assert caplog.messages == [
-        f"{copy} recorded no hash of its final weights (an older version, or it did not end well): not checked"
+        f"{copy} recorded no hash of its final weights (an older version, or an unsuccessful end): not checked"
     ]
     assert not find_parts(copy).weights.has_hash and find_parts(run).weights.has_hash
 

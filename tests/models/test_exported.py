@@ -170,7 +170,7 @@ def test_rows_may_come_from_a_file_without_labels(run, tmp_path):
 
 def test_a_forward_that_cannot_be_followed_is_one_error_with_what_to_do(tied, tmp_path):
     folder = str(tied).rsplit("/runs/", 1)[0]
-    with pytest.raises(WorkloadError, match=r"cannot follow its forward(?s:.*)--format safetensors"):
+    with pytest.raises(WorkloadError, match=r"cannot trace its forward(?s:.*)--format safetensors"):
         export_model(tied, tmp_path / "a.pt2", format="torch.export", workload=f"{folder}/tied.py:Branching")
 
 

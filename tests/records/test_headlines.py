@@ -32,7 +32,7 @@ def study(speedups, **more):
         ([(1, 1, 1), (1.9, 1.8, 2.0)], "Use 2 workers: 1.9× as fast as 1, 95% of ideal (strong scaling)"),
         ([(1, 1, 1), (1.9, 1.8, 2.0), (2.0, 1.9, 2.1)], "Stay on 2 workers: 4 workers are 2× as fast as 1, 50% of ideal (strong scaling)"),
         ([(1, 1, 1), (1.3, 0.9, 1.6)], "Whether 2 workers pay is open: 2 workers are 1.3× as fast as 1 (0.9–1.6×)"),
-        ([(1, 1, 1), (1.4, 0.5, 2.4)], "How many workers to use is open: 2 workers are 1.4× as fast as 1, known only to 0.5–2.4×"),
+        ([(1, 1, 1), (1.4, 0.5, 2.4)], "How many workers to use is open: 2 workers are 1.4× as fast as 1, known only within 0.5–2.4×"),
     ],
 )  # fmt: skip
 def test_the_headline_is_the_answer(speedups, headline):

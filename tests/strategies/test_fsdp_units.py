@@ -40,8 +40,8 @@ def test_every_unit_by_size_is_large_enough_and_every_parameter_is_in_one(least)
 def test_a_unit_that_shares_a_parameter_with_the_rest_is_left_to_the_root():
     units = units_of(Net(11), wrap="class", wrap_classes=("Embedding", "Linear"))
     assert [name for name in units.names if "blocks" not in name] == [] and len(units.names) == 8
-    assert any("embedding is no unit" in note for note in units.notes)
-    assert any("head is no unit" in note for note in units.notes)
+    assert any("embedding is not a separate unit" in note for note in units.notes)
+    assert any("head is not a separate unit" in note for note in units.notes)
 
 
 def test_a_class_that_the_model_does_not_have_is_refused_with_those_it_has():

@@ -36,7 +36,7 @@ KINDS = {
     "table": Kind("table", "rows of numbers in a CSV file, sorted into classes", "Table", "accuracy", ">= 0.9"),
     "text": Kind("text_model", "a language model in plain torch, on text files", "Text", "bits_per_byte", "<= 4.5"),
     "images": Kind("image_classes", "folders of images, sorted into classes", "Images", "accuracy", ">= 0.8"),
-    "lightning": Kind("lit_digits", "a LightningModule that you have", "digits", "accuracy", ">= 0.8", "lightning"),
+    "lightning": Kind("lit_digits", "your own LightningModule", "digits", "accuracy", ">= 0.8", "lightning"),
     "hf": Kind("language", "a causal language model of transformers", "Language", "loss", "<= 4.5", "hugging-face"),
 }
 
@@ -63,7 +63,7 @@ def write_project(
         raise UsageError("--name", file, "it must be the name of a Python module: small letters, digits and _")
     if name is not None and importlib.util.find_spec(file) is not None:
         raise UsageError(
-            "--name", file, "a module of this name is installed, and would be taken for it", "name another"
+            "--name", file, "an installed module has this name and would be imported instead", "name another"
         )
     if workers < 1:
         raise UsageError("--workers", workers, "it must be at least 1")
@@ -104,7 +104,7 @@ def _changed(text: str, values: Mapping[str, Any]) -> str:
 def _write(texts: dict[Path, str]) -> None:
     there = [path for path in texts if path.exists()]
     if there:
-        raise UsageError("--out", str(there[0]), "it exists already, and nothing is overwritten", "name another folder")
+        raise UsageError("--out", str(there[0]), "it already exists and is not overwritten", "name another folder")
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -116,7 +116,7 @@ def _examined(subject: Subject, *, address: str | None, local: bool, say: Callab
 
         nodes = ray_nodes(address)
     with nodes as fleet:
-        say(f"looking at {len(fleet.names)} node{'s' if len(fleet.names) != 1 else ''}")
+        say(f"checking {len(fleet.names)} node{'s' if len(fleet.names) != 1 else ''}")
         measured = Look(fleet, subject).everything()
         found = DoctorRecord(checks=judge(measured), measured=measured, address=fleet.address)
     return dataclasses.replace(found, duration_s=time.perf_counter() - started)
@@ -125,7 +125,7 @@ def _examined(subject: Subject, *, address: str | None, local: bool, say: Callab
 def _write_collectives(path: Path, record: DoctorRecord) -> None:
     if not record.measured.all_reduces:
         why = record.measured.not_measured.get("links", "they were not measured")
-        raise UsageError("--collectives", str(path), f"there are no all-reduces to write: {why}")
+        raise UsageError("--collectives", str(path), f"there are no all-reduce measurements to write: {why}")
     try:
         path.write_text(collectives_csv(record.measured.all_reduces))
     except OSError as exc:
@@ -152,6 +152,6 @@ def _kept_in_mlflow(record: DoctorRecord, uri: str, experiment: str) -> DoctorRe
             run.send(EndRun("FINISHED", int(time.time() * 1000)))
         except Exception as exc:  # mlflow and its drivers share no base class
             raise TrackingError(
-                "MLflow at", without_password(uri), f"it did not take the record: {first_line(exc)}"
+                "MLflow at", without_password(uri), f"it did not accept the record: {first_line(exc)}"
             ) from exc
     return kept

@@ -88,7 +88,7 @@ class Look:
     def _facts(self) -> list[NodeSeen]:
         uri = self.subject.tracking_uri if self.subject.tracking_uri.startswith("http") else None
         places = {"runs": self.subject.storage_path, "temporary files": tempfile.gettempdir(), **self.fleet.places()}
-        with stage("looking at versions, GPUs and limits"):
+        with stage("checking versions, GPUs and limits"):
             answers = self.fleet.ask(
                 "facts", {name: (Asked(places, uri),) for name in self.fleet.names}, timeout_s=FACTS_S
             )
@@ -163,7 +163,7 @@ class Look:
         if why := _why_gpus_are_left_alone(alive):
             self.not_measured["links"] = why
         elif self.seen.get("closed"):
-            self.not_measured["links"] = "nodes do not reach each other's ports"
+            self.not_measured["links"] = "nodes cannot reach each other's ports"
         elif (seats := seats_of(alive)).num_ranks < 2:
             self.not_measured["links"] = "one device"
         else:

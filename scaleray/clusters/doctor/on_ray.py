@@ -117,7 +117,7 @@ def ray_nodes(address: str) -> Iterator[RayNodes]:
         raise ClusterError(
             "--address",
             address,
-            "this is the address of the dashboard, by which jobs are submitted",
+            "this is the dashboard's address, for submitting jobs",
             "give HOST:6379, or ray job submit --address ... -- python -m scaleray doctor",
         )
     with contextlib.ExitStack() as stack:

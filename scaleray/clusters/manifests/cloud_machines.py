@@ -56,7 +56,7 @@ def machine_of(gpus: str) -> Machine:
     count, cross, name = gpus.lower().partition("x")
     offered = ", ".join(f"{one.gpus}x{one.gpu}" for one in MACHINES)
     if not (cross and count.isdigit() and name):
-        raise UsageError("--gpus", gpus, "it is a count a node and a kind, such as 8xh100", f"there are: {offered}")
+        raise UsageError("--gpus", gpus, "it must be count and kind, such as 8xh100", f"there are: {offered}")
     named = [one for one in MACHINES if one.gpu == name or one.gpu.startswith(f"{name}-")]
     for one in named:
         if one.gpus == int(count):
@@ -64,4 +64,4 @@ def machine_of(gpus: str) -> Machine:
     if not named:
         raise UsageError("--gpus", gpus, f"no machine with {name} is known", f"there are: {offered}")
     counts = " or ".join(f"{one.gpus}x{one.gpu}" for one in named)
-    raise UsageError("--gpus", gpus, f"{name} comes as {counts}", "take one of these, and edit what was written")
+    raise UsageError("--gpus", gpus, f"{name} comes as {counts}", "use one of these, and edit the written files")

@@ -43,7 +43,7 @@ class ClusterSpec:
                     name,
                     image,
                     "it must name a tag other than latest, or a digest",
-                    f"such as REGISTRY/{file_versions.IMAGE}: with latest two nodes may run two images",
+                    f"such as REGISTRY/{file_versions.IMAGE}: with latest, two nodes may run different images",
                 )
         check_kuberay(self.kuberay)
 
@@ -76,7 +76,7 @@ def has_fixed_tag(image: str) -> bool:
 def check_kuberay(version: str) -> None:
     """Raise UsageError for an operator that does not know what the manifests say."""
     if len(as_numbers(version)) < 2:
-        raise UsageError("--kuberay", version, f"it is a release such as {file_versions.KUBERAY}")
+        raise UsageError("--kuberay", version, f"it must be a release such as {file_versions.KUBERAY}")
     newer = {name: since for name, since in NEEDS_KUBERAY.items() if as_numbers(since) > as_numbers(version)}
     if newer:
         oldest = max(newer.values(), key=as_numbers)
@@ -84,5 +84,6 @@ def check_kuberay(version: str) -> None:
             "--kuberay",
             version,
             "it does not know " + ", ".join(f"{name} (since {since})" for name, since in newer.items()),
-            f"upgrade the operator to {oldest} or newer; without authOptions all who reach a pod may run code in it",
+            f"upgrade the operator to {oldest} or newer; without authOptions anyone who reaches a pod can run code "
+            f"in it",
         )

@@ -14,7 +14,7 @@ def unmeasured(name: str, why: str, *, allowed: str = "") -> PreflightCheck:
     """The check, which is in doubt where measuring was tried and failed: what is very slow may be the cause."""
     if not why.startswith(FAILED):
         return PreflightCheck(name=name, verdict="not applicable", found=why, allowed=allowed)
-    remedy = "try again with nothing else running; where it fails again, look at the node that is named, and its link"
+    remedy = "try again with nothing else running; if it fails again, check the named node and its link"
     return PreflightCheck(name=name, verdict="yellow", found=why, allowed=allowed, remedy=remedy)
 
 

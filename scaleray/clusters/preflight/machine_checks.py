@@ -38,7 +38,8 @@ def machine_checks(measured: Measured) -> list[PreflightCheck]:
             nodes,
             _locked_memory,
             "unlimited where InfiniBand or RoCE is",
-            "ulimit -l unlimited before Ray starts there (--ulimit memlock=-1 in Docker), or NCCL falls back or fails",
+            "ulimit -l unlimited before Ray starts there (--ulimit memlock=-1 in Docker), otherwise NCCL falls back "
+            "or fails",
         ),
         _check(
             "/dev/shm",
@@ -59,13 +60,13 @@ def machine_checks(measured: Measured) -> list[PreflightCheck]:
             nodes,
             _disks,
             f"{disk_space(check_limits.DISK_FREE_YELLOW)} free, at most {check_limits.DISK_FULL_YELLOW:.0%} full",
-            "make room there, or choose others: checkpoint.storage_path, TMPDIR, ray start --temp-dir",
+            "free space there, or choose other disks: checkpoint.storage_path, TMPDIR, ray start --temp-dir",
         ),
     ]
 
 
 def _gpus_there(nodes: Sequence[NodeSeen]) -> PreflightCheck:
-    name, allowed = "GPUs visible", "as many to the driver, torch and Ray, and alike on all nodes with GPUs"
+    name, allowed = "GPUs visible", "the same number for driver, torch and Ray, alike on all nodes with GPUs"
     with_gpus = [node for node in nodes if node.gpus or node.ray_gpus]
     if not with_gpus:
         return PreflightCheck(name=name, verdict="not applicable", found="no node has GPUs", allowed=allowed)
@@ -78,10 +79,10 @@ def _gpus_there(nodes: Sequence[NodeSeen]) -> PreflightCheck:
     ]
     kinds = {node.name: _kind(node) for node in with_gpus}
     if unlike:
-        remedy = "look at CUDA_VISIBLE_DEVICES, torch's build (torch.version.cuda), and ray start --num-gpus there"
+        remedy = "check CUDA_VISIBLE_DEVICES, torch's build (torch.version.cuda), and ray start --num-gpus there"
         return PreflightCheck(name=name, verdict="red", found=node_list(unlike), allowed=allowed, remedy=remedy)
     if len(set(kinds.values())) > 1:
-        remedy = "choose nodes of one kind by scale.label_selector: a step takes as long as the slowest card"
+        remedy = "choose nodes of one kind with scale.label_selector: a step takes as long as on the slowest card"
         return PreflightCheck(name=name, verdict="yellow", found=by_value(kinds), allowed=allowed, remedy=remedy)
     found = f"{next(iter(kinds.values()))} on {len(with_gpus)} node{'s' if len(with_gpus) != 1 else ''}"
     return PreflightCheck(name=name, verdict="green", found=found, allowed=allowed)
@@ -94,14 +95,14 @@ def _kind(node: NodeSeen) -> str:
 
 def _gpus_idle(nodes: Sequence[NodeSeen]) -> PreflightCheck:
     found = [(node, gpu, *_in_use(gpu)) for node in nodes for gpu in node.gpus]
-    allowed = "no process computes on a card, and its memory is free"
+    allowed = "no process uses a card, and its memory is free"
     if not found:
         return PreflightCheck(name="GPUs idle", verdict="not applicable", found="no node has GPUs", allowed=allowed)
     busy = [(verdict, f"GPU {gpu.index} of {node.name}: {words}") for node, gpu, verdict, words in found if words]
     if not busy:
         return PreflightCheck(name="GPUs idle", verdict="green", found=f"{len(found)} are idle", allowed=allowed)
     verdict: Verdict = "red" if any(one == "red" for one, _ in busy) else "yellow"
-    remedy = "wait for these processes or end them (nvidia-smi there), or choose other nodes by scale.label_selector"
+    remedy = "wait for these processes or end them (nvidia-smi there), or choose other nodes with scale.label_selector"
     return PreflightCheck(
         name="GPUs idle", verdict=verdict, found=node_list([words for _, words in busy]), allowed=allowed, remedy=remedy
     )
@@ -135,7 +136,7 @@ def _check(
     """A check of each node separately: the worst verdict, with the nodes that have it."""
     judged = [(node, found) for node in nodes if (found := judge(node)) is not None]
     if not judged:
-        return PreflightCheck(name=name, verdict="not applicable", found="nothing to look at", allowed=allowed)
+        return PreflightCheck(name=name, verdict="not applicable", found="nothing to check", allowed=allowed)
     bad = [(node, found) for node, found in judged if found[0] != "green"]
     if not bad:
         least = _distinct(found[1] for _, found in judged)

@@ -9,13 +9,13 @@ from scaleray.records.doctor_record import Measured, PreflightCheck, Verdict
 
 def check_ports(measured: Measured) -> PreflightCheck:
     """Whether every node reaches the others on ephemeral ports, and whether there are enough of them."""
-    name, allowed = "ports", f"every node reaches every other one; {check_limits.PORTS_YELLOW} ports to hand out"
+    name, allowed = "ports", f"every node reaches every other; {check_limits.PORTS_YELLOW} ports to hand out"
     nodes = [node for node in measured.nodes if not node.error]
     if measured.closed:
         pairs = node_list([f"{one} cannot reach {other}" for one, other in measured.closed])
         remedy = (
-            "open all TCP ports between the nodes (a security group that names itself), and look whether each "
-            "node's address is that of the network they share: ray start --node-ip-address"
+            "open all TCP ports between the nodes (a security group that names itself), and check that each node's "
+            "address is on the shared network: ray start --node-ip-address"
         )
         return PreflightCheck(name=name, verdict="red", found=pairs, allowed=allowed, remedy=remedy)
     if few := [node for node in nodes if node.port_range is not None and node.port_range < check_limits.PORTS_YELLOW]:
@@ -42,7 +42,7 @@ def check_storage(measured: Measured) -> PreflightCheck:
         return PreflightCheck(name=name, verdict="red", found=found, allowed=allowed, remedy=remedy)
     if blind := [one for one in measured.storage if one.does_not_see]:
         found = f"{measured.storage_path} is not shared: " + node_list(
-            [f"{one.node} does not see what {node_list(one.does_not_see)} wrote" for one in blind]
+            [f"{one.node} does not see files of {node_list(one.does_not_see)}" for one in blind]
         )
         remedy = (
             "choose a folder that all nodes mount (NFS, Lustre, FSx), or a bucket: checkpoint.storage_path s3://..."
@@ -70,13 +70,13 @@ def check_mlflow(measured: Measured) -> PreflightCheck:
     """Whether MLflow answers the driver, where runs are recorded, and nodes, any of which may be a job's driver."""
     allowed = "it answers the driver and every node"
     if measured.tracking_error:
-        remedy = "start it, correct tracking.uri, or leave the key out for an SQLite file beside the driver"
+        remedy = "start it, correct tracking.uri, or leave the key out for an SQLite file on the driver's machine"
         return PreflightCheck(
             name="MLflow", verdict="red", found=measured.tracking_error, allowed=allowed, remedy=remedy
         )
     if away := [node for node in measured.nodes if node.mlflow_error]:
         found = node_list([f"{node.name}: {node.mlflow_error}" for node in away])
-        remedy = "open the way to it from there: a submitted job may have its driver on that node"
+        remedy = "open access to it from there: a submitted job may have its driver on that node"
         return PreflightCheck(name="MLflow", verdict="yellow", found=found, allowed=allowed, remedy=remedy)
     asked = sum(node.mlflow_error is not None for node in measured.nodes)
     where = f"; {asked} nodes reach it" if asked > 1 else "; a file, which the driver alone writes" if not asked else ""

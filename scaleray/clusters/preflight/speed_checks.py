@@ -40,7 +40,7 @@ def check_rates(measured: Measured) -> PreflightCheck:
     verdicts: list[Verdict] = []
     if slow:
         verdicts.append("red" if slow[0].flops_per_s < red * usual else "yellow")
-        found += "; slow: " + node_list([f"{r.name} with {r.flops_per_s / usual:.0%} of it" for r in slow])
+        found += "; slow: " + node_list([f"{r.name} at {r.flops_per_s / usual:.0%} of it" for r in slow])
     share = _share_of_catalogue(measured.rates)
     if share is not None:
         found += f"; {share:.0%} of the catalogue's"
@@ -51,8 +51,8 @@ def check_rates(measured: Measured) -> PreflightCheck:
     remedy = ""
     if verdict != "green":
         where = node_list(sorted({rate.node for rate in slow}))
-        reason = "what else runs there" if on_cpu else "heat, power limit and clocks (nvidia-smi -q -d PERFORMANCE)"
-        remedy = f"look at {reason}{f' on {where}' if where else ''}, or leave it out by scale.label_selector"
+        reason = "other processes there" if on_cpu else "heat, power limit and clocks (nvidia-smi -q -d PERFORMANCE)"
+        remedy = f"check {reason}{f' on {where}' if where else ''}, or exclude it with scale.label_selector"
     return PreflightCheck(name=name, verdict=verdict, found=found, allowed=allowed, remedy=remedy)
 
 
@@ -91,7 +91,7 @@ def _all_reduces(name: str, times: Sequence[AllReduceTime], measured: Measured, 
     found += f", {seconds(min(one.seconds for one in times))} at least"
     expected = expected_s(worst, measured)
     if expected is None:
-        note = "nothing to compare with: say the network with --network 100G" if worst.nodes > 1 else ""
+        note = "nothing to compare with: give the network, as --network 100G" if worst.nodes > 1 else ""
         return PreflightCheck(name=name, verdict="green", found=together([found, note]), allowed=allowed)
     share = expected / worst.seconds
     verdict: Verdict = (
@@ -102,9 +102,9 @@ def _all_reduces(name: str, times: Sequence[AllReduceTime], measured: Measured, 
     remedy = ""
     if verdict != "green":
         remedy = (
-            "NCCL_DEBUG=INFO says by which network it goes (NET/IB or NET/Socket): NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
+            "NCCL_DEBUG=INFO shows the network in use (NET/IB or NET/Socket): NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
             if worst.nodes > 1
-            else "nvidia-smi topo -m and nvlink -s: have the cards lost NVLink or peer access?"
+            else "nvidia-smi topo -m and nvlink -s: check whether cards lost NVLink or peer access"
         )
     return PreflightCheck(name=name, verdict=verdict, found=found, allowed=allowed, remedy=remedy)
 
@@ -186,10 +186,10 @@ def _links(name: str, pairs: Sequence[LinkRate], measured: Measured) -> Prefligh
         named += [f"{pair.name} with {_rate(pair.bytes_per_s)}" for pair in slow.links]
         verdict: Verdict = "red" if slow.share < red else "yellow"
         remedy = (
-            f"look at cable, adapter and switch port of {node_list([*slow.ends, *(p.name for p in slow.links)])} "
-            "(ethtool, ibstat), or leave the node out by scale.label_selector"
+            f"check cable, adapter and switch port of {node_list([*slow.ends, *(p.name for p in slow.links)])} "
+            "(ethtool, ibstat), or exclude the node with scale.label_selector"
         )
-        found = f"{found}; slow: {node_list(named)}, the slowest with {slow.share:.0%} of it"
+        found = f"{found}; slow: {node_list(named)}, the slowest at {slow.share:.0%} of it"
         return PreflightCheck(name=name, verdict=verdict, found=found, allowed=allowed, remedy=remedy)
     return PreflightCheck(name=name, verdict="green", found=found, allowed=allowed)
 

@@ -28,7 +28,7 @@ def check_nodes(measured: Measured) -> PreflightCheck:
     if failed:
         found = node_list([f"{node.name}: {node.error}" for node in failed])
         remedy = (
-            "install scaleray[train] in the cluster's Python on every node, and look whether the node is overloaded"
+            "install scaleray[train] in the cluster's Python on every node, and check whether the node is overloaded"
         )
         return PreflightCheck(
             name="nodes", verdict="red", found=found, allowed="every node answers and has scaleray", remedy=remedy

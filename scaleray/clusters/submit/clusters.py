@@ -15,7 +15,7 @@ from scaleray.common.parsing import load_yaml_with_lines
 from scaleray.errors import ConfigError
 
 DASHBOARD_VARIABLES = ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS")
-FORMS = "a line is NAME: URL, or NAME: with kind: ray, kubernetes or slurm and what belongs to it (docs/cluster.md)"
+FORMS = "a line must be NAME: URL, or NAME: with kind: ray, kubernetes or slurm and its keys (docs/cluster.md)"
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -127,7 +127,7 @@ def _named() -> dict[str, tuple[Any, int]]:
     except (OSError, ValueError) as exc:
         raise ConfigError.problem(str(path), f"cannot be read: {exc}") from exc
     if not isinstance(values, Mapping):
-        raise ConfigError(str(path), values, f"it holds clusters by name: {FORMS}", "mine: http://10.0.0.1:8265")
+        raise ConfigError(str(path), values, f"it must hold clusters by name: {FORMS}", "mine: http://10.0.0.1:8265")
     return {str(name): (value, lines.get(str(name), 1)) for name, value in values.items()}
 
 
@@ -162,5 +162,5 @@ def _read(name: str, given: Any, line: int) -> Cluster:
             f"{where}.{key}", value, first["msg"].lower(), f"a cluster of this kind has: {known}"
         ) from exc
     if isinstance(found, RayCluster) and not _is_url(found.url):
-        raise ConfigError(f"{where}.url", found.url, "it begins with http:// or https://", "http://HOST:8265")
+        raise ConfigError(f"{where}.url", found.url, "it must begin with http:// or https://", "http://HOST:8265")
     return found

@@ -61,7 +61,7 @@ class Jobs:
             if found is None:
                 problem = job.message or "it printed nothing"
                 raise ClusterError(
-                    "the cluster's Python", "not usable", f"a job that asks for its versions failed: {problem}"
+                    "the cluster's Python", "not usable", f"a job that queries its versions failed: {problem}"
                 )
             return Versions(found.python, {**found.packages, "ray": self.ray_version})
         finally:
@@ -220,7 +220,7 @@ def _get(url: str, path: str) -> dict[str, Any]:
         if exc.status is None:
             what = "nothing answers there"
             if isinstance(exc.cause, http.client.HTTPException):
-                what = "what answers there does not speak HTTP"
+                what = "the server there does not speak HTTP"
             elif isinstance(exc.cause, TimeoutError):
                 what = f"it does not answer within {ANSWER_S:g} s"
             hint = "check the address, and that the head is up and can be reached from here"
@@ -230,8 +230,8 @@ def _get(url: str, path: str) -> dict[str, Any]:
         if exc.status == 404:
             return {}
         if 300 <= exc.status < 400:
-            hint = "give the address that it ends at"
-            raise ClusterError("--to", url, f"it sends elsewhere ({exc.status})", hint) from exc
+            hint = "give the final address"
+            raise ClusterError("--to", url, f"it redirects ({exc.status})", hint) from exc
         problem = f"it answers with {exc.status} {exc.cause.reason}"
         raise ClusterError("--to", url, problem, "look at the head's logs") from exc
     except ValueError:
@@ -240,7 +240,7 @@ def _get(url: str, path: str) -> dict[str, Any]:
 
 def _refused(url: str) -> ClusterError:
     has_token = bool(_headers(url))
-    withheld = f" (yours goes there once {clusters_file()} has its address)" if headers() and not has_token else ""
+    withheld = f" (yours is sent once {clusters_file()} has its address)" if headers() and not has_token else ""
     return ClusterError(
         "the token",
         "not accepted" if has_token else None,

@@ -171,7 +171,7 @@ class KubernetesJobs:
                 "the Secret",
                 self.cluster.secret,
                 f"it has no key {', '.join(missing)}",
-                "on Kubernetes --secret-env names keys of this Secret; values do not travel with a submission",
+                "on Kubernetes --secret-env names keys of this Secret; submissions do not carry values",
             )
 
     def _operator(self) -> str | None:
@@ -226,30 +226,30 @@ class KubernetesJobs:
         low = text.lower()
         where = f"kubectl's context {self.cluster.context or 'of now'}"
         if said.code == 124 or any(sign in low for sign in LOST):
-            raise LostConnectionError("--to", self.cluster.name, f"nothing answers there: {text}", f"look at {where}")
+            raise LostConnectionError("--to", self.cluster.name, f"nothing answers there: {text}", f"check {where}")
         for signs, allowed, hint in PROBLEMS:
             if any(sign in low for sign in signs):
                 raise ClusterError("--to", self.cluster.name, f"{allowed}: {text}", hint)
         if job and "notfound" in low.replace(" ", ""):
             hint = f"scaleray jobs list --to {self.cluster.name}"
             raise ClusterError("JOB", job, f"the namespace {self.cluster.namespace} has no job of this name", hint)
-        raise ClusterError("--to", self.cluster.name, f"kubectl says: {text}", f"look at {where}")
+        raise ClusterError("--to", self.cluster.name, f"kubectl says: {text}", f"check {where}")
 
 
 PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("unauthorized", "must be logged in", "invalid bearer token", "credentials"),
         "its token or certificate is not accepted",
-        "log in again, as your provider says, and try: kubectl auth whoami",
+        "log in again, as your provider describes, and try: kubectl auth whoami",
     ),
     (
         ("exceeded quota",),
         "the quota of the namespace is used up",
-        "kubectl describe resourcequota shows it; wait for jobs to end, ask for fewer nodes, or for more quota",
+        "kubectl describe resourcequota shows it; wait for jobs to end, or request fewer nodes or more quota",
     ),
     (
         ("unknown field", "strict decoding error"),
-        "its KubeRay is older than the job, and does not know a field of it",
+        "its KubeRay is too old for a field of the job",
         "upgrade the operator and its definitions, or name a manifest for that release in the cluster's `manifest`",
     ),
     (
@@ -257,7 +257,7 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "KubeRay is not installed there",
         "https://docs.ray.io/en/latest/cluster/kubernetes/getting-started.html",
     ),
-    (("forbidden",), "you have no right to do this there", "ask who runs it; docs/cluster.md lists what is needed"),
+    (("forbidden",), "this is not permitted to you", "ask the administrator; docs/cluster.md lists what to grant"),
     (
         ("does not exist",),
         "kubectl does not know its context",

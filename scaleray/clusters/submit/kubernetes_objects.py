@@ -104,7 +104,7 @@ def objects_of(
             "--working-dir",
             f"{len(package) / 2**20:.1f} MiB when packed",
             f"code goes to Kubernetes in a ConfigMap, which holds {LARGEST_PACKAGE * 3 // 4 / 2**20:.1f} MiB",
-            "name what need not travel in .rayignore, or put the code into an image made FROM that of cluster/image",
+            "exclude files in .rayignore, or put the code into an image based on cluster/image",
         )
     job, others = _job_and_others(cluster, folder)
     _named(job, cluster, name, command)
@@ -162,7 +162,7 @@ def refuse_unsafe(objects: Objects, *, kuberay: str) -> None:
         raise ClusterError(
             "the KubeRay operator",
             kuberay,
-            f"it does not know {', '.join(newer)}, which this job has",
+            f"it does not support {', '.join(newer)}, which this job uses",
             f"upgrade the operator to {oldest} or newer, or name a manifest for {kuberay} in the cluster's `manifest`",
         )
     spec = _ray_cluster(objects.job)
@@ -189,7 +189,7 @@ def _job_and_others(cluster: KubernetesCluster, folder: Path) -> tuple[Manifest,
     jobs = [one for one in documents if one.get("kind") == "RayJob"]
     if len(jobs) != 1:
         raise ConfigError(
-            "manifest", source, f"it must hold one RayJob, and holds {len(jobs)}", "such as cluster/kubernetes/job-gpu"
+            "manifest", source, f"it must hold one RayJob, but holds {len(jobs)}", "such as cluster/kubernetes/job-gpu"
         )
     return jobs[0], [one for one in documents if one.get("kind") != "RayJob"]
 

@@ -75,19 +75,20 @@ class Contents:
         """Summary of the contents, in a line."""
         largest = ", ".join(f"{name} {disk_space(num_bytes)}" for name, num_bytes in self.largest())
         left_out = (
-            f"; {self.left_out} left out by git or {' and '.join(IGNORE_FILES)}, as secrets, or as no job needs them"
+            f"; {self.left_out} left out by git or {' and '.join(IGNORE_FILES)}, as secrets, or because no job needs "
+            f"them"
             if self.left_out
             else ""
         )
         named = ", ".join([*self.linked[:5], *(["..."] if len(self.linked) > 5 else [])])
-        linked = f"; links to folders, outside and to what is left out stay here: {named}" if self.linked else ""
+        linked = f"; links to folders, outside or to excluded files stay here: {named}" if self.linked else ""
         return f"{len(self.files)} files, {disk_space(self.num_bytes)} ({largest}){left_out}{linked}"
 
 
 def contents_of(folder: Path, *, max_mib: float) -> Contents:
     """Contents of a folder that are sent. Raises ConfigError if they are too large, before anything is read."""
     if not folder.is_dir():
-        raise ConfigError("--working-dir", str(folder), "it is not a folder", "give the folder that your code is in")
+        raise ConfigError("--working-dir", str(folder), "it is not a folder", "give your code's folder")
     top, found, links, left_out = folder.resolve(), dict[Path, int](), list[Path](), 0
     for path, is_in in _walk(top):
         if not is_in:
@@ -110,7 +111,7 @@ def contents_of(folder: Path, *, max_mib: float) -> Contents:
         raise ConfigError(
             "--working-dir",
             str(folder),
-            f"it holds {disk_space(total)} that would travel, more than --max-mib {max_mib:g}",
+            f"it holds {disk_space(total)} to upload, more than --max-mib {max_mib:g}",
             _advice(contents.largest()),
         )
     return contents
@@ -123,17 +124,17 @@ def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
         raise ConfigError(
             what,
             str(path),
-            f"it lies outside of the working directory {contents.folder}, which is all that travels",
+            f"it is outside the working directory {contents.folder}, and only that is uploaded",
             "put it there, or name a folder that holds both with --working-dir",
         )
     name = inside.relative_to(contents.folder).as_posix()
     if name not in contents.files and _is_secret(*Path(name).parts):
-        raise ConfigError(what, str(path), "it has the name of a secret, which never travels", "name it otherwise")
+        raise ConfigError(what, str(path), "it is named like a secret, and secrets are never uploaded", "rename it")
     if name not in contents.files:
         if not inside.exists():
             raise ConfigError(what, str(path), "it does not exist")
         left_out = f"it is left out by git or one of {', '.join(IGNORE_FILES)}"
-        raise ConfigError(what, str(path), left_out, "a line `!NAME` in .rayignore brings it back")
+        raise ConfigError(what, str(path), left_out, "include it with a line `!NAME` in .rayignore")
     return name
 
 
@@ -222,4 +223,4 @@ def _is_ignored(path: Path, specs: list, by_git: set[Path], *, is_folder: bool) 
 def _advice(largest: list[tuple[str, int]]) -> str:
     named = ", ".join(f"{name} {disk_space(num_bytes)}" for name, num_bytes in largest)
     told = f"largest: {named}\n  " if named else ""
-    return f"{told}name what need not travel in .rayignore, and keep data in a bucket or on a shared file system"
+    return f"{told}exclude files in .rayignore, and keep data in a bucket or on a shared file system"

@@ -33,7 +33,7 @@ class Said:
         """Its error in a line."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         said = [line for line in lines if not OF_A_LOG.match(line)]
-        return " ".join(said or lines)[:600] or f"it ended with {self.code} and said nothing"
+        return " ".join(said or lines)[:600] or f"it ended with {self.code} and printed nothing"
 
 
 def is_there(program: str) -> bool:

@@ -38,32 +38,32 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("qos policy", "violates accounting", "qosmax", "assoc", "job submit limit", "grptres"),
         "a limit of your account or QOS is reached",
-        "sacctmgr show qos and sshare show them; wait for jobs to end, or ask for less (`options` of the cluster)",
+        "sacctmgr show qos and sshare show them; wait for jobs to end, or request less (`options` of the cluster)",
     ),
     (
         ("disk quota exceeded", "no space left"),
-        "the shared folder has no room for you",
-        "delete what is no longer needed there, or name another `folder`",
+        "you have no space in the shared folder",
+        "delete unneeded files there, or name another `folder`",
     ),
     (
         ("unable to contact slurm controller", "connection refused", "connect failure", "zero bytes were transmitted"),
         "its controller cannot be reached",
-        "scontrol ping tells whether it is up",
+        "scontrol ping shows whether it is up",
     ),
-    (("file exists",), "its folder has a job of this name", "give another --name"),
+    (("file exists",), "its folder already has a job of this name", "give another --name"),
     (
         ("permission denied", "read-only file system", "cannot create directory"),
         "the shared folder cannot be written",
-        "`folder` is one that all nodes see, and that is yours",
+        "`folder` must be visible to all nodes and writable for you",
     ),
     (
         ("sbatch: command not found", "scontrol: command not found", "squeue: command not found", "sbatch: not found"),
-        "Slurm's commands are not there",
+        "Slurm's commands are not found",
         "name the login node in `ssh`, or load Slurm's module in your profile",
     ),
     (
         ("could not establish a configuration",),
-        "no controller of Slurm is found from here",
+        "no Slurm controller is found from here",
         "submit from a login node, or name one in `ssh` of the cluster",
     ),
     (
@@ -75,14 +75,14 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
             "more processors",
         ),
         "it has no such partition, account or nodes",
-        "sinfo shows what there is; `options` of the cluster is where it is asked for",
+        "sinfo lists them; `options` of the cluster names yours",
     ),
 )
 """Parts of the words of sbatch and of a shell, what they mean, and what to do."""
 SSH_PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
-    (("permission denied", "too many authentication"), "it does not let you in", "ssh-add -l; ssh-copy-id HOST"),
-    (("host key verification",), "its key is not the one that is known", "ask who runs it before you accept another"),
-    (("could not resolve",), "no machine has this name", "`ssh` of the cluster is what ssh takes, such as me@login"),
+    (("permission denied", "too many authentication"), "it refused your login", "ssh-add -l; ssh-copy-id HOST"),
+    (("host key verification",), "its key differs from the known one", "ask its administrator before you accept it"),
+    (("could not resolve",), "no machine has this name", "`ssh` must be an ssh destination, such as me@login"),
 )
 
 
@@ -105,7 +105,7 @@ def status_of(name: str, text: str, *, folder: str) -> JobNow:
     exit_code = fields.get("ExitCode", "")
     message = in_words(fields.get("Reason", "")) if not has_ended else ""
     if not state:
-        status, message = "UNKNOWN", "Slurm has forgotten it; its log tells how it ended"
+        status, message = "UNKNOWN", "Slurm no longer knows it; its log shows how it ended"
     elif status == "FAILED" and "silent" in lines and exit_code in (NO_OUTPUT, ""):
         message = f"a node could not write below {folder}: name a folder that all nodes see, as `folder` of the cluster"
     elif state not in ("COMPLETED", "FAILED", "CANCELLED") and has_ended:
@@ -130,8 +130,8 @@ def in_words(reason: str) -> str:
     if any(part in reason for part in LIMITS):
         return f"{reason}: a limit of your account, QOS or partition; sacctmgr show qos shows them"
     meanings = {
-        "Resources": "its nodes are taken",
-        "Priority": "others are before it",
+        "Resources": "its nodes are in use",
+        "Priority": "other jobs are ahead of it",
         "BeginTime": "it is queued again",
     }
     return f"{reason}: {meanings[reason]}" if reason in meanings else reason
@@ -196,8 +196,8 @@ class SlurmJobs:
             raise ClusterError(
                 f"environment of {self.cluster.name}",
                 self.cluster.environment,
-                f"its Python tells no versions: {said.problem}",
-                "name a virtual environment that the nodes see; docs/cluster.md makes one",
+                f"its Python does not report versions: {said.problem}",
+                "name a virtual environment visible to the nodes; docs/cluster.md makes one",
             )
         return found
 
@@ -351,7 +351,7 @@ class SlurmJobs:
                 if any(sign in said.problem.lower() for sign in signs):
                     raise ClusterError("ssh", self.cluster.ssh, f"{allowed}: {said.problem}", hint)
             raise LostConnectionError(
-                "ssh", self.cluster.ssh, f"it is not reached: {said.problem}", f"try: ssh {self.cluster.ssh}"
+                "ssh", self.cluster.ssh, f"it cannot be reached: {said.problem}", f"try: ssh {self.cluster.ssh}"
             )
         if must and said.code:
             self._refuse(said)

@@ -104,7 +104,7 @@ def refuse_differences(submission: Submission, here: Versions, there: Versions, 
             "the cluster",
             submission.place,
             f"its versions differ: {'; '.join(found)}",
-            f"{remedy}; --allow-differences submits all the same",
+            f"{remedy}; --allow-differences submits anyway",
         )
 
 
@@ -152,7 +152,7 @@ def _refuse_secrets(overrides: Sequence[str]) -> None:
         if option == f"--{WEBHOOK}"
         else "leave the password out, and give it in a variable with --secret-env NAME"
     )
-    raise ConfigError(option, value, "it holds a secret, and the cluster keeps and shows the command of a job", hint)
+    raise ConfigError(option, value, "it holds a secret, and the cluster stores and shows a job's command", hint)
 
 
 def _settings(secret_env: Sequence[str]) -> dict[str, str]:
@@ -169,7 +169,7 @@ def _settings(secret_env: Sequence[str]) -> dict[str, str]:
             raise ConfigError(
                 variable,
                 shown.partition("=")[2],
-                "it holds a secret, and the cluster keeps and shows the command of a job, which it would be part of",
+                "it holds a secret, and the cluster stores and shows a job's command",
                 f"--secret-env {variable} sends it as a secret",
             )
     return found
@@ -184,7 +184,7 @@ def _workload_file(contents: Contents, name: str, config: Path) -> Path | None:
     given = Path(path).expanduser()
     if given.is_absolute():
         hint = f"write its path from the working directory, such as {given.name}:..."
-        raise ConfigError("workload.name", name, "a path of this machine means nothing on the cluster", hint)
+        raise ConfigError("workload.name", name, "a path on this machine does not exist on the cluster", hint)
     places = [contents.folder / given, config.resolve().parent / given]
     found = next((place for place in places if place.exists()), places[0])
     check_is_in(contents, found, what="workload.name")
@@ -196,6 +196,6 @@ def _secrets(names: Sequence[str], *, are_here: bool) -> dict[str, str]:
     with_values = [name.partition("=")[0] for name in names if "=" in name]
     missing = with_values or [name for name in names if are_here and not os.environ.get(name)]
     if missing:
-        hint = "give names alone: values belong in the environment" if with_values else ""
+        hint = "give only names: values belong in the environment" if with_values else ""
         raise ConfigError("--secret-env", ", ".join(missing), "it is not set here", hint)
     return {name: os.environ[name] if are_here else "" for name in names}

@@ -57,7 +57,7 @@ def checked_and_started(
         raise ConfigError(
             "--bring-missing",
             submission.place,
-            "packages can be brought to a Ray alone",
+            "packages can be brought only to a Ray cluster",
             "put them into the image, or into the environment of the nodes",
         )
     if isinstance(cluster, SlurmCluster):

@@ -47,10 +47,10 @@ def checked_and_started(
         refuse_unsafe(objects, kuberay=cluster.tested_kuberay)
         return None, str(_written(objects))
     jobs = KubernetesJobs(cluster)
-    with stage("asking the cluster what it has"):
+    with stage("querying the cluster"):
         release = jobs.check_room(objects, list(submission.variables))
     if release is None:
-        say(f"  KubeRay's release may not be looked at; taken to be {cluster.tested_kuberay}")
+        say(f"  KubeRay's release cannot be read; assumed to be {cluster.tested_kuberay}")
     refuse_unsafe(objects, kuberay=release or cluster.tested_kuberay)
     with stage("creating the job"):
         jobs.create(objects)

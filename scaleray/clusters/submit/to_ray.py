@@ -35,7 +35,7 @@ def checked_and_started(
         submission = compare(submission, jobs, say=say)
         if not bring_missing:
             listed = ", ".join(f'"{one}"' for one in submission.requirements)
-            brings = f'runtime_env={{"pip": [{listed}]}} would bring them, as --bring-missing does'
+            brings = f'runtime_env={{"pip": [{listed}]}} installs them, as --bring-missing does'
             refuse_missing(submission, remedy=f"{brings}; or put them into its image")
     except UsageError as exc:
         if not allow_differences:
@@ -49,7 +49,7 @@ def compare(submission: Submission, jobs: Jobs, *, say: Say) -> Submission:
     here = Versions.here()
     quick = Versions(jobs.python_version, {"ray": jobs.ray_version})
     refuse_differences(submission, here, quick, remedy=REMEDY)
-    with stage("asking the cluster for its versions"):
+    with stage("querying the cluster's versions"):
         there = jobs.versions()
     refuse_differences(submission, here, there, remedy=REMEDY)
     say(f"  versions: {there.in_words()}")

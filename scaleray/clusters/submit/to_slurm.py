@@ -62,16 +62,17 @@ def _check_name(name: str) -> None:
         raise ConfigError(
             "--name",
             name,
-            "on Slurm it has at most 100 letters, digits, dots, - and _, a letter or digit first, and is not a number",
+            "on Slurm it must have at most 100 letters, digits, dots, - and _, begin with a letter or digit, and not "
+            "be a number",
             "such as digits-2",
         )
 
 
 def _compare(submission: Submission, jobs: SlurmJobs, say: Say) -> None:
-    with stage("asking the cluster for its versions"):
+    with stage("querying the cluster's versions"):
         there = jobs.versions()
     if there is None:
-        say("  versions: not compared, as the cluster names no `environment`: the batch script chooses one")
+        say("  versions: not compared, as the cluster has no `environment`: the batch script chooses one")
         return
     here = Versions.here()
     refuse_differences(submission, here, there, remedy="use the same here, or install these there")

@@ -74,7 +74,7 @@ def read_cluster_file(path: Path, catalogue: Catalogue = CATALOGUE) -> Cluster:
         raise ConfigError(
             f"cluster file {path}: in_network",
             fields.in_network,
-            f"the switches of {cluster.link.name} do not add up, or the catalogue does not know how fast",
+            f"the switches of {cluster.link.name} do not reduce, or the catalogue lacks their speed",
             "a link of your own may have switch_sum_gb_per_s: --hardware FILE",
         )
     return dataclasses.replace(
@@ -96,7 +96,7 @@ def _fields_of(path: Path) -> ClusterFile:
         raise ConfigError("cluster file", str(path), f"it cannot be read: {exc}") from exc
     known = {one.name for one in dataclasses.fields(ClusterFile)}
     if not isinstance(content, dict):
-        raise ConfigError(f"cluster file {path}", content, f"it must hold fields, of {', '.join(sorted(known))}")
+        raise ConfigError(f"cluster file {path}", content, f"it must hold fields among {', '.join(sorted(known))}")
     for name in content:
         if name not in known:
             near = near_words(str(name), known)

@@ -211,7 +211,7 @@ class Cluster:
             raise ConfigError(
                 "cluster: algorithms",
                 ", ".join(self.algorithms),
-                "they are ring and tree, one of them at least, and hierarchical",
+                "give ring, tree or both, and optionally hierarchical",
             )
         if self.num_nodes > 1 and self.network is None:
             raise ConfigError(

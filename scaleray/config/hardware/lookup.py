@@ -75,7 +75,7 @@ def _find(kind: str, name: str, entries: Iterable[Any]) -> Any:
     near = list(dict.fromkeys(every[key] for key in near_words(name.lower(), every, most=3, likeness=0.55)))
     hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(names)}"
     raise UsageError(
-        kind, name, f"the catalogue has no such {kind}", f"{hint}. Your own go into a file: --hardware FILE"
+        kind, name, f"the catalogue has no such {kind}", f"{hint}. Describe your own in a file: --hardware FILE"
     )
 
 

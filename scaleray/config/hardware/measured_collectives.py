@@ -91,7 +91,7 @@ def _of_nccl_tests(lines: Sequence[str], path: Path) -> MeasuredTable:
             len(ranks) > 1 and algorithm > 1 and abs(bus / algorithm - 2 * (len(ranks) - 1) / len(ranks)) > 0.05
         ):
             raise ConfigError(
-                f"collectives file {path}", line.strip(), "it is of another operation; all_reduce_perf's is needed"
+                f"collectives file {path}", line.strip(), "it is from another operation; all_reduce_perf is needed"
             )
         times[nbytes] = time_us * 1e-6
     if not times or len(ranks) < 2:

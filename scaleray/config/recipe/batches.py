@@ -11,10 +11,10 @@ from scaleray.config.strategy_traits import names_with, traits_of
 from scaleray.errors import ConfigError, DataError
 
 WHY_EVEN = {
-    "fsdp": "every micro-batch gathers parameters on all workers, so that all must run equally many",
+    "fsdp": "every micro-batch gathers parameters on all workers, so all must run the same number",
     "tensor": "workers of a replica compute the same samples together",
     "pipeline": "a schedule has one number of micro-batches for all replicas",
-    "others": "replicas train apart and weigh the same in their average, whatever number of samples each has seen",
+    "others": "replicas train apart and have equal weight in the average, whatever their number of samples",
 }
 """Reasons why strategies need equal shares."""
 
@@ -166,7 +166,7 @@ def uneven_shares(
         raise ConfigError(
             "shares.by",
             by,
-            f"scale.workers is {config.scale.workers!s}: shares are those of a fixed group of workers",
+            f"scale.workers is {config.scale.workers!s}, but shares need a fixed number of workers",
             "give one number of workers, or use equal shares",
         )
     if settings.speeds is not None and len(settings.speeds) != workers:
@@ -187,7 +187,7 @@ def uneven_shares(
         raise ConfigError(
             "strategy.static_graph",
             True,
-            "torch's static graph cannot accumulate, and a larger share is more micro-batches",
+            "torch's static graph cannot accumulate, but larger shares take more micro-batches",
             "leave it out, or use equal shares",
         )
     if by == "speed":

@@ -31,7 +31,7 @@ def check_optimizer(settings: OptimizerSettings) -> None:
         raise ConfigError(
             "optimizer.rule",
             settings.rule,
-            f"it is a rule for {'adamw' if settings.rule == 'adam' else 'sgd'}, and optimizer.name is {settings.name}",
+            f"it is a rule for {'adamw' if settings.rule == 'adam' else 'sgd'}, but optimizer.name is {settings.name}",
             hint,
         )
     for key, names in ONLY_FOR.items():
@@ -40,7 +40,7 @@ def check_optimizer(settings: OptimizerSettings) -> None:
             raise ConfigError(
                 f"optimizer.{key}",
                 value,
-                f"it is for {' and '.join(names)}, and optimizer.name is {settings.name}",
+                f"it is for {' and '.join(names)}, but optimizer.name is {settings.name}",
                 "leave it out",
             )
 
@@ -52,7 +52,7 @@ def check_averaging(config: RunConfig) -> None:
         raise ConfigError(
             "averaging.decay",
             config.averaging.decay,
-            f"strategy.name is {name}: its workers hold different weights, which it averages itself",
+            f"strategy.name is {name}: its workers hold different weights and average them anyway",
             "use ddp, zero1, fsdp, tensor or pipeline",
         )
 
@@ -74,12 +74,12 @@ def check_pruning(config: RunConfig, total_steps: int) -> None:
         return
     reasons = {
         **dict.fromkeys(
-            names_with("averages_now_and_then"), "its replicas differ between averagings, and there is one mask for all"
+            names_with("averages_now_and_then"), "its replicas differ between averagings, but there is one mask for all"
         ),
         **dict.fromkeys(
-            names_with("mixes_with_neighbours"), "its replicas always differ, and there is one mask for all"
+            names_with("mixes_with_neighbours"), "its replicas always differ, but there is one mask for all"
         ),
-        "pipeline": "no worker sees the weights of all stages",
+        "pipeline": "no worker has the weights of all stages",
     }
     name = config.strategy.name
     if name in reasons:
@@ -92,7 +92,7 @@ def check_pruning(config: RunConfig, total_steps: int) -> None:
             raise ConfigError(
                 f"pruning.{key}",
                 step,
-                f"the whole training has {total_steps} steps, and the weights that are left must adapt",
+                f"the whole training has {total_steps} steps, and the remaining weights must adapt",
                 "prune earlier, or lengthen stop.after",
             )
 
@@ -121,7 +121,7 @@ def check_fine_tuning(config: RunConfig) -> None:
         raise ConfigError(
             "fine_tuning.lora_rank",
             settings.lora_rank,
-            "tensor parallelism cuts layers without knowing of adapters",
+            "tensor parallelism does not support adapters",
             "use ddp or fsdp",
         )
 
@@ -136,21 +136,21 @@ def check_training_apart(config: RunConfig) -> None:
         raise ConfigError(
             "precision.dtype",
             "fp16",
-            f"workers would need one loss scale in every step, and under {name} they do not talk in most",
+            f"workers need a common loss scale in every step, but under {name} they rarely communicate",
             "use bf16, whose range needs no scale",
         )
     if config.scale.is_elastic:
         raise ConfigError(
             "scale.workers",
             str(config.scale.workers),
-            f"under {name} another number of workers is another training",
+            f"under {name} another number of workers changes the training",
             "give one number; a run can be resumed on another, where it continues from the mean of its replicas",
         )
     if config.compression.name != "none":
         raise ConfigError(
             "compression.name",
             config.compression.name,
-            f"it is for the gradients of ddp, and {name} sends parameters",
+            f"it compresses gradients of ddp, but {name} sends parameters",
             "leave it out, or use --strategy.name ddp",
         )
 
@@ -176,7 +176,7 @@ def check_compression(config: RunConfig, strategy: str) -> None:
         raise ConfigError(
             "compression.name",
             name,
-            "it chooses by measured times, so that no two runs are the same, and deterministic is true",
+            "it chooses by measured times, so runs differ, but deterministic is true",
             "name one method, such as int8",
         )
 
@@ -186,7 +186,7 @@ def check_fsdp(config: RunConfig, workers: int) -> None:
     replicas = config.fsdp.replicas
     if replicas > 1 and config.scale.is_elastic:
         raise ConfigError(
-            "fsdp.replicas", replicas, "with an elastic number of workers it may not divide them", "use 1"
+            "fsdp.replicas", replicas, "an elastic number of workers may not be a multiple of it", "use 1"
         )
     if workers % replicas or replicas == workers > 1:
         near = [n for n in range(1, workers) if workers % n == 0]
@@ -203,7 +203,7 @@ def check_fsdp(config: RunConfig, workers: int) -> None:
         raise ConfigError(
             "fsdp.cpu_offload",
             True,
-            "the workers have no GPU from which anything could be offloaded",
+            "the workers have no GPU to offload from",
             "leave it out, or set scale.gpus_per_worker",
         )
 
@@ -234,7 +234,7 @@ def check_float8(config: RunConfig, strategy: str) -> None:
         raise ConfigError(
             "precision.float8",
             settings.float8,
-            "tensor parallelism splits layers by styles that know nothing of float8",
+            "tensor parallelism does not support float8",
             "use fsdp, or float8 none",
         )
     if not config.scale.may_have_gpus and not settings.emulate_float8:
@@ -242,7 +242,7 @@ def check_float8(config: RunConfig, strategy: str) -> None:
             "precision.float8",
             settings.float8,
             "the workers have no GPU, and CPUs have no float8 arithmetic",
-            "set scale.gpus_per_worker, or precision.emulate_float8 to see what it does to a training",
+            "set scale.gpus_per_worker, or precision.emulate_float8 to see its effect on a training",
         )
 
 
@@ -267,7 +267,7 @@ def check_search(config: RunConfig) -> None:
         raise ConfigError(
             "memory.find_micro_size",
             True,
-            "CPU workers share their memory, so that it needs memory.limit_gib",
+            "CPU workers share memory, so it needs memory.limit_gib",
             "for example --memory.limit-gib 4",
         )
 
@@ -279,7 +279,7 @@ def check_tf32(config: RunConfig) -> None:
         raise ConfigError(
             "precision.tf32",
             True,
-            "float64 has no use for it" if is_fp64 else "it is a mode of GPUs, and the workers have none",
+            "it has no effect on float64" if is_fp64 else "it applies to GPUs, and the workers have none",
             "leave it out",
         )
 
@@ -291,7 +291,7 @@ def check_cuda_graphs(config: RunConfig, accumulation: int) -> None:
         raise ConfigError(
             "compilation.mode",
             config.compilation.mode,
-            f"its CUDA graphs write over the gradients of the micro-batch before, and a step has {accumulation}",
+            f"its CUDA graphs overwrite the gradients of the previous micro-batch, but a step has {accumulation}",
             "use compilation.mode default, or a batch.micro_size with one micro-batch a step",
         )
 
@@ -303,6 +303,6 @@ def check_static_graph(config: RunConfig, strategy: str, *, accumulation: int, p
         raise ConfigError(
             "strategy.static_graph",
             True,
-            f"torch's static graph cannot accumulate, and each worker's step has {accumulation} micro-batches",
+            f"torch's static graph cannot accumulate, but each worker's step has {accumulation} micro-batches",
             f"leave it out, or use --batch.micro-size {per_worker}",
         )

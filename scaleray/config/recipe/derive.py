@@ -105,7 +105,7 @@ def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:
         raise ConfigError(
             "strategy.name",
             "single",
-            f"it is for one worker, and scale.workers is {config.scale.workers!s}",
+            f"it is for one worker, but scale.workers is {config.scale.workers!s}",
             "use ddp or auto",
         )
     if name in ("auto", "ddp"):

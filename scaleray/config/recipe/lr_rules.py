@@ -78,7 +78,7 @@ def adam_rule(reference: Hyperparameters, kappa: float) -> Hyperparameters:
         raise ConfigError(
             "optimizer.rule",
             "adam",
-            f"with betas {list(reference.betas)} it holds for a batch below {largest:.4g} x the reference, "
+            f"with betas {list(reference.betas)} it is valid for a batch below {largest:.4g} x the reference, "
             f"and this is {kappa:.4g} x",
             "use a larger optimizer.reference_batch_size with its own tuned learning rate, or the rule sqrt",
         )

@@ -29,9 +29,9 @@ class NoiseSource:
     def __str__(self) -> str:
         """The source as text, `noise scale: from ...`, or why noise is not measured."""
         text = {
-            "workers": "from the workers' gradients before they meet",
+            "workers": "from the workers' gradients before their average",
             "first micro-batch": "from the first micro-batch of a step",
-            "consecutive steps": "from consecutive steps, which makes it too small where the learning rate is high",
+            "consecutive steps": "from consecutive steps, which underestimates it at high learning rates",
         }.get(self.name or "", "not measured")
         return f"noise scale: {text}{f' ({self.why})' if self.why else ''}"
 
@@ -64,7 +64,7 @@ def check_noise_scale(config: RunConfig, strategy: str, *, data_parallel_size: i
 def _why_not_from_workers(config: RunConfig, strategy: str, data_parallel_size: int) -> str:
     if not traits_of(strategy).sums_gradients:
         return {"single": "one worker", "tensor": "under tensor the workers of a replica see the same samples"}.get(
-            strategy, f"under {strategy} gradients do not meet"
+            strategy, f"under {strategy} gradients are not averaged"
         )
     if data_parallel_size < 2:
         return "one worker"
@@ -79,7 +79,7 @@ def _why_not_from_micro_batches(
     if accumulation_steps < 2:
         return "no accumulation"
     if strategy == "tensor" and data_parallel_size > 1:
-        return "under tensor with replicas gradients lie whole in FSDP's hands until the last micro-batch"
+        return "under tensor with replicas FSDP holds whole gradients until the last micro-batch"
     if strategy == "fsdp" and config.fsdp.accumulate == "whole":
         return "fsdp.accumulate whole keeps gradients until the last micro-batch"
     return ""
@@ -90,11 +90,11 @@ def _why_never(config: RunConfig, strategy: str) -> str:
     them."""
     settings = config.noise_scale
     if settings.preconditioned and config.optimizer.name not in ("adamw", "lamb"):
-        return f"noise_scale.preconditioned is true, and {config.optimizer.name} divides by no second moment"
+        return f"noise_scale.preconditioned is true, but {config.optimizer.name} does not divide by a second moment"
     if traits_of(strategy).reduces_by_ddp and config.compression.name not in ROUNDING:
-        return f"compression.name {config.compression.name} sends something else than the mean gradient"
+        return f"compression.name {config.compression.name} does not send the mean gradient"
     if config.pruning.method != "none":
-        return f"pruning.method {config.pruning.method} masks gradients after they have met"
+        return f"pruning.method {config.pruning.method} masks gradients after their average"
     if settings.preconditioned and strategy == "zero1":
         return "under zero1 no worker has the second moments of all parameters"
     if settings.preconditioned and strategy == "tensor":

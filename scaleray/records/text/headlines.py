@@ -34,7 +34,7 @@ def study_headline(record: StudyRecord) -> str:
     number = quantity(chosen.point.workers, "worker")
     others = f"{workers} workers are {_times(last)} as fast as {curve.base_workers}"
     if not _is_known(last.speedup):
-        return f"How many workers to use is open: {others}, known only to {_span(last.speedup)}"
+        return f"How many workers to use is open: {others}, known only within {_span(last.speedup)}"
     share = f"{last.efficiency.value:.0%} of ideal ({curve.mode} scaling)"
     if chosen is not last and last.speedup.value > _surely_faster(chosen, last):
         return f"Whether {workers} workers pay is open: {others} ({_span(last.speedup)})"

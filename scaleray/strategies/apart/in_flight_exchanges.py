@@ -23,7 +23,7 @@ from scaleray.strategies.wire.ledger import Entry
 Payload = TypeVar("Payload")
 BESIDE = "exchanges"
 """Name of such a group in the ledger of collectives."""
-BESIDE_TRAINING = "exchanges beside the training"
+BESIDE_TRAINING = "exchanges during training"
 """Description of process groups whose operations may be under way for several steps, and so have their own timeout."""
 
 

@@ -106,7 +106,7 @@ class Replicas:
             replicas_differ=True,
             averaged=self.averaged,
             metrics=self.metrics,
-            no_arrivals="replicas take their steps apart, and none waits for another in each of them",
+            no_arrivals="replicas train apart and do not wait for each other in every step",
             **course,
         )
 

@@ -99,7 +99,7 @@ def summary(found: Sequence[tuple[Layout, Review]]) -> str:
     words = []
     for name in sorted({review.chosen.name if review.chosen else "" for _, review in found}):
         sizes = [layout.size for layout, review in found if (review.chosen.name if review.chosen else "") == name]
-        how = name.replace(WHOLE, "no compression") or "no compression, as all that is allowed errs too much,"
+        how = name.replace(WHOLE, "no compression") or "no compression, as all allowed methods have too large errors,"
         words.append(f"{how} for {len(sizes)} of {len(found)} buckets ({sum(sizes) / total:.0%} of the values)")
     return ", ".join(words)
 

@@ -217,10 +217,10 @@ class Compression:
     def load_state(self, state: Tensors) -> None:
         """See `Parallel.load_state`. Without a state nothing is left over, and a note says so."""
         if STEPS not in state:
-            what = "what earlier steps had not sent is lost" if self._left is not None else "it counts its steps from 0"
+            what = "values not sent by earlier steps are lost" if self._left is not None else "its step count is 0"
             self.notes.append(
-                f"gradient compression ({self.settings.name}) starts as in a new run: {what}, as the checkpoint has no "
-                "state of it for so many workers"
+                f"gradient compression ({self.settings.name}) starts as in a new run: {what}, as the checkpoint has "
+                f"no state of it for this number of workers"
             )
             return
         self._steps.copy_(state[STEPS])
@@ -245,8 +245,8 @@ class Compression:
         if settings.name == "topk" and isinstance(topk, TopK) and settings.density * self.wire.world_size >= 1:
             notes.append(
                 f"compression.density {settings.density:g} saves nothing on {self.wire.world_size} workers: "
-                "each receives the values and places of all others, "
-                f"which is less than DDP moves only below 1 / {self.wire.world_size}"
+                "each receives the values and indices of all others, which is less than DDP's traffic only below 1 / "
+                "{self.wire.world_size}"
             )
         if isinstance(powersgd, PowerSGD):
             parts = _layout(named, torch.float32).parts

@@ -69,7 +69,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         alone=lambda computation: computation(whole),
         bytes_sent=lambda: parts.sent.num_bytes,
         collectives=parts.sent.rows,
-        no_arrivals="stages work one after the other, and come to no collective together",
+        no_arrivals="stages run one after the other and share no collective",
         tell_phases=pipeline.tell_phases,
         before_step=pipeline.before_step,
         metrics=pipeline.metrics,

@@ -213,7 +213,7 @@ class Parts:
             whole = sum(p.numel() for p in self._whole_parameters)
             sharded = sum(p.numel() for p in self.module.parameters()) - whole
             data_axis = (
-                f"; of worker {self.worker}'s parameters {sharded:,} are shared out among replicas, "
+                f"; of worker {self.worker}'s parameters {sharded:,} are divided among replicas, "
                 f"{whole:,} whole on each"
             )
         return (

@@ -78,7 +78,7 @@ def _in_parts(name: str) -> WorkloadError:
         "the model",
         f"used by its part ({name})",
         "in a pipeline the parts lie on different workers, which run them in turn",
-        "call the model itself, or a method of it that goes through all of it; or use --strategy.name fsdp",
+        "call the model itself, or a method that uses all of it; or use --strategy.name fsdp",
     )
 
 

@@ -113,7 +113,7 @@ class Stage:
                 raise WorkloadError.problem(
                     "the model",
                     f"ended its pass without reaching the block after stage {self.index + 1}: "
-                    "a pipeline needs blocks that are called one after the other, in the order of blocks()",
+                    "a pipeline needs blocks that are called in the order of blocks()",
                 )
         finally:
             self.entry.activation = None

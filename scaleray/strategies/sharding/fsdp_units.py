@@ -46,7 +46,7 @@ def choose_units(model: nn.Module, settings: FsdpSettings, workload: Any) -> Uni
             chosen.append((name, module))
         else:
             path = next(n for n, p in module.named_parameters() if id(p) == shared)
-            notes.append(f"fsdp: {name} is no unit of its own, as its {path} is used elsewhere too")
+            notes.append(f"fsdp: {name} is not a separate unit, as its {path} is also used elsewhere")
     if not chosen:
         hint = "fsdp.wrap size makes units of any model" if settings.wrap == "blocks" else "see fsdp.wrap"
         notes.append(f"fsdp: the whole model is one unit, gathered at once ({hint})")

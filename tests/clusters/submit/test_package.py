@@ -56,7 +56,7 @@ def test_links_to_folders_and_outside_stay_and_are_named_and_others_travel_as_th
     (folder / "c").symlink_to(folder / "a")
     found = contents_of(folder, max_mib=1)
     assert found.files == {"a": 1, "c": 1} and found.linked == ("data", "round", "b") and found.left_out == 1
-    assert "links to folders, outside and to what is left out stay here: data, round, b" in found.in_words()
+    assert "links to folders, outside or to excluded files stay here: data, round, b" in found.in_words()
     with pytest.raises(ConfigError, match="outside of the working directory"):
         check_is_in(found, folder / "data" / "b", what="--config")
 
@@ -99,7 +99,7 @@ def test_five_gigabytes_are_refused_with_the_largest_folders_and_without_reading
     with pytest.raises(ConfigError) as raised:
         contents_of(tmp_path, max_mib=100)
     text = str(raised.value)
-    assert "5.0 GiB that would travel, more than --max-mib 100" in text
+    assert "5.0 GiB to upload, more than --max-mib 100" in text
     assert "weights/ 4.0 GiB, data/ 1.0 GiB" in text and ".rayignore" in text
 
 
@@ -119,7 +119,7 @@ def test_a_config_outside_or_left_out_or_missing_is_refused_with_the_reason(tmp_
     found = contents_of(here, max_mib=1)
     assert check_is_in(found, here / "jobs" / ".." / "jobs" / "a", what="--config") == "jobs/a"
     for path, words in (
-        (tmp_path / "there" / "b", "it lies outside of the working directory"),
+        (tmp_path / "there" / "b", "it is outside the working directory"),
         (here / "hidden", "left out by git or one of .gitignore, .rayignore"),
         (here / "none", "it does not exist"),
     ):
@@ -203,5 +203,5 @@ def test_secrets_stay_whatever_ignore_files_say(tmp_path, name):
     (tmp_path / "harmless").symlink_to(tmp_path / name)
     found = contents_of(tmp_path, max_mib=1)
     assert set(found.files) == {".rayignore", "a"}
-    with pytest.raises(ConfigError, match="the name of a secret, which never travels"):
+    with pytest.raises(ConfigError, match="it is named like a secret"):
         check_is_in(found, tmp_path / name, what="--config")

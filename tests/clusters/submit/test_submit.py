@@ -215,25 +215,25 @@ def test_packages_that_are_missing_are_named_with_what_brings_them(cluster, caps
 
 def test_a_cluster_whose_python_tells_nothing_is_one_error(cluster, monkeypatch):
     monkeypatch.setattr(cluster, "get_job_logs", lambda name: "sh: 1: python: not found")
-    with pytest.raises(ClusterError, match="a job that asks for its versions failed"):
+    with pytest.raises(ClusterError, match="a job that queries its versions failed"):
         Jobs(URL).versions()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["-c", "../other.yaml"], "it lies outside of the working directory"),
+        (["-c", "../other.yaml"], "it is outside the working directory"),
         (["-c", "jobs/none.yaml"], "it does not exist"),
         (["-c", "jobs/work.yaml", "--max-mib", "0"], "it must be more than 0 MiB"),
-        (["-c", "jobs/work.yaml", "--max-mib", "0.0001"], "that would travel, more than --max-mib 0.0001"),
+        (["-c", "jobs/work.yaml", "--max-mib", "0.0001"], "to upload, more than --max-mib 0.0001"),
         (["-c", "jobs/work.yaml", "--secret-env", "NOT_SET"], "it is not set here"),
-        (["-c", "jobs/work.yaml", "--secret-env", "NAME=hunter2"], "give names alone"),
+        (["-c", "jobs/work.yaml", "--secret-env", "NAME=hunter2"], "give only names"),
         (["-c", "jobs/work.yaml", "--batch.global-sise", "4"], "batch.global_size"),
-        (["-c", "jobs/work.yaml", "--workload.name", "/abs/work.py:Mine"], "means nothing on the cluster"),
+        (["-c", "jobs/work.yaml", "--workload.name", "/abs/work.py:Mine"], "does not exist on the cluster"),
         (["-c", "jobs/work.yaml", "--workload.name", "gone.py:Mine"], "it does not exist"),
         (["-c", "jobs/work.yaml", "--working-dir", "none"], "it is not a folder"),
         (["-c", "jobs/work.yaml", "--to", "nobody"], "no cluster of this name"),
-        (["-c", "jobs/work.yaml", "--to", "10.0.0.1:6379"], "begins with http:// or https://"),
+        (["-c", "jobs/work.yaml", "--to", "10.0.0.1:6379"], "beginning with http:// or https://"),
     ],
 )
 def test_what_cannot_be_submitted_is_refused_here_with_one_message(project, capsys, words, said):
@@ -262,7 +262,7 @@ def test_clusters_have_names_in_a_file_of_the_users_own(project, monkeypatch):
     with pytest.raises(ConfigError, match=r"clusters.yaml:2 other\.kind"):
         cluster_of("other")
     (settings / "clusters.yaml").write_text("- mine\n")
-    with pytest.raises(ConfigError, match="a line is NAME: URL"):
+    with pytest.raises(ConfigError, match="a line must be NAME: URL"):
         cluster_of("mine")
 
 

@@ -176,11 +176,11 @@ def test_a_manifest_of_the_users_own_is_taken_and_must_ask_for_a_token(kubectl, 
         ("get rayjobs", "error: You must be logged in to the server (Unauthorized)", "token or certificate is not accepted"),
         ("get rayjobs", 'error: context "lab" does not exist', "kubectl does not know its context"),
         ("get rayjobs", "error: the server doesn't have a resource type \"rayjobs\"", "KubeRay is not installed there"),
-        ("get service", 'Error (Forbidden): serviceaccounts is forbidden: User "me" cannot list', "you have no right"),
+        ("get service", 'Error (Forbidden): serviceaccounts is forbidden: User "me" cannot list', "not permitted to you"),
         ("create -o json", 'Error (Forbidden): rayjobs.ray.io "x" is forbidden: exceeded quota: team, requested: '
          "count/rayjobs.ray.io=1, used: 2, limited: 2", "the quota of the namespace is used up"),
         ("create -o json", 'RayJob in version "v1" cannot be handled: strict decoding error: unknown field '
-         '"spec.preRunningDeadlineSeconds"', "its KubeRay is older than the job"),
+         '"spec.preRunningDeadlineSeconds"', "its KubeRay is too old for"),
         ("create -o json", 'rayjobs.ray.io "x" already exists', "give another --name"),
         ("create -o json", "something new", "kubectl says: something new"),
     ],
@@ -199,7 +199,7 @@ def test_an_operator_that_is_too_old_is_refused_before_anything_is_created(kubec
     assert "upgrade the operator to 1.6.0 or newer" in capsys.readouterr().err and not kubectl.words("create")
     kubectl.first("get deployments", code=1, err="Error (Forbidden): deployments is forbidden")
     assert submitted() == 0
-    assert "KubeRay's release may not be looked at; taken to be 1.7.0" in capsys.readouterr().out
+    assert "KubeRay's release cannot be read; assumed to be 1.7.0" in capsys.readouterr().out
 
 
 def test_what_a_namespace_lacks_is_named(kubectl, capsys):
@@ -389,7 +389,7 @@ def test_the_real_kubectl_takes_every_command_and_says_that_nothing_answers(proj
         ({"kind": "openshift"}, "there are: ray, kubernetes, slurm"),
         ({"kind": "slurm"}, "lab.folder"),
         ({"kind": "ray", "url": "10.0.0.1:8265"}, "lab.url"),
-        (["a"], "a line is NAME: URL"),
+        (["a"], "a line must be NAME: URL"),
     ],
 )
 def test_a_section_that_is_wrong_is_named_with_its_key(clusters, section, said):

@@ -65,9 +65,9 @@ def test_a_job_is_the_batch_script_in_a_folder_of_its_own_with_the_code(slurm, s
     text = (shared / "mine" / "cluster" / "slurm" / "train.sbatch").read_text()
     assert "#SBATCH --nodes=2" in text and "SUBCOMMAND" in text
     out = capsys.readouterr().out
-    assert "Slurm's job 42" in out and "not compared, as the cluster names no `environment`" in out
+    assert "Slurm's job 42" in out and "not compared, as the cluster has no `environment`" in out
     assert submitted("--name", "mine") == 2
-    assert "its folder has a job of this name" in capsys.readouterr().err
+    assert "its folder already has a job of this name" in capsys.readouterr().err
 
 
 def test_the_address_of_a_webhook_never_gets_there(slurm, capsys):
@@ -118,7 +118,7 @@ def test_over_ssh_scripts_and_values_go_through_pipes(slurm, clusters, shared, m
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        ("me@login: Permission denied (publickey).", "it does not let you in"),
+        ("me@login: Permission denied (publickey).", "it refused your login"),
         ("ssh: Could not resolve hostname login", "no machine has this name"),
         ("ssh: connect to host login port 22: Connection timed out", "it is not reached"),
     ],
@@ -140,7 +140,7 @@ def test_a_login_node_that_is_not_reached_is_one_message(slurm, clusters, shared
         ("sbatch: error: QOSMaxSubmitJobPerUserLimit", "a limit of your account or QOS is reached"),
         ("sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
          "its controller cannot be reached"),
-        ("sbatch: fatal: Could not establish a configuration source", "no controller of Slurm is found from here"),
+        ("sbatch: fatal: Could not establish a configuration source", "no Slurm controller is found from here"),
         ("sbatch: error: invalid partition specified: gpu", "it has no such partition, account or nodes"),
         ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "no such partition"),
         ("sbatch: error: something new", "Slurm says: sbatch: error: something new"),
@@ -164,7 +164,7 @@ def test_without_slurms_commands_or_room_or_rights_it_is_one_message(stand_ins, 
     assert "the shared folder cannot be written" in capsys.readouterr().err
     clusters(lab={"kind": "slurm", "folder": "/dev/full"})
     full = SlurmJobs(SlurmCluster(name="lab", kind="slurm", folder="/dev"))
-    with pytest.raises(ClusterError, match="the shared folder has no room for you"):
+    with pytest.raises(ClusterError, match="you have no space in the shared folder"):
         full._refuse(full._shell("echo x >/dev/full"))
 
 
@@ -180,9 +180,9 @@ def test_versions_of_the_named_environment_are_compared(slurm, clusters, shared,
     assert "Python is 3.9.1 there" in capsys.readouterr().err and not slurm.words("sbatch")
     python.write_text("#!/bin/bash\necho no such thing >&2; exit 127\n")
     assert submitted() == 2
-    assert "its Python tells no versions: no such thing" in " ".join(capsys.readouterr().err.split())
+    assert "its Python does not report versions: no such thing" in " ".join(capsys.readouterr().err.split())
     assert submitted("--bring-missing") == 2
-    assert "packages can be brought to a Ray alone" in capsys.readouterr().err
+    assert "packages can be brought only to a Ray cluster" in capsys.readouterr().err
 
 
 def known(slurm, shared, *states):
@@ -249,7 +249,7 @@ def test_code_that_does_not_fit_into_the_folder_leaves_nothing(slurm, shared, ca
     slurm.add("python3")
     slurm.answer("^python3", code=1, err="OSError: [Errno 28] No space left on device")
     assert submitted("--name", "mine") == 2
-    assert "the shared folder has no room for you" in capsys.readouterr().err
+    assert "you have no space in the shared folder" in capsys.readouterr().err
     assert list(shared.iterdir()) == []
 
 
@@ -264,7 +264,7 @@ def test_jobs_are_listed_by_squeue_and_sacct_and_found_by_name_or_number(slurm, 
     assert (newest["name"], newest["status"], newest["message"]) == (
         "mine",
         "PENDING",
-        "Priority: others are before it",
+        "Priority: other jobs are ahead of it",
     )
     assert (oldest["name"], oldest["status"]) == ("old", "STOPPED") and oldest["ended_at"] - oldest["started_at"] == 60
     for name in ("mine", "42"):
@@ -317,7 +317,7 @@ def test_ctrl_c_asks_and_leaves_the_job_alone_unless_it_shall_stop(slurm, shared
         ("JobState=OUT_OF_MEMORY ExitCode=0:125", "FAILED", "out of memory"),
         ("JobState=REQUEUED Reason=BeginTime", "PENDING", "BeginTime: it is queued again"),
         ("42|NODE_FAIL|0:0|Unknown|Unknown|None", "FAILED", "node fail"),
-        ("unknown", "UNKNOWN", "Slurm has forgotten it"),
+        ("unknown", "UNKNOWN", "Slurm no longer knows it"),
         ("JobState=FAILED ExitCode=0:53\nsilent", "FAILED", "name a folder that all nodes see"),
     ],
 )

@@ -27,7 +27,7 @@ def test_every_schedule_equals_one_process(gloo, schedule):
     recipe, workload = {**ADAMW, "batch.micro_size": 2, "optimizer.weight_decay": 0.1}, SmallTransformer(tie_head=False)
     finished = gloo.run(4, train, workload, {**recipe, **SHARDED, "pipeline.schedule": schedule})[0]
     assert_same_training(finished, train_in_plain_torch(workload, recipe))
-    assert "shared out among replicas" in finished.events[0]
+    assert "divided among replicas" in finished.events[0]
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,12 @@ def test_the_source_that_is_exact_is_taken_where_there_is_one(flags, name):
     ("flags", "words"),
     [
         ({**TWO, "compression.name": "int8"}, "compression.name int8"),
-        ({**TWO, "compression.name": "topk"}, "something else than the mean"),
+        ({**TWO, "compression.name": "topk"}, "does not send the mean gradient"),
         ({**TWO, "pruning.method": "magnitude"}, "pruning.method magnitude"),
         ({**TWO, "strategy.name": "pipeline"}, "under pipeline"),
         ({**TWO, **ADAM, "strategy.name": "zero1"}, "second moments"),
         ({**TWO, **ADAM, "strategy.name": "tensor"}, "second moments"),
-        ({**TWO, "noise_scale.preconditioned": True}, "sgd divides by no second moment"),
+        ({**TWO, "noise_scale.preconditioned": True}, "sgd does not divide by a second moment"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_with_the_reason_and_left_out_by_auto(flags, words):

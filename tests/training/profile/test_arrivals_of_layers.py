@@ -70,7 +70,7 @@ def test_a_pipeline_tells_its_own_work_from_waiting_and_says_why_nobody_is_late(
     finished = gloo.run(2, train, Chain(128), {**FLAGS, "strategy.name": "pipeline"})
     profile = run_profile([one.summary.profile for one in finished])
     (note,) = profile.notes
-    assert "not measurable" in note and "stages work one after the other" in note
+    assert "not measurable" in note and "stages run one after the other" in note
     for rank in profile.ranks:
         assert rank.late_s is None and rank.lateness == []
         own = sum(rank.phases[part].total for part in (Phase.FORWARD, Phase.BACKWARD))
@@ -83,8 +83,8 @@ def test_a_pipeline_tells_its_own_work_from_waiting_and_says_why_nobody_is_late(
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        ({"strategy.name": "local_sgd"}, "replicas take their steps apart"),
-        ({"strategy.name": "gossip"}, "replicas take their steps apart"),
+        ({"strategy.name": "local_sgd"}, "replicas train apart"),
+        ({"strategy.name": "gossip"}, "replicas train apart"),
         ({"stop.after": "3 steps"}, "the training ended before"),
     ],
     ids=["local_sgd", "gossip", "three steps"],

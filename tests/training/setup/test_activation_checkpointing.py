@@ -135,7 +135,7 @@ def test_a_workload_without_usable_blocks_is_refused(workload, says):
 
 @pytest.mark.parametrize("more", [{}, {"compilation.what": "model", "compilation.backend": "eager"}])
 def test_a_budget_without_a_compiler_is_refused_with_the_reason(more):
-    with pytest.raises(ConfigError, match="carried out by the compiler"):
+    with pytest.raises(ConfigError, match="budget needs the compiler"):
         make_job(Blocks(), {"activations.checkpointing": "budget", **more})
 
 

@@ -264,7 +264,7 @@ def test_cuda_graphs_do_not_accumulate(mode):
     """A graph's gradients lie in its own memory, which its next replay writes over."""
     flags = {"compilation.what": "model", "compilation.mode": mode, "scale.gpus_per_worker": 1}
     make_job(Classify(), {**flags, "batch.micro_size": 8})
-    with pytest.raises(ConfigError, match="CUDA graphs write over the gradients"):
+    with pytest.raises(ConfigError, match="CUDA graphs overwrite the gradients"):
         make_job(Classify(), {**flags, "batch.micro_size": 4})
     make_job(Classify(), {**flags, "batch.micro_size": 4, "compilation.mode": "default"})
     make_job(Classify(), {**flags, "batch.micro_size": 4, "scale.gpus_per_worker": 0})

@@ -180,7 +180,7 @@ def test_a_check_in_float64_leaves_float8_out():
         ({"precision.dtype": "fp32"}, "its products give bf16"),
         ({"precision.emulate_float8": False}, "the workers have no GPU"),
         ({"precision.float8": "rowwise_with_gw_hp"}, "cannot emulate rowwise_with_gw_hp"),
-        ({"strategy.name": "tensor", "scale.workers": 2}, "know nothing of float8"),
+        ({"strategy.name": "tensor", "scale.workers": 2}, "does not support float8"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(flags, says):
