@@ -151,12 +151,11 @@ class Workload:
         return None
 
     def losses(self) -> Mapping[str, Callable[[nn.Module, Batch], SumAndCount]] | None:
-        """Several losses in place of `loss`, each as `loss` is, by the name of the optimizer that it is for. Optional.
+        """Several losses instead of `loss`, keyed by the name of their optimizer. Optional.
 
-        An optimizer step goes through them in this order, on the same rows: forward, backward, clipping and update of
-        the one, then the other's, which sees the new weights. A loss moves the parameters of its own optimizer alone.
-        `loss`, if there is one as well, is evaluated only.
-        """
+        A step runs them in this order on the same rows: forward, backward, clipping and update of one, then of the
+        next; each sees the weights the previous one updated. A loss changes only the parameters of its own optimizer.
+        `loss`, if defined too, is only evaluated."""
         return None
 
     def schedule(self, optimizer: torch.optim.Optimizer, recipe: Any) -> torch.optim.lr_scheduler.LRScheduler | None:

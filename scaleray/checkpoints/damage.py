@@ -45,12 +45,12 @@ def problem_of(store: Store, name: str, expected: StoredFile) -> str | None:
 
 
 def damage_of(store: Store, name: str, problem: str, good: Store | None) -> Damage:
-    """Damage that stays as it is. good: the store that has a good copy, if one has."""
+    """Damage that cannot be repaired. good: store with an intact copy, if any."""
     return Damage(store.path(name), problem, good_at=good.path(name) if good else None)
 
 
 def mended(store: Store, name: str, problem: str, good: Store | None, expected: StoredFile) -> Damage:
-    """Damage after the file was replaced by the copy in `good`; as it is where that is None or does not help."""
+    """Damage after replacing the file with the copy in `good`; unrepaired if that is None or fails."""
     if good is None:
         return damage_of(store, name, problem, None)
     try:

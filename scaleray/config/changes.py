@@ -13,7 +13,7 @@ from scaleray.config.strategy_traits import TRAITS
 
 @dataclass(frozen=True)
 class Change:
-    """One key with another value than before."""
+    """A key whose value changed."""
 
     key: str
     before: Any

@@ -144,7 +144,7 @@ def _read(factory: Any, folder: str, **options: Any) -> nn.Module:
     finally:
         logging.set_verbosity(before)
     if drawn := sorted(about.get("missing_keys", ())):
-        warnings.warn(f"initialised randomly, as {folder} lacks them: {', '.join(drawn[:4])}", stacklevel=2)
+        warnings.warn(f"initialised at random, as {folder} lacks them: {', '.join(drawn[:4])}", stacklevel=2)
     found: nn.Module = model
     return found
 

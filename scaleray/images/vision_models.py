@@ -64,7 +64,7 @@ def load_weights(model: nn.Module, path: str) -> None:
             "the weights belong to another model",
         )
     if heads:
-        warnings.warn(f"{heads.pop()} is initialised randomly: {path} has other classes", stacklevel=2)
+        warnings.warn(f"{heads.pop()} is initialised at random: {path} has other classes", stacklevel=2)
     with torch.no_grad():
         for name in saved.keys() - set(other):
             own[name].copy_(saved[name])

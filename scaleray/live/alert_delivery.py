@@ -1,8 +1,7 @@
-"""Brings alerts to a webhook and to a command, each in a thread of its own, whatever becomes of them.
+"""Deliver alerts to a webhook and a command, one thread each. Failures never reach the training.
 
-A receiver that is slow, away or broken is tried a bounded number of times. The training and its record never wait for
-it, and its address, which may hold a secret, is in no message.
-"""
+A slow, unreachable or broken receiver is tried a limited number of times. Its address, which may hold a secret, is in
+no message."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from scaleray.common.http_client import HttpError, fetch
 from scaleray.config.alerts import without_secret
 
 MOST_WAITING = 100
-"""Alerts that wait for a receiver; of more the newest are left out."""
+"""Most alerts that wait for a receiver; further ones are dropped."""
 FIRST_PAUSE_S = 1.0
 SHOWN_ANSWER = 200
 TRIED_AGAIN = (408, 425, 429)
-"""Answers of a server's below 500 that may be others a moment later."""
+"""Status codes below 500 that are worth a retry."""
 
 
 class NotTaken(Exception):
-    """A receiver did not take an alert. may_later: whether another attempt may help."""
+    """A receiver rejected an alert. may_later: whether another attempt may help."""
 
     def __init__(self, why: str, *, may_later: bool = True) -> None:
         super().__init__(why)
@@ -56,14 +55,14 @@ class Delivery:
         self._thread.start()
 
     def put(self, alert: str, body: bytes) -> None:
-        """Take an alert, by its name. Returns at once."""
+        """Queue an alert, by its name. Returns immediately."""
         try:
             self._waiting.put_nowait((alert, body))
         except queue.Full:
             self._fail(alert, f"{MOST_WAITING} others are already waiting")
 
     def close(self, wait_s: float) -> None:
-        """Deliver the waiting alerts, for so long; receivers that do not answer by then are not waited for."""
+        """Deliver the waiting alerts within this time, without waiting longer for receivers."""
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(timeout=wait_s)
@@ -122,7 +121,7 @@ def to_webhook(address: str, *, timeout_s: float) -> Callable[[bytes], None]:
 
 
 def _why(reason: object) -> str:
-    """The system's words of an error, which have no address; else its kind."""
+    """The system's error text, which has no address; otherwise the error's type."""
     if isinstance(reason, TimeoutError):
         return "no answer in time"
     return reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
@@ -146,5 +145,5 @@ def to_command(command: Sequence[str], *, timeout_s: float) -> Callable[[bytes],
 
 
 def webhook_named(address: str) -> str:
-    """The webhook as messages name it."""
+    """Name of the webhook in messages."""
     return f"alerts.webhook ({without_secret(address)})"

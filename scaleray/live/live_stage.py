@@ -16,8 +16,8 @@ from scaleray.records.live_state import RUNNING, LiveState
 def written_while(
     stage: Callable[[], Stage], folder: Path, *, kind: str, name: str, run_id: str, started_at: float
 ) -> Iterator[None]:
-    """A context in which the file says how far a stage is, and at its end how it was left, if by an error: after a good
-    end comes the record. stage: gives what is under way. started_at: wall clock."""
+    """Context in which the file has a stage's progress. After an error it has the status; after success, the record
+    does. stage: returns the current progress. started_at: wall clock."""
     status = RUNNING
 
     def state() -> LiveState:

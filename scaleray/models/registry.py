@@ -163,13 +163,13 @@ class ModelRegistry:
         return chosen
 
     def withdraw(self, version: ModelVersion, alias: str, *, by: str) -> None:
-        """Note that the alias was taken back from a version, which nothing goes back to by itself any more."""
+        """Record that the alias was withdrawn from a version, so no rollback chooses it by default."""
         with self._asking(f"the alias {alias} of {version.model}"):
             tag = f"{WITHDRAWN}{alias}"
             self.client.set_model_version_tag(version.model, str(version.number), tag, f"{time.time_ns()} {by}")
 
     def expected(self, model: str, alias: str) -> ModelVersion | None:
-        """The version that the alias ought to name; None where it was never given by scaleray."""
+        """The version that the alias should name; None if scaleray never set it."""
         given = [(at, one.number, one) for one in self.versions(model) if (at := one.given_at(alias)) is not None]
         return max(given, key=lambda found: found[:2])[2] if given else None
 

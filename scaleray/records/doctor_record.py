@@ -123,9 +123,7 @@ class DeviceRate:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRate:
-    """Rate at which two ranks sent to each other at once, in bytes a second of each direction, on the way between two
-    places.
-    """
+    """Transfer rate between two places, bytes per second in each direction, with both ranks sending at once."""
 
     one: str
     other: str

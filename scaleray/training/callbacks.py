@@ -150,15 +150,15 @@ class Callbacks(Observer):
         self._call("on_end", metrics=metrics)
 
     def signals(self) -> tuple[float, ...]:
-        """Signals that the ranks share with every step: whether a callback requests the end, and what they ask for the
-        learning rate."""
+        """Signals that the ranks share with every step: whether a callback requests the end, and the requested learning
+        rate."""
         if self.context is None:
             return ()
         return (float(self.context._wish is not None), *self.context._setup.rate_scale.signals())
 
     def check_rates(self, sums: tuple[float, ...]) -> tuple[float, ...]:
-        """The sums of a step's signals, which end with those of `signals`, without those of the learning rate. Raises
-        WorkloadError on every worker if they did not ask alike."""
+        """The sums of a step's signals without those of the learning rate; they end with those of `signals`. Raises
+        WorkloadError on every worker if the requests differ."""
         if not sums or self.context is None:
             return sums
         *others, code, square = sums

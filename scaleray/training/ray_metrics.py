@@ -1,8 +1,7 @@
-"""Series of metrics on their way to the metrics of Ray's nodes, which Prometheus scrapes.
+"""Publish series of metrics through Ray's nodes, which Prometheus scrapes.
 
-To set a value costs two microseconds, and nothing waits: Ray's core exports them every ten seconds in a thread of its
-own. It forgets a gauge that was not set for two of these intervals, so that those of a finished run vanish.
-"""
+Setting a value takes two microseconds and does not block: Ray's core exports values every ten seconds in its own
+thread. It drops a gauge that was not set for two of these intervals, so those of a finished run vanish."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ RAYS_PREFIX = "ray_"
 
 
 class RayMetrics:
-    """Publishes series from this process. make: makes a metric of Ray's, given its kind, name, help and labels."""
+    """Publishes series from this process. make: creates a Ray metric, given its kind, name, help and labels."""
 
     def __init__(self, make: Callable[..., Any] | None = None) -> None:
         self._make = make or _make
@@ -33,7 +32,8 @@ class RayMetrics:
         self._turn = threading.Lock()  # two at once would count the same twice
 
     def publish(self, series: Sequence[Series]) -> None:
-        """Set all gauges, and let counters grow to their values, from any thread. What is not finite Ray leaves out."""
+        """Set all gauges, and let counters grow to their values, from any thread. Ray leaves out values that are not
+        finite."""
         with self._turn:
             self._publish(series)
 

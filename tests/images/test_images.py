@@ -199,7 +199,7 @@ def test_an_absent_library_is_named_with_its_extra(folder, monkeypatch):
 def test_weights_come_from_a_file_and_a_head_of_other_classes_is_drawn(folder, torchvision, tmp_path, ending):
     other, path = Named(5), tmp_path / f"weights.{ending}"
     torch.save(other.state_dict(), path) if ending == "pt" else save_file(other.state_dict(), path)
-    with pytest.warns(UserWarning, match="fc is initialised randomly"):
+    with pytest.warns(UserWarning, match="fc is initialised at random"):
         model = by_name(folder, weights=str(path))
     assert torch.equal(model.body.weight, other.body.weight) and model.fc.out_features == 2
     with pytest.raises(CheckpointError, match="layers other than the head differ"):

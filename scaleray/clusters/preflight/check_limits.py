@@ -21,21 +21,21 @@ DISK_FULL_RED = 0.95
 """Ray stops writing objects to a disk that is fuller (RAY_local_fs_capacity_threshold, default 0.95)."""
 DISK_FULL_YELLOW = 0.90
 DISK_FREE_RED, DISK_FREE_YELLOW = GIB, 10 * GIB
-"""Ours: a checkpoint with Adam takes 12 to 16 bytes a parameter; 10 GiB is one of 700 million parameters."""
+"""Our choice: a checkpoint with Adam takes 12 to 16 bytes a parameter; 10 GiB is one of 700 million parameters."""
 PORTS_YELLOW = 10_000
-"""Ours: Linux hands out 28,232 ports by default; a node of 8 workers listens on and connects to some hundred."""
+"""Our choice: Linux hands out 28,232 ports by default; a node of 8 workers listens on and connects to some hundred."""
 CLOCK_YELLOW_S = 0.1
-"""Ours: NTP keeps machines of one network within 10 ms; beyond 0.1 s ranks cannot be laid on one line of time."""
+"""Our choice: NTP keeps machines of one network within 10 ms; beyond 0.1 s, times of ranks cannot be compared."""
 CLOCK_RED_S = 10.0
-"""Ours: a third of what a run may be silent before a look takes it for lost (`records.live.LOST_S`)."""
+"""Our choice: a third of the silence after which `watch` reports a run as lost (`records.live.LOST_S`)."""
 GPU_MEMORY_RED, GPU_MEMORY_YELLOW = 0.10, GIB
-"""Ours, from memory: an idle card's driver keeps up to 600 MiB; a tenth of the card is a process that trains."""
+"""Our choice, from memory: an idle card's driver keeps up to 600 MiB; a tenth of the card is a process that trains."""
 GPU_BUSY_YELLOW = 0.10
-"""Ours: an idle card shows 0 %; a desktop some percent."""
+"""Our choice: an idle card shows 0 %; a desktop some percent."""
 STORAGE_YELLOW_BYTES_PER_S = 100e6
-"""A tenth of what the planner takes a node to write (`planner.cost.checkpoint_stalls`)."""
+"""A tenth of the planner's write rate of a node (`planner.cost.checkpoint_stalls`)."""
 STORAGE_RED_BYTES_PER_S = 5e6
-"""Ours: a checkpoint of 3 GB would take ten minutes, the usual distance between two."""
+"""Our choice: a checkpoint of 3 GB would take ten minutes, the usual interval."""
 SLOW_CARD_YELLOW, SLOW_CARD_RED = 0.90, 0.75
 """Share of the other cards' median. MegaScale (NSDI 2024), from memory, took machines out that were 10 % slower
 than others; a card that is held down by heat or power loses a quarter and more."""

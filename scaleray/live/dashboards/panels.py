@@ -24,7 +24,7 @@ Needs = Literal[
     "Ray",
     "Ray Dataset",
 ]
-"""Source without which a panel is empty; empty if a run alone fills it."""
+"""Source that a panel needs besides runs; empty if runs suffice."""
 COLUMNS = 24
 """Width of Grafana's grid."""
 
@@ -39,7 +39,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Threshold:
-    """A value from which on a colour holds."""
+    """A value from which a colour applies."""
 
     value: float
     colour: str
@@ -47,7 +47,7 @@ class Threshold:
 
 @dataclass(frozen=True)
 class Link:
-    """A way from a panel to somewhere else; the address may hold labels of the series that was clicked on."""
+    """A link of a panel; the address may contain labels of the clicked series."""
 
     title: str
     url: str
@@ -77,7 +77,7 @@ class Panel:
     """Value, word and colour, if a value represents a state."""
     is_stacked: bool = False
     low_is_bad: bool = False
-    """Whether small values of a heat map are those to look at."""
+    """Whether small values of a heat map matter."""
     columns: tuple[tuple[str, str], ...] = ()
     links: tuple[Link, ...] = ()
     links_from: tuple[str, ...] = ()
@@ -94,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
-    """A choice above the panels. query: source of the values; of kind textbox, its first content."""
+    """A variable above the panels. query: source of the values; of kind textbox, its first content."""
 
     name: str
     label: str
@@ -106,7 +106,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A mark on the time axis of every panel, where its query has a value."""
+    """A mark on the time axis of every panel when its query has a value."""
 
     title: str
     expr: str

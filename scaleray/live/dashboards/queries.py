@@ -14,12 +14,12 @@ from scaleray.live.foreign import ALERTS, ForeignMetric
 RUN_NAME, RUN_ID = RUN_LABELS
 RANK, NODE = RANK_LABELS
 SHORT_ID = "id"
-"""Label that `each_run` makes: the first letters of a run's id, which tell runs of one name apart in a legend."""
+"""Label of `each_run`: the first letters of a run's id, to distinguish runs of the same name in a legend."""
 OF_RUNS = ", ".join(RUN_LABELS)
 WINDOW = "$__rate_interval"
-"""Grafana's own: long enough for four scrapes, whatever the panel's width and time range."""
+"""Grafana's variable: long enough for four scrapes, whatever the panel's width and time range."""
 VARIABLE_OF = {RUN_NAME: "run"}
-"""Variables that are not named as their label is."""
+"""Variables whose name differs from their label."""
 
 
 def where(label: str, value: str, *, is_pattern: bool = False) -> str:
@@ -28,8 +28,7 @@ def where(label: str, value: str, *, is_pattern: bool = False) -> str:
 
 
 def each_run(expr: str, what: str = "") -> Query:
-    """A query that has series for every run, and their legend: what it is, and which run. The series keep both labels
-    of a run."""
+    """A query with one series per run, and a legend with quantity and run. The series keep both labels of a run."""
     of = f"{{{{{RUN_NAME}}}}} {{{{{SHORT_ID}}}}}"
     return Query(
         f'label_replace({expr}, "{SHORT_ID}", "$1", "{RUN_ID}", "(.{{4}}).*")', f"{what} of {of}" if what else of
@@ -37,7 +36,7 @@ def each_run(expr: str, what: str = "") -> Query:
 
 
 def as_scraped(label: str) -> str:
-    """A label's name in Prometheus, which keeps the names of its own for the target and renames those of a run."""
+    """A label's name in Prometheus, which renames labels of a run that collide with those of the target."""
     return f"exported_{label}" if label in ("job", "instance") else label
 
 
@@ -48,13 +47,13 @@ def of_target(*labels: str) -> tuple[str, ...]:
 
 
 def select(metric: Metric, *matchers: str) -> str:
-    """The series of a metric of ours that the variables leave."""
+    """Series of a metric of scaleray, filtered by the variables."""
     labels = (*RUN_LABELS, *(RANK_LABELS if metric.is_by_rank else ()))
     return f"{prometheus_name(metric)}{{{','.join((*of_target(*labels), *matchers))}}}"
 
 
 def foreign(metric: ForeignMetric, *matchers: str) -> str:
-    """The series of a metric of others that the variables leave: of the nodes where it tells the node's address."""
+    """Series of another program's metric, filtered by the variables, and by node if it has the node's address."""
     node = (where(metric.node_label, "$node", is_pattern=True),) if metric.node_label else ()
     return f"{metric.name}{{{','.join((*of_target(), *node, *matchers))}}}"
 
@@ -78,7 +77,7 @@ def over(metric: Metric, how: str, *labels: str) -> str:
 
 
 def firing() -> str:
-    """Alerts that are firing, of the targets that the variables leave."""
+    """Firing alerts of the targets chosen by the variables."""
     return f"{ALERTS.name}{{{','.join((*of_target(), where('alertstate', 'firing')))}}}"
 
 
@@ -88,23 +87,23 @@ def by_rank(metric: Metric, *matchers: str) -> str:
 
 
 def since(metric: Metric, how: str = "max", *labels: str) -> str:
-    """Seconds since the time that a metric tells, by the clock of Prometheus, for each value of further labels."""
+    """Seconds since the time in a metric, by Prometheus' clock, for each value of further labels."""
     return f"time() - {over(metric, how, *labels)}"
 
 
 def per_second(metric: Metric) -> str:
-    """How fast a counter of a run grows."""
+    """Rate of a run's counter."""
     return f"max by ({OF_RUNS}) (rate({select(metric)}[{WINDOW}]))"
 
 
 def foreign_per_second(metric: ForeignMetric, *labels: str) -> str:
-    """How fast a counter of others grows."""
+    """Rate of another program's counter."""
     return f"sum by ({', '.join(labels)}) (rate({foreign(metric)}[{WINDOW}]))"
 
 
 def in_order_of_ranks(expr: str) -> Query:
-    """A line of a heat map for each rank of each run, with ranks of four digits in the label `row`, so that 10 comes
-    after 9."""
+    """One line of a heat map per rank of each run, with four-digit ranks in the label `row`, so that 10 sorts after
+    9."""
     padded = f'label_replace({expr}, "row", "000$1", "{RANK}", "(.+)")'
     return each_run(f'label_replace({padded}, "row", "$1", "row", ".*(.{{4}})")', "{{row}}")
 

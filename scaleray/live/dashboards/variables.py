@@ -61,7 +61,7 @@ ABOUT_RUNS = (
     (RUN_ID, "id"),
     *((as_scraped(label), label) for label in live_metrics.RUN_INFO.labels),
 )
-"""Columns of a table of runs: labels of what says of each what it is, and their headers."""
+"""Columns of a table of runs: labels that describe a run, and their headers."""
 LINK_LABELS = ("mlflow_page", "report_page", "experiment_page")
 """Labels that `runs` makes: the addresses of a run's page in MLflow, of the HTML report among its artifacts, and of its
 experiment, which has the studies and sweeps too."""
@@ -69,15 +69,14 @@ PAGES = tuple(
     Link(title, f"${{__data.fields.{label}}}")
     for title, label in zip(("MLflow", "HTML report", "Experiment, with studies and sweeps"), LINK_LABELS, strict=True)
 )
-"""Ways from a line of a table of runs to the run's pages."""
+"""Links from a line of a table of runs to the run's pages."""
 
 
 def runs(info: str) -> str:
-    """Facts of each run, with the addresses of its pages as labels.
+    """Facts of each run, with page addresses as labels.
 
-    The report lies in a folder that no browser reaches; MLflow has it too, and its page of an artifact is the run's
-    page with the artifact's path, before the question mark (seen with MLflow 3.17).
-    """
+    Browsers cannot open the report's folder, so the link goes to MLflow's artifact page: the run's page with the
+    artifact's path before the question mark (as in MLflow 3.17)."""
     link, expr = live_metrics.RUN_INFO.labels[0], info
     addresses = (("$1", "(.+)"), ("$1/artifactPath/report.html$2", "([^?]+)(.*)"), ("$1", "(.+/experiments/[^/]+)/.*"))
     for label, (address, pattern) in zip(LINK_LABELS, addresses, strict=True):

@@ -1,4 +1,4 @@
-"""The folder of dashboards and rules: written, or compared with what would be written."""
+"""Write the folder of dashboards and rules, or check it for changes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ def write_dashboards(
     grafana: str | None = None,
     check: bool = False,
 ) -> list[Path]:
-    """Write the dashboards, the rules of alerts, and a configuration of Prometheus to begin with; gives the files.
+    """Write dashboards, alert rules and a starter Prometheus config; return the files.
 
     alerts: a file of rules in place of those with the usual limits, such as a pipeline's `alerts.yaml`. grafana:
-    address that the links of alerts to their panels begin with. check: write nothing, and give the files that are
-    missing or are not what would be written, as one edited by hand. Other files in the folder stay. Raises
-    StorageError; UsageError for a file that holds no rules, or for no address.
-    """
+    address that the links of alerts to their panels begin with. check: write nothing; return files that are missing or
+    were edited. Other files in the folder stay. Raises StorageError; UsageError for a file without rules, or an invalid
+    address."""
     if grafana is not None:
         _check(grafana, alerts)
     own = rules.files(grafana=grafana or "") if alerts is None else {rules.PATH: _rules(Path(alerts))}
@@ -42,7 +41,7 @@ def write_dashboards(
 
 
 def _check(grafana: str, alerts: str | Path | None) -> None:
-    """Raise UsageError for an address that no link can begin with, or together with rules that have theirs."""
+    """Raise UsageError for an address that cannot begin a link, or if the rules already have one."""
     if alerts is not None:
         raise UsageError("--grafana", grafana, "the links in the file of --alerts stay as they are", "give one of both")
     try:

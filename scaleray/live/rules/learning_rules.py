@@ -21,11 +21,10 @@ from scaleray.live.rules.series_history import Seen, Values
 
 LOOK_BACK, IN_A_ROW, LEAST_POINTS = 200, 3, 20
 LOOK_BACK_S = 1000.0
-"""The same of scrapes that are five seconds apart."""
+"""The same for scrapes every five seconds."""
 RELATIVE_FLOOR, FLOOR = 0.01, 0.001
-"""Amount added to the deviation, as a share of the median and as it is: of losses that hardly move every one would be a
-spike.
-"""
+"""Amounts added to the deviation, relative to the median and absolute: otherwise any change of a nearly constant loss
+is a spike. """
 NONFINITE_WITHIN_S, SCALE_WITHIN_S = 300.0, 1800.0
 LOSS_SCALE = prometheus_name(names.LOSS_SCALE)
 
@@ -79,7 +78,7 @@ def _in_a_row(seen: Seen, metric: Metric, measure: Callable[[Values, Values], Va
 
 
 def _first_row(measured: Values, limit: float) -> Values | None:
-    """The first values beyond the limit of which there are at least three in a row."""
+    """The first streak of at least three values above the limit."""
     began = 0
     for at, value in enumerate([*measured, -np.inf]):
         if value > limit:

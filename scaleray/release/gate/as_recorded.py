@@ -1,7 +1,6 @@
 """Whether the evidence equals MLflow's copy: trainings with their alerts, the study with its points, the certificate. A
-change of a file in a folder, or of a number in MLflow, is found; the same change of both is not. MLflow is the one that
-the reader chose.
-"""
+change of a file in a folder, or of a number in MLflow, is found; the same change of both is not. MLflow is the server
+that the reader chose."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def study_as_recorded(study: StudyRecord, uri: str | None) -> Check:
 
 
 def certificate_as_recorded(certificate: NamedCertificate, uri: str | None) -> Check:
-    """Whether the certificate is the one that `scaleray verify` recorded."""
+    """Whether the certificate equals the one that `scaleray verify` recorded."""
     differs = certificate_differences(certificate.record.run_id, certificate.sha256, uri=uri)
     return _check("the certificate as MLflow has it", certificate.name, differs, uri)
 

@@ -42,25 +42,25 @@ MOST_NEIGHBOURS = 500
 
 @dataclass(frozen=True)
 class Evidence:
-    """Evidence for the gates. The first candidate is the one that is judged; others repeat it."""
+    """Evidence for the gates. The first candidate is evaluated; others repeat it."""
 
     candidates: list[FoundRun]
     baselines: list[FoundRun]
     certificates: list[NamedCertificate]
     study: StudyRecord | None = None
     notes: list[str] = field(default_factory=list)
-    """Notes on evidence that was found without being named."""
+    """Notes on evidence that was found automatically."""
     endured: list[FoundRun] = field(default_factory=list)
-    """Runs of the same training that were interrupted, went on and have finished."""
+    """Runs of the same training that were interrupted, resumed and finished."""
 
     @property
     def run(self) -> RunRecord:
-        """The record of the run that is judged."""
+        """Record of the evaluated run."""
         return training(self.candidates[0])
 
 
 def training(found: FoundRun) -> RunRecord:
-    """The record of a training. Raises UsageError for one of a study or a sweep."""
+    """Return the record of a training. Raises UsageError for a study or a sweep."""
     if not isinstance(found.record, RunRecord):
         kind = "a study" if isinstance(found.record, StudyRecord) else "a sweep"
         hint = "for a study alone: scaleray gate STUDY; with trainings, give it with --study"
@@ -76,7 +76,7 @@ def collect(
     certificates: Sequence[str] = (),
     uri: str | None = None,
 ) -> Evidence:
-    """The evidence of these runs. Evidence that is not named is searched in the folders next to the runs' own.
+    """Collect the evidence of these runs. Evidence that is not named is searched in the folders next to the runs.
 
     Raises UsageError for evidence of the wrong kind, TrackingError for evidence that is not there.
     """
@@ -106,7 +106,7 @@ def collect(
 
 
 def _named(runs: Sequence[str | FoundRun], uri: str | None) -> list[FoundRun]:
-    """The runs of these names. One after the first that ended without a record is taken if it repeats the first."""
+    """The runs of these names. A later one that ended without a record is accepted if it repeats the first."""
     found: list[FoundRun] = []
     for run in runs:
         try:
@@ -120,7 +120,7 @@ def _named(runs: Sequence[str | FoundRun], uri: str | None) -> list[FoundRun]:
 
 
 def refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun] = ()) -> None:
-    """Raise UsageError for a run that is given twice, by its place or its id: it repeats nothing."""
+    """Raise UsageError for a run that is given twice, by path or id."""
     sides = [(one, side) for side in ("the candidate", "the baseline") for one in
              (candidates if side == "the candidate" else baselines)]  # fmt: skip
     known: dict[str, str] = {}
@@ -134,12 +134,12 @@ def refuse_twice(candidates: Sequence[FoundRun], baselines: Sequence[FoundRun] =
 
 
 def certificates_for(found: FoundRun, named: Sequence[str]) -> list[NamedCertificate]:
-    """The certificates that are named, or those in the folders next to that of a run or study."""
+    """The named certificates, or those in the folders next to a run or study."""
     return [_named_certificate(name) for name in named] or _certificates(_neighbours(found))
 
 
 def learning(found: FoundRun, target: Target | None, metric: str | None) -> Learning:
-    """How a run learned. metric: whose last value counts; None: the target's. One that did not finish has not reached
+    """Learning result of a run. metric: its last value counts; None: the target's. An unfinished run has not reached
     the target."""
     record = training(found)
     has_finished = record.status == "FINISHED"
@@ -163,7 +163,7 @@ def target_of(run: RunRecord) -> Target | None:
 
 
 def alerts_of(found: FoundRun) -> list[Alert] | None:
-    """Alerts that a run recorded; None if it recorded none, not even that there were none."""
+    """Alerts that a run recorded; None if it has no record of alerts, not even an empty one."""
     return None if found.alerts is None else parse_alerts(found.alerts)
 
 
@@ -206,9 +206,8 @@ def _neighbour(place: Store) -> _Neighbour:
 
 
 def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> tuple[list[FoundRun], list[str]]:
-    """Runs next to a run that are the same but for the seed, one of each seed: the newest that has finished, else one
-    that failed, with or without a record; and the names of those that were killed.
-    """
+    """Runs next to a run that differ only in the seed, one per seed: the newest that has finished, else one that
+    failed, with or without a record; and the names of killed ones."""
     mine, started, repeats = repeat_key(own), _started(own), dict[Any, Store | FoundRun]()
     for place, record in _runs(beside, "FINISHED"):
         if repeat_key(record) == mine:
@@ -229,13 +228,13 @@ def _repeats(own: RunRecord, beside: Sequence[_Neighbour], uri: str | None) -> t
 
 
 def _started(run: RunRecord) -> str:
-    """Key of what was known at the start of a run: one that did not finish may lack facts of its workers."""
+    """Key of the facts known at the start of a run: an unfinished run may lack facts of its workers."""
     return start_key(run.config, run.workers, run.environment, run.data)
 
 
 def _lost(own: RunRecord, one: _Neighbour) -> FoundRun | None:
-    """The run of a neighbour that is the same as `own` but for the seed and has ended without a record, as one whose
-    process was killed for its memory: it has failed. None for any other neighbour, and for one that may still run."""
+    """A neighbour's run that differs from `own` only in the seed and ended without a record, for example killed by the
+    OOM killer: it counts as failed. None for any other neighbour, and for one that may still run."""
     if not one.about or one.about.get("repeats") != _started(own) or not one.place.is_local:
         return None
     folder = Path(one.place.root)
@@ -251,7 +250,7 @@ def _lost(own: RunRecord, one: _Neighbour) -> FoundRun | None:
 
 
 def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> list[FoundRun]:
-    """Finished runs next to the candidates that trained the same on as many workers, and survived a fault."""
+    """Finished runs next to the candidates with the same training and worker count that survived a fault."""
     mine, known = _trained(training(candidates[0])), {one.where for one in candidates}
     return [
         find_run(place.root)
@@ -261,7 +260,7 @@ def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> li
 
 
 def _trained(run: RunRecord) -> list[Any]:
-    """Training of a run, its code, and its number of workers; neither its seed nor its checkpoints."""
+    """Training of a run, its code and its number of workers, without seed and checkpoints."""
     config = {key: value for key, value in leaves(jsonable(run.config)) if decides(key) is Decides.RESULT}
     config.pop("seed", None)
     git = (run.environment.get("environment") or {}).get("git") or {}

@@ -1,4 +1,4 @@
-"""The gates of a training: what each answers, and one answer of all."""
+"""Evaluate the gates of a training: an answer of each, and one of all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scaleray.release.gates.environment import facts_of_environment, facts_of_ru
 from scaleray.release.gates.policy import Policy
 
 GATES = (data_fingerprint.GATE, equality.GATE, scaling.GATE, convergence.GATE, operations.GATE)
-"""The gates, in the order in which they are asked."""
+"""The gates, in their order of evaluation."""
 
 
 def gate(
@@ -148,7 +148,7 @@ def filled(result: GateResult, evidence: Evidence) -> GateResult:
 
 
 def _command(evidence: Evidence, policy: str | Path | Mapping[str, Any] | None, study: str | None, gate: str) -> str:
-    """The command that asks one gate again of the same evidence."""
+    """The command that evaluates one gate again on the same evidence."""
     words = ["scaleray", "gate", *(_name(one) for one in evidence.candidates)]
     if evidence.baselines:
         words += ["--against", *(_name(one) for one in evidence.baselines)]

@@ -1,5 +1,5 @@
-"""The evidence of a decision in a folder of its own, so that the gates can be asked again when runs, certificates and
-studies are gone from where they were."""
+"""Evidence of a decision in its own folder, to evaluate the gates again when the runs, certificates and studies are
+gone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SIDES = ("candidates", "baselines", "endured")
 
 
 def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> None:
-    """Write evidence and policy to a folder that is new."""
+    """Write evidence and policy to a new folder."""
     folder.mkdir(parents=True)
     sides: dict[str, list[FoundRun]] = {side: getattr(evidence, side) for side in SIDES}
     for side, runs in sides.items():
@@ -49,7 +49,7 @@ def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> None:
 
 
 def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
-    """Evidence that `keep_evidence` wrote. Raises TrackingError for a folder that is not whole."""
+    """Read evidence that `keep_evidence` wrote. Raises TrackingError for an incomplete folder."""
     try:
         about = load_json((folder / INDEX).read_bytes())
         sides = [

@@ -1,4 +1,4 @@
-"""The gates of today's runs against a registered version, whose evidence and policy were kept at its promotion."""
+"""Gates of recent runs against a registered version, whose evidence and policy were stored at its promotion."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from scaleray.release.gates import convergence, drift
 
 OF_PROMOTED = (drift.SPEED, convergence.GATE, drift.DATA)
 DAYS = 8.0
-"""Days back in which runs count as today's by default: a week and some hours."""
+"""Age in days up to which runs count as recent by default: a week and some hours."""
 MAY_DIFFER = ("seed", "workload.name", "workload.args.")
-"""Keys of the config in which today's runs may differ from the promoted one: code lies elsewhere, data are newer."""
+"""Keys of the config in which recent runs may differ from the promoted one: the code's path differs, data are newer."""
 
 
 def registered(against: Sequence[str]) -> Named | None:
-    """The registered version among the names of a baseline; None if all of them are runs.
+    """The registered version among the names of a baseline; None if all are runs.
 
     A version is NAME@ALIAS, unless a folder has this name, or begins with `models:/`. Raises UsageError for a version
     next to another baseline.

@@ -1,5 +1,5 @@
-"""The gates of a scaling study: whether what it measured at its largest number of workers is efficient enough, and
-whether a certificate says that this is the training of one process. The other gates are about a training."""
+"""Gates of a scaling study: is its largest number of workers efficient enough, and does a certificate prove that
+training equal to one process? The other gates apply to a training."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _equality(
 def equality_of(
     run: Verified, certificates: Sequence[NamedCertificate], policy: Policy, *, now: float, uri: str | None
 ) -> GateResult:
-    """The gate `equality` of a kind of training, with whether its certificate is the one that was recorded."""
+    """Gate `equality` of a kind of training, and whether its certificate equals the recorded one."""
     may_differ = policy.fingerprint.may_differ
     result = equality.equality_gate(run, certificates, policy=policy.equality, may_differ=may_differ, now=now)
     chosen = equality.belonging(run, certificates, policy=policy.equality, may_differ=may_differ, now=now)

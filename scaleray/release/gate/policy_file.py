@@ -14,7 +14,7 @@ from scaleray.release.gates.policy import Policy
 
 
 def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
-    """The policy in a file, or of sections in a mapping; None: the defaults. Raises ConfigError for a key or value that
+    """Policy from a file, or from sections in a mapping; None: the defaults. Raises ConfigError for a key or value that
     a policy cannot have."""
     if path is None:
         return Policy()
@@ -32,7 +32,7 @@ def read_policy(path: str | Path | Mapping[str, Any] | None) -> Policy:
 
 
 def policy_of(values: Any, *, where: str, lines: Mapping[str, int] | None = None) -> Policy:
-    """The policy in plain values, sections with keys. where: name of their source in messages. lines: those of keys."""
+    """Policy from plain values, sections with keys. where: name of the source in messages. lines: line of each key."""
     if not isinstance(values, dict):
         raise ConfigError(f"policy {where}", "no mapping", f"it holds sections: {', '.join(Policy.model_fields)}")
     try:

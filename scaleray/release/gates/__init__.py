@@ -1,1 +1,2 @@
-"""Gates between a trained model and production: what each asks of recorded evidence, and how sure its answer is."""
+"""Gates between a trained model and production: the requirements of each on recorded evidence, and the certainty of its
+answer."""

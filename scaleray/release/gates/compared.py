@@ -1,4 +1,4 @@
-"""The check that compares the means of two sides of repeated runs, with its power and the runs that it takes."""
+"""Check that compares the means of two sets of repeated runs, with its power and the number of runs needed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def compared(
     ask_for: AskFor = "not worse",
     of_logs: bool = False,
 ) -> Check:
-    """Whether the first of two sides is not worse than the second by the margin, or equal within it. of_logs: the runs
-    are of logarithms, so that the absolute margin is one of a ratio; the text has geometric means, and the difference
-    as a share.
+    """Whether the first of two sides is not worse than the second by the margin, or equal within it. of_logs: values
+    are logarithms, so the absolute margin is that of a ratio; the text has geometric means and the relative difference.
     """
     candidate, baseline = runs
     mean: Callable[[float], float] = math.exp if of_logs else float

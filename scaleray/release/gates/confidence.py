@@ -25,9 +25,9 @@ from scaleray.records.gate_answer import Answer
 
 ALPHA = 0.05
 POWER = 0.9
-"""Power that the number of needed runs aims at: a candidate as good as the baseline passes 9 times of 10."""
+"""Power for which needed runs are counted: a candidate as good as the baseline passes 9 times of 10."""
 MOST_RUNS = 1000
-"""Largest number of runs that is looked at; beyond it the margin is too narrow for the noise."""
+"""Largest number of runs considered; beyond it the margin is too narrow for the noise."""
 SKEWED = 0.7
 """Multiple of (2 t^2 + 1) / sqrt(n) that is added to a critical value t of n runs. The first-order term of Edgeworth's
 expansion of a studentised mean (Hall 1992, section 2.6) is skewness / 6, 0.33 for exponential noise; 3 to 30 of such
@@ -47,10 +47,10 @@ class Runs:
     stdev: float
     number: int
     are_successive: bool = False
-    """Whether what slowed one run may have slowed the next one too, as with speeds of runs on one machine."""
+    """Whether successive runs correlate, as speeds of runs on one machine do."""
 
     def repeated(self, number: int) -> Runs:
-        """The same mean and noise over another number of runs."""
+        """The same mean and noise with another number of runs."""
         return replace(self, number=number)
 
     @classmethod
@@ -82,22 +82,22 @@ class Margin:
 
 @dataclass(frozen=True)
 class MarginTest:
-    """A test of one margin. worse: the candidate's mean minus the baseline's, above 0 where it is worse."""
+    """Test of one margin. worse: the candidate's mean minus the baseline's, above 0 if it is worse."""
 
     answer: Answer
     worse: float
     low: float
     high: float
-    """`low` to `high`: where `worse` lies, each end with confidence 1 - alpha."""
+    """`low` to `high`: interval of `worse`, each end with confidence 1 - alpha."""
     p_value: float
-    """Probability of such runs where the candidate is worse by just the margin."""
+    """Probability of such runs if the candidate is worse by exactly the margin."""
 
 
 def not_worse(
     candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA
 ) -> MarginTest | None:
-    """Whether the candidate is worse by less than the margin: `pass` where that is shown, `fail` where more than the
-    margin is shown. None where a side has fewer than two runs, which say nothing of their noise."""
+    """Whether the candidate is worse by less than the margin: `pass` if that is proven, `fail` if more than the margin
+    is proven. None if a side has fewer than two runs, whose noise is unknown."""
     if min(candidate.number, baseline.number) < 2:
         return None
     sign, factor = (1 if better == "lower" else -1), margin.factor(better)
@@ -116,10 +116,8 @@ def not_worse(
 def equal(
     candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA
 ) -> MarginTest | None:
-    """Whether the candidate is neither worse nor better by the margin: two one-sided tests, each at `alpha`.
-
-    None where a side has fewer than two runs.
-    """
+    """Whether the candidate is neither worse nor better by the margin: two one-sided tests, each at `alpha`. None if a
+    side has fewer than two runs."""
     worse = not_worse(candidate, baseline, margin, better=better, alpha=alpha)
     best = not_worse(candidate, baseline, margin, better=_turned(better), alpha=alpha)
     if worse is None or best is None:
@@ -130,8 +128,8 @@ def equal(
 
 
 def power(candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA) -> float:
-    """Probability that runs of this noise are shown to be not worse where the true means are equal: a tail of the
-    noncentral t distribution."""
+    """Probability that runs with this noise are proven not worse if the true means are equal: a tail of the noncentral
+    t distribution."""
     contrast = Contrast.of(candidate, baseline, margin.factor(better), is_expected=True)
     if contrast.error == 0:
         return 1.0
@@ -139,7 +137,8 @@ def power(candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, al
 
 
 def power_of_both(candidate: Runs, baseline: Runs, margin: Margin, *, better: Better, alpha: float = ALPHA) -> float:
-    """Probability that `equal` passes where the true means are equal, from below: what both tests miss is added."""
+    """Lower bound of the probability that `equal` passes if the true means are equal: the errors of both tests are
+    added."""
     ways = (better, _turned(better))
     return max(0.0, sum(power(candidate, baseline, margin, better=way, alpha=alpha) for way in ways) - 1)
 
@@ -153,23 +152,22 @@ def above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> tuple[Answer, fl
 
 
 def power_above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> float:
-    """Probability that as many runs of this mean and noise are shown to be above the limit."""
+    """Probability that this many runs with this mean and noise prove the mean is above the limit."""
     if runs.stdev == 0:
         return float(runs.mean > limit)
     return Contrast.of_one(runs).power(runs.mean - limit, alpha)
 
 
 def runs_needed_above(runs: Runs, limit: float, *, alpha: float = ALPHA) -> int | None:
-    """Smallest number of runs of this mean and noise of which 9 in 10 sets are shown to be above the limit; None where
-    the mean is not above it, or MOST_RUNS are too few."""
+    """Smallest number of runs with this mean and noise that prove the mean above the limit 9 times of 10; None if the
+    mean is not above it, or MOST_RUNS are too few."""
     if runs.mean <= limit:
         return None
     return runs_needed(lambda n: n > 1 and power_above(runs.repeated(n), limit, alpha=alpha) >= POWER)
 
 
 def runs_needed(enough: Callable[[int], bool]) -> int | None:
-    """Smallest number of runs of each side that is enough, where more than enough is enough too; None: more than
-    MOST_RUNS."""
+    """Smallest sufficient number of runs of each side, if any larger number suffices too; None: more than MOST_RUNS."""
     if not enough(MOST_RUNS):
         return None
     low, high = 1, MOST_RUNS
@@ -197,13 +195,13 @@ class Contrast:
 
     @classmethod
     def of_one(cls, runs: Runs) -> Contrast:
-        """That of one mean."""
+        """Noise of one mean."""
         root = math.sqrt(runs.number)
         return cls(runs.stdev / root, runs.number - 1, 1 / root, runs.are_successive)
 
     @classmethod
     def of(cls, candidate: Runs, baseline: Runs, factor: float, *, is_expected: bool = False) -> Contrast:
-        """That of two sides. is_expected: these are the true deviations, and other runs show others by chance."""
+        """Noise of two sides. is_expected: these are the true deviations, and measured ones differ by chance."""
         runs = candidate, baseline
         stdevs = candidate.stdev, factor * baseline.stdev
         fewest, num = min(candidate.number, baseline.number), (candidate.number, baseline.number)
@@ -215,11 +213,11 @@ class Contrast:
         return cls(error, fewest - 1, skewness, any(one.are_successive for one in runs))
 
     def half_width(self, alpha: float) -> float:
-        """Distance that the difference keeps from its truth with probability 1 - alpha on either side."""
+        """Largest distance of the difference from its true value, with probability 1 - alpha on either side."""
         return self.critical(alpha) * self.error if self.error else 0.0
 
     def critical(self, alpha: float) -> float:
-        """Smallest multiple of the error that is no chance. alpha: probability of larger ones, below 0.5."""
+        """Critical value: smallest significant multiple of the error. alpha: probability of larger ones, below 0.5."""
         t = float(stdtrit(self.freedom, 1 - alpha))
         return max(t + SKEWED * self.skewness * (2 * t**2 + 1), self._wider * t)
 

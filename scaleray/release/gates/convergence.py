@@ -21,14 +21,14 @@ from scaleray.release.gates.policy import ConvergencePolicy
 GATE = "convergence"
 TRAIN_MORE = "train more runs with other seeds: scaleray train -c FILE --seed N"
 COARSEST = 0.5
-"""Largest distance of two evaluations, as a share of the margin: a coarser one hides what the margin is about."""
+"""Largest distance of two evaluations, as a share of the margin: a coarser one hides differences of that size."""
 
 
 @dataclass(frozen=True)
 class Learning:
-    """Measures of how one run learned. samples_to_target: None where it ended without the target; value: of its last
-    evaluation, None where there was none; every_samples: samples between two evaluations, 0 where that is not known;
-    has_finished: whether it came to its end, with the target or without."""
+    """Measures of how one run learned. samples_to_target: None if it ended without the target; value: of its last
+    evaluation, None if there was none; every_samples: samples between two evaluations, 0 if unknown; has_finished:
+    whether it finished, with the target or without."""
 
     samples_to_target: float | None
     value: float | None
@@ -41,7 +41,7 @@ class Learning:
 def convergence_gate(
     candidates: Sequence[Learning], baselines: Sequence[Learning], *, target: Target | None, policy: ConvergencePolicy
 ) -> GateResult:
-    """The gate's checks: runs enough, the target reached, effort, the last value, and not faster than chance."""
+    """The gate's checks: enough runs, the target reached, effort, the last value, and not faster than chance."""
     few = _enough(candidates, baselines, policy.min_runs)
     if not baselines or not candidates:
         return gate_of(GATE, [few])

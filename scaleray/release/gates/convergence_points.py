@@ -19,7 +19,7 @@ from scipy.special import stdtrit
 from scaleray.release.gates.confidence import ALPHA
 
 LEAST_REFERENCE = 4
-"""Smallest number of runs of a reference point: two are left when the best and the worst are out."""
+"""Smallest number of runs of a reference point: two remain without the best and the worst."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class ReferencePoint:
     stdev: float
     """Standard deviation of all its runs, divided by n."""
     number: int
-    """Runs that the mean is of: without those left out."""
+    """Number of runs in the mean."""
 
     @classmethod
     def of(cls, batch_size: int, efforts: Sequence[float], *, left_out: int = 1) -> ReferencePoint:
-        """The point of these runs. left_out: number of best and of worst runs that the mean leaves out."""
+        """Point of these runs. left_out: number of best and of worst runs excluded from the mean."""
         return cls(batch_size, olympic(efforts, left_out=left_out), float(np.std(efforts)), len(efforts) - 2 * left_out)
 
     def slowest_allowed(self, submitted: int, *, alpha: float = ALPHA) -> float:
-        """The smallest mean that `submitted` runs may have, the left out ones not counted."""
+        """Smallest allowed mean of `submitted` runs, without excluded ones."""
         freedom = self.number + submitted - 2
         reach = float(stdtrit(freedom, 1 - alpha)) * self.stdev * math.sqrt(1 / self.number + 1 / submitted)
         return max(0.0, self.mean - reach)

@@ -20,11 +20,11 @@ GATE = "fingerprint"
 OF_THE_TRAINING = ("workload.", "data.")
 """Sections of the config that must be the same."""
 ABOUT_FILES = ("rows", "bytes", "sha256", "hashed", "tokens")
-"""Facts of a split that say which data it is; others say how it was read."""
+"""Facts that identify the data of a split; others describe how it was read."""
 CONTENT = "content"
-"""Word of `hashed` for a hash of all bytes; other hashes are of names and sizes, or there is none."""
+"""Value of `hashed` if all bytes were hashed; otherwise only names and sizes were, or nothing."""
 LINK = f"{GPU}interconnect"
-"""Connection of GPUs: a fact of trainings on several of them."""
+"""Connection of GPUs: a fact of trainings on several GPUs."""
 
 
 def fingerprint_gate(
@@ -63,7 +63,7 @@ def _alike(
 
 
 def committed(states: Mapping[str, Mapping[str, Any]], policy: FingerprintPolicy) -> Check:
-    """Whether a commit holds the code. states: what git said, by the name of what was measured."""
+    """Whether the code is committed. states: git's state by name of the measurement."""
     what = "code that a commit holds"
     if unknown := [name for name, git in states.items() if git.get("is_dirty") is None]:
         words = f"it is not known for {', '.join(unknown)}"
@@ -78,7 +78,7 @@ def committed(states: Mapping[str, Mapping[str, Any]], policy: FingerprintPolicy
 
 
 def _known_hardware(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Check:
-    """Whether it is known what the workers ran on."""
+    """Whether the workers' hardware is known."""
     what = "hardware of the workers is known"
     unknown = [f"{run.name} has no record of its workers" for run in runs if not workers_of(run)]
     for run in runs:
@@ -92,8 +92,7 @@ def _known_hardware(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Che
 
 
 def _known_content(runs: Sequence[RunRecord], may_differ: Sequence[str]) -> Check:
-    """Whether the bytes of the data are known, and not only their number: rows of the same number, or files of the
-    same names, may hold anything."""
+    """Whether the bytes of the data are known: an equal number of rows, or equal file names, prove nothing."""
     what = "data known by its content"
     unknown = {
         f"{split} of {run.name} ({facts.get('hashed') or 'no hash'})": split
@@ -131,7 +130,7 @@ def _data(run: RunRecord) -> dict[str, Any]:
 
 
 def _trained(run: RunRecord) -> dict[str, Any]:
-    """The keys of the config that say what is trained."""
+    """Keys of the config that define the training."""
     return {
         f"config.{key}": value
         for key, value in leaves(jsonable(run.config))

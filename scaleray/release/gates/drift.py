@@ -1,6 +1,5 @@
-"""Whether today's runs are still like those of a promoted model: their speed and their data, answered like gates.
-
-How they learn is judged by `convergence`. Data that is the same to the byte is not looked at any further.
+"""Do recent runs still match those of a promoted model in speed and data? Answered like gates; `convergence` evaluates
+how they learn. Byte-identical data needs no further check.
 
 Columns are compared by the shares of their rows, whatever their distribution. A margin is passed where the largest
 difference of shares is below it by the noise of a share, and failed where it is above it by the noise of the largest
@@ -30,14 +29,14 @@ TRAIN_AGAIN = "train and promote it again: records now have the distribution of 
 LARGEST_OF_NINE_IN_TEN = 1.224
 """Largest difference of 9 in 10 pairs of samples of the same data, in units of a share's noise (Kolmogorov 1933)."""
 SUCCESSIVE = 2
-"""Rows that count as one for a pass, since rows that were stored one after the other may resemble each other."""
+"""Rows that count as one for a pass, since neighbouring rows may resemble each other."""
 CHECKS_A_COLUMN = 3
 """Most checks of the values of one column."""
 Facts = Mapping[str, Any]
 
 
 def speed_gate(today: Sequence[RunRecord], promoted: Sequence[RunRecord], *, policy: DriftPolicy) -> GateResult:
-    """Whether a sample takes no longer than it did, on the same hardware."""
+    """Whether a sample takes no longer than before, on the same hardware."""
     if not today:
         return gate_of(SPEED, [Check(what="time per sample", answer="inconclusive", words=NONE_TODAY)])
     times = [[1 / run.samples_per_s for run in side if run.samples_per_s] for side in (today, promoted)]
@@ -90,7 +89,7 @@ def _same_hardware(today: Sequence[RunRecord], promoted: Sequence[RunRecord]) ->
 
 
 def _hardware(run: RunRecord) -> str:
-    """Workers and processors of a run, in words."""
+    """Workers and processors of a run, as text."""
     facts = facts_of_run(run)
     names = facts.get(f"{GPU}names") or facts.get("environment.cpu.model")
     kinds = ", ".join(names) if isinstance(names, list) else str(names)
@@ -103,7 +102,7 @@ def _is_same(mine: Facts, theirs: Facts) -> bool:
 
 
 def _split(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: float) -> list[Check]:
-    """Checks of a split whose data are others: columns and types first, and values only of those that are there."""
+    """Checks of a split with different data: columns and types first, and values of existing columns only."""
     columns = mine.get("columns"), theirs.get("columns")
     what = f"columns and types of {where}"
     if columns[0] is None or columns[1] is None:
@@ -138,7 +137,7 @@ def _said(value: Any) -> str:
 
 
 def _values(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: float) -> list[Check]:
-    """Checks of a column's values. alpha: probability to fail where nothing has changed, of each."""
+    """Checks of a column's values. alpha: probability that each fails if nothing has changed."""
     sides, rows = (mine, theirs), (mine["rows"], theirs["rows"])
     if any(isinstance(one.get("values"), list) or ("mean" in one and "quantiles" not in one) for one in sides):
         words = "an earlier version of scaleray recorded too little"
@@ -169,8 +168,8 @@ def _values(where: str, mine: Facts, theirs: Facts, policy: DriftPolicy, alpha: 
 def _new(
     what: str, number: int, once: int, rows: Sequence[int], words: str, policy: DriftPolicy, alpha: float
 ) -> Check:
-    """Whether few enough rows have a value that none of the promoted data had. once: number of values that one row of
-    those had, which says how many more there are (Good and Turing)."""
+    """Whether few enough rows have a value that the promoted data lacked. once: number of values that occurred in one
+    promoted row, which predicts unseen ones (Good and Turing)."""
     share = number / rows[0]
     least = _lowest_share(number, rows[0], alpha)
     most = _highest_share(number / SUCCESSIVE, rows[0] / SUCCESSIVE, policy.alpha)
@@ -209,8 +208,8 @@ def _distance(mine: Facts, theirs: Facts) -> float | None:
 
 
 def _not_finite(sides: Sequence[Facts]) -> list[float]:
-    """Share of the rows without a finite mean, of each side; 0 for columns that are no numbers. A side may have not one
-    finite row."""
+    """Share of rows without a finite mean, of each side; 0 for columns that are not numbers. A side may have no finite
+    row."""
     if not any("quantiles" in one for one in sides):
         return [0.0 for _ in sides]
     return [1 - one.get("finite_rows", 0) / one["rows"] for one in sides]

@@ -1,6 +1,6 @@
 """The code and the environment of a measurement, as flat facts that can be compared.
 
-The driver takes down its own machine, which may be a head without any GPU. If workers reported theirs, these facts take
+The driver records its own machine, which may be a head node without GPUs. If workers reported theirs, these facts take
 the place of the driver's: kinds of GPU (not their number), driver, CUDA, cuDNN and NCCL, kernel and torch.
 """
 
@@ -16,7 +16,7 @@ GPU = "environment.accelerators."
 KNOWN_OF_GPUS = ("names", "driver", "cuda", "cudnn", "nccl")
 """Required facts of GPUs that were used."""
 NO_FACTS = ("nvml_error",)
-"""Keys of the accelerators that are no property of them."""
+"""Keys of the accelerators that are not their properties."""
 OF_WORKERS = {"cpu": "environment.cpu.model", "os": "environment.os", "torch": "environment.packages.torch"}
 """Further facts that workers report of their machines, and the driver's fact that each replaces."""
 MISSING = "missing"
@@ -24,9 +24,8 @@ Facts = Mapping[str, Any]
 
 
 def facts_of_environment(environment: Facts, workers: Sequence[Facts] = ()) -> dict[str, Any]:
-    """Code and environment as `reproducibility.fingerprint.environment` took them, as dotted keys. workers: hardware of
-    each worker, or each kind of worker; without any the driver's is all that is known.
-    """
+    """Code and environment as `reproducibility.fingerprint.environment` recorded them, as dotted keys. workers:
+    hardware of each worker or kind of worker; if empty, only the driver's is known."""
     found = {}
     for key, value in leaves(jsonable(environment)):
         section = "code" if key.startswith("git.") else "environment"
@@ -65,7 +64,7 @@ def unknown_of_gpus(facts: Facts, may_differ: Sequence[str] = ()) -> list[str]:
 
 
 def unlike(here: Facts, there: Facts, may_differ: Sequence[str]) -> list[str]:
-    """Keys whose values differ, in words; those that may differ are left out."""
+    """Keys whose values differ, as text, without those that may differ."""
     keys = sorted({*here, *there})
     return [
         f"{key} is {here.get(key, MISSING)} and {there.get(key, MISSING)}"
@@ -75,7 +74,7 @@ def unlike(here: Facts, there: Facts, may_differ: Sequence[str]) -> list[str]:
 
 
 def _of_gpus(gpus: Sequence[Facts]) -> dict[str, Any]:
-    """Facts of the GPUs of several machines: each key with its value, or all values that there are."""
+    """Facts of the GPUs of several machines: each key with its value, or all different values."""
     keys = {key for one in gpus for key in one if key != "names" and key not in NO_FACTS}
     found = {f"{GPU}{key}": _one(jsonable(one.get(key)) for one in gpus) for key in sorted(keys)}
     kinds = sorted({str(name) for one in gpus for name in one.get("names") or ()})
@@ -83,6 +82,6 @@ def _of_gpus(gpus: Sequence[Facts]) -> dict[str, Any]:
 
 
 def _one(values: Iterable[Any]) -> Any:
-    """The value that all have, or a list of the different ones."""
+    """The common value, or a list of the different ones."""
     different = {str(value): value for value in values}
     return next(iter(different.values())) if len(different) == 1 else [different[key] for key in sorted(different)]

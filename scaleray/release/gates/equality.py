@@ -20,13 +20,12 @@ from scaleray.release.gates.policy import EqualityPolicy
 GATE = "equality"
 DAY_S = 86400.0
 NOT_OF_THE_STEP = ("seed", "stop.", "schedule.", "evaluation.")
-"""Keys that say how long a training is or with which random numbers it begins: the equality of a step does not depend
-on them."""
+"""Keys of the length or random seed of a training: the equality of a step does not depend on them."""
 
 
 @dataclass(frozen=True)
 class NamedCertificate:
-    """A certificate with the folder that it was read from, and the SHA-256 of its file, which MLflow has as well."""
+    """A certificate, its folder, and the SHA-256 of its file, which MLflow also has."""
 
     record: EqualityCertificate
     name: str
@@ -35,7 +34,7 @@ class NamedCertificate:
 
 @dataclass(frozen=True)
 class Verified:
-    """Subject that a certificate must have: a kind of training, as a run or a study had it. facts: of code and
+    """Required subject of a certificate: the kind of training of a run or a study. facts: of code and
     environment; folder: the one with its config.yaml.
     """
 
@@ -62,7 +61,7 @@ def equality_gate(
     may_differ: Sequence[str] = (),
     now: float | None = None,
 ) -> GateResult:
-    """The gate's check, by the certificate that fits best. now: seconds since 1970, by default this moment."""
+    """The gate's check, by the best matching certificate. now: seconds since 1970, by default this moment."""
     what = f"{run.strategy} on {quantity(run.workers, 'worker')} equals one process"
     remedy = f"scaleray verify -c {run.folder}/config.yaml --strategies {run.strategy} --world-sizes {run.workers}"
     if run.workers == 1:
@@ -92,7 +91,7 @@ def belonging(
     may_differ: Sequence[str],
     now: float,
 ) -> NamedCertificate | None:
-    """The newest certificate that counts for this training; None for one worker, of which none is asked."""
+    """The newest valid certificate for this training; None for one worker, which needs none."""
     if run.workers == 1:
         return None
     newest_first = sorted(certificates, key=lambda one: -one.record.written_at)
@@ -102,7 +101,7 @@ def belonging(
 def _why_not(
     one: EqualityCertificate, run: Verified, policy: EqualityPolicy, may_differ: Sequence[str], now: float
 ) -> list[str]:
-    """Reasons for which a certificate does not count; none where it does."""
+    """Reasons against a certificate; empty if it is valid."""
     reasons = []
     if run.strategy not in one.strategies:
         reasons.append(f"it is of {', '.join(one.strategies)}")

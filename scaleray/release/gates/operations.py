@@ -18,7 +18,7 @@ UNMEASURED = "not measured"
 
 @dataclass(frozen=True)
 class Operated:
-    """Facts of one candidate's operation. alerts: content of its alerts.jsonl; None: it was not read."""
+    """Facts of one candidate's operation. alerts: content of its alerts.jsonl; None: not read."""
 
     run: RunRecord
     alerts: Sequence[Alert] | None = field(default=None)
@@ -50,7 +50,7 @@ def operations_gate(
 
 
 def faults_survived(run: RunRecord) -> int:
-    """Number of times that a finished run went on from a checkpoint after an interruption or lost workers."""
+    """Number of times that a finished run resumed from a checkpoint after an interruption or lost workers."""
     if run.status != "FINISHED" or not run.resumed_after:
         return 0
     goodput = run.profile.goodput if run.profile else None  # counts the attempts of earlier processes too
@@ -66,7 +66,7 @@ def _finished(runs: Sequence[RunRecord]) -> Check:
 
 
 def _goodput(runs: Sequence[RunRecord], least: float) -> Check:
-    """Whether the mean of the candidates' goodput is above the limit, by an interval of which each end has 95 %."""
+    """Whether the candidates' mean goodput is above the limit, by an interval with 95 % at each end."""
     what, remedy = f"goodput above {least:g}", "scaleray profile RUN shows where it went"
     shares = [_goodput_of(run) for run in runs]
     values = [share for share in shares if share is not None]
@@ -126,7 +126,7 @@ def _alerts(candidates: Sequence[Operated], severities: Sequence[str]) -> Check:
 
 
 def _not_in_the_file(one: Operated) -> list[str]:
-    """Alerts of the record that alerts.jsonl does not have as they are."""
+    """Alerts of the record that are missing or different in alerts.jsonl."""
     if one.alerts is None:
         return []
     there = {(alert.name, alert.severity, alert.since) for alert in one.alerts}
@@ -146,7 +146,7 @@ def _without_checkpoint_s(run: RunRecord) -> float | None:
 
 
 def _headroom(run: RunRecord) -> float | None:
-    """Share of the memory that was left on the worker with least; None where a capacity is not known, as on CPUs."""
+    """Share of free memory on the worker with the least; None if a capacity is unknown, as on CPUs."""
     left = [
         1 - peak / part["device_bytes"]
         for peak, part in zip(run.peak_memory_bytes, run.memory, strict=False)
@@ -174,7 +174,7 @@ def _worst(
     is_kept: Callable[[float], bool],
     remedy: str,
 ) -> Check:
-    """A check of a limit that every candidate must keep, with the value of the one that is worst."""
+    """Check of a limit for every candidate, with the worst value."""
     values = [(run.name, measure(run)) for run in runs]
     known = [value for _, value in values if value is not None]
     found = worst(known) if known else None

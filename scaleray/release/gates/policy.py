@@ -21,36 +21,36 @@ class FingerprintPolicy(Settings):
     may_differ: tuple[str, ...] = ("environment.memory_gib", "environment.cpu.cores", "environment.cpu.threads")
     """Beginnings of keys that may differ, of `code.`, `environment.` and `data.`."""
     allow_uncommitted: bool = False
-    """Whether runs of changes that no commit holds may pass."""
+    """Whether runs with uncommitted changes may pass."""
 
 
 class EqualityPolicy(Settings):
-    """Which certificate of `scaleray verify` counts."""
+    """Requirements on the certificate of `scaleray verify`."""
 
     max_age_days: Annotated[float | None, Field(gt=0)] = 90.0
     """Oldest certificate that counts, in days."""
     max_bound: Annotated[float, Field(gt=0)] = 1e-6
-    """Largest bound that a certificate may have been made with."""
+    """Largest allowed bound of a certificate."""
 
 
 class ScalingPolicy(Settings):
-    """How efficient the candidate's number of workers must be, by a study."""
+    """Required efficiency of the candidate's number of workers, by a study."""
 
     min_efficiency: Annotated[float, Field(gt=0, le=1)] = 0.7
     """Smallest efficiency; the lower end of its interval must be above it."""
     mode: Literal["strong", "weak"] = "strong"
-    """Curve that is looked at."""
+    """Curve that is evaluated."""
     base_workers: Annotated[int, Field(ge=1)] = 1
     """Largest number of workers that a study may begin with: its efficiency is relative to that."""
     min_launches: Annotated[int, Field(ge=2)] = 3
-    """Fewest measurements of a number of workers: a single one does not show how much the next would differ."""
+    """Fewest measurements of a number of workers: a single one does not show the spread."""
 
 
 class ConvergencePolicy(Settings):
-    """How much worse than the baseline the candidate may learn, and how that is shown."""
+    """How much worse than the baseline the candidate may learn, and the proof required."""
 
     target: Target | None = None
-    """Target whose samples are compared, such as `test/accuracy >= 0.97`; None: the config's own `stop.at`."""
+    """Target for which samples are compared, such as `test/accuracy >= 0.97`; None: the config's own `stop.at`."""
     margin: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Largest share by which the candidate may need more samples to the target."""
     metric: str | None = None
@@ -61,14 +61,14 @@ class ConvergencePolicy(Settings):
     ask_for: Literal["not worse", "equal"] = "not worse"
     """Whether the candidate may be better by more than the margin."""
     not_faster_than_chance: bool = False
-    """Whether a candidate that needs suspiciously few samples fails, by MLPerf's test: for a recipe that must not have
-    changed, as it refuses a better one."""
+    """Whether a candidate that needs suspiciously few samples fails, by MLPerf's test: for unchanged recipes only, as
+    it refuses better ones."""
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
     """Probability to pass at the margin, of each test."""
     min_runs: Annotated[int, Field(ge=2)] = 5
     """Fewest runs of each side."""
     may_miss: Annotated[int, Field(ge=0)] = 0
-    """Number of candidates that may end without the target."""
+    """Number of candidates that may miss the target."""
 
     @field_validator("metric")
     @classmethod
@@ -84,22 +84,22 @@ class ConvergencePolicy(Settings):
 
     @property
     def better(self) -> Better | None:
-        """Which values of `metric` are better; None without it."""
+        """Better direction of `metric`; None without it."""
         return None if self.metric is None else "lower" if self.metric.endswith(" min") else "higher"
 
 
 class OperationsPolicy(Settings):
-    """How every candidate must have run."""
+    """Required operation of every candidate."""
 
     min_goodput: Annotated[float | None, Field(gt=0, le=1)] = None
-    """Smallest share of a run's time that was steps that count; the lower end of the interval over the candidates must
+    """Smallest share of a run's time in productive steps; the lower end of the interval over the candidates must
     be above it."""
     max_checkpoint_interval_s: Annotated[float | None, Field(gt=0)] = None
-    """Longest time of training that no checkpoint held, in s, as measured: work that a lost worker would have cost."""
+    """Longest measured training time without a checkpoint, in s: the work that a lost worker would cost."""
     min_faults_survived: Annotated[int | None, Field(ge=1)] = None
-    """Fewest times that finished runs of this training went on from a checkpoint after a fault."""
+    """Fewest times that finished runs of this training resumed from a checkpoint after a fault."""
     min_memory_headroom: Annotated[float | None, Field(ge=0, lt=1)] = None
-    """Smallest share of a device's memory that was left at the peak."""
+    """Smallest share of free device memory at the peak."""
     max_nonfinite_steps: Annotated[int | None, Field(ge=0)] = 0
     """Most steps whose loss or gradient was not finite."""
     no_alerts_of: tuple[str, ...] = ("critical",)
@@ -107,8 +107,8 @@ class OperationsPolicy(Settings):
 
 
 class DriftPolicy(Settings):
-    """How far runs may be from those of a registered version (`scaleray gate --against NAME@ALIAS`); how they learn is
-    judged by `convergence`."""
+    """Allowed drift from the runs of a registered version (`scaleray gate --against NAME@ALIAS`); `convergence`
+    evaluates how they learn."""
 
     margin_slower: Annotated[float, Field(gt=0)] = 0.1
     """Largest share by which a sample may take longer."""
@@ -121,7 +121,7 @@ class DriftPolicy(Settings):
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
     """Probability to pass at a margin, of each test."""
     min_runs: Annotated[int, Field(ge=2)] = 3
-    """Fewest runs of each side whose speed is compared."""
+    """Fewest runs of each side for comparing speed."""
 
 
 class Policy(Settings):

@@ -1,4 +1,4 @@
-"""The gate `scaling`: the efficiency of a number of workers, by a scaling study, is above what the policy asks for.
+"""The gate `scaling`: the efficiency of a number of workers, by a scaling study, is above the policy's limit.
 
 The lower end of an interval counts, so that one lucky turn does not pass. It reaches `SUCCESSIVE` times as far as the
 study's 95 % interval: turns are taken in succession, and with 3 skewed turns of one worker and 30 of four 6.5 % passed.
@@ -18,7 +18,7 @@ from scaleray.release.gates.policy import ScalingPolicy
 
 GATE = "scaling"
 UNREAL = {"emulated": "its compute was a timed sleep", "oversubscribed": "its workers shared processors"}
-"""Marks of a point whose speed says nothing about real devices, and why."""
+"""Marks of points whose speed does not apply to real devices, with reasons."""
 
 
 def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPolicy) -> GateResult:
@@ -50,7 +50,7 @@ def scaling_gate(study: StudyRecord | None, *, workers: int, policy: ScalingPoli
 
 
 def study_command(study: StudyRecord | None, workers: int, policy: ScalingPolicy, turns: int) -> str:
-    """The command that measures so many turns of each size: as the study was asked, with what it lacks."""
+    """The command that measures this many times at each size: the study's own, with its missing options."""
     words = shlex.split(study.command) if study is not None and study.command else ["scaleray", "study", "-c", "FILE"]
     known = study.curves if study is not None else []
     sizes = sorted({1, workers, *(one.point.workers for curve in known for one in curve.points)})
@@ -95,14 +95,14 @@ def _check(what: str, found: CurvePoint, study: StudyRecord, policy: ScalingPoli
 
 
 def _judged(measured: Estimate) -> Estimate:
-    """The efficiency with ends SUCCESSIVE times as far from it, as logarithms."""
+    """The efficiency with interval ends SUCCESSIVE times as far away, in logarithms."""
     value = measured.value
     low, high = (value * (end / value) ** SUCCESSIVE for end in (measured.low, measured.high))
     return Estimate(value, low, high)
 
 
 def _power(noise: Runs, limit: float) -> float:
-    """Probability that the lower end of the interval of as many turns is above the limit."""
+    """Probability that the lower end of the interval is above the limit for this many measurements."""
     if noise.stdev == 0:
         return float(noise.mean > math.log(limit))
     contrast = Contrast(noise.stdev / math.sqrt(noise.number), noise.number - 1, 0.0, are_successive=True)
@@ -110,15 +110,15 @@ def _power(noise: Runs, limit: float) -> float:
 
 
 def _turns_needed(noise: Runs, limit: float) -> int | None:
-    """Smallest number of turns of which 9 in 10 sets pass; None if no number does."""
+    """Smallest number of measurements that passes 9 times of 10; None if there is none."""
     if noise.mean <= math.log(limit):
         return None
     return runs_needed(lambda turns: turns > 1 and _power(noise.repeated(turns), limit) >= POWER)
 
 
 def _noise(found: CurvePoint) -> Runs:
-    """The logarithm of the efficiency as if each turn gave one, with the noise that the lower end of its interval
-    tells."""
+    """Logarithm of the efficiency as if each measurement gave one, with noise derived from the lower end of its
+    interval."""
     value, turns = found.efficiency.value, len(found.point.turns)
     half = math.log(value / found.efficiency.low)
     return Runs(math.log(value), half / float(stdtrit(turns - 1, 1 - BEYOND)) * math.sqrt(turns), turns)

@@ -1,4 +1,4 @@
-"""The commands of a path as processes of their own: the JSON that each prints is its result, its log is kept."""
+"""Commands of a path as separate processes: the printed JSON is the result, and the log is stored."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOOK_S = 0.05
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a task. code: exit code; folder: where it wrote; words: summary of its record, or why there is none."""
+    """Result of a task. code: exit code; folder: output folder; words: summary of its record, or why there is none."""
 
     code: int
     words: str = ""
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def ran(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
-    """Run a command and return its outcome. A training that was cut off resumes."""
+    """Run a command and return its outcome. An interrupted training resumes."""
     folder = folder_of(words)
     code, printed, said = run_command(going_on(words), log=log_of(path, task))
     figures = of_training(folder, path.target) if code == 0 and folder is not None else {}
@@ -92,14 +92,14 @@ def held(log: Path) -> Iterator[int]:
 
 
 def _last_words(said: str) -> str:
-    """The last error that a command has logged, or its last line."""
+    """The last error that a command logged, or its last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line.partition(" ")[0] + " "]
     return (errors or lines or ["it logged nothing"])[-1][:MOST_WORDS]
 
 
 def going_on(words: Sequence[str]) -> list[str]:
-    """The command, or if it is a training that was cut off, the one that resumes it."""
+    """The command, or the one that resumes it if it is an interrupted training."""
     folder = folder_of(words)
     if folder is None or not (folder / "run.json").is_file():
         return list(words)
@@ -123,13 +123,13 @@ def record_in(folder: Path) -> RunRecord | None:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the training in a folder has come to its end."""
+    """Whether the training in a folder has finished."""
     record = record_in(folder)
     return record is not None and record.status == "FINISHED"
 
 
 def of_training(folder: Path, target: str) -> dict[str, float]:
-    """Figures of a finished training, as far as they are known."""
+    """Known figures of a finished training."""
     with contextlib.suppress(ScaleRayError, OSError):
         found = find_run(str(folder))
         if isinstance(found.record, RunRecord):

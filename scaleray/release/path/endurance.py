@@ -1,4 +1,4 @@
-"""Trainings that a path judges by more than their result: one that is killed and resumes, and a long one."""
+"""Trainings of a path with further checks: one that is killed and resumes, and a long one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from scaleray.release.path.commands import (
 from scaleray.release.path.tasks import CANDIDATE, POLICY, log_of, run_folder
 
 LIMIT_S = 3600.0
-"""Seconds without a checkpoint after which a training is not waited for any longer."""
+"""Seconds to wait for a checkpoint of a training."""
 
 
 def killed_and_gone_on(path: PathRecord, task: PathTask, words: Sequence[str]) -> Outcome:
@@ -112,8 +112,7 @@ def _compared(path: PathRecord, folder: Path) -> Outcome:
 
 
 def judged_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Outcome:
-    """A long training that has ended, judged by its alerts, its steps that were not finite, and how its speed
-    drifted."""
+    """Check a long training after its end: alerts, steps that were not finite, and drift of its speed."""
     folder = folder_of(words)
     record = None if folder is None else record_in(folder)
     if outcome.code or record is None or folder is None:
@@ -133,7 +132,7 @@ def judged_soak(path: PathRecord, outcome: Outcome, words: Sequence[str]) -> Out
 
 
 def _drift(folder: Path) -> float | None:
-    """Median step time of the last quarter over that of the second one, which the start does not slow any longer."""
+    """Median step time of the last quarter over that of the second, which the start no longer slows."""
     try:
         times = [row["step_time_s"] for row in step_rows((folder / "steps.csv").read_text())]
     except OSError:

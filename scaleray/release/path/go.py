@@ -1,4 +1,4 @@
-"""Going along a path: its tasks one after another, and what came of each is kept."""
+"""Run a path: its tasks one after another, with stored results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from scaleray.release.path.runbook import write_runbook
 from scaleray.release.path.tasks import DECIDE, STUDY, SWEEP, filled, log_of, tasks_of
 
 ANEW = "--force"
-"""Option of a study that takes nothing over from earlier ones."""
+"""Option of a study that reuses no earlier measurements."""
 
 
 def next_on_path(name: str | None = None, *, until: str | None = None, say: Say = lambda text: None) -> PathRecord:
@@ -65,7 +65,7 @@ def _step(name: str) -> str:
 
 
 def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathRecord:
-    """Leave a task out, with the reason that the status shows. Raises UsageError for one that is not there."""
+    """Skip a task, with a reason shown in the status. Raises UsageError for an unknown one."""
     path = find_path(name)
     if not reason.strip():
         raise UsageError("--reason", reason or None, "give the reason to readers of the path")
@@ -79,7 +79,7 @@ def skip_on_path(task: str, reason: str, *, name: str | None = None) -> PathReco
 
 
 def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> PathRecord:
-    """Open a task again, and all that come after it and were not skipped. The runs of trainings are set aside."""
+    """Reopen a task and all later ones that were not skipped. The runs of trainings are set aside."""
     path = find_path(name)
     with locked(path) as path:
         first = path.tasks.index(_known(path, task))
@@ -92,9 +92,8 @@ def redo_on_path(task: str, reason: str = "", *, name: str | None = None) -> Pat
 
 
 def _opened(task: PathTask, fresh: PathTask) -> PathTask:
-    """A task as it was before it began; its files are set aside, where they can still be read. A study that has begun
-    measures all again, rather than reusing its measurements.
-    """
+    """Reset a task; its files are moved aside and can still be read. A study that was started measures everything again
+    instead of reusing its measurements."""
     is_promotion = "--pipeline" in task.command and "--verify" not in task.command
     folder = Path(task.command[task.command.index("--pipeline") + 1]) if is_promotion else folder_of(task.command)
     if folder is not None:
@@ -141,7 +140,7 @@ def _outcome(path: PathRecord, task: PathTask, *, say: Say) -> Outcome:
 
 
 def _advised(path: PathRecord, advice: str) -> PathRecord:
-    """The path whose next decision has the sweep's advice before it."""
+    """The path, with the sweep's advice added to its next decision."""
     task = path.task(DECIDE)
     if task is None or not advice or task.status != "open":
         return path

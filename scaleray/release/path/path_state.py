@@ -32,7 +32,7 @@ from scaleray.release.promote.pipeline import KINDS
 
 LOCK, SQLITE = ".lock", "sqlite:///"
 SOAK = 3
-"""How much longer than the job the long training is."""
+"""Length of the long training, in multiples of the job's."""
 
 
 def start_path(
@@ -125,9 +125,7 @@ def _notes(runs: int, policy: Policy) -> list[str]:
 
 
 def _of_code(policy: Policy) -> list[str]:
-    """Facts of the code that the gate fingerprint will miss, reported before anything is trained rather than after all
-    of it.
-    """
+    """Facts of the code that the gate fingerprint will miss, reported before any training."""
     state = git_state(Path.cwd())
     if not state:
         return ["this folder has no commit: the gate fingerprint will be inconclusive; start in a checkout"]
@@ -188,7 +186,7 @@ def read(folder: Path) -> PathRecord:
 
 
 def _moved(value: Any, before: str, here: str) -> Any:
-    """A value of the record whose paths at or in the folder `before` are those in `here`, an SQLite URI's too."""
+    """A value of the record with paths at or in the folder `before` moved to `here`, including SQLite URIs."""
     if isinstance(value, dict):
         return {key: _moved(one, before, here) for key, one in value.items()}
     if isinstance(value, list):
@@ -202,7 +200,7 @@ def _moved(value: Any, before: str, here: str) -> Any:
 
 
 def _interrupted(path: PathRecord) -> PathRecord:
-    """The path after a call that was cut off. A task whose command has ended since, is no longer running."""
+    """The path after an interrupted call. A task whose command has ended is no longer running."""
     cut = [
         replace(task, status="interrupted") if task.status == "running" and not is_locked(log_of(path, task)) else task
         for task in path.tasks
@@ -211,7 +209,7 @@ def _interrupted(path: PathRecord) -> PathRecord:
 
 
 def write(path: PathRecord) -> PathRecord:
-    """Write the state, whole or not at all."""
+    """Write the state atomically."""
     write_whole(Path(path.folder) / STATE, path.to_json())  # with the mode of the umask, as all files of the folder
     return path
 
@@ -236,7 +234,7 @@ def locked(path: PathRecord) -> Iterator[PathRecord]:
 
 
 def _lock_file(folder: Path) -> IO[str]:
-    """The file that is locked, which may be another user's: every user with write access to the folder may lock it."""
+    """The lock file, possibly of another user: every user with write access to the folder may lock it."""
     if not os.access(folder, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     place = folder / LOCK

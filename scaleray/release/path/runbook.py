@@ -66,7 +66,7 @@ def _commands(rows: list[tuple[str, str]]) -> str:
 
 
 def _usual(path: PathRecord) -> str:
-    """Means and ranges of what the trainings of both sides measured."""
+    """Means and ranges of the measurements of both sides."""
     rows = ["| figure | one worker | distributed | range |", "|---|---|---|---|"]
     sides = [[task for task in path.tasks if task.key.startswith(start)] for start in ("baseline/", "validate/candid")]
     for name in dict.fromkeys(name for task in sides[1] for name in task.figures):
@@ -92,7 +92,7 @@ def _alerts(path: PathRecord) -> str:
 
 
 def _limits(path: PathRecord) -> list[str]:
-    """Measured limits of alerts from the promotion, as its pipeline keeps them."""
+    """Measured limits of alerts, from the promotion's pipeline."""
     try:
         pins = load_json((Path(path.folder) / PIPELINE / PINS).read_bytes())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The tasks of a path: name, command, what each needs and what it proves."""
+"""The tasks of a path: name, command, inputs and purpose."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def tasks_of(path: PathRecord) -> list[PathTask]:
 
 
 def between(workers: int) -> list[int]:
-    """The numbers of workers between one and `workers` at which convergence is looked at: each doubling."""
+    """Numbers of workers between one and `workers` at which convergence is checked: each doubling."""
     found, size = [], 2
     while size < workers:
         found.append(size)
@@ -134,8 +134,8 @@ def between(workers: int) -> list[int]:
 
 
 def filled(path: PathRecord, words: Sequence[str]) -> list[str]:
-    """The words of a command with the results of the tasks that it needs; trainings that were skipped are left out.
-    Raises UsageError where no baseline is left."""
+    """The words of a command with the results of the tasks that it needs, without skipped trainings. Raises UsageError
+    if no baseline is left."""
     found = list[str]()
     skipped = {run_folder(path, task.key.partition("/")[2]) for task in path.tasks if task.status == "skipped"}
     for word in words:
@@ -220,5 +220,5 @@ def _evidence(path: PathRecord) -> list[str]:
 
 
 def log_of(path: PathRecord, task: PathTask) -> Path:
-    """The file with what the task's command has logged."""
+    """The log file of the task's command."""
     return Path(path.folder) / LOGS / f"{task.key.replace('/', '-')}.log"

@@ -1,2 +1,1 @@
-"""`scaleray promote`: a trained model into MLflow's registry with what shows that it may be there, checked and taken
-back."""
+"""`scaleray promote`: register a trained model in MLflow with its evidence, check it and roll it back."""

@@ -1,4 +1,5 @@
-"""Limits of alerts for a training, by what runs of it have measured: what they came to is no alert, far more is one."""
+"""Limits of alerts for a training, from the measurements of its runs: usual values raise no alert, far larger ones
+do."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ class MeasuredLimits:
 
 
 def measured_limits(runs: Sequence[FoundRun]) -> MeasuredLimits:
-    """Limits by these runs. What they did not measure keeps its usual limit."""
+    """Limits from these runs. Quantities without measurements keep the default limit."""
     usual, records = AlertLimits(), [training(run) for run in runs]
     rows = [step_rows(run.steps) for run in runs]
     times, losses, norms = (
@@ -65,7 +66,7 @@ def measured_limits(runs: Sequence[FoundRun]) -> MeasuredLimits:
 
 
 def _limit(name: str, value: float, usual: float) -> float:
-    """A limit beyond what was measured: half of the usual one at least, or a calm run would be hard to bear."""
+    """A limit above the measurements, at least half of the default: otherwise a calm run would get a tight one."""
     if name == "memory_share":  # half of what is left
         return round(min(0.99, (1 + value) / 2), 4)
     limit = max(FACTOR * value, usual / 2)
@@ -73,7 +74,7 @@ def _limit(name: str, value: float, usual: float) -> float:
 
 
 def _largest(series: Sequence[Values], measure: Callable[[Values, Values], Values]) -> float | None:
-    """The most that as many values in a row as make an alert have reached, of any run; None of runs that are too
+    """The highest level reached by a streak of values as long as an alert needs, in any run; None if runs are too
     short."""
     found = [one for values in series for one in _in_a_row(values[np.isfinite(values)], measure)]
     return max(found, default=None)

@@ -1,7 +1,7 @@
-"""The repeatable pipeline of a promoted model, a folder of its own: what trains it again and where, the limits of its
-alerts, and the check for drift. A scheduler of the user's runs its scripts.
+"""The repeatable pipeline of a promoted model, a folder of its own: the retraining job, the limits of its alerts, and
+the drift check. A scheduler of the user's runs its scripts.
 
-It lies among the files of the version, so that its statement knows every byte of it.
+It is among the files of the version, so the version's statement covers every byte.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FOLDER = "pipeline"
 """Name among the files of a version."""
 JOB, PINS = "job.yaml", "pipeline.json"
 KINDS = ("local", "kubernetes", "slurm", "ray-up")
-"""Kinds of cluster that a pipeline is for."""
+"""Kinds of cluster of a pipeline."""
 
 
 def write_pipeline(
@@ -97,7 +97,7 @@ def check_cluster(cluster: str) -> None:
 
 
 def copy_pipeline(folder: Path, to: str | Path) -> None:
-    """Copy a pipeline to a folder that is new, or holds just the same, and appears when it is whole.
+    """Copy a pipeline atomically to a folder that is new or already equal.
 
     Raises UsageError, StorageError.
     """
@@ -115,8 +115,7 @@ def copy_pipeline(folder: Path, to: str | Path) -> None:
 
 
 def _job(run: RunRecord, workload: str, limits: AlertLimits, uri: str) -> dict[str, Any]:
-    """The run's config, resolved, for another run of the same: with code of its own, a new name, and the measured
-    limits."""
+    """The run's resolved config for repeating it: with its own code, a new name, and the measured limits."""
     values: dict[str, Any] = RunConfig.model_validate(run.config).model_dump(mode="json")
     values["workload"]["name"] = workload
     values["tracking"] |= {"run_name": None, "uri": without_password(uri)}
@@ -127,7 +126,7 @@ def _job(run: RunRecord, workload: str, limits: AlertLimits, uri: str) -> dict[s
 
 
 def _workload_name(name: str, code: Path) -> str:
-    """The packed workload's name as a path from the job file; that of an installed package stays."""
+    """The packed workload's name as a path from the job file; the name of an installed package is unchanged."""
     target, _, attribute = name.partition(":")
     file = target if target.endswith(".py") else f"{target.replace('.', '/')}.py"
     return f"{CODE}/{file}:{attribute}" if (code / file).is_file() else name

@@ -1,8 +1,7 @@
 """Promotion of a trained model: gates, a folder with its provenance, a version, an alias.
 
-The alias moves last, so that a promotion that is cut off has promoted nothing. Its id is made of the model and the
-evidence: the same command again finds the version that is there already and continues from it.
-"""
+The alias moves last, so an interrupted promotion has no effect. Its id depends on the model and the evidence: the same
+command finds the existing version and continues from it."""
 
 from __future__ import annotations
 
@@ -115,9 +114,7 @@ def promote(
 
 
 def _write(trained: TrainedRun, out: Path, place: Path, gates: GateRecord, run: RunRecord, options: ModelChoice) -> str:
-    """Write MLflow's model with evidence and answers of the gates next to it, and return which
-    weights it has, as text.
-    """
+    """Write MLflow's model with the evidence and answers of the gates, and return a description of its weights."""
     from scaleray.models.served import save_for_mlflow
 
     parts = find_parts(trained, **options.parts)

@@ -1,4 +1,4 @@
-"""An alias back to a version that it named before."""
+"""Roll an alias back to an earlier version."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def rollback(model: str, *, to: int | None = None, unchecked: str | None = None,
 
 
 def _check_files(registry: ModelRegistry, version: ModelVersion) -> None:
-    """Raise TrackingError unless the files are those of the promotion; the evidence may have gone."""
+    """Raise TrackingError unless the files are those of the promotion; evidence may be missing."""
     with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place:
         try:
             wrong = changes(registry.download(version, Path(place)), version)
@@ -65,7 +65,7 @@ def _check_files(registry: ModelRegistry, version: ModelVersion) -> None:
 
 
 def had_before(known: Mapping[int, ModelVersion], now: ModelVersion, alias: str) -> list[int]:
-    """Numbers of the versions that had the alias before it was given to the present one, the last one first."""
+    """Numbers of the versions that had the alias before the present one, the latest first."""
     given = {one.number: at for one in known.values() if (at := one.given_at(alias)) is not None}
     until = given.get(now.number, math.inf)
     older = [number for number, at in given.items() if at < until and not known[number].is_withdrawn(alias)]

@@ -1,4 +1,4 @@
-"""Whether a promoted model is still what was promoted: everything is computed again from what is kept with it."""
+"""Check that a promoted model is unchanged: everything is computed again from its stored files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAY_DIFFER = ("workload.name",)
 
 
 def pipeline_checks(folder: Path, elsewhere: str | Path | None) -> Iterator[Check]:
-    """folder: a version's files, which are whole. elsewhere: a copy of its pipeline; None: none is asked about."""
+    """folder: a version's complete files. elsewhere: a copy of its pipeline, if it is to be checked."""
     own = folder / FOLDER
     if own.is_dir():
         yield _trains_the_same(folder)
@@ -51,7 +51,7 @@ def pipeline_checks(folder: Path, elsewhere: str | Path | None) -> Iterator[Chec
 
 
 def _trains_the_same(folder: Path) -> Check:
-    """Whether the job's config decides the same training as the run's own."""
+    """Whether the job's config gives the same training as the run's own."""
     what = "the pipeline retrains the promoted model"
     evidence, _ = read_evidence(folder / EVIDENCE)
     try:
@@ -116,7 +116,7 @@ def _alias(registry: ModelRegistry, named: Named, version: ModelVersion) -> Chec
 
 
 def _kept(registry: ModelRegistry, version: ModelVersion, place: Path, pipeline: str | Path | None) -> Iterator[Check]:
-    """The checks of what is kept with a version; those that need a whole folder only where it is one."""
+    """Checks of a version's stored files; some need a complete folder."""
     whole = "every file is the promoted one"
     if not version.tags.get(STATEMENT_TAG):
         yield Check(what=whole, answer="fail", words="the version was not made by scaleray promote")
@@ -138,7 +138,7 @@ def _kept(registry: ModelRegistry, version: ModelVersion, place: Path, pipeline:
 
 
 def _gates(folder: Path, version: ModelVersion, uri: str) -> Iterator[Check]:
-    """Whether the gates answer of the kept evidence what was recorded, and let it through."""
+    """Check that the gates give the recorded answers to the stored evidence, and passed."""
     then = GateRecord.from_json((folder / GATES_FILE).read_bytes())
     evidence, policy = read_evidence(folder / EVIDENCE)
     again = judge_evidence(evidence, policy, now=datetime.strptime(then.date, DATE).timestamp(), uri=uri)

@@ -114,13 +114,13 @@ class Exchange(Protocol):
         """Begin step `step`, counted from 1."""
 
     def step(self, step: int) -> None:
-        """Send, and take in what is due, after the optimizer's step."""
+        """Send, and apply messages that are due, after the optimizer's step."""
 
     def meet(self) -> None:
-        """Meet the other replicas, right after the consensus distance was measured. Collective."""
+        """Synchronise with the other replicas, right after measuring the consensus distance. Collective."""
 
     def state(self) -> Tensors:
-        """State of this worker, with what is under way to it. Collective."""
+        """State of this worker, including messages in flight to it. Collective."""
 
     def load_state(self, saved: Tensors) -> None:
         """Restore what `state` returned."""
