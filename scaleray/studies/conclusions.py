@@ -41,8 +41,7 @@ def planner_law(
 ) -> GivenLaw:
     """The law for a curve of these points, at least two.
 
-    profile: the model's, or why there is none. hardware: what the workers run on. Raises UsageError with the reason why
-    there is no law.
+    profile: the model's, or the reason for its absence. hardware: of the workers. Raises UsageError if there is no law.
     """
     base, *_, largest = sorted(points, key=lambda point: point.workers)
     _check(config, points)
@@ -134,7 +133,7 @@ def _precision(config: RunConfig) -> str:
 
 
 def points_of_others(more: Iterable[StudyRecord], own: Sequence[Point], modes: Sequence[str]) -> list[Point]:
-    """Points of other studies on curves of these modes, where this one has none; of several, the first."""
+    """Points of other studies on curves of these modes that this one lacks; of several, the first."""
     found = {(point.mode, point.workers): point for point in own}
     for other in more:
         for point in (at.point for curve in other.curves for at in curve.points if curve.mode in modes):
@@ -151,7 +150,8 @@ def planner_laws(
     *,
     workers_per_node: int,
 ) -> tuple[list[GivenLaw], str]:
-    """The planner's model as a law for a curve of these points, or a note why there is none. See `planner_law`."""
+    """The planner's model as a law for a curve of these points, or a note with the reason against it. See
+    `planner_law`."""
     if len(points) < 2:
         return [], ""
     try:

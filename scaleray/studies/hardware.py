@@ -35,10 +35,8 @@ def nodes_of(config: RunConfig, sizes: Sequence[int], workload: Any, *, oversubs
 
 
 def topology_of(config: RunConfig, nodes: Sequence[Node] | None) -> dict[str, Any]:
-    """Nodes that there are and how workers start, for the conditions. nodes: the cluster's nodes; None without Ray.
-
-    Addresses are left out: a cluster that is started again has others, and measures the same.
-    """
+    """Nodes and start method of workers, for the conditions. nodes: the cluster's nodes; None without Ray. Addresses
+    are left out: they change when a cluster restarts, but measurements do not."""
     if nodes is None:
         return {
             "launch": "gloo processes",
@@ -76,11 +74,8 @@ def workers_per_node(config: RunConfig, nodes: Sequence[Node] | None) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Sizes of a study that find room.
-
-    sizes: the numbers of workers that are measured. shares_cores: the largest one has fewer cores than workers.
-    left_out: a sentence on those that are not measured; empty where all are.
-    """
+    """Sizes of a study that fit. sizes: the numbers of workers to measure. shares_cores: the largest one has fewer
+    cores than workers. left_out: a sentence on those not measured, or empty."""
 
     sizes: list[int]
     shares_cores: bool
@@ -90,11 +85,9 @@ class Room:
 def find_room(
     config: RunConfig, sizes: Sequence[int], workload: Any, nodes: Sequence[Node] | None, *, oversubscribe: bool
 ) -> Room:
-    """Which sizes have a core for each worker. Those without are measured where that was asked for or the workload only
-    sleeps; else they are left out: workers that wait for each other's cores measure the machine's scheduler.
-
-    Raises ClusterError where fewer than two sizes would be left, which make no curve.
-    """
+    """Select sizes with a core for each worker. Others are measured only on request or if the workload only sleeps:
+    workers that share cores measure the machine's scheduler. Raises ClusterError if fewer than two sizes remain, too
+    few for a curve."""
     cores, ordered = num_cores(nodes), sorted(sizes)
     if config.scale.gpus or ordered[-1] <= cores:
         return Room(ordered, False)
@@ -128,10 +121,8 @@ def sleeps(workload: Any) -> bool:
 
 
 def launch_config(config: RunConfig, room: Room, nodes: Sequence[Node] | None) -> RunConfig:
-    """The config by which the largest group of workers is launched. nodes: the cluster's nodes; None without Ray.
-
-    Raises ClusterError for what the cluster can never hold.
-    """
+    """The config for launching the largest group of workers. nodes: the cluster's nodes; None without Ray. Raises
+    ClusterError if the cluster can never hold it."""
     if nodes is None:
         return config
     workers = room.sizes[-1]
@@ -147,7 +138,7 @@ def launch_config(config: RunConfig, room: Room, nodes: Sequence[Node] | None) -
 
 
 def check_one_kind(rungs: Iterable[Rung]) -> None:
-    """Refuse rungs that were measured on different hardware: separate launches may run on different machines. Raises
+    """Refuse sizes that were measured on different hardware: separate launches may run on different machines. Raises
     ClusterError."""
     kinds = {rung.name: rung.turns[-1].hardware for rung in rungs if rung.turns}
     distinct = {json.dumps(kind, sort_keys=True): name for name, kind in kinds.items()}
@@ -162,8 +153,8 @@ def check_one_kind(rungs: Iterable[Rung]) -> None:
 
 
 def peak_flops(config: RunConfig, turns: Sequence[Turn]) -> float | None:
-    """Dense peak of one worker's device in FLOP/s: the config's, or the catalogue's for its GPU; None where neither
-    knows."""
+    """Dense peak of one worker's device in FLOP/s: the config's, or the catalogue's for its GPU; None if neither has
+    it."""
     if config.study.peak_tflops is not None:
         return config.study.peak_tflops * 1e12
     names = [

@@ -20,10 +20,9 @@ LONGEST_REASON = 1000
 def invalidate_experiment(run: str, reason: str, *, uri: str | None = None) -> list[str]:
     """Mark a run, study, sweep or a single point as invalid in MLflow: `scaleray tracking invalidate`.
 
-    run: its id or name in MLflow; of a point or trial its id. It stays in MLflow with the reason, and nothing uses
-    it: not by `tracking curve`, not by `plan --learn`, not by a later study of
-    the same conditions, which would take its turns over. Returns lines on what was done. Raises UsageError for a run
-    that is not there, or marked already.
+    run: its id or name in MLflow; of a point or trial its id. It stays in MLflow with the reason, and nothing uses it:
+    not by `tracking curve`, not by `plan --learn`, not by a later study of the same conditions, which would reuse its
+    measurements. Returns lines on the changes. Raises UsageError for a run that does not exist or is already marked.
     """
     if not reason.strip() or len(reason) > LONGEST_REASON:
         hint = "state the cause: 'the fan was off'"

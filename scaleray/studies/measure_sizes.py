@@ -1,8 +1,6 @@
-"""A throughput ladder inside one group of workers: its rungs are nested groups, taken in turns and in random order.
-
-One placement, one environment and interleaved turns, so that a machine that drifts does not bend the curve: it slows
-every rung alike. Runs under plain gloo processes and inside Ray Train; results go to a callable.
-"""
+"""Measure throughput of nested groups inside one group of workers, interleaved and in random order. With one placement
+and environment, a drifting machine slows every size alike and does not bend the curve. Runs under plain gloo processes
+and inside Ray Train; results go to a callable."""
 
 from __future__ import annotations
 
@@ -37,17 +35,14 @@ from scaleray.training.setup.place import Place
 
 def measure_noise(job: TrainJob, place: Place, *, num_steps: int, sources: Sources, say: Say) -> NoiseCourse | None:
     """Train the first `num_steps` steps and measure the noise scale in each. Collective; rank 0's result is the
-    group's.
-
-    The result is None where the training does not measure noise.
-    """
+    group's. None if the training does not measure noise."""
     short = job.changed({"noise_scale.every_steps": 1}, first_steps=num_steps)  # its time does not count
     summary = loop.run(short, place, sources=sources, emit=emit_to([], say, place))
     return course_of(summary.noise, covers="its first steps")
 
 
 def course_of(noise: Mapping[str, Any], *, covers: str) -> NoiseCourse | None:
-    """Course of the noise that a worker has measured (`WorkerSummary.noise`); None where that is empty. covers:
+    """History of the noise that a worker measured (`WorkerSummary.noise`); None if empty. covers:
     see `NoiseCourse.covers`."""
     if not noise:
         return None
@@ -68,12 +63,12 @@ def _finite(value: float | None) -> float | None:
 
 REHEARSAL_STEPS = 8
 MOST_STEPS = 2000
-"""Largest number of steps of a turn, where the user asked for no more."""
+"""Largest number of steps of a turn unless the user requests more."""
 
 
 @dataclass(kw_only=True)
 class Rung:
-    """A training on the first `workers` workers of a study, and what is known of it so far. name: unique, for people.
+    """A training on the first `workers` workers of a study, and its results so far. name: unique, for people.
 
     A turn lasts at least `steps` steps and `seconds` seconds.
     """
@@ -82,7 +77,7 @@ class Rung:
     workers: int
     job: TrainJob
     modes: list[Mode] = field(default_factory=list)
-    """Curves that it belongs to: the base belongs to two."""
+    """Curves that include it: the base is in two."""
     num_turns: int
     steps: int = 40
     seconds: float = 3.0
@@ -93,7 +88,7 @@ class Rung:
     """Whether noise is measured: during the training to the target if there is one, otherwise over as many untimed
     steps as a turn has."""
     marks: list[str] = field(default_factory=list)
-    """Conditions of its turns that every figure must show, as far as they are known beforehand."""
+    """Conditions of its turns that every figure must show, as far as known beforehand."""
     turns: list[Turn] = field(default_factory=list)
     to_target: ToTarget | None = None
     noise: NoiseCourse | None = None
@@ -110,12 +105,12 @@ class Rung:
 
     @property
     def needs_target(self) -> bool:
-        """Whether it is still to be trained to the target; the noise of such a training is measured in one."""
+        """Whether it must still train to the target; that training also measures its noise."""
         return self.trains_to_target and (self.to_target is None or self.needs_noise)
 
     @property
     def is_complete(self) -> bool:
-        """Whether everything that was asked for is known."""
+        """Whether every requested result is known."""
         return not (self.num_missing or self.needs_noise or self.needs_target)
 
     def steps_of_a_turn(self, step_time_s: float) -> int:
@@ -132,7 +127,7 @@ Tell = Callable[[tuple[str, Result]], Any]
 
 
 def order_of_turns(rungs: Sequence[Rung], seed: int) -> list[tuple[int, Rung]]:
-    """(round, rung) of every turn: each round has every rung that still wants turns once, in an order of its own."""
+    """(round, size) of every turn: each round has every unfinished size once, in its own order."""
     rounds = []
     for number in range(max((rung.num_missing for rung in rungs), default=0)):
         now = [rung for rung in rungs if rung.num_missing > number]
@@ -142,12 +137,9 @@ def order_of_turns(rungs: Sequence[Rung], seed: int) -> list[tuple[int, Rung]]:
 
 
 def measure_sizes(place: Place, rungs: Sequence[Rung], seed: int, tell: Tell, sources: Sources) -> None:
-    """Measure what is not known of the rungs. Collective: every worker of the group calls it with the same rungs, and
-    its default process group is gone afterwards.
-
-    seed: of the order of turns. tell: called on the first worker, as soon as there is something to tell, and by every
-    worker after a turn.
-    """
+    """Take the missing measurements. Collective: every worker of the group calls it with the same sizes, and its
+    default process group is destroyed. seed: of the order of turns. tell: called on the first worker with each result,
+    and by every worker after a turn."""
     config = rungs[0].job.config
     if place.device.type == "cpu":
         torch.set_num_threads(max(1, int(config.scale.cpus_per_worker)))
@@ -202,8 +194,8 @@ def _rehearse(rung: Rung, groups: SubGroups, sources: Sources) -> int:
 
 
 def train_to_target(job: TrainJob, place: Place, sources: Sources) -> list[ToTarget | NoiseCourse]:
-    """Train until the config's target is reached, or to the end: what that took, and its noise where the config
-    measures it. Collective; rank 0's results are the group's."""
+    """Train until the config's target is reached, or to the end; return the cost, and the noise if the config measures
+    it. Collective; rank 0's results are the group's."""
     target = job.config.stop.at
     if target is None:
         raise ConfigError("stop.at", None, "it is the target to train to", "for example --stop.at 'val/loss <= 1.0'")

@@ -1,4 +1,4 @@
-"""The gradient noise scale of a study: which rungs measure it, and its meaning for their batches."""
+"""The gradient noise scale of a study: the sizes that measure it, and its meaning for their batches."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from scaleray.studies.measure_sizes import Rung
 from scaleray.training.setup.job import TrainJob
 
 WELL = 2.0
-"""Factor from which on a batch is well below or above the noise scale."""
+"""Factor from which a batch is well below or above the noise scale."""
 
 
 def with_noise(config: RunConfig) -> RunConfig:
-    """The config with its noise measured where that can be done."""
+    """The config with noise measurement enabled if possible."""
     if config.noise_scale.measure is not False:
         return config
     return config.changed({"noise_scale.measure": "auto"})
 
 
 def source_of(job: TrainJob) -> NoiseSource:
-    """The gradients that a rung's training measures its noise from, if it does."""
+    """Gradients from which a training measures its noise, if it does."""
     recipe = job.recipe
     return noise_source(
         job.config,
@@ -34,7 +34,7 @@ def source_of(job: TrainJob) -> NoiseSource:
 
 
 def why_no_noise(rungs: Iterable[Rung]) -> str:
-    """Why no rung measures its noise, where the config wants it; "" where one does."""
+    """Reason why no size measures its noise although the config requests it; "" if one does."""
     sources = [source_of(rung.job) for rung in rungs]
     return "" if any(s.name for s in sources) else next((s.why for s in reversed(sources) if s.why), "")
 
@@ -52,7 +52,7 @@ def in_words(noise: NoiseCourse) -> str:
 
 
 def surest(points: Sequence[Point]) -> Point | None:
-    """The point whose noise rests on most measurements, unbiased ones first; None where there is none."""
+    """The point with most noise measurements, unbiased ones first; None if there is none."""
     measured = [point for point in points if point.noise is not None and point.noise.num_measurements]
 
     def worth(point: Point) -> tuple[bool, int]:
@@ -63,7 +63,7 @@ def surest(points: Sequence[Point]) -> Point | None:
 
 
 def resolved(point: Point | None) -> list[tuple[int, float]]:
-    """(samples, noise scale) of a point, where it could be resolved."""
+    """(samples, noise scale) of a point, if it could be resolved."""
     curve = point.noise.curve if point is not None and point.noise is not None else []
     return [(samples, value) for samples, value in curve if value is not None]
 

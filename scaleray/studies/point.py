@@ -1,4 +1,4 @@
-"""The point of a curve from the turns of a rung: the steady steps, and what they cost."""
+"""The point of a curve from its turns: steady steps and their cost."""
 
 from __future__ import annotations
 
@@ -34,11 +34,9 @@ def point_so_far(mode: Mode, rung: Rung) -> PointSoFar:
 
 
 def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProfile | str, study: str) -> Point:
-    """The point that the rung's turns so far, at least one, have measured.
-
-    profile: counts of the model's operations, or why they are not known. study: name of this study. A point half of
-    whose turns are not steady is marked. Raises RunFailedError for an MFU over 100 %, which no device has.
-    """
+    """The point from its turns so far, at least one. profile: counts of the model's operations, or the reason for their
+    absence. study: name of this study. A point half of whose turns are not steady is marked. Raises RunFailedError for
+    an MFU over 100 %, which no device has."""
     turns, recipe, workers = rung.turns, rung.job.recipe, rung.workers
     steady = steady_times(turns, rung.period)
     step_time = median_step_time(steady.times)

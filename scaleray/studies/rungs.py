@@ -1,4 +1,4 @@
-"""Which rungs a study measures: world sizes x modes, each with its recipe, all derived before anything starts."""
+"""Points of a study: world sizes x modes, each with its recipe, all derived before the start."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from scaleray.training.setup.job import TrainJob
 def make_rungs(
     config: RunConfig, options: StudyOptions, workload: Any, sources: Mapping[str, Source], *, cores: int | None = None
 ) -> dict[str, Rung]:
-    """Every rung with its recipe, by name, in the order of the curves. cores: number of cores that workers share, where
-    they have no devices; None marks none. Raises UsageError for what cannot be divided or does not fit together."""
+    """Every rung with its recipe, by name, in the order of the curves. cores: number of cores that workers share if
+    they have no devices; None marks none. Raises UsageError for sizes that do not divide or options that conflict."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     _check(config, options, splits)
     size = size_of(sources)
@@ -81,9 +81,8 @@ def _derived(config: RunConfig, size: DataSize, mode: Mode, workers: int, option
 def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bool) -> RunConfig:
     """The training on so many workers with this global batch (in the config's unit).
 
-    as_given: with the learning rate that follows from it; a step's time needs none, so that a rule which refuses the
-    batch need not stop a study.
-    """
+    as_given: with the learning rate by its rule; timing needs none, so a rule that refuses the batch does not stop a
+    study."""
     settings: dict[str, Any] = {"scale.workers": workers, "scale.max_failures": 0, "batch.global_size": batch_size}
     if workers == 1:
         settings |= {"compression": CompressionSettings(), "shares": SharesSettings()}  # one process sends nothing
@@ -93,7 +92,7 @@ def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bo
 
 
 def period_of(config: RunConfig, strategy: str) -> int:
-    """Steps after which a strategy's steps repeat: averagings that come now and then belong to every step."""
+    """Steps after which a strategy's steps repeat: occasional averagings count for every step."""
     return config.local_sgd.sync_every if traits_of(strategy).averages_now_and_then else 1
 
 

@@ -1,5 +1,4 @@
-"""A study under way: what is known already is taken over, each result is kept as it comes, and the record is made of
-all."""
+"""A running study: reuses known results, stores each new one immediately, and builds the record."""
 
 from __future__ import annotations
 
@@ -65,13 +64,13 @@ class RunningStudy(Campaign):
     """Turns that are to be taken."""
     said: set[str] = field(default_factory=set)
     points: dict[tuple[Mode, str], Point] = field(default_factory=dict)
-    """Those of which everything is known, by curve and rung."""
+    """Complete points, by curve and size."""
     metrics: MeasuredMetrics | None = None
     """Metrics that it publishes while it measures."""
     has_left: bool = False
 
     def open(self) -> None:
-        """Make its run in MLflow, and count what MFU needs. Inside `kept_to_its_end`."""
+        """Create its run in MLflow, and count operations for MFU. Inside `kept_to_its_end`."""
         self.known = KnownTurns(self.config.checkpoint.storage_path, self.conditions)
         self.open_run(
             self.sources,
@@ -88,8 +87,8 @@ class RunningStudy(Campaign):
 
     @contextlib.contextmanager
     def kept_to_its_end(self) -> Iterator[None]:
-        """Context of the measuring, and of all that has a run in MLflow. What is known when it is left early is kept
-        all the same. An outer context only closes what an inner one did not."""
+        """Context of the measurements and the MLflow run. An early exit still stores known results. An outer context
+        only closes what an inner one left open."""
         try:
             yield
         except KeyboardInterrupt as exc:
@@ -112,8 +111,8 @@ class RunningStudy(Campaign):
         return Measured("study", self.under_way.done, self.under_way.total, points=points)
 
     def begin(self) -> list[list[Rung]]:
-        """Say what will be measured, take over what is known, and give the rest: in one group of workers, or each rung
-        in its own."""
+        """Report the plan, reuse known results, and return the rest: in one group of workers, or each size in its
+        own."""
         self._announce()
         if not self.options.force:
             self._take_over()
@@ -224,7 +223,7 @@ class RunningStudy(Campaign):
         return ((mode, rung) for mode in MODES for rung in self.rungs.values() if mode in rung.modes)
 
     def count_for_planner(self) -> None:
-        """Count the model's operations where the planner's law for a curve needs them and they are not known."""
+        """Count the model's operations if the planner's law for a curve needs them and they are unknown."""
         is_emulated = any(turn.is_emulated for turn in self.turns)
         if len(self.options.sizes) > 1 and isinstance(self.profile, str) and not is_emulated:
             self._count_operations()
@@ -272,9 +271,7 @@ class RunningStudy(Campaign):
         )
 
     def _leave(self, status: str) -> None:
-        """Keep the measurements up to the end, and say how to continue; errors here never hide the one that ended the
-        study.
-        """
+        """Store the measurements and report how to continue; errors here never hide the one that ended the study."""
         if self.has_left:
             return
         self.has_left = True

@@ -116,12 +116,12 @@ def efficiency(curve: Curve) -> Drawing:
 
 
 def is_judged(fit: Fit) -> bool:
-    """Whether there were points enough to leave some out of the fit: of fewer, any law fits, and says nothing."""
+    """Whether there were enough points to leave some out of the fit: any law fits fewer points."""
     return fit.held_out_error is not None
 
 
 def marks_by_size(curve: Curve) -> list[str]:
-    """Each mark with the numbers of workers that it is true of."""
+    """Each mark with the numbers of workers that have it."""
     found: dict[str, list[str]] = {}
     for at in curve.points:
         for mark in marks_of(at):
@@ -236,7 +236,7 @@ def _room(ax: Any, workers: Sequence[int], last: int) -> None:
 
 
 def _doublings(frame: Frame, base: int) -> list[float]:
-    """Ticks in the frame: the base and its doublings and halves, and what lies between where these are few."""
+    """Ticks in the frame: the base, its doublings and halves, and values between if these are few."""
     powers = [base * 2.0**k for k in range(-8, 40)]
     found = [value for value in powers if frame.low <= value <= frame.high]
     between = [1.5 * value for value in powers if frame.low <= 1.5 * value <= frame.high]

@@ -1,7 +1,5 @@
-"""`study`: how a training scales. Plans the rungs, measures those that are not known yet, and draws the conclusions.
-
-Turns are kept as soon as they are measured, so that the same command continues where an interrupted study stopped.
-"""
+"""`study`: how a training scales. Plans the sizes, measures unknown ones, and concludes. Measurements are stored
+immediately, so the same command continues an interrupted study."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def measure_in_processes(
     config: RunConfig,
     sources: Mapping[str, Source],
 ) -> None:
-    """Measure the rungs in gloo processes on this machine. path: the study's folder. Raises what a worker raised."""
+    """Measure the rungs in gloo processes on this machine. path: the study's folder. Re-raises an error of a worker."""
     size, workload = max(rung.workers for rung in rungs), rungs[0].job.workload
     with gloo_processes(size, code, timeout_s=config.scale.collective_timeout_s, watched_in=path) as processes:
         processes.run(size, measure_sizes, rungs, seed, TELL, sources, workload=workload, on_message=tell)
@@ -105,7 +103,7 @@ def study(
     loads the config's. say: called with lines on the progress. base_dir: folder in which paths of a RunConfig begin.
     command: command that repeats the study, for its record.
 
-    Raises UsageError for what the user can mend, RunFailedError where a worker failed, KeyboardInterrupt when stopped.
+    Raises UsageError for what the user can mend, RunFailedError if a worker failed, KeyboardInterrupt when stopped.
     """
     config, base_dir, workload = resolved(config, workload, base_dir)
     local = options.local
@@ -171,7 +169,8 @@ def study(
 
 
 def _measured(running: RunningStudy, measure: Callable[..., None], spread: RunConfig) -> StudyRecord:
-    """Take what turns are missing, and conclude. measure: measures a group of rungs, with the config of its workers."""
+    """Take the missing measurements and conclude. measure: measures a group of sizes, with the config of its
+    workers."""
     with running.kept_to_its_end():
         groups = running.begin()
         with (

@@ -39,9 +39,9 @@ class StudyOptions:
     oversubscribe: bool = False
     """Measure although workers must share cores; every figure is marked."""
     force: bool = False
-    """Measure again what is known already."""
+    """Repeat known measurements."""
     points_of: Sequence[str] = ()
-    """Folder of another study whose points belong to the same curves; refused if its conditions were others."""
+    """Folder of another study whose points belong to the same curves; refused if its conditions differ."""
     seed: int = 0
     """Seed of the order of turns."""
     local: bool = False

@@ -1,6 +1,6 @@
 """Process groups of the first 1, 2, 4 ... workers of a group that is up, one after another, node by node.
 
-Strategies communicate through torch's default group, so that it is made again for each of them: a fresh gloo group
+Strategies communicate through torch's default group, so it is recreated for each of them: a fresh gloo group
 costs milliseconds, an NCCL one costs its communicators with the first collective, which falls into a warm-up. The other
 workers wait in a store until these leave.
 """
@@ -65,8 +65,8 @@ class SubGroups:
 
     @contextlib.contextmanager
     def of(self, size: int) -> Iterator[Place | None]:
-        """Context of the first `size` workers, which get their place in a group of their own; others get None, and wait
-        at its end. Collective over all workers. Raises PeerLostError where it failed on another worker."""
+        """Context of the first `size` workers, which get their place in their own group; others get None and wait at
+        the end. Collective over all workers. Raises PeerLostError if it failed on another worker."""
         self._number += 1
         name = f"group {self._number}"
         position = self._order.index(self.place.rank)
@@ -120,7 +120,7 @@ class SubGroups:
         return str(self._store.get(f"value {self._number}").decode())
 
     def close(self) -> None:
-        """Leave the other workers. Collective: the store's server must outlive the last one that asks it."""
+        """Leave the other workers. Collective: the store's server must outlive its last client."""
         if self._store is not None:
             if self._store.add("closed", 1) == self.place.world_size:
                 self._store.set("all closed", "1")

@@ -1,11 +1,9 @@
-"""One turn of a rung of a ladder: some steps of the real training, and the same work without communication.
-
-What a step waits for communication cannot be read off a clock: transfers overlap with computing, and workers on shared
-cores slow each other down whether they talk or not. So the same micro-batches and the same update run a second time, as
-a training of one worker on each of the same workers at the same time, step by step from a common start. The difference
-is what talking costs: waiting for transfers, copies and reductions. Under FSDP and ZeRO-1 the update alone is that of
-all parameters instead of a share, so that they come out a little better than they are.
-"""
+"""One turn of a size: some steps of the real training, and the same work without communication. The wait for
+communication cannot be timed directly: transfers overlap with computing, and workers on shared cores slow each other
+down whether they talk or not. So the same micro-batches and the same update run a second time, as a training of one
+worker on each of the same workers at the same time, step by step from a common start. The difference is the cost of
+communication: waiting for transfers, copies and reductions. Under FSDP and ZeRO-1 the update alone is that of all
+parameters instead of a share, so that they come out a little better than they are."""
 
 from __future__ import annotations
 
@@ -42,18 +40,16 @@ STATE_BYTES = 16  # bytes of a parameter with its gradient and two moments, in f
 MOST_MEMORY = 0.8  # share of the free memory
 LEAST_ALONE_STEPS = 10
 AT_USUAL_SPEED: Mapping[str, Any] = {"noise_scale": NoiseScaleSettings()}
-"""Settings of timed steps: they measure no noise, for which a worker that does its share alone has another method."""
+"""Settings of timed steps: without noise measurement, whose method differs for a worker alone."""
 NUM_TRANSFERS = 7
 
 
 def take_turn(
     job: TrainJob, place: Place, *, round: int, sources: Sources, say: Say, samples: list[RankSample] | None = None
 ) -> Turn:
-    """Train some steps and time them. Collective over the place's group; rank 0's result is
-    the group's. samples: gets how this worker did.
-
-    In every second round the work without communication comes first, so that a drift of the machine favours neither.
-    """
+    """Train some steps and time them. Collective over the place's group; rank 0's result is the group's. samples:
+    receives this worker's samples. In every second round the work without communication comes first, so that a drift of
+    the machine favours neither."""
     is_alone_first = round % 2 == 1
     alone = _step_alone(job, place, sources) if is_alone_first else None
     reset_peak(place.device)
@@ -132,8 +128,8 @@ def _check_complete(job: TrainJob, place: Place, steps: Sequence[StepRecord], su
 def emit_to(
     steps: list[StepRecord], say: Say, place: Place, samples: list[RankSample] | None = None
 ) -> Callable[[WorkerMessage], None]:
-    """Function that collects a training's steps, and passes on what its first worker has to say. samples: gets how this
-    worker did."""
+    """Function that collects a training's steps and forwards messages of its first worker. samples: receives this
+    worker's samples."""
 
     def emit(message: WorkerMessage) -> None:
         if isinstance(message, StepRecord):

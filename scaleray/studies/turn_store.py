@@ -1,9 +1,6 @@
-"""Turns that were measured before, kept next to the runs: a study reuses those of the same conditions, so that the
-turns of an interrupted one are not lost, and those of a finished one are not measured again.
-
-What was measured stays as it is: a file's name holds the hash of its content, and a file that says something else is
-refused. What turns out to be invalid stays too, with the reason, and is not taken over.
-"""
+"""Earlier measurements, stored next to the runs: a study reuses those of the same conditions, whether its own before an
+interruption or another study's. They are immutable: a file's name has the hash of its content, and a changed file is
+refused. Invalid ones stay with the reason and are not reused."""
 
 from __future__ import annotations
 
@@ -44,15 +41,14 @@ class InvalidTurns:
     workers: int | None = None
 
     def holds(self, rung: str, *, study: str | None, at: float) -> bool:
-        """Whether a result of this rung is one of them. study: the one that measured it, None where that is not kept
-        with it."""
+        """Whether a result of this size is one of them. study: its source, None if not recorded."""
         if self.workers is not None and not rung.startswith(f"w{self.workers:03d}-"):
             return False
         return study == self.study if study is not None else self.from_s <= at <= self.to_s
 
 
 def mark_invalid(storage_path: str, turns: InvalidTurns) -> None:
-    """Keep these turns from being taken over by later studies. Raises OSError."""
+    """Exclude these turns from reuse by later studies. Raises OSError."""
     name = f"{turns.study}{'' if turns.workers is None else f'-w{turns.workers:03d}'}.json"
     Store(storage_path).child(INVALID).write_text(name, json.dumps(dataclasses.asdict(turns)))
 
@@ -60,9 +56,8 @@ def mark_invalid(storage_path: str, turns: InvalidTurns) -> None:
 class KnownTurns:
     """Files `FOLDER/CONDITIONS/RUNG/turn-....json` under the storage path, one for each turn.
 
-    A rung's name says all that the conditions do not: workers, batch, micro-batch, strategy, and whether it was
-    relaunched.
-    """
+    A size's name has everything that the conditions lack: workers, batch, micro-batch, strategy, and whether it was
+    relaunched."""
 
     def __init__(self, storage_path: str, conditions: Conditions) -> None:
         self.conditions = conditions
@@ -84,11 +79,11 @@ class KnownTurns:
         return self._newest(f"{rung}/{_noise_name(settings, is_to_target)}", NoiseCourse)
 
     def keep(self, rung: str, turn: Turn) -> None:
-        """Write a turn, whole or not at all."""
+        """Write a turn atomically."""
         self._write(f"{rung}/turn-", turn, at=turn.measured_at)
 
     def keep_target(self, rung: str, result: ToTarget, *, at: float) -> None:
-        """Write what a training to the target took. at: seconds since 1970."""
+        """Write the cost of a training to the target. at: seconds since 1970."""
         self._write(f"{rung}/{TARGET}", result, at=at)
 
     def keep_noise(
@@ -106,7 +101,7 @@ class KnownTurns:
         return not any(one.holds(rung, study=turn.study, at=turn.measured_at) for one in self.invalid)
 
     def _is_of_valid(self, name: str) -> bool:
-        """Whether a result that does not say which study it is of was measured by none that is invalid."""
+        """Whether a result without a study comes from no invalid study."""
         sealed = SEALED.search(name)
         rung = name.rpartition("/")[0].rpartition("/")[2]
         return sealed is None or not any(one.holds(rung, study=None, at=float(sealed["time"])) for one in self.invalid)
@@ -116,7 +111,7 @@ class KnownTurns:
         self.store.write_text(f"{start}{at:.3f}-{_hash(text.encode())}.json", text)
 
     def _read(self, name: str, kind: type[Kept]) -> Kept | None:
-        """Raises StorageError for a file whose content is not what was measured."""
+        """Raise StorageError for a file whose content was changed."""
         try:
             content = self.store.read(name)
         except OSError:
@@ -153,7 +148,7 @@ def _noise_name(settings: NoiseScaleSettings, is_to_target: bool) -> str:
 
 
 def studies_of(turns: Iterable[Turn], *, own: str) -> str | None:
-    """The studies that measured turns which this one did not, in words; None where it measured all."""
+    """Other studies whose turns this one reuses, as text; None if it measured all."""
     turns = list(turns)
     others = [turn.study for turn in turns if turn.study != own]
     if not others:

@@ -133,7 +133,7 @@ def test_a_call_left_out_is_told_from_one_too_many_and_from_another_order_by_the
     one_more = find(many(3, lambda rank: around(rank, odd=("gather", "all_reduce", "broadcast"))))
     assert "rank 1 calls gather float [16] before it; the others do not" in one_more.hint
     order = find(many(3, lambda rank: around(rank, odd=("broadcast", "all_reduce", "reduce"))))
-    assert order.hint == "rank 1 calls the two in the other order"
+    assert order.hint == "rank 1 calls the two in reverse order"
     assert {trouble.number for trouble in (left_out, one_more, order)} == {1}
 
 
@@ -194,7 +194,7 @@ def test_a_collective_that_all_came_to_and_that_does_not_end_points_at_the_netwo
     found = many(3, lambda rank: rank.call().call(done=False))
     trouble = find(found)
     assert (trouble.kind, trouble.number) == (Kind.UNFINISHED, 2)
-    assert "look at the network" in in_words(trouble, found)
+    assert "check the network" in in_words(trouble, found)
 
 
 def test_backends_of_one_group_count_for_themselves():

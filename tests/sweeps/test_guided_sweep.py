@@ -196,7 +196,7 @@ def test_a_choice_is_judged_by_the_grids_own_figures():
     found = compare_with_grid(record_of(plan, trials), whole)
     assert found.chosen == found.best and found.loss == 0.0
     assert found.samples_share == sum(t.samples for t in trials) / sum(t.samples for t in whole.trials) < 0.5
-    assert "lies 0.0% below its best" in guided.conclude(record_of(plan, trials)).words[1]
+    assert "is 0.0% below its best" in guided.conclude(record_of(plan, trials)).words[1]
     slow = record_of(plan, [t for t in trials if t.batch_size != found.best[0]])
     other = compare_with_grid(slow, whole)
     assert other.loss > 0 and other.chosen != other.best

@@ -121,7 +121,7 @@ def test_the_table_and_the_sentences_say_which_rules_are_one_training(sweep):
     }
     assert {row[-1] for row in table.rows if row[1] == "16"} == {""}
     words = sentences(record, has_own_target=True, reference_batch_size=8)
-    (sentence,) = [word for word in words if "one training" in word]
+    (sentence,) = [word for word in words if "the same training" in word]
     assert "batch 8, learning rate 0.01 (" in sentence and "16" not in sentence
     assert len(trained(record)) == 4
 

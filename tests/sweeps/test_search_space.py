@@ -174,7 +174,7 @@ def test_what_is_not_varied_stays_as_the_config_says():
         ({"seeds": 0}, "--seeds is 0"),
         ({"workers_per_trial": 0}, "--workers-per-trial is 0"),
         ({"search": "grid", "learning_rates": "1e-3..1e-2"}, "a range of learning rates has no grid"),
-        ({"search": "optuna"}, "say how many"),
+        ({"search": "optuna"}, "for example --trials 24"),
         ({"scheduler": "pbt", "seeds": 2}, "leave it out with pbt"),
     ],
 )

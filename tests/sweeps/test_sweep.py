@@ -202,7 +202,7 @@ def test_an_interrupted_sweep_frees_everything_and_goes_on_where_it_was(ray_sess
     assert len(runs) == 6
     again = start(ray_session, [sys.executable, "-m", "scaleray", "sweep", "--continue", str(folder), "--json"])
     output, _ = again.communicate(timeout=600)
-    assert "is finished already" in output
+    assert "has already finished" in output
 
 
 @pytest.mark.slow

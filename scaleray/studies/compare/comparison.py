@@ -1,9 +1,8 @@
-"""Differences between recorded runs, studies or sweeps: conditions, figures, curves, and whether one became slower.
+"""Differences between recorded runs, studies or sweeps: conditions, figures, curves and speed.
 
 The first is the base. Records that repeat one another (`records.conditions.repeat_key`) are grouped when others are
-among the compared: the difference between two launches is in the interval then. For single launches that is not known,
-and none is called slower or faster.
-"""
+among the compared: their interval then covers the spread between launches. Without repeats the spread is unknown, and
+none is called slower or faster."""
 
 from __future__ import annotations
 
@@ -89,12 +88,12 @@ class Comparison(JsonRecord):
         return [f"{self.kind}: {runs}", differs, *(f"{v.runs} beside {v.base}: {v.words}" for v in self.verdicts)]
 
     def slower_by_more_than(self, per_cent: float) -> list[SpeedVerdict]:
-        """Verdicts whose whole interval lies beyond so many per cent, with enough launches for a verdict."""
+        """Verdicts whose whole interval is beyond this many per cent, with enough launches for a verdict."""
         return [v for v in self.verdicts if v.verdict == "slower" and _is_beyond(v, per_cent)]
 
     def unclear_beyond(self, per_cent: float) -> list[SpeedVerdict]:
-        """Verdicts that leave open whether it is slower by so many per cent: the known noise does not explain it and
-        launches are too few, or there is no basis for a verdict."""
+        """Verdicts that cannot decide whether it is slower by this many per cent: the known noise does not explain it
+        and launches are too few, or there is no basis for a verdict."""
         return [v for v in self.verdicts if v.verdict == "inconclusive" and _is_beyond(v, per_cent)]
 
 

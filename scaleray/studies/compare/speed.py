@@ -1,5 +1,4 @@
-"""Whether one of two sets of launches is slower, by their step times in steady state, with the interval of what noise
-alone would do."""
+"""Is one of two sets of launches slower in steady state? Compares step times, with the interval of noise alone."""
 
 from __future__ import annotations
 
@@ -107,13 +106,12 @@ class SpeedVerdict:
     what: str
     words: str
     time_ratio: Estimate | None = None
-    """Time over the base's; where the verdict is `inconclusive`, with the interval of what little is known
-    of the noise."""
+    """Time over the base's; if the verdict is `inconclusive`, the interval covers only the known noise."""
     caveats: list[str] = field(default_factory=list)
     verdict: str = "inconclusive"
     """`slower`, `faster`, `no difference` or `inconclusive`, see `Change.verdict`."""
     basis: str = ""
-    """Basis of the interval, see `Change`; "" where nothing can be said."""
+    """Basis of the interval, see `Change`; "" without a result."""
     repeats: int | None = None
     """Launches of each side needed to detect a difference as large as this one, see `Change.repeats`."""
 
@@ -213,7 +211,7 @@ def _points(record: StudyRecord) -> dict[tuple[str, int], Point]:
 
 
 def _launches(points: Sequence[Point], *, per_sample: bool) -> list[Turns]:
-    """Turns of each launch. A study is one launch, and a reused turn belongs to the launch that took it."""
+    """Measurements of each launch. A study is one launch; a reused measurement belongs to its original launch."""
     found: dict[str, list[list[float]]] = {}
     for number, point in enumerate(points):
         rounds = point.rounds or [""] * len(point.turns)
@@ -226,7 +224,7 @@ def _launches(points: Sequence[Point], *, per_sample: bool) -> list[Turns]:
 
 
 def _trials(record: SweepRecord) -> dict[tuple[object, ...], float]:
-    """Seconds per sample by settings, of trials that measured it themselves; the first of equal ones."""
+    """Seconds per sample by settings, of trials with their own measurement; the first of equal ones."""
     found: dict[tuple[object, ...], float] = {}
     for trial in record.trials:
         if trial.samples_per_s and trial.same_as is None:

@@ -1,5 +1,5 @@
-"""A scaling curve from measured points: speed-ups with intervals, fitted laws, the next doubling, and a verdict in
-words."""
+"""A scaling curve from measured points: speed-ups with intervals, fitted laws, the next doubling, and a verdict as
+text."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def _price_of_a_million(largest: CurvePoint, doubling: NextDoubling, price_per_w
 __all__ = ["GivenLaw", "as_curve"]
 
 DEFAULT_LAW = {"strong": "amdahl", "weak": "gustafson"}
-"""Law chosen for each mode where there are two points, which every law goes through: the law that was made for the
-mode."""
+"""Law for each mode with only two points, which every law fits exactly: the law made for the mode."""
 
 
 def as_curve(
@@ -68,11 +67,9 @@ def as_curve(
 ) -> Curve:
     """Everything derived from the points of one mode: speed-ups, fits, the next doubling, the limit, a verdict.
 
-    laws: more laws to be fitted and judged in addition to Amdahl's, Gustafson's and the USL. workers_per_node: number
-    of workers that a node holds; no doubling is predicted that would be the first to leave it. Raises UsageError for
-    points that do not belong to one curve: none, two of one size, another mode, or global batches that do not belong
-    together.
-    """
+    laws: further laws to fit and compare in addition to Amdahl's, Gustafson's and the USL. workers_per_node: number of
+    workers on a node; a doubling that needs a second node is not predicted if all points fit on one. Raises UsageError
+    for points that do not belong to one curve: none, two of one size, another mode, or inconsistent global batches."""
     _check(mode, points)
     found = curve_points(points)
     limit = limit_of(mode, found[0].point, found[-1])

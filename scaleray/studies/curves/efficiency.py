@@ -35,8 +35,8 @@ MOST_STEPS = 400
 """Maximum number of steps of a turn that are resampled. A longer turn is represented by so many quantiles, which bounds
 the work and cannot narrow an interval."""
 NUM_BATCHES = 10
-"""Number of consecutive batches into which a single turn is cut. They are resampled whole: neighbouring steps resemble
-each other."""
+"""Number of consecutive batches into which a single turn is cut. They are resampled as a whole: neighbouring steps
+correlate."""
 LEAST_BATCH = 4
 """Minimum number of steps in a batch."""
 WORTH_PAIRING = 0.5
@@ -53,14 +53,14 @@ Draws = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Resampled:
-    """Logarithm of a measured quantity, and how far bootstrap draws lie from it, before the widening for few turns."""
+    """Logarithm of a measured quantity, and deviations of its bootstrap draws, before the widening for few turns."""
 
     value: float
     deviations: Draws
     """Differences of the bootstrap draws from `value`, (NUM_DRAWS,)."""
     degrees_of_freedom: float
     is_paired: bool = False
-    """Whether the turns were drawn in step with those of the other points of the curve."""
+    """Whether the turns were drawn together with those of the curve's other points."""
 
     def estimate(self) -> Estimate:
         """The quantity itself, with its interval."""
@@ -131,9 +131,9 @@ def _log_throughput(point: Point, turns: Turns, *, is_paired: bool = False) -> R
 
 
 def resampled(turns: Turns, *, number: int = 0, is_paired: bool = False) -> Resampled:
-    """The median step time with its bootstrap draws. number: another one for each of several measurements, so that
-    they are not drawn alike. is_paired: draw turns in step with other paired ones; then all must have as many, in
-    the same order of rounds.
+    """The median step time with its bootstrap draws. number: distinct for each of several measurements, so that their
+    draws differ. is_paired: draw turns together with other paired ones, which must have equally many in the same order
+    of rounds.
 
     Raises UsageError for times that are not finite and above 0, or missing.
     """
@@ -145,7 +145,7 @@ def resampled(turns: Turns, *, number: int = 0, is_paired: bool = False) -> Resa
 
 
 def estimate(log_value: float, log_deviations: Draws) -> Estimate:
-    """A value with the interval that its draws give. log_value: logarithm of the value; log_deviations:
+    """A value with the interval of its draws. log_value: logarithm of the value; log_deviations:
     differences of its draws from it."""
     low, high = np.quantile(log_deviations, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).clip(-MOST_LOG, MOST_LOG)
     return Estimate(math.exp(log_value), math.exp(log_value + min(low, 0.0)), math.exp(log_value + max(high, 0.0)))

@@ -1,7 +1,7 @@
 """How far a fitted curve may be extrapolated: the next doubling with its interval, or the reason why there is none.
 
 Two doubts make the interval: that of the measurements, from the law's fits to bootstrap draws; and that of the law,
-which repeats do not lessen. Points within a node know nothing of the network between nodes: 75 published doublings that
+which repeats do not lessen. Points within a node do not show the network between nodes: 75 published doublings that
 were the first to leave a node were predicted wrong by 55 % (root mean square), 296 others by 13 %. So no doubling is
 predicted that leaves it.
 """
@@ -21,7 +21,7 @@ from scaleray.studies.curves.fitting import NUM_FITS, FittedLaw
 
 @dataclass(frozen=True)
 class LawError:
-    """Standard deviation of log throughput one doubling further that is the law's fault: the root of the sum of squares
+    """Standard deviation of log throughput one doubling further due to the law: the root of the sum of squares
     of `least`, `of_loss` times the loss so far (1 - efficiency), and `of_held_out` times the held-out error."""
 
     least: float
@@ -106,7 +106,7 @@ def band(points: list[CurvePoint], fitted: FittedLaw) -> list[tuple[float, Estim
 
 
 def _growth(fitted: FittedLaw, loss: float, last: int, workers: float) -> tuple[float, Draws]:
-    """Log throughput at `workers` over that at the last point, by the law and with the law's own doubt in its draws."""
+    """Log throughput at `workers` over that at the last point, by the law, whose uncertainty is in the draws."""
     at_last, last_draws = fitted.log_throughput(last)
     there, draws = fitted.log_throughput(workers)
     doublings = math.log2(workers / last)

@@ -126,7 +126,7 @@ class Course:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """The course as JSON can hold it."""
+        """The history as JSON-compatible values."""
         return {
             "figure": self.figure,
             "same": self.same,

@@ -182,12 +182,12 @@ def test_a_trace_of_another_torch_is_refused():
 
 
 def test_traces_of_other_steps_are_refused():
-    with pytest.raises(TraceError, match=r"the steps of rank1.json is \[8\]: rank0.json has \[7\]"):
+    with pytest.raises(TraceError, match=r"rank1.json has steps \[8\] but rank0.json has \[7\]"):
         report(rank_with([100]), MadeTrace(1).steps(0, 1000, first=8))
 
 
 def test_two_traces_of_one_rank_are_refused_and_so_is_one_without_a_rank():
-    with pytest.raises(TraceError, match=r"the rank of rank0.json is 0: rank0.json is of the same rank"):
+    with pytest.raises(TraceError, match=r"the rank of rank0.json is 0: rank0.json has the same rank"):
         ranks_of([gpu_step(0).read(), gpu_step(0).read()])
     nobody = gpu_step(0)
     nobody.values["distributedInfo"]["rank"] = None
