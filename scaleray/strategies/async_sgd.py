@@ -30,12 +30,10 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     A worker in step t has seen its own updates, all updates of all workers up to step t - 1 - max_staleness, and newer
     ones that have arrived: stale synchronous parallel, Ho et al. 2013 (NeurIPS 26). There is no server: the sums of a
     step's updates are all-reduced during the training, in a group of their own, and added once they are complete. So no
-    worker sees a step's updates before the slowest has made its own, and a worker that is slower all the time holds the
-    others in the end, as it does in every scheme with a bound. With max_staleness 0 and plain SGD it is the training of
-    DDP, where all ranks have equal counts. With `deterministic` updates are taken exactly so many steps late, which
-    makes runs repeatable. Optimizer states are each worker's own. In a meeting all updates are waited for, and replicas
-    made equal.
-    """
+    worker sees a step's updates before the slowest has made its own, and a constantly slower worker eventually limits
+    the others, as in every scheme with a bound. With max_staleness 0, plain SGD and equal counts on all ranks it equals
+    DDP. With `deterministic`, updates are applied exactly this many steps late, which makes runs repeatable. Each
+    worker has its own optimizer state. A synchronisation waits for all updates and makes replicas equal."""
     if mesh is None:
         raise ValueError("async_sgd needs a device mesh with the axis 'dp'")
     replicas = Replicas(model, mesh.get_group("dp"), bucket_mib=config.strategy.bucket_size_mib)
@@ -45,15 +43,14 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 @dataclass(frozen=True)
 class _Update:
-    """This worker's part of a step's update, which it has added already, and the sum over all workers once it has
-    arrived."""
+    """This worker's part of a step's update, already applied, and the sum over all workers once it arrives."""
 
     own: torch.Tensor
     total: torch.Tensor
 
 
 class Updates:
-    """Parameter updates of each step, on their way to all workers."""
+    """Parameter updates of each step, in flight to all workers."""
 
     def __init__(self, replicas: Replicas, config: RunConfig) -> None:
         self.replicas, most = replicas, config.gossip.max_staleness
@@ -66,12 +63,11 @@ class Updates:
         self._before: torch.Tensor | None = None
 
     def before_step(self, step: int) -> None:
-        """Keep the parameters as they are before the optimizer's step."""
+        """Save the parameters before the optimizer's step."""
         self._before = Replicas.flat(self.replicas.trained)
 
     def step(self, step: int) -> None:
-        """Scale the optimizer's update to this worker's part, send it, and take the sums that are due or have
-        arrived."""
+        """Scale the optimizer's update to this worker's part, send it, and apply sums that are due or have arrived."""
         assert self._before is not None
         own = Replicas.flat(self.replicas.trained).sub_(self._before).div_(self.replicas.size)
         Replicas.fill(self.replicas.trained, self._before + own)
@@ -83,13 +79,13 @@ class Updates:
         self.outstanding.take_arrived()
 
     def meet(self) -> None:
-        """Take every update, and make replicas equal: sums were added in another order on each, which rounds
-        differently."""
+        """Apply every update, and make replicas equal: each added sums in a different order, with different
+        rounding."""
         self.outstanding.take_all()
         self.replicas.average(measures=False)
 
     def state(self) -> Tensors:
-        """Updates that are under way, once they have arrived. Collective."""
+        """Wait for updates in flight and return them. Collective."""
         found: Tensors = {}
         for position, update in enumerate(self.outstanding.wait_all()):
             found |= {f"update.{position:04d}.own": update.own, f"update.{position:04d}.total": update.total}
@@ -103,7 +99,7 @@ class Updates:
             self.outstanding.add(_Update(own, total), Arrival([]))
 
     def wait(self) -> None:
-        """Wait for the sums that are under way."""
+        """Wait for the sums in flight."""
         self.outstanding.wait_all()
 
     def _take(self, update: _Update) -> None:

@@ -1,9 +1,7 @@
-"""Fully sharded data parallel training: parameters, gradients and optimizer state are shared out among the workers.
-
-Each unit of the model is gathered where it is used and freed again; its gradient is reduced to the shards. Built on
-torch's `fully_shard` (FSDP2). Sources: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054; Zhao et al. 2023, PyTorch FSDP,
-arXiv:2304.11277, section 3.2.2 for HSDP.
-"""
+"""Fully sharded data parallel training: parameters, gradients and optimizer state are sharded over the workers. Each
+unit of the model is gathered for use and freed again; its gradient is reduced to the shards. Built on torch's
+`fully_shard` (FSDP2). Sources: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054; Zhao et al. 2023, PyTorch FSDP,
+arXiv:2304.11277, section 3.2.2 for HSDP."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ class Sharded:
 
 
 class Root(OnModel):
-    """Module that runs user code while parameters in no unit are whole; units are gathered where they are called.
+    """Module that runs user code while parameters outside units are whole; units are gathered when called.
 
     It has no parameters of its own. torch calls the outermost `fully_shard` module the root, gathers and completes in
     its forward pass alone, and would do neither for a method of the model, or a part of it, that is called without the
@@ -83,7 +81,7 @@ class Root(OnModel):
         return super().forward(computation)
 
     def run_alone(self, computation: Computation) -> Any:
-        """The result of a computation that no backward pass follows."""
+        """The result of a computation without a backward pass."""
         try:
             result = self(computation)
         except BaseException:
@@ -236,7 +234,7 @@ def share_of_square(gradients: Sequence[torch.Tensor], mesh: DeviceMesh) -> floa
 
 
 def check_one_dtype(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.dtype:
-    """Dtype of the parameters that need a gradient. Raises WorkloadError where there are several."""
+    """Dtype of the parameters that need a gradient. Raises WorkloadError if there are several."""
     dtypes = {p.dtype: name for name, p in parameters if p.requires_grad}
     if len(dtypes) > 1:
         (first, one), (second, other), *_ = dtypes.items()
@@ -263,7 +261,7 @@ def mixed_precision(config: RunConfig, dtype: torch.dtype) -> tuple[MixedPrecisi
 
 
 def with_output(policy: MixedPrecisionPolicy, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """The policy of the model itself, whose output is of the model's own type: the loss is computed in it."""
+    """Policy of the whole model, whose output has the model's own type: the loss is computed in it."""
     if policy.param_dtype is None:
         return policy
     return MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, output_dtype=dtype)
@@ -301,8 +299,8 @@ def _prefetch(units: list[FSDPModule], root: FSDPModule, distance: int) -> None:
 
 
 def _check_parameters(model: nn.Module) -> torch.dtype:
-    """The dtype of the parameters that need a gradient. Raises WorkloadError for what torch would refuse later, or
-    worse."""
+    """The dtype of the parameters that need a gradient. Raises WorkloadError for types that torch would refuse later,
+    or mishandle."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             raise WorkloadError(

@@ -1,4 +1,4 @@
-"""Gossip: every worker trains its own replica and averages it with few neighbours', however many workers there are."""
+"""Gossip: every worker trains its own replica and averages it with a few neighbours, whatever the number of workers."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     waits for the parameters of its neighbours after the same step (D-PSGD, Lian et al. 2017, arXiv:1705.09056, with the
     update before the mixing). Asynchronous: it sends its parameters and continues; the neighbours' parameters are mixed
     in when they arrive, at most `max_staleness` steps late (stochastic gradient push with overlap, Assran et al. 2018,
-    arXiv:1811.10792: each message carries a part of its sender's weight, so that nothing is lost from the mean while it
-    is under way). With `deterministic` it is exactly so many steps late, which makes runs repeatable.
-    """
+    arXiv:1811.10792: each message carries a part of its sender's weight, so the mean loses nothing in flight). With
+    `deterministic` it is exactly this many steps late, which makes runs repeatable."""
     if mesh is None:
         raise ValueError("gossip needs a device mesh with the axis 'dp'")
     replicas = Replicas(model, mesh.get_group("dp"), bucket_mib=config.strategy.bucket_size_mib)
@@ -54,12 +53,10 @@ class _Letter:
 
 
 class Mixing:
-    """Push-sum: a worker gives away parts of its weight, with its values, and takes in those of others.
-
-    Values are weighted means, so that they never overshoot however late a message is, and the weights of all workers
-    and messages add up to the number of workers at any time. When nothing is late every weight is 1 after each step,
-    and the values are those of the mixing matrix.
-    """
+    """Push-sum: a worker sends parts of its weight with its values, and receives those of others. Values are weighted
+    means, so they never overshoot, however late a message is, and the weights of all workers and messages add up to the
+    number of workers at any time. When nothing is late every weight is 1 after each step, and the values are those of
+    the mixing matrix."""
 
     def __init__(self, replicas: Replicas, config: RunConfig) -> None:
         self.replicas, self.settings, self.seed = replicas, config.gossip, config.seed
@@ -79,7 +76,7 @@ class Mixing:
         """Do nothing: only parameters are sent."""
 
     def step(self, step: int) -> None:
-        """Send to this step's neighbours, and mix in what is due or has arrived."""
+        """Send to this step's neighbours, and mix in messages that are due or have arrived."""
         matrix = mixing_matrix(self.settings.graph, len(self.ranks), step, seed=self.seed)
         self._exchange(matrix)
         self.inbox.take_arrived()
@@ -113,7 +110,7 @@ class Mixing:
         self.inbox.add(_Letter(received), Arrival(their_works, is_watched=self.is_watched))
 
     def _mix(self, letter: _Letter) -> None:
-        """Replace this replica by its weighted mean with what was received."""
+        """Replace this replica by its weighted mean with the received values."""
         own = Replicas.flat(self.replicas.moving())
         own.mul_(self.weight.to(own.dtype))
         for received in letter.received:
@@ -123,8 +120,8 @@ class Mixing:
         Replicas.fill(self.replicas.moving(), own)
 
     def _settle(self) -> float:
-        """Mix in what is under way to this worker, for the moment, and return the weight of its values then, 1 on
-        average. Collective."""
+        """Temporarily mix in messages in flight to this worker, and return the weight of its values, 1 on average.
+        Collective."""
         before = self.weight
         for letter in self.inbox.wait_all():
             self._mix(letter)
@@ -135,7 +132,7 @@ class Mixing:
         """Do nothing: replicas continue with their own values."""
 
     def state(self) -> Tensors:
-        """This worker's weight, and what is under way to it. Collective."""
+        """This worker's weight, and messages in flight to it. Collective."""
         found = {"weight": self.weight.clone()}
         for position, letter in enumerate(self.inbox.wait_all()):
             found.update({f"letter.{position:04d}.{n:02d}": t for n, t in enumerate(letter.received)})
@@ -154,7 +151,7 @@ class Mixing:
             self.inbox.add(_Letter(received), Arrival([]))
 
     def wait(self) -> None:
-        """Wait for what this worker has sent, and what is under way to it."""
+        """Wait for messages from and to this worker."""
         self.inbox.wait_all()
         for arrival, _ in self.outbox:
             arrival.wait()

@@ -1,4 +1,4 @@
-"""Replicas that train apart and average now and then: local SGD, and what it has in common with DiLoCo."""
+"""Replicas that train apart and average occasionally: local SGD, and its common part with DiLoCo."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     """Take ordinary steps for `local_sgd.warmup_steps`, then local ones, averaged every `sync_every` steps. Collective.
 
     The optimizer's state is averaged with the parameters, if `average_momentum`. With sync_every 1, plain SGD and equal
-    counts on all ranks this is the training of DDP. Every replica weighs the same, so that where counts differ (the
-    last batch of an epoch, padded tokens) a sample weighs more on a rank that has fewer; `batch.drop_last` leaves such
-    batches out. Sources: Stich 2018, arXiv:1805.09767; after a warm-up (post-local SGD): Lin et al. 2018,
-    arXiv:1808.07217, whose hierarchical form is `node_sync_every`.
-    """
+    counts on all ranks this is the training of DDP. Replicas have equal weight, so with different counts (the last
+    batch of an epoch, padded tokens) samples weigh more on a rank with fewer; `batch.drop_last` leaves such batches
+    out. Sources: Stich 2018, arXiv:1805.09767; after a warm-up (post-local SGD): Lin et al. 2018, arXiv:1808.07217,
+    whose hierarchical form is `node_sync_every`."""
     settings = config.local_sgd
     apart = TrainingApart(model, mesh, config, workload)
 
@@ -40,7 +39,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
 
 
 class TrainingApart:
-    """The course that local SGD and DiLoCo share: a warm-up in DDP, then local steps and two kinds of meetings."""
+    """Schedule shared by local SGD and DiLoCo: a warm-up in DDP, then local steps and two kinds of synchronisation."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> None:
         if mesh is None:

@@ -1,8 +1,7 @@
-"""Tensor parallelism: neighbouring workers hold a part of each layer, as the workload's plan says; FSDP lies over it.
+"""Tensor parallelism: neighbouring workers hold a part of each layer, by the workload's plan; FSDP is applied on top.
 
-Workers of one group have the same rows and compute the same loss. What they exchange in a forward or backward pass is
-written in the plan's styles (torch.distributed.tensor.parallel).
-"""
+Workers of one group have the same rows and compute the same loss. The plan's styles define their communication in
+forward and backward passes (torch.distributed.tensor.parallel)."""
 
 from __future__ import annotations
 
@@ -129,8 +128,7 @@ def total_norm(gradients: Sequence[torch.Tensor], *, device: torch.device) -> to
 
 
 class Replicated(ParallelStyle):
-    """Style of a module whose parameters lie whole on every worker, and which takes and returns plain tensors, equal on
-    all."""
+    """Style of a module with whole parameters on every worker, which takes and returns equal plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def to_dtensor(value: Any) -> Any:
@@ -181,7 +179,8 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
 def _split_layers(
     model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, sequence_parallel: bool
 ) -> None:
-    """Make every parameter a DTensor: as its style says, or whole on each worker. What was frozen or tied stays so."""
+    """Make every parameter a DTensor: as its style says, or whole on each worker. Frozen and tied parameters stay
+    so."""
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     ties = _ties(model)
     with warnings.catch_warnings():  # torch warns of keys that match nothing, which is an error here
@@ -239,7 +238,7 @@ def _ties(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
-    """Make each shared parameter one again, as styles give each use a copy of its own. Raises WorkloadError."""
+    """Merge the copies of each shared parameter that styles made for its uses. Raises WorkloadError."""
     for first, *others in ties:
         shared = model.get_parameter(first)
         for name in others:

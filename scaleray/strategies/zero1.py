@@ -1,4 +1,4 @@
-"""ZeRO-1: data parallel training whose optimizer work and state are shared out, each parameter to one rank."""
+"""ZeRO-1: data parallel training with optimizer work and state divided, each parameter on one rank."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from scaleray.strategies.wire.ledger import Ledger
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """DDP whose optimizer updates on each rank about 1/n of the parameters; the others are sent its results.
-    Collective.
+    """DDP whose optimizer updates on each rank about 1/n of the parameters; the others receive its results. Collective.
 
     Works with every optimizer that updates a parameter from its own gradient and state. Gradients stay whole on every
     rank (they are reduced as DDP does). Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5.1 (P_os).

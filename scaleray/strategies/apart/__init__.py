@@ -1,1 +1,1 @@
-"""Parts of the strategies whose replicas train apart and meet now and then."""
+"""Parts of the strategies whose replicas train apart and synchronise occasionally."""

@@ -1,8 +1,6 @@
-"""Messages and sums between workers that are in flight while training continues, and the limit on their number.
-
-A worker waits when it has more in flight than it may, and only then: that bounds how far it is ahead of the slowest of
-those it receives from. Used by strategies.gossip and strategies.async_sgd.
-"""
+"""Messages and sums between workers in flight during training, with a limit on their number. A worker waits only when
+it reaches the limit, which bounds its lead over the slowest worker it receives from. Used by strategies.gossip and
+strategies.async_sgd."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ Payload = TypeVar("Payload")
 BESIDE = "exchanges"
 """Name of such a group in the ledger of collectives."""
 BESIDE_TRAINING = "exchanges during training"
-"""Description of process groups whose operations may be under way for several steps, and so have their own timeout."""
+"""Description of process groups whose operations may be in flight for several steps, and so have their own timeout."""
 
 
 class Arrival:
@@ -65,12 +63,9 @@ class Arrival:
 
 
 class Outstanding(Generic[Payload]):
-    """Exchanges in the order in which they began. `take` is called once for each, in that order.
-
-    most: largest number under way when a step ends; with 0 every one is waited for, and timed in `entry`.
-    in_order_of_time: take each as soon as it has arrived; otherwise exactly `most` steps late, which makes a run
-    repeatable.
-    """
+    """Exchanges in the order in which they began. `take` is called once for each, in that order. most: largest number
+    in flight at the end of a step; with 0 each one is waited for, and timed in `entry`. in_order_of_time: take each as
+    soon as it arrives; otherwise exactly `most` steps late, which makes a run repeatable."""
 
     def __init__(self, take: Callable[[Payload], None], entry: Entry, *, most: int, in_order_of_time: bool) -> None:
         self._take, self._entry, self._most, self._early = take, entry, most, in_order_of_time
@@ -93,7 +88,7 @@ class Outstanding(Generic[Payload]):
             self._take_first()
 
     def wait_all(self) -> list[Payload]:
-        """Payloads of all exchanges under way, once they have arrived; none is taken."""
+        """Wait for all exchanges in flight and return their payloads, without taking them."""
         for _, arrival in self._queue:
             arrival.wait()
         return [payload for payload, _ in self._queue]
@@ -108,7 +103,7 @@ class Outstanding(Generic[Payload]):
 
 
 class Exchange(Protocol):
-    """Communication of replicas that are always apart, concurrent with the training."""
+    """Communication of replicas that never synchronise fully, concurrent with the training."""
 
     def before_step(self, step: int) -> None:
         """Begin step `step`, counted from 1."""
@@ -126,7 +121,7 @@ class Exchange(Protocol):
         """Restore what `state` returned."""
 
     def wait(self) -> None:
-        """Wait until nothing is under way any more, taken or not. Collective."""
+        """Wait until nothing is in flight, taken or not. Collective."""
 
 
 def always_apart(replicas: Replicas, exchange: Exchange, group: dist.ProcessGroup, config: RunConfig) -> Parallel:
@@ -172,5 +167,5 @@ def group_for_exchanges(group: dist.ProcessGroup, config: RunConfig, *, most: in
 
 
 def must_be_watched(group: dist.ProcessGroup) -> bool:
-    """Whether messages between two ranks need a thread that waits for them: gloo's never say that they are complete."""
+    """Whether messages between two ranks need a thread that waits for them: gloo's never report completion."""
     return str(dist.get_backend(group)) == "gloo"

@@ -1,8 +1,7 @@
-"""Replicas of a model that train apart: their mean, and how far they are from it.
+"""Replicas of a model that train apart: their mean, and their distance from it.
 
-Used by every strategy in which ranks hold different values of the same parameters. Each replica counts the same in a
-mean, whatever its share of the samples was. Frozen parameters never change, so that they are not sent.
-"""
+Used by every strategy in which ranks hold different values of the same parameters. Each replica has equal weight in a
+mean, whatever its share of the samples. Frozen parameters never change and are not sent."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from scaleray.strategies.wire.ledger import Ledger
 
 
 class Replicas:
-    """This rank's replica, one of those of `group`. Everything here is collective over it, unless it says otherwise."""
+    """This rank's replica, one of those of `group`. Methods are collective over it unless noted."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, bucket_mib: float) -> None:
         self.model, self.group, self.size = model, group, dist.get_world_size(group)
@@ -35,10 +34,10 @@ class Replicas:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.optimizer: torch.optim.Optimizer | None = None
         self.sent = Ledger()
-        """Everything that this rank sends: the means that are formed here, and the strategy's own exchanges."""
+        """All traffic of this rank: the means formed here, and the strategy's own exchanges."""
         self.settle: Callable[[], float] = lambda: 1.0
-        """Bring the replica to where it will be once everything under way to it has arrived, and return its weight in
-        the mean, 1 on average. Its values are put back afterwards."""
+        """Apply everything in flight to the replica, and return its weight in the mean, 1 on average. Its values are
+        put back afterwards."""
         self._measured: Later | None = None  # squared distance of the replicas from their mean, and its squared norm
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -58,9 +57,8 @@ class Replicas:
     def average(
         self, *, group: dist.ProcessGroup | None = None, with_momentum: bool = False, measures: bool = True
     ) -> None:
-        """Replace trained parameters and buffers by their mean over `group`, by default all replicas; where it is all
-        of them, the consensus distance just before is measured on the way. with_momentum: average the optimizer's state
-        too."""
+        """Replace trained parameters and buffers by their mean over `group`, by default all replicas; if it is all of
+        them, the consensus distance is measured just before. with_momentum: average the optimizer's state too."""
         self._average(self.moving(), group or self.group, measures=measures and group is None)
         if with_momentum:
             self._average_optimizer(group or self.group)
@@ -74,7 +72,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def averaged(self, with_optimizer: bool) -> Iterator[None]:
-        """Context in which the model holds the mean of the replicas, and the optimizer that of its state if asked;
+        """Context in which the model holds the mean of the replicas, and the optimizer that of its state if requested;
         counters among the buffers are rank 0's. Afterwards every value is back to the bit."""
         state = (
             [tensor for _, tensor in self._optimizer_tensors()] if with_optimizer else []
@@ -131,7 +129,7 @@ class Replicas:
             tensor.copy_(value.view_as(tensor))
 
     def _optimizer_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Optimizer state that has a value for each value of its parameter, by a name that is the same on all ranks."""
+        """Optimizer state with one value per parameter value, by a name common to all ranks."""
         found = []
         for number, parameter in enumerate(self.trained):
             entries = self.optimizer.state.get(parameter, {}) if self.optimizer is not None else {}

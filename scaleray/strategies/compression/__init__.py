@@ -1,1 +1,1 @@
-"""Compressed gradients: the hook under DDP, the codecs, and the choice among them."""
+"""Compressed gradients: the DDP hook, the codecs, and the choice among them."""

@@ -1,9 +1,8 @@
 """Choice of the fastest way to send a bucket on this link, among those with a small enough error.
 
-Costs are measured now and then, as links and gradients change: those of a message and of a byte, and for each candidate
-the time of its arithmetic and the part of this bucket's gradient that it would lose. Ranks agree on the numbers, the
-worst of any, and then decide alike by the same arithmetic. No source: the rule is ours.
-"""
+Costs are measured again as links and gradients change: per message and per byte, and for each candidate the time of its
+arithmetic and the part of this bucket's gradient that it loses. Ranks agree on the worst numbers of any, and then
+decide alike. No source: the rule is ours."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ def choose(candidates: Sequence[Candidate], link: Link, *, max_error: float) -> 
 
 @dataclass(frozen=True)
 class Review:
-    """Result for one bucket. chosen: None where no gradient could be judged, as it was not finite."""
+    """Result for one bucket. chosen: None if no gradient was finite."""
 
     chosen: Candidate | None
     link: Link
@@ -67,7 +66,7 @@ def review(
 ) -> Review:
     """Measure link and candidates for a bucket, and choose one. Collective; every rank gets the same answer.
 
-    values: this rank's gradient with what it still owes, flat; unchanged.
+    values: this rank's gradient with its unsent residual, flat; unchanged.
     """
     wire.mean_(values.new_zeros(1))  # all ranks are here now: nobody's delay is taken for the link's
     latency_s = min(time_s(values, lambda: wire.mean_(values.new_zeros(1))) for _ in range(REPEATS))

@@ -1,8 +1,8 @@
 """Ways to send a bucket of gradients in fewer bytes. Each replaces a rank's values by a mean over the ranks.
 
-`mean_` returns what this rank did not send. Added to its next gradient (error feedback), nothing is lost but only late:
-the mean over ranks of all that was sent, plus the mean of what is left over, is the sum of the true mean gradients.
-Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847.
+`mean_` returns the residual that this rank did not send. Added to its next gradient (error feedback), it is only
+delayed, not lost: the mean over ranks of everything sent, plus the mean residual, is the sum of the true mean
+gradients. Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv:1901.09847.
 
 Values that are not finite stay so on every rank, as a loss scaler must see them. Every rank gets the same mean, bit by
 bit, and calls the same collectives, whose number and size do not depend on values.
@@ -24,8 +24,8 @@ LARGEST_INT8 = 127
 
 @dataclass(frozen=True)
 class Part:
-    """Place of a parameter in a bucket. rows: number of matrix rows that its values form in memory;
-    1 where it is no matrix."""
+    """Place of a parameter in a bucket. rows: number of matrix rows of its values in memory; 1 if it is not a
+    matrix."""
 
     name: str
     start: int
@@ -35,7 +35,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all parameters in a bucket. element_size: bytes of a value in the type that is computed with."""
+    """Places of all parameters in a bucket. element_size: bytes of a value in the compute type."""
 
     parts: tuple[Part, ...]
     element_size: int
@@ -50,7 +50,7 @@ class Codec(Protocol):
     """Way to send a bucket. values: flat (n,), in at least float32."""
 
     def mean_(self, values: torch.Tensor, wire: Wire, layout: Layout) -> torch.Tensor:
-        """Replace `values` by the mean of what all ranks send; returns what this one did not send (n,). Collective."""
+        """Replace `values` by the mean of what all ranks send; returns this rank's residual (n,). Collective."""
 
     def seen(self, values: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Values that others would receive for these, without sending them."""
@@ -101,11 +101,10 @@ class Int8:
     """Codec of one byte a value and a float32 scale a block: the block's largest value is 127 (Dettmers 2015,
     arXiv:1511.04561).
 
-    An error is at most half a scale. Bytes cannot be added on their way, and an all-gather of them would make each rank
-    receive world_size - 1 buckets: more than DDP's ring from 9 ranks on. So each rank averages one part: an all-to-all
-    brings it everyone's bytes of that part, it rounds the mean again and an all-gather spreads it. That is
-    2 (world_size - 1) / world_size bytes a value over a link, a quarter of float32's whatever the number of ranks.
-    """
+    An error is at most half a scale. Bytes cannot be added in transit, and with an all-gather each rank would receive
+    world_size - 1 buckets: more than DDP's ring from 9 ranks on. So each rank averages one part: an all-to-all brings
+    it everyone's bytes of that part, it rounds the mean again and an all-gather spreads it. That is 2 (world_size - 1)
+    / world_size bytes a value over a link, a quarter of float32's whatever the number of ranks."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -145,12 +144,11 @@ class Int8:
 
 
 class TopK:
-    """Codec that sends the largest values of a bucket with their places;
-    the others wait until they have grown (Lin et al. 2017, arXiv:1712.01887).
+    """Codec that sends the largest values of a bucket with their indices; the others accumulate until they are large
+    (Lin et al. 2017, arXiv:1712.01887).
 
     The sparsification and the accumulation are that paper's; its momentum correction and local clipping are left out.
-    Each rank receives every other's values, so that it moves fewer bytes than DDP only for a density below 1 /
-    world_size.
+    Each rank receives every other's values, so it moves fewer bytes than DDP only for a density below 1 / world_size.
     """
 
     def __init__(self, density: float) -> None:
@@ -191,7 +189,7 @@ class PowerSGD:
     """Codec that sends each matrix as a product of two thin ones, found by one step of power iteration (Vogels et al.
     2019, arXiv:1905.13727).
 
-    The iteration starts where the last step's ended. Vectors, and matrices that it would not shorten, go whole. A
+    The iteration starts where the last step's ended. Vectors, and matrices that it would not shorten, are sent whole. A
     tensor of more dimensions is a matrix with its outermost one as rows.
     """
 

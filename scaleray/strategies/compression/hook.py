@@ -1,8 +1,7 @@
 """Communication hook for DDP that compresses each bucket of gradients, and the state it carries from step to step.
 
-The part that a rank did not send is added to its next gradient (error feedback), where the method loses more than
-rounding. It is kept by parameter, as DDP rebuilds its buckets after the first step. The codecs are in `codecs`.
-"""
+The residual of a rank is added to its next gradient (error feedback) if the method loses more than rounding. It is
+stored by parameter, as DDP rebuilds its buckets after the first step. The codecs are in `codecs`."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ Work = Callable[[], torch.Tensor]
 
 class Lane:
     """Thread on the CPU, stream on CUDA: there collectives are only queued, and the host continues. The CUDA half has
-    been reviewed, not run. `close` ends the thread; so does the end of the lane's life.
-    """
+    been reviewed, not run. `close` ends the thread; so does garbage collection."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -51,8 +49,8 @@ class Lane:
             threading.Thread(target=_serve, args=(self._waiting,), name="scaleray-gradients", daemon=True).start()
 
     def submit(self, work: Work) -> torch.futures.Future[torch.Tensor]:
-        """Future of what `work` returns, after all that came before it.
-        Its error is raised where the future is waited for."""
+        """Future of the result of `work`, which runs after all earlier work. Its error is raised when the future is
+        awaited."""
         if self.stream is None:
             done: torch.futures.Future = torch.futures.Future()
             self._waiting.put((work, done))
@@ -100,7 +98,7 @@ LEFT, THIN, STEPS = "left", "thin", "steps"
 class Compression:
     """The hook of one DDP model, registered when it is made; `model` is the user's model inside it. Collective.
 
-    A parameter that no rank used in a step keeps no gradient, and what was sent for it then is lost.
+    A parameter that no rank used in a step has no gradient, and values sent for it then are lost.
     """
 
     def __init__(
@@ -188,7 +186,7 @@ class Compression:
             self._left.carry_over(factor, was_taken=was_taken)
 
     def after_update(self, step: int) -> None:
-        """Set the figures of optimizer step `step`, which is complete."""
+        """Set the figures of the completed optimizer step `step`."""
         self._steps.fill_(step)
         sent, self._sent_before = self.wire.sent_bytes - self._sent_before, self.wire.sent_bytes
         whole = max(1, self._whole_bytes)
@@ -215,7 +213,7 @@ class Compression:
         return {**left, **thin, STEPS: self._steps}
 
     def load_state(self, state: Tensors) -> None:
-        """See `Parallel.load_state`. Without a state nothing is left over, and a note says so."""
+        """See `Parallel.load_state`. Without a state the residual is empty, and a note reports it."""
         if STEPS not in state:
             what = "values not sent by earlier steps are lost" if self._left is not None else "its step count is 0"
             self.notes.append(
@@ -262,7 +260,7 @@ class Compression:
 class _LeftOver:
     """Values that this rank has not sent, by parameter, in the units of the gradients to come.
 
-    The tensors of a bucket are views of one, made when the bucket is first seen, and made again when buckets change.
+    The tensors of a bucket are views of one, created with the bucket and again when buckets change.
     """
 
     def __init__(self, named: dict[str, nn.Parameter]) -> None:
@@ -287,7 +285,7 @@ class _LeftOver:
         self._last[names] = self._flat[names].clone()
 
     def carry_over(self, factor: Number, *, was_taken: Truth) -> None:
-        """End the step: put back what it used up if it was not taken, and scale the left-over by `factor`."""
+        """End the step: restore the residual if the step was skipped, and scale it by `factor`."""
         if was_taken is not True:
             for names, last in self._last.items():
                 flat = self._flat[names]
@@ -299,7 +297,7 @@ class _LeftOver:
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """Type to compute in for gradients of `dtype`: sums of what is left over need more than 16 bits."""
+    """Type to compute in for gradients of `dtype`: sums of residuals need more than 16 bits."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 

@@ -1,6 +1,4 @@
-"""Collectives of a step as a strategy knows them: the time at which this rank arrives at each, and whose gradients it
-carries.
-"""
+"""Collectives of a step: the time at which this rank arrives at each, and the gradients in it."""
 
 from __future__ import annotations
 
@@ -10,15 +8,14 @@ from typing import Any, Protocol
 from scaleray.records.profile_record import Places
 
 MOST_PLACES = 16
-"""Places that are watched in a pass. A note costs the host some microseconds; layers in between are drawn together."""
+"""Places watched in a pass. Recording costs the host some microseconds; layers between places are merged."""
 
 
 class Moments:
     """Time at which this rank arrived at each place: those of the forward pass, then those of the backward pass.
 
-    now: always the same list, which the watcher of a place writes to, from the thread that runs the pass: a function in
-    between would be a third of the cost. stamp: returns the time.
-    """
+    now: always the same list, which the watcher of a place writes from the thread of the pass: a function call would
+    add a third of the cost. stamp: returns the time."""
 
     def __init__(self, stamp: Callable[[], Any]) -> None:
         self.stamp = stamp
@@ -38,14 +35,14 @@ class ArrivalSource(Protocol):
     """Watches the collectives of a strategy."""
 
     def settle(self, moments: Moments) -> Places | None:
-        """Called after each step until it gives the places; from then on it writes the moments. All ranks get the
+        """Called after each step until it returns the places; from then on it writes the times. All ranks get the
         places after the same step."""
 
     def close(self) -> None:
-        """Watch no more, and remove what was hooked."""
+        """Stop watching and remove the hooks."""
 
 
 def drawn_together(count: int) -> list[range]:
-    """Runs of `count` places, of which the last one each is watched: all of them, where there are few."""
+    """Runs of `count` places, of which the last one is watched; all of them if there are few."""
     width = max(1, -(-count // MOST_PLACES))
     return [range(first, min(count, first + width)) for first in range(0, count, width)]

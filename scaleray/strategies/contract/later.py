@@ -1,10 +1,7 @@
-"""Numbers that a device still computes while the host continues: copied during the training, and read some steps later.
-
-A read of a device's tensor waits for everything that the device was given before it, and until then the host can give
-it nothing more: a step of many small kernels loses half of its speed. So a step leaves its loss, norm and verdicts on
-the device, and the loop reads them when they have long arrived. Source: PyTorch Performance Tuning Guide, "Avoid
-unnecessary CPU-GPU synchronization".
-"""
+"""Numbers that a device still computes while the host continues: copied asynchronously, and read some steps later.
+Reading a device tensor waits for all work queued before it, and the host cannot queue more meanwhile: a step of many
+small kernels loses half of its speed. So a step leaves its loss, norm and verdicts on the device, and the loop reads
+them long after they arrive. Source: PyTorch Performance Tuning Guide, "Avoid unnecessary CPU-GPU synchronization"."""
 
 from __future__ import annotations
 
@@ -13,11 +10,12 @@ from collections.abc import Sequence
 import torch
 
 STEPS_AHEAD = 2
-"""Steps that the host may run ahead of what it knows of a device. One lets the device wait while the host reads."""
+"""Steps that the host may run ahead of its knowledge of a device. With one, the device would wait while the host
+reads."""
 
 
 def steps_ahead(device: torch.device) -> int:
-    """Steps that the host may run ahead of what it knows: none on the CPU, which has computed when a call returns."""
+    """Steps that the host may run ahead: none on the CPU, whose calls return results."""
     return 0 if device.type == "cpu" else STEPS_AHEAD
 
 
@@ -39,7 +37,7 @@ class Later:
             self._has_arrived.record()
 
     def wait(self) -> None:
-        """Wait until they have arrived, and for nothing that the device was given after them."""
+        """Wait until they arrive, but not for later work of the device."""
         if self._has_arrived is not None:
             self._has_arrived.synchronize()
 

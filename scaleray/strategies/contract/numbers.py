@@ -1,9 +1,6 @@
-"""Numbers of a step, which the host knows or a device still computes; arithmetic is written once for both.
-
-A number is a float where the host has it, and a tensor () on the device where reading it would wait. An operation on a
-tensor of one number takes the CPU some microseconds, of which a step would have fifty: where nothing is waited for,
-numbers are read as they come.
-"""
+"""Numbers of a step, known to the host or still computed by a device; arithmetic is written once for both. A number is
+a float if the host has it, and a tensor () on the device if reading it would wait. An operation on a one-element tensor
+takes the CPU some microseconds, and a step has fifty: numbers that need no wait are read immediately."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ def ratio(part: Number, whole: Number) -> Number:
 
 
 def choose(condition: Truth, yes: Any, no: Any) -> Any:
-    """`yes` where the condition holds, else `no`: numbers, or tensors of one shape."""
+    """`yes` if the condition holds, else `no`: numbers, or tensors of one shape."""
     if isinstance(condition, torch.Tensor):
         return torch.where(condition, yes, no)
     return yes if condition else no
@@ -63,7 +60,7 @@ def together(numbers: Sequence[Number | Truth], device: torch.device) -> torch.T
 
 
 class Unread:
-    """Numbers of which the host does not know all yet, in order. None represents a missing one."""
+    """Numbers that the host may not know yet, in order. None represents a missing one."""
 
     def __init__(self, numbers: Sequence[Number | Truth | None]) -> None:
         self._numbers = numbers

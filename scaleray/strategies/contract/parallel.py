@@ -24,7 +24,7 @@ Metrics = Mapping[str, "float | Callable[[], float]"]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a step on the device, as the loss takes them, and how many of them count: 0 for a placeholder."""
+    """Some rows of a step on the device, as the loss takes them, and the number that counts: 0 for a placeholder."""
 
     batch: Any
     weight: int
@@ -39,10 +39,9 @@ Run = Callable[[Computation], Any]
 class OnModel(nn.Module):
     """Module that runs user code on the user's own model: `on_model(computation)` is `computation(module)`.
 
-    This is what strategies wrap, and not the model itself: whatever the computation does with the model (calls it, once
-    or several times, or a method or a part of it, or reads a weight) then lies within what the wrapper sees as one
-    forward pass, and the code gets the model as `build_model` made it, with all its methods and attributes.
-    """
+    Strategies wrap this instead of the model: whatever the computation does with the model (call it once or several
+    times, call a method or a part, read a weight) is then one forward pass for the wrapper, and the code gets the model
+    as `build_model` made it, with all its methods and attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -53,8 +52,7 @@ class OnModel(nn.Module):
 
 
 class Objective(Protocol):
-    """Scaled loss of one micro-batch, ready for `backward()`; records its sum and count on the way.
-    run: runs the computation."""
+    """Scaled loss of one micro-batch, ready for `backward()`; records its sum and count. run: runs the computation."""
 
     def __call__(self, run: Run, piece: MicroBatch) -> torch.Tensor: ...
 
@@ -70,9 +68,9 @@ class Parallel:
     module: nn.Module
     """The user's own model inside, whose state is trained; it has the user's methods and attributes."""
     alone: Run | None = None
-    """Implementation of `run_alone`, where it is more than to compute on `module`."""
+    """Implementation of `run_alone`, if it does more than compute on `module`."""
     gradient_divisor: int = 1
-    """Number by which the strategy divides summed gradients: the world size where it averages, 1 where it sums.
+    """Number by which the strategy divides summed gradients: the world size if it averages, 1 if it sums.
     In local steps nothing is summed."""
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     """Context of a micro-batch that is not the last of its step: gradients stay local."""
@@ -81,14 +79,12 @@ class Parallel:
     before_evaluation: Callable[[], None] = lambda: None
     """Make buffers equal on all ranks. Collective."""
     weights: Callable[[], WeightShare] = WeightShare
-    """Share of the final weights that this rank is to write: rank 0 has them all where the model is unsharded.
-    Collective."""
+    """Share of the final weights that this rank writes: rank 0 has all of an unsharded model. Collective."""
     close: Callable[[], None] = lambda: None
-    """Remove every hook from the user's model, and make sharded parameters whole where they fit. Collective."""
+    """Remove every hook from the user's model, and make sharded parameters whole if they fit. Collective."""
     let_go: Callable[[], None] | None = None
-    """Part of `close` that the next run in this process needs, if the model is not kept: sharded parameters stay
-    shards. Not collective. None: `close` is used instead, as it waits for no other rank.
-    """
+    """Part of `close` that the next run in this process needs if the model is discarded: sharded parameters stay
+    shards. Not collective. None: `close` is used instead, as it waits for no other rank. """
 
     total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor] = lambda gradients: (
         torch.linalg.vector_norm(gradients[0]) if len(gradients) == 1 else torch.nn.utils.get_total_norm(gradients)
@@ -96,26 +92,26 @@ class Parallel:
     """Norm of the whole model's gradient, given this rank's gradients. Collective where gradients are sharded."""
     share_of_square: Callable[[Sequence[torch.Tensor]], float] | None = None
     """This rank's share of the squared norm of the whole model's gradient, in float64: the shares of all ranks add up
-    to it. For callers that sum something else over ranks anyway. None: there is only `total_norm`."""
+    to it. For callers that sum other values over ranks anyway. None: there is only `total_norm`."""
     forward_is_collective: bool = False
     """Whether a forward pass communicates, so that all ranks must run equally many."""
     owns: Callable[[nn.Parameter], bool] = lambda parameter: True
     """Whether this rank's optimizer updates the parameter (with ZeRO-1, the other ranks get it by `after_update`)."""
     after_update: Callable[[int], None] = lambda step: None
-    """Hook after optimizer step `step`, counted from 1, where ranks communicate parameters."""
+    """Hook after optimizer step `step`, counted from 1, in which ranks communicate parameters."""
     carry_over: Callable[[Number, Truth], None] | None = None
     """Hook before `after_update`, for gradients that a strategy keeps from step to step. Its arguments: the factor by
     which the next step's gradients will be larger than this one's were, as the loss scale and the expected count
     change; whether the optimizer took the step. None: it keeps none."""
     is_partitioned: bool = False
-    """Whether ranks have parameters, or optimizer state, that others do not have at all: pipeline stages, ZeRO-1."""
+    """Whether ranks have parameters or optimizer state that others lack: pipeline stages, ZeRO-1."""
 
     is_local: Callable[[int], bool] = lambda step: False
     """Whether, in step `step`, from 1, gradients are those of this rank's own samples, divided by their own count.
-    Their norm and clipping are this rank's own then, too."""
+    Norm and clipping are then per rank, too."""
     meets: Callable[[int], bool] = lambda step: True
-    """Whether all ranks sum losses and signals in step `step`, from 1. Evaluations, checkpoints and the end are
-    meetings too. In any other step the recorded loss is that of rank 0's own samples."""
+    """Whether all ranks sum losses and signals in step `step`, from 1. Evaluations, checkpoints and the end are also
+    synchronisations. In any other step the recorded loss is that of rank 0's own samples."""
     replicas_differ: bool = False
     """Whether ranks hold different values of the same parameters; checkpoints then keep each rank's."""
     averaged: Callable[[bool], contextlib.AbstractContextManager[Any]] = lambda with_optimizer: contextlib.nullcontext()
@@ -135,7 +131,7 @@ class Parallel:
     """Forward and backward of all micro-batches of a step, where the strategy decides their order: (micro-batches,
     objective, autocast). The objective is called once a micro-batch, on ranks that count the loss."""
     counts_loss: bool = True
-    """Whether this rank's losses count: where several ranks work on the same samples, one of them does."""
+    """Whether this rank's losses count: of several ranks with the same samples, one does."""
 
     state: Callable[[], Tensors] = dict
     """The strategy's own state on this rank (an outer momentum, error feedback), by reference, for checkpoints."""
@@ -145,9 +141,9 @@ class Parallel:
     """Bytes that this rank has given to collectives and sends, for gradients, parameters and activations, since it was
     built: payloads, each counted once whatever the algorithm makes of them."""
     collectives: Callable[[], list[CollectiveRow]] = list
-    """The same by group and operation; nothing where a strategy counts bytes alone."""
+    """The same by group and operation; empty if a strategy counts only bytes."""
     arrivals: ArrivalSource | None = None
-    """Where it can be seen when this rank comes to the collectives of a step; None where it cannot."""
+    """Source of this rank's arrival times at the collectives of a step, if available."""
     no_arrivals: str = ""
     """Reason why lateness of ranks cannot be measured."""
     show_own_gradients: Callable[[Callable[[torch.Tensor, float], None] | None], None] | None = None
@@ -169,7 +165,7 @@ class Parallel:
         return computation(self.module) if self.model is self.module else self.model(computation)
 
     def run_alone(self, computation: Computation) -> Any:
-        """Result of user code on the model where no backward pass follows, as in evaluations.
+        """Result of user code on the model without a backward pass, as in evaluations.
         Collective where `forward_is_collective`."""
         return computation(self.module) if self.alone is None else self.alone(computation)
 

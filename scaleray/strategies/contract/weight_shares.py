@@ -1,8 +1,5 @@
-"""The final weights of a model, shared out among the ranks that write them: no rank ever holds more than its share.
-
-Each sharded tensor is gathered alone, and stays with the rank that is to write it. That rank needs no other for its
-further work: it waits for a file outside of any collective.
-"""
+"""Final weights of a model, divided among the ranks that write them: no rank holds more than its share. Each sharded
+tensor is gathered separately and stays with the rank that writes it, which then works outside of any collective."""
 
 from __future__ import annotations
 
@@ -27,9 +24,8 @@ class WeightShare:
     """Weights that one rank is to write. tensors: by name, whole and on the CPU;
     for an unsharded model, extra state as well.
 
-    layout: every tensor of the model in its order, the same on all ranks; empty where rank 0 has them all. left_out:
-    names of entries that are no dense tensors, which files of shares have no place for.
-    """
+    layout: every tensor of the model in its order, the same on all ranks; empty if rank 0 has them all. left_out: names
+    of entries that are not dense tensors, which files of shares cannot hold."""
 
     tensors: dict[str, Any] = field(default_factory=dict)
     layout: dict[str, Placed] = field(default_factory=dict)

@@ -1,9 +1,8 @@
-"""Pipeline parallelism: the blocks of a model lie on neighbouring workers, and micro-batches go through them in turn.
+"""Pipeline parallelism: the blocks of a model are on neighbouring workers, and micro-batches pass through them in turn.
 
 The stages are those of `pipeline_stages`, the order is one of torch.distributed.pipelining's schedules. Every worker of
-a replica has the same rows, so that each can call the workload's loss itself: it ends at the end of the worker's stage,
-and on the last stage it is the loss. Activations and their gradients are all that neighbours send each other.
-"""
+a replica has the same rows, so each can call the workload's loss itself: the call ends with the worker's stage, and on
+the last stage it gives the loss. Neighbours exchange only activations and their gradients."""
 
 from __future__ import annotations
 
@@ -46,9 +45,8 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
     """Keep this worker's stages of `model`, over `mesh["pp"]`; replicas of a stage share gradients over `mesh["dp"]`.
 
-    Collective. `model` itself stays as it is; its parameters that lie here are those that are trained. Raises
-    WorkloadError for a model that cannot be cut, when it is set up or with the first rows.
-    """
+    Collective. `model` itself is unchanged; its parameters on this worker are trained. Raises WorkloadError for a model
+    that cannot be cut, at set-up or with the first rows."""
     if mesh is None:
         raise ValueError("pipeline needs a device mesh with the axes 'dp' and 'pp'")
     parts = Parts(model, mesh, config, workload)
@@ -93,8 +91,8 @@ class Pipeline:
         self._pieces: list[MicroBatch] = []
 
     def before_step(self, step: int) -> None:
-        """Choose the seed of step `step`: all workers of a replica must draw alike in the code around the blocks,
-        whatever they drew inside them."""
+        """Choose the seed of step `step`: all workers of a replica must draw the same numbers in the code around the
+        blocks, whatever they drew inside."""
         self._seed = self._seed_of(step)
 
     def tell_phases(self, enter: Enter) -> None:
@@ -150,7 +148,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def computing(self, phase: Phase) -> Iterator[None]:
-        """Context in which this worker computes, and waits for no other one."""
+        """Context in which this worker computes without waiting for others."""
         self.enter(phase)
         with self._busy.working():
             yield
@@ -322,8 +320,7 @@ def _equal_pieces(pieces: list[MicroBatch]) -> list[tuple[Any, list[MicroBatch]]
 
 @contextlib.contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise what a stage raised itself: torch wraps it into a RuntimeError with the shapes of its tensors, which says
-    less."""
+    """Re-raise a stage's own error: torch wraps it into a less informative RuntimeError with tensor shapes."""
     try:
         yield
     except RuntimeError as exc:

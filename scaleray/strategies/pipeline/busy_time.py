@@ -38,8 +38,7 @@ class BusyTime:
         return self._timed(self._whole)
 
     def end(self) -> tuple[float, float] | None:
-        """End the step. (seconds of computation, seconds of the schedules) of the last step that is known; None where
-        none is."""
+        """End the step. (seconds of computation, seconds of the schedules) of the last known step, or None."""
         self._steps.append((self._busy, self._whole))
         if len(self._steps) <= self._later:
             return None

@@ -18,8 +18,8 @@ worker. 1e-2 for other types."""
 
 
 def check_chain(whole: nn.Module, stages: list[Stage], call: Callable[[nn.Module], Any], device: torch.device) -> None:
-    """Compare all stages of a model, one after the other on this worker, with the whole. Raises WorkloadError where
-    they differ."""
+    """Compare all stages of a model, one after the other on this worker, with the whole. Raises WorkloadError if they
+    differ."""
     views = [whole, *(stage.module for stage in stages)]
     modes = [(part, part.training) for view in views for part in view.modules()]
     try:

@@ -1,4 +1,4 @@
-"""Time that each block of a model takes, measured once, to cut the model into equally long stages."""
+"""Time of each block of a model, measured once, to cut the model into equally long stages."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ LARGEST_BATCH = 32
 def measured_costs(
     model: nn.Module, units: Sequence[Unit], num_blocks: int, *, config: RunConfig, workload: Any
 ) -> list[float]:
-    """Seconds of the forward pass of each block with what goes with it, the least of a few passes on training rows.
-
-    A backward pass is taken as proportional. Changes neither random numbers nor the model. Raises WorkloadError where
-    the training data cannot be read by row.
-    """
+    """Seconds of the forward pass of each block with its surrounding modules, the least of a few passes on training
+    rows. The backward pass is assumed proportional. Changes neither random numbers nor the model. Raises WorkloadError
+    if the training data cannot be read by row."""
     reference = next(model.parameters())
     with same_random_numbers(reference.device):  # the data may draw some
         batch = _example(workload, config, reference)

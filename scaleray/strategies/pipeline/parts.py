@@ -1,4 +1,4 @@
-"""This worker's part of a pipelined model: its stages, what it shares with others, and the whole put together again."""
+"""This worker's part of a pipelined model: its stages, shared parameters, and reassembly of the whole."""
 
 from __future__ import annotations
 
@@ -39,11 +39,9 @@ class Parts:
     """This worker's stages of a model. `module`: the model with only them, under the names of the whole. Collective to
     build.
 
-    Stage s lies on worker s modulo the workers of a replica. A parameter that several stages use (a tied head) lies on
-    each of their workers, and its gradient is the sum of theirs. The other stages are kept until the first batch has
-    shown that the stages are the whole model: no less memory than `build_model` took to make it, and before there is
-    optimizer state.
-    """
+    Stage s is on worker s modulo the workers of a replica. A parameter that several stages use (a tied head) is on each
+    of their workers, and its gradient is the sum of theirs. The other stages stay until the first batch proves that the
+    stages equal the whole model: this takes the memory of `build_model`, before there is optimizer state."""
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> None:
         settings = config.pipeline
@@ -104,12 +102,9 @@ class Parts:
         return stage % self.num_workers
 
     def check_chain(self, call: Callable[[nn.Module], Any]) -> None:
-        """Compare the stages, one after the other on this worker, with the whole model, and let go of what lies
-        elsewhere.
-
-        call: runs the model it is given. Raises WorkloadError where they differ.
-        Every worker does the same, and communicates only in `gathered`.
-        """
+        """Compare the stages, one after the other on this worker, with the whole model, and free the other stages.
+        call: runs the given model. Raises WorkloadError if they differ. Every worker does the same, and communicates
+        only in `gathered`."""
         assert self._unchecked is not None
         with self.gathered():
             check_chain(*self._unchecked, call, self.device)
@@ -160,8 +155,8 @@ class Parts:
         return squared.sqrt()
 
     def weights(self) -> WeightShare:
-        """This rank's share of the whole model's weights: those of its stages are shared out among their replicas.
-        Collective over the replica, and over the replicas where they hold shards."""
+        """This rank's share of the whole model's weights: those of its stages are divided among their replicas.
+        Collective over the replica, and over the replicas if they hold shards."""
         everyone: list[Any] = [None] * self.num_workers
         no_tensors = tuple(n for n, v in self.module.state_dict().items() if not isinstance(v, torch.Tensor))
         dist.all_gather_object(everyone, (sizes(self.module), no_tensors), group=self.group)
@@ -175,13 +170,12 @@ class Parts:
         return replace(share, left_out=tuple(dict.fromkeys(name for _, theirs in everyone for name in theirs)))
 
     def let_go(self) -> None:
-        """Remove the sharding from the stages, if the model is not needed any more. Not collective."""
+        """Remove the sharding from the stages if the model is no longer needed. Not collective."""
         if self.shards is not None:
             self.shards.close(self.module, keeps_shards=True)
 
     def give_back(self) -> None:
-        """Put all stages' values into the model that was cut, where every worker of the replica still has it.
-        Collective."""
+        """Copy all stages' values into the original model, if every worker of the replica still has it. Collective."""
         if self.shards is not None:
             self.shards.close(self.module, keeps_shards=False)
         whole = self._original()
@@ -199,7 +193,7 @@ class Parts:
                 )
 
     def note(self) -> str:
-        """Text that says where the cuts lie, how even they are, and which idle share to expect."""
+        """Text on the cuts, their evenness, and the expected idle share."""
         settings = self.config.pipeline
         ends = [*self.bounds[1:], len(self.stage_of)]
         blocks = ", ".join(f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in zip(self.bounds, ends, strict=True))
@@ -234,8 +228,7 @@ class Parts:
 
     @property
     def _whole_parameters(self) -> list[nn.Parameter]:
-        """Parameters of `module` that are no shards;
-        while shards are gathered, what lies in their places is none of these."""
+        """Parameters of `module` that are not shards, excluding gathered ones."""
         return [p for p in self.module.parameters() if id(p) in self._whole_ids]
 
     def _owner_of(self, unit: Unit) -> int:
@@ -259,7 +252,7 @@ class Parts:
     def _shared_parameters(
         self, held: list[set[str]], mesh: DeviceMesh
     ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-        """Trained parameters that lie on several workers of this replica, with the group of these. Collective over the
+        """Trained parameters that are on several workers of this replica, with the group of these. Collective over the
         mesh."""
         mine = dict(self.module.named_parameters())
         by_workers: dict[tuple[int, ...], list[str]] = {}
@@ -297,7 +290,7 @@ class Parts:
 
 
 def cut(model: nn.Module, config: RunConfig, workload: Any) -> tuple[list[nn.Module], list[Unit]]:
-    """The blocks of a model and what is around them. Raises WorkloadError where stages cannot be made of them."""
+    """The blocks of a model and what is around them. Raises WorkloadError if they cannot form stages."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
             raise WorkloadError.problem(
@@ -324,7 +317,7 @@ def all_stages(model: nn.Module, config: RunConfig, workload: Any) -> list[Stage
 
 def find_blocks(model: nn.Module, workload: Any) -> list[nn.Module]:
     """The workload's blocks; without these, the children of an nn.Sequential.
-    Raises WorkloadError where there are neither."""
+    Raises WorkloadError if there are neither."""
     given = workload.blocks(model) if callable(getattr(workload, "blocks", None)) else None
     if given is not None:
         return list(given)

@@ -1,4 +1,4 @@
-"""Evaluation of a model whose stages lie on several workers: each of them gets the output of the last."""
+"""Evaluation of a model with stages on several workers: each worker gets the output of the last."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from scaleray.strategies.pipeline.stages import Elsewhere, called_twice
 
 
 class OnlyWhole(nn.Module):
-    """Model that can only be used as a whole: called, or by one of its methods. Its other attributes are passed on, but
-    for parts with parameters, which may lie elsewhere."""
+    """Model that can only be used as a whole: called, or by one of its methods. Other attributes are forwarded, except
+    parts with parameters, which may be elsewhere."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class OnlyWhole(nn.Module):
 
 
 class Rehearsal(OnlyWhole):
-    """Model on one worker that a loss can use only as it could the stages of a pipeline: once, and if it is a chain."""
+    """Model on one worker with the restrictions of a pipeline: a loss can use it once, and only as a chain."""
 
     def __init__(self, model: nn.Module, config: RunConfig, workload: Any) -> None:
         super().__init__(model)
@@ -89,7 +89,7 @@ def _is_stand_in(module: nn.Module) -> bool:
 class Whole(OnlyWhole):
     """The whole model for evaluation: a call gives its output on every worker of the replica. Collective.
 
-    The stages run one after the other, without gradients. Anything else is asked of this worker's part of the model.
+    The stages run one after the other, without gradients. Anything else goes to this worker's part of the model.
     """
 
     def __init__(self, parts: Parts) -> None:

@@ -1,10 +1,8 @@
-"""FSDP on a pipeline's data axis: replicas share out a stage's parameters, gradients and optimizer state between steps.
-
-In a step a stage's parameters are gathered once and stay until its last micro-batch: to free them after each pass, as
-FSDP does by default, would gather them as often as there are micro-batches. Gradients are reduced to the shards once,
-at the end. torch's `fully_shard` lays out, gathers and reduces; its hooks, which would do so in every pass, are
-removed. Written against torch 2.13, whose private names are used as torch's own pipelines do (`perform_reduce_grad`).
-"""
+"""FSDP on a pipeline's data axis: replicas shard a stage's parameters, gradients and optimizer state between steps. In
+a step a stage's parameters are gathered once and stay until its last micro-batch: freeing them after each pass, FSDP's
+default, would gather them once per micro-batch. Gradients are reduced to the shards once, at the end. torch's
+`fully_shard` lays out, gathers and reduces; its hooks, which would do so in every pass, are removed. Written against
+torch 2.13, whose private names are used as torch's own pipelines do (`perform_reduce_grad`)."""
 
 from __future__ import annotations
 
@@ -32,14 +30,11 @@ from scaleray.strategies.wire.ledger import Ledger
 
 
 class Shards:
-    """Parts of a stage whose parameters are shards between steps.
-    Collective over the replicas, unless a method says otherwise.
-
-    modules: modules that lie whole on this worker. kept_whole: ids of parameters that stay as they are. So do single
-    numbers, parameters that are not contiguous or that several of the modules use, and those of layers with running
-    statistics where others are gathered in a narrower type; gradients of all these are summed by an all-reduce. sent:
-    counts the collectives. Raises WorkloadError.
-    """
+    """Parts of a stage whose parameters are shards between steps. Collective over the replicas unless noted. modules:
+    modules that are whole on this worker. kept_whole: ids of parameters that stay as they are. So do single numbers,
+    parameters that are not contiguous or that several of the modules use, and those of layers with running statistics
+    where others are gathered in a narrower type; gradients of all these are summed by an all-reduce. sent: counts the
+    collectives. Raises WorkloadError."""
 
     def __init__(
         self, modules: Sequence[nn.Module], mesh: DeviceMesh, config: RunConfig, *, kept_whole: set[int], sent: Ledger
@@ -81,7 +76,7 @@ class Shards:
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context in which all parameters are whole. Collective. Within another one it does nothing."""
+        """Context in which all parameters are whole. Collective. Nested use has no effect."""
         if self.is_gathered:
             yield
             return
@@ -106,7 +101,7 @@ class Shards:
     def reduce(self) -> None:
         """Sum the gradients of this step over the replicas, to the shards. Collective, while parameters are gathered.
 
-        A parameter that no replica has a gradient of gets none.
+        A parameter without a gradient on any replica gets none.
         """
         self.put_by()
         trained = [p for p in self._parameters if p.sharded_param.requires_grad]
@@ -146,7 +141,7 @@ class Shards:
 def present_anywhere(has_one: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
     """Whether any rank of `group` has each of some gradients, of which this rank has these. Collective.
 
-    Only a rank that lacks one waits for the device to hear of the others.
+    Only a rank that lacks one waits for the device.
     """
     present = on_device(has_one, device, torch.int32)
     dist.all_reduce(present, op=dist.ReduceOp.MAX, group=group)

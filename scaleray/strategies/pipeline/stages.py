@@ -1,10 +1,10 @@
-"""Cut a model into pipeline stages without rewriting it, and choose where the cuts lie.
+"""Cut a model into pipeline stages without rewriting it, and choose the cuts.
 
 A stage is the user's own model in which the parts of other stages are replaced by placeholders. It runs the user's own
 forward code on the model's own inputs: the last placeholder before the stage's blocks returns the activation from the
 stage before, whatever its input, and the first one after them ends the pass, with its input as the result. So code
 before the blocks may make masks or positions, code after them may pool or scale, and names of parameters stay as they
-are. What is cut must be a chain: each block takes the activation as its first argument and returns the next one.
+are. The model must be a chain: each block takes the activation as its first argument and returns the next one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Entry:
 
 
 class Before(nn.Module):
-    """Placeholder for a part of an earlier stage: returns the activation that the stage before has sent."""
+    """Placeholder for a part of an earlier stage: returns the activation from the previous stage."""
 
     def __init__(self, entry: Entry, *, is_gate: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Before(nn.Module):
 
 
 class After(nn.Module):
-    """Placeholder for a part of a later stage: the pass ends where it is called."""
+    """Placeholder for a part of a later stage: calling it ends the pass."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
@@ -226,7 +226,7 @@ def stage_of_block(bounds: Sequence[int], num_blocks: int) -> list[int]:
 
 
 def make_stage(model: nn.Module, units: Sequence[Unit], stages: Sequence[int], index: int) -> Stage:
-    """The stage `index` of a model whose blocks lie on `stages`. Shares all modules and tensors with it."""
+    """Stage `index` of a model whose blocks are on `stages`. Shares all modules and tensors with it."""
     entry = Entry()
 
     def replacement(unit: Unit) -> nn.Module:

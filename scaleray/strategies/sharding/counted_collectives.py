@@ -43,7 +43,7 @@ class CountedAllGather(DefaultAllGather):
 
 
 class CountedReduceScatter(DefaultReduceScatter):
-    """torch's reduce-scatter, counted. A rank gives the whole gradient of a unit, and shows it in `window`. replicas:
+    """torch's reduce-scatter, counted. A rank gives the whole gradient of a unit, and exposes it in `window`. replicas:
     the group over which the result is all-reduced afterwards."""
 
     def __init__(

@@ -22,8 +22,8 @@ from scaleray.strategies.wire.ledger import Ledger
 
 
 class CountedPasses:
-    """Forward and backward passes of a step's micro-batches, as the loop itself would run them. What the styles and
-    FSDP send can only be seen from below, once for each shape of a micro-batch."""
+    """Forward and backward passes of a step's micro-batches, as the loop itself would run them. Traffic of the styles
+    and FSDP is counted below the dispatcher, once per shape of a micro-batch."""
 
     def __init__(self, model: nn.Module, on_model: nn.Module, mesh: DeviceMesh) -> None:
         self._model, self._on_model, self._replicas = model, on_model, mesh["dp"]
@@ -65,13 +65,13 @@ class CountedPasses:
             self._count(self._known[shapes, is_last], self._waits.seconds - before_s)
 
     def _of_layers(self, traffic: Traffic) -> dict[Kind, tuple[int, float]]:
-        """Counts apart from the collectives of units, which count themselves."""
+        """Counts without the collectives of units, which count themselves."""
         units = (ALL_GATHER, REDUCE_SCATTER) if isinstance(self._model, FSDPModule) else ()
         return {k: v for k, v in traffic.found.items() if self._axes.get(k.group) != "dp" or k.operation not in units}
 
     def _count(self, found: dict[Kind, tuple[int, float]], waited_s: float) -> None:
-        """Add the collectives of a micro-batch, and the time that the host waited for them, in which those of several
-        operations have a part by their bytes."""
+        """Add the collectives of a micro-batch, and the host's wait for them, divided among operations by their
+        bytes."""
         whole = sum(num_bytes for _, num_bytes in found.values())
         for kind, (count, num_bytes) in found.items():
             entry = self.sent.entry(self._axes.get(kind.group, "all"), kind.group_size, kind.operation)

@@ -1,7 +1,5 @@
-"""Choice of the parts of a model that are gathered as one unit when it is sharded, and how far gathering runs ahead.
-
-A unit's parameters travel in one collective: too small ones cost latency, one that is the whole model saves no memory.
-"""
+"""Choose the units of a model for sharding, and the distance of gathering ahead. A unit's parameters travel in one
+collective: small units cost latency, and the whole model as one unit saves no memory."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ from scaleray.records.text.units import GIB
 
 @dataclass(frozen=True)
 class Units:
-    """Modules to be sharded each as one unit, in the order of the forward pass as far as the model's own order tells;
-    the model itself, with what is in none of them, comes on top."""
+    """Modules to shard as one unit each, in the order of the forward pass as far as the model's own order shows it; the
+    model itself, with the rest, is added on top."""
 
     modules: list[nn.Module]
     names: list[str]
@@ -32,8 +30,8 @@ class Units:
 
 
 def choose_units(model: nn.Module, settings: FsdpSettings, workload: Any) -> Units:
-    """The units that the settings ask for. A module of which a parameter is used outside it as well cannot be one: its
-    parameters go to the unit around it. Raises WorkloadError where the model or the workload does not have them."""
+    """The units requested by the settings. A module with a parameter that is also used outside cannot be one: its
+    parameters go to the unit around it. Raises WorkloadError if the model or the workload lacks them."""
     asked = {"blocks": _blocks, "size": _large_enough, "class": _of_classes}[settings.wrap](model, settings, workload)
     uses, occurrences, notes = _uses(model), Counter(map(id, _all_modules(model))), []
     chosen: list[tuple[str, nn.Module]] = []
@@ -60,7 +58,7 @@ def choose_units(model: nn.Module, settings: FsdpSettings, workload: Any) -> Uni
 def prefetch_distance(units: Units, settings: FsdpSettings, *, bytes_per_parameter: int) -> int:
     """Number of units that may be gathered ahead so that `max_unsharded_gib` holds, up to `prefetch`.
 
-    The root's parameters count throughout. Raises ConfigError where even one unit at a time is too much.
+    The root's parameters count throughout. Raises ConfigError if even one unit at a time is too much.
     """
     wanted = min(settings.prefetch, len(units.sizes))
     if settings.max_unsharded_gib is None:
@@ -93,7 +91,7 @@ def _rounded_up(gib: float) -> float:
 
 
 def _claim(module: nn.Module, taken: set[int]) -> int:
-    """Number of a module's parameter values that are not taken yet; adds the parameters to `taken`."""
+    """Number of a module's parameter values not yet taken; adds the parameters to `taken`."""
     mine = {id(p): p.numel() for p in module.parameters() if id(p) not in taken}
     taken.update(mine)
     return sum(mine.values())

@@ -1,8 +1,6 @@
-"""Waits for the collectives that DTensor starts: how long the host waits in them, and when it arrives at each.
-
-DTensor starts its collectives concurrently with the following work, and waits where a result is first used. All of
-these waits go through one function of torch, which this module replaces while the passes of a step run.
-"""
+"""Waits for DTensor's collectives: their duration on the host, and the arrival at each. DTensor runs collectives
+concurrently with the following work, and waits when a result is first used. All waits go through one function of torch,
+which this module replaces during the passes of a step."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ class LayerArrivals:
         self._is_backward = True
 
     def settle(self, moments: Moments) -> Places | None:
-        """See `ArrivalSource`. In one step the layers are seen that are computed between the waits."""
+        """See `ArrivalSource`. One step records the layers computed between the waits."""
         if not self._is_learning:
             self._learn()
             return None
@@ -119,7 +117,7 @@ class LayerArrivals:
         self._waits.noted, self._waits.on_wait, self._waits.on_pass = {}, None, lambda: None
 
     def _learn(self) -> None:
-        """See from now on which layers are computed, and where a pass waits."""
+        """Start to record the computed layers and the waits of a pass."""
         self._is_learning = True
         self._waits.on_pass, self._waits.on_wait = self._begin, self._wait
         for name, module in self._model.named_modules():

@@ -1,10 +1,9 @@
 """Build a model that is larger than one worker's memory, with the initial values of an ordinary build.
 
-All workers run the same code on the same random numbers. What the code has not touched for a while is cut up: each
-worker keeps its part and frees the rest, and all gather it again when the code, or the sharding after it, comes back.
-So the code may do what it likes, such as draw until a condition holds, which a build without memory (meta device) and a
-later initialisation cannot repeat.
-"""
+All workers run the same code on the same random numbers. Memory untouched for a while is split: each worker keeps its
+part and frees the rest, and all gather it again when the code or the sharding needs it. So the code may do anything,
+such as draw until a condition holds, which a build without memory (meta device) and a later initialisation cannot
+repeat."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 SMALLEST_BYTES = 4096
-"""Size from which tensors are cut up.
-Smaller ones stay: buffers, biases and scales, each of which would cost a message."""
+"""Size from which tensors are split. Smaller ones stay whole: buffers, biases and scales would each cost a message."""
 READ_WITHOUT_DISPATCH = {
     torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.data_ptr, torch.Tensor.__dlpack__,
 }  # fmt: skip
@@ -33,7 +31,7 @@ READ_WITHOUT_DISPATCH = {
 
 @dataclass
 class _Page:
-    """Memory of one or more tensors. kept: this rank's part where the rest is freed; digest: that of the whole then."""
+    """Memory of one or more tensors. kept: this rank's part if the rest is freed; digest: then that of the whole."""
 
     storage: StorageWeakRef
     num_bytes: int
@@ -47,7 +45,7 @@ class PagedBuild(TorchDispatchMode):
     """Context in which a model is built and sharded. Collective over `group`: all ranks must run the same operations.
 
     bound_bytes: about how much recently touched memory stays whole; tensors in use at the same time always do. Between
-    the build and the strategy, call `digests`, after which nothing is cut up any more, and `finish`.
+    the build and the strategy, call `digests`, after which nothing is split, and `finish`.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, bound_bytes: float) -> None:
@@ -89,7 +87,7 @@ class PagedBuild(TorchDispatchMode):
             return {name: self._digest(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
 
     def finish(self, model: nn.Module) -> None:
-        """Bring back what is no parameter; parameters come back when they are sharded. Collective."""
+        """Restore all but parameters, which are restored when they are sharded. Collective."""
         parameters = {p.untyped_storage()._cdata for p in model.parameters()}
         # whatever else is still in use; a rank whose garbage is collected already takes part for the others
         others = [page for key, page in self._pages.items() if page.kept is not None and key not in parameters]
@@ -104,7 +102,7 @@ class PagedBuild(TorchDispatchMode):
                 self._restore(page)
 
     def bring_back(self, *values: Any) -> None:
-        """Make the memory of all tensors in `values` whole. Collective where it is not."""
+        """Make the memory of all tensors in `values` whole. Collective unless it is whole."""
         for storage in _storages(values):
             page = self._pages.get(storage._cdata)
             if page is not None and page.kept is not None:

@@ -1,4 +1,4 @@
-"""When this rank comes to the collectives of the units of FSDP: their gathers in the forward pass, their gradients."""
+"""Arrival of this rank at the collectives of FSDP's units: gathers in the forward pass, and gradients."""
 
 from __future__ import annotations
 
@@ -28,17 +28,15 @@ class UnitArrivals:
         self._names_of_root = [name for name in names if not name.startswith(inside)] if inside else names
 
     def add(self, unit: Any, gather: CountedAllGather, scatter: CountedReduceScatter) -> None:
-        """Take the collectives of a unit."""
+        """Add the collectives of a unit."""
         self._collectives[unit] = gather, scatter
 
     def settle(self, moments: Moments) -> Places:
         """See `ArrivalSource`. The places are known at once.
 
         In the forward pass a unit is gathered before the unit `distance` in front of it computes: a rank that arrives
-        late there has lost the time in the unit before. The first gather marks the begin. In the backward pass ranks
-        meet before a unit computes as well, where another one is gathered for what comes after it, and when its
-        gradients are reduced.
-        """
+        late there lost the time in the unit before. The first gather marks the start. In the backward pass ranks also
+        synchronise before a unit computes, when the next one is gathered, and when its gradients are reduced."""
         modules, ahead = self._units.modules, self._distance
         chosen: list[Collective] = []
         first = self._model if self._names_of_root else modules[0]

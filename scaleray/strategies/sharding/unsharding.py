@@ -1,6 +1,6 @@
-"""Give the user's model back after sharded training: torch's `fully_shard` has no way back of its own.
+"""Restore the user's model after sharded training: torch's `fully_shard` cannot undo itself.
 
-Written against torch 2.13, whose private names are used; tests/strategies/test_fsdp.py fails where they move.
+Written against torch 2.13, whose private names are used; tests/strategies/test_fsdp.py fails if they move.
 """
 
 from __future__ import annotations

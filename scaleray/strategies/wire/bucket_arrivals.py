@@ -1,4 +1,4 @@
-"""When each bucket of DDP is full: seen at the gradient that comes last in it. And when all of them are.
+"""Time when each bucket of DDP is full, at its last gradient, and when all are.
 
 A communication hook in Python would see it too, and cost ten times as much: DDP would hand it every bucket instead of
 reducing it in C++, and a thread that reads rows could keep it waiting for the interpreter. A hook of one parameter a
@@ -26,7 +26,7 @@ from scaleray.strategies.contract.arrivals import Moments, drawn_together
 STEPS_BEFORE = 2
 """Steps after which DDP keeps the layout of its buckets: it rebuilds them at the begin of the second one."""
 LEAST_PLACES = 6
-"""Places of a pass that are watched at least, as far as there are parameters."""
+"""Fewest watched places of a pass, if there are enough parameters."""
 
 
 class BucketArrivals:
@@ -51,8 +51,8 @@ class BucketArrivals:
             self._hook([last], lambda number: lambda parameter: self._begin(_current_graph_task_id()))
 
     def settle(self, moments: Moments) -> Places | None:
-        """See `ArrivalSource`. In one step the order of all gradients is seen, then the last one of each part of a
-        bucket."""
+        """See `ArrivalSource`. One step records the order of all gradients, later ones the last gradient of each part
+        of a bucket."""
         self._steps += 1
         if self._steps == STEPS_BEFORE:
             self.close()
@@ -133,7 +133,7 @@ class BucketArrivals:
 
 
 def _parts(bucket: list[int], num_buckets: int) -> list[list[int]]:
-    """A bucket in parts of which each is watched: where there are few buckets, they say little of the layers."""
+    """Watched parts of a bucket: a few whole buckets would show little about the layers."""
     count = max(1, min(len(bucket), LEAST_PLACES // num_buckets))
     edges = [len(bucket) * part // count for part in range(count + 1)]
     return [bucket[begin:end] for begin, end in itertools.pairwise(edges)]

@@ -1,8 +1,5 @@
-"""Count of the collectives in a piece of work and of the bytes given to them, seen from below torch's dispatcher.
-
-It serves communication that no strategy starts itself, such as DTensor's.
-It slows down what it watches, so watch work once and count its repetitions.
-"""
+"""Count the collectives in a piece of work and their bytes, below torch's dispatcher. For communication that no
+strategy starts itself, such as DTensor's. It slows the work, so watch it once and count repetitions."""
 
 from __future__ import annotations
 
@@ -49,7 +46,7 @@ class Kind(NamedTuple):
 class Traffic(TorchDispatchMode):
     """Context that counts the tensors given to collectives inside it, each once.
 
-    found: number of calls and bytes of each kind. What is received was counted where it was sent.
+    found: number of calls and bytes of each kind. Received bytes are counted by their sender.
     """
 
     def __init__(self) -> None:

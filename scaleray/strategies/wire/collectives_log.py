@@ -1,4 +1,4 @@
-"""Collectives on flat tensors that count the bytes given to them, and what those bytes cost on a link."""
+"""Collectives on flat tensors that count their bytes, and the cost of these on a link."""
 
 from __future__ import annotations
 

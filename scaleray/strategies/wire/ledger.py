@@ -1,4 +1,4 @@
-"""The collectives that a strategy has started: how often, with how many bytes, and how long they took."""
+"""Collectives started by a strategy: count, bytes and duration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Entry:
     count: int = 0
     num_bytes: float = 0.0
     seconds: float | None = None
-    """Seconds that the host waited for them; None where it did not, and on a GPU, where they wait in its queue."""
+    """Seconds that the host waited for them; None if it did not, and on a GPU, where they wait in its queue."""
 
     enter: Enter | None = None
     """Enters a phase while the host waits."""
@@ -58,18 +58,18 @@ class Entry:
 
 
 class Ledger:
-    """All entries of a strategy on this rank. stands_still: whether the training does so while they are timed."""
+    """All entries of a strategy on this rank. stands_still: whether training blocks while they are timed."""
 
     def __init__(self, *, stands_still: bool = True) -> None:
         self._exposed_share = 1.0 if stands_still else None
         self._entries: dict[tuple[str, str], Entry] = {}
 
     def entry(self, group: str, group_size: int, operation: str) -> Entry:
-        """The entry of an operation in a group, made where there is none yet."""
+        """The entry of an operation in a group, created if missing."""
         return self._entries.setdefault((group, operation), Entry(group, group_size, operation))
 
     def tell_phases(self, enter: Enter) -> None:
-        """See `Parallel.tell_phases`; to be called when all entries are there."""
+        """See `Parallel.tell_phases`; call it when all entries exist."""
         for entry in self._entries.values():
             entry.enter = enter
 
