@@ -1,4 +1,4 @@
-"""Checkpoints of one run: which exist, whether their bytes are right, what heals them, which may be removed."""
+"""Checkpoints of one run: listing, verification, repair and removal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Catalog:
 
     def steps(self) -> list[int]:
         """Steps of all folders named like checkpoints in any store, newest first.
-        Raises OSError where no store can be read."""
+        Raises OSError if no store can be read."""
         found: set[int] = set()
         failed: list[OSError] = []
         for store in self.stores:
@@ -74,12 +74,9 @@ class Catalog:
         return sorted(found, reverse=True)
 
     def read(self, step: int) -> Manifest:
-        """The manifest of a checkpoint from the first store that has a whole one.
-
-        Raises Incomplete where there is none, Damaged where one is left that cannot be used, CheckpointError for a
-        newer format, and OSError where a store that may have one cannot be read: that is no reason to take an older
-        checkpoint.
-        """
+        """The manifest of a checkpoint from the first store with a complete one. Raises Incomplete if there is none,
+        Damaged if an unusable one is left, CheckpointError for a newer format, and OSError if a store that may have one
+        cannot be read: this must not lead to an older checkpoint."""
         problems: list[Incomplete] = []
         unread: OSError | None = None
         for store in self.stores:
@@ -108,11 +105,9 @@ class Catalog:
         return next(self.complete(), None)
 
     def publish(self, manifest: Manifest) -> list[str]:
-        """Write the manifest, which makes the checkpoint exist; returns what went wrong in some stores only.
-
-        The copy's comes first: it must never be behind. Raises Incomplete if a file that it names is gone, for example
-        one of an older checkpoint that was pruned from outside, and OSError where no store takes it.
-        """
+        """Write the manifest, which makes the checkpoint exist; returns errors of single stores. The copy's comes
+        first: it must never be behind. Raises Incomplete if a file that it names is gone, for example one of an older
+        checkpoint that was pruned from outside, and OSError if no store accepts it."""
         if missing := set(manifest.files).difference(*(_present(store, manifest) for store in self.stores)):
             raise Incomplete(f"{self.stores[0].path(min(missing))} is gone")
         text = manifest.to_json()
@@ -176,13 +171,12 @@ class Catalog:
     def prune(
         self, retention: Retention, *, newest: int | None = None, spared_s: float = 0.0, is_dry_run: bool = False
     ) -> Pruned:
-        """Remove what the policy does not keep, and what older attempts left behind.
+        """Remove checkpoints that the policy does not keep, and leftovers of older attempts.
 
         Files that a kept checkpoint still names stay, whatever folder they are in. newest: checkpoints after this step
-        stay too and do not count; by default the step of the newest complete one. spared_s: leftovers younger than so
-        many seconds stay, since a run that is under way may be about to name them. Raises CheckpointError where a newer
-        format hides what is needed.
-        """
+        stay too and do not count; by default the step of the newest complete one. spared_s: leftovers younger than this
+        many seconds stay, since a running training may be about to name them. Raises CheckpointError if a newer format
+        hides needed files."""
         by_step = {
             step: [m for m in (_read_or_none(store, step) for store in self.stores) if m] for step in self.steps()
         }
@@ -201,9 +195,8 @@ class Catalog:
         return Pruned([step for step in manifests if step not in kept], freed)
 
     def rebuild(self, manifest: Manifest) -> Manifest:
-        """Write an incremental checkpoint again as a full one, which depends on no other. Raises Incomplete. The files
-        that it named until now stay for other checkpoints that name them; `prune` removes those that none names.
-        """
+        """Write an incremental checkpoint again as a full one, which depends on no other. Raises Incomplete. Its former
+        files stay for other checkpoints that name them; `prune` removes unnamed ones."""
         from scaleray.checkpoints.tensor_files import ALIGNMENT, new_file, write_all
 
         file = new_file(manifest.name, "full")
@@ -292,8 +285,8 @@ def _present(store: Store, manifest: Manifest) -> set[str]:
 
 
 def require(catalog: Catalog, step: int | None, *, where: str) -> Manifest:
-    """The checkpoint at `step`, or the newest complete one. Raises CheckpointError with what there is instead, and for
-    one that is not as the run's record says."""
+    """The checkpoint at `step`, or the newest complete one. Raises CheckpointError with a list of existing ones, and
+    for one that differs from the run's record."""
     found = _required(catalog, step, where=where)
     check_manifest(catalog.stores[0], found)
     return found

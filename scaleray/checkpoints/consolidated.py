@@ -33,15 +33,15 @@ WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before ev
 
 
 def model_tensors(manifest: Manifest, *, averaged: bool = True) -> dict[str, Tensor]:
-    """The model's tensors by the names that its state dict gives them. averaged: the averages of those that have one,
-    as where the run keeps an average of its weights."""
+    """The model's tensors by their names in its state dict. averaged: averages for tensors that have one, if the run
+    averages its weights."""
     saved = manifest.tensors
     found = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items() if name.startswith(PREFIX)}
     return {name: saved.get(AVERAGE + name, tensor) for name, tensor in found.items()} if averaged else found
 
 
 def counted(get: Callable[[str], torch.Tensor], writing: Stage) -> Callable[[str], torch.Tensor]:
-    """`get`, which tells a stage in MiB how much it has given."""
+    """`get`, which reports progress in MiB to a stage."""
 
     def given(name: str) -> torch.Tensor:
         tensor = get(name)
@@ -56,8 +56,7 @@ def import_weights(path: str, run_path: str) -> Manifest:
     else.
 
     For fine-tuning (`workload.weights`); a training cannot be resumed from it. Raises CheckpointError for a file that
-    is no state dict, and for a folder that holds checkpoints already.
-    """
+    is not a state dict, and for a folder that already holds checkpoints."""
     ending = _ending(path, "the file to import")
     if not Path(path).is_file():
         raise CheckpointError(
@@ -110,9 +109,8 @@ def load_weights(
     newest complete checkpoint), one checkpoint's folder, or one that `import_weights` made. Tensors may be sharded
     (DTensor), on any device, and of a wider dtype than the saved ones. Collective over `group`: rank 0 chooses the
     checkpoint, and all ranks raise when one fails. With None each rank does it alone, without communication, which is
-    safe where nothing writes to `where` meanwhile. optional: tensors that stay as they are where the checkpoint does
-    not have them. Raises CheckpointError; the tensors are untouched unless bytes turn out to be damaged.
-    """
+    safe if nothing writes to `where` meanwhile. optional: tensors that stay unchanged if the checkpoint lacks them.
+    Raises CheckpointError; the tensors are untouched unless bytes turn out to be damaged."""
     if Path(where).is_file():
         raise CheckpointError(
             "the weights",
@@ -139,7 +137,7 @@ def load_file(
     tensors: Mapping[str, torch.Tensor], where: str, *, optional: Set[str] = frozenset(), is_part: bool = False
 ) -> bool:
     """Fill a model's tensors from one file: `where` itself, `.pt` or `.safetensors`, or the final weights of a run that
-    left no checkpoint. False where there is no such file. Arguments as in `load_weights`; without communication."""
+    left no checkpoint. False if there is no such file. Arguments as in `load_weights`; without communication."""
     opened: contextlib.AbstractContextManager[tuple[list[str], Callable[[str], torch.Tensor]]]
     if Path(where).is_file():
         ending = _ending(where, "the weights")
@@ -165,8 +163,8 @@ def load_file(
 
 
 def fill_part(tensor: torch.Tensor, whole: Any) -> None:
-    """Copy this rank's part of a whole tensor into one that may be sharded. whole: for a sharded one, a slice of
-    safetensors does as well."""
+    """Copy this rank's part of a whole tensor into one that may be sharded. whole: for a sharded one, also a slice of
+    safetensors."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole)
         return
@@ -177,7 +175,7 @@ def fill_part(tensor: torch.Tensor, whole: Any) -> None:
 
 
 def _saved_name(name: str, manifest: Manifest) -> str:
-    """Name in a checkpoint of what a model's tensor starts from: its average, where it has one."""
+    """Name in a checkpoint of a model tensor's initial value: its average, if it has one."""
     return f"{AVERAGE if AVERAGE + name in manifest.tensors else PREFIX}{name}"
 
 
@@ -199,8 +197,8 @@ def _chosen(catalog: Catalog, step: int | None, where: str, group: dist.ProcessG
 
 
 def with_a_source(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without tied ones that are saved under another name only, as safetensors' own `save_model` does, and
-    without sparse buffers, which are no weights: build_model() makes them."""
+    """The tensors without tied ones that are saved under another name, as in safetensors' `save_model`, and without
+    sparse buffers, which are not weights: build_model() makes them."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
     places = {_place(tensor) for name, tensor in tensors.items() if name in saved}
     return {name: tensor for name, tensor in tensors.items() if name in saved or _place(tensor) not in places}
@@ -218,8 +216,8 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def reshape_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, may_register: bool = False) -> None:
-    """Give the buffers of a model that was just built the shapes with which they were saved, as training may make some
-    larger or fill those that begin as None.
+    """Give the buffers of a new model their saved shapes, since training may enlarge some or fill those that begin as
+    None.
 
     may_register: add buffers that the model lacks, outside of its state dict.
     """
@@ -254,7 +252,7 @@ def check_fit(own: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor], wher
 
 
 def _fits(own: torch.Tensor | None, saved: Tensor | None) -> bool:
-    """Whether the values can be taken over as they are: the same dtype, or a wider one of the same kind."""
+    """Whether the values can be copied exactly: the same dtype, or a wider one of the same kind."""
     if own is None or saved is None or tuple(own.shape) != saved.shape:
         return False
     theirs = dtype_of(saved)

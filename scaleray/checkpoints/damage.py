@@ -1,4 +1,4 @@
-"""Damage to a checkpoint's files: what is wrong with a file in a store, and its replacement by a good copy."""
+"""Damage to a checkpoint's files: the defect of a file in a store, and its replacement by a good copy."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ UNREADABLE = "the storage does not return it"
 
 @dataclass(frozen=True)
 class Damage:
-    """File that is not what its manifest says. healed_from: the copy that replaced it, if one did. good_at: where a
-    good copy is; None where there is none, so that the checkpoint is lost."""
+    """A file that differs from its manifest. healed_from: the copy that replaced it, if any. good_at: location of a
+    good copy; None if there is none, and the checkpoint is lost."""
 
     file: str
     problem: str
@@ -22,17 +22,17 @@ class Damage:
 
     @property
     def is_unreadable(self) -> bool:
-        """Whether the storage did not answer, which says nothing about the bytes."""
+        """Whether the storage did not answer, which proves nothing about the bytes."""
         return self.problem.startswith(UNREADABLE)
 
     @property
     def is_lost(self) -> bool:
-        """Whether no store has the file as it should be."""
+        """Whether no store has an intact file."""
         return self.good_at is None
 
 
 def problem_of(store: Store, name: str, expected: StoredFile) -> str | None:
-    """Difference of a store's file from what its manifest says, in words; None for a good file."""
+    """Difference of a store's file from its manifest, as text; None for a good file."""
     try:
         sha256, length = store.digest(name)
     except (FileNotFoundError, NotADirectoryError):

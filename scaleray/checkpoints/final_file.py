@@ -45,9 +45,9 @@ class FinalFile:
 
 
 def final_file(run_path: str) -> FinalFile | None:
-    """The final weights of a run that left no checkpoint, as a short one does; None if it has one, or no such file.
+    """The final weights of a run without a checkpoint, such as a short one; None if it has one, or no such file.
 
-    Raises CheckpointError for a damaged file, and OSError where the folder cannot be read.
+    Raises CheckpointError for a damaged file, and OSError if the folder cannot be read.
     """
     store = Store(run_path)
     if PLAIN not in store.names() or Catalog.at(run_path)[0].newest() is not None:

@@ -1,11 +1,10 @@
 """Weights in the layout of a Hugging Face model folder: config.json next to model.safetensors, or several files and an
 index.
 
-Only safetensors is read, never a pickle. Each rank reads no more than the parts that it holds. Used by
-training.setup.fine_tuning; the workload says which name in the files belongs to which name in the model. A folder that
-training.state.weights wrote has the model's own names, and needs no config.json. Source:
-https://huggingface.co/docs/safetensors, and the index that transformers' `save_pretrained` writes.
-"""
+Only safetensors is read, never a pickle. Each rank reads only its own parts. Used by training.setup.fine_tuning; the
+workload maps names in the files to names in the model. A folder that training.state.weights wrote has the model's own
+names, and needs no config.json. Source: https://huggingface.co/docs/safetensors, and the index that transformers'
+`save_pretrained` writes."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ class ModelFolder:
 
     @classmethod
     def at(cls, path: Path, config: dict[str, Any], name: str) -> ModelFolder:
-        """One safetensors file of a folder. Raises CheckpointError where it cannot be read."""
+        """One safetensors file of a folder. Raises CheckpointError if it cannot be read."""
         with _opened(path / name) as file:
             return cls(path, config, dict.fromkeys(file.keys(), name))
 
@@ -91,7 +90,7 @@ class ModelFolder:
         optional: Set[str] = frozenset(),
         is_part: bool = False,
     ) -> None:
-        """Fill a model's tensors in place, sharded or not; for a sharded one this rank's part alone is read.
+        """Fill a model's tensors in place, sharded or not; for a sharded one only this rank's part is read.
         Not collective.
 
         names: source of each of `tensors`, as a name in the files. Tensors in `optional` need no source. Every tensor

@@ -1,7 +1,5 @@
-"""Manifest of a checkpoint: which tensors lie where, the small values, and the SHA-256 of every file.
-
-The manifest is written last. A folder without a whole one is not a checkpoint.
-"""
+"""Manifest of a checkpoint: the location of tensors, small values, and the SHA-256 of every file. The manifest is
+written last. A folder without a complete one is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,9 +23,8 @@ HASH = '{"manifest_sha256": "%s",'
 class Chunk:
     """Rectangular part of a tensor and the bytes that hold it, row by row, in a file of `Manifest.files`.
 
-    digest: xxh3-128 of these bytes, which tells whether they changed since the last checkpoint. Not meant against
-    forgery: for that, every file has its SHA-256.
-    """
+    digest: xxh3-128 of these bytes, to detect changes since the last checkpoint. It does not protect against forgery;
+    the SHA-256 of every file does."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -58,7 +55,7 @@ class StoredFile:
 @dataclass(frozen=True)
 class Manifest:
     """One checkpoint. step: optimizer steps taken. facts: config, hashes, MLflow run, and `metrics` with the step that
-    they were measured at, `evaluated_at`, which may lie before this one."""
+    they were measured at, `evaluated_at`, which may be before this one."""
 
     step: int
     world_size: int
@@ -66,7 +63,7 @@ class Manifest:
     created_at: float
     tensors: dict[str, Tensor]
     values: dict[str, Any]
-    """State that is no tensor, by item: schedule, scaler, progress and so on. JSON."""
+    """State other than tensors, by item: schedule, scaler, progress and so on. JSON."""
     files: dict[str, StoredFile]
     facts: dict[str, Any] = field(default_factory=dict)
     chain: int = 0
@@ -96,12 +93,12 @@ class Manifest:
 
     @property
     def own_metrics(self) -> dict[str, float]:
-        """Metrics measured on this very state: nothing else says how good it is."""
+        """Metrics measured on exactly this state: only these show its quality."""
         return self.metrics if self.evaluated_at == self.step else {}
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors together, wherever they lie."""
+        """Bytes of all tensors together, in all files."""
         return sum(chunk.length for tensor in self.tensors.values() for chunk in tensor.chunks)
 
     def to_json(self) -> str:
@@ -113,7 +110,7 @@ class Manifest:
     @classmethod
     def from_json(cls, text: bytes, *, where: str) -> Manifest:
         """Read and check a manifest.
-        Raises Damaged where it is cut or changed, CheckpointError for a newer format."""
+        Raises Damaged if it is truncated or changed, CheckpointError for a newer format."""
         head = len(HASH % ("0" * 64))
         rest = bytes(text[head:])
         if bytes(text[:head]) != (HASH % _digest(rest)).encode():
@@ -151,7 +148,7 @@ class Manifest:
 
 
 class Incomplete(Exception):
-    """Error for a checkpoint that is none: half written, cut or damaged."""
+    """Error for an invalid checkpoint: half written, truncated or damaged."""
 
 
 class Damaged(Incomplete):

@@ -1,4 +1,4 @@
-"""Names of the files in a folder of weights in Hugging Face's layout, and how such a folder is known."""
+"""Names of the files in a folder of weights in Hugging Face's layout, and its detection."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 WRITTEN_BY = "scaleray"
 """Value of `written_by` in the index's metadata: names in the files are then the model's own."""
 FINAL_WEIGHTS = "weights"
-"""Name of a run's final weights: the folder that holds those of a sharded model, and the beginning of `PLAIN`. Where
-the run keeps an average of its weights, they are the average."""
+"""Name of a run's final weights: the folder that holds those of a sharded model, and the beginning of `PLAIN`. If the
+run averages its weights, they are the average."""
 TRAINED_WEIGHTS = "trained_weights"
 """Name of the trained weights, if there is an average of them as well."""
 
@@ -26,7 +26,7 @@ def plain_file(name: str) -> str:
 
 PLAIN = plain_file(FINAL_WEIGHTS)
 AVERAGED, TRAINED = "averaged", "trained"
-"""Which weights of a run with `averaging` are meant: their average, or those that were trained."""
+"""Choice of weights of a run with `averaging`: the average, or the trained ones."""
 
 
 def check_which(which: str | None, *, has_average: bool, where: str) -> None:

@@ -36,11 +36,9 @@ def is_adapter_folder(where: str) -> bool:
 def load_adapter(tensors: Mapping[str, torch.Tensor], where: str, *, scale: float, is_part: bool = False) -> None:
     """Fill a model's adapters, sharded or not, from a folder of peft; each rank reads its own part.
 
-    tensors: what the model trains, its adapters and modules that are trained whole, by the names of its state dict; the
-    latter may be missing in the folder. scale: by which it multiplies the adapters. is_part: they are those of a
-    pipeline stage. Raises CheckpointError, before anything is changed, for other kinds of adapters and for adapters of
-    other layers, ranks or scales.
-    """
+    tensors: the trained ones, adapters and whole modules, by their names in the state dict; the latter may be missing
+    in the folder. scale: factor of the adapters. is_part: they are those of a pipeline stage. Raises CheckpointError,
+    before anything is changed, for other kinds of adapters and for adapters of other layers, ranks or scales."""
     path = Path(where)
     config = _config(path)
     if not (path / WEIGHTS).is_file():

@@ -1,9 +1,7 @@
-"""Writing of checkpoints during the training: the loop hands over references and continues; a thread copies, writes and
-publishes.
-
-The copy runs during the next forward and backward pass, which only read what is saved. `wait_staged` keeps the
-optimizer from changing a tensor that is not copied yet; what a forward pass may change (buffers) is copied at once.
-"""
+"""Write checkpoints during the training: the loop hands over references and continues; a thread copies, writes and
+publishes. The copy runs during the next forward and backward pass, which only read saved tensors. `wait_staged` keeps
+the optimizer from changing a tensor before its copy; tensors that a forward pass may change (buffers) are copied
+immediately."""
 
 from __future__ import annotations
 

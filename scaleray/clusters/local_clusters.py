@@ -1,9 +1,8 @@
 """Clusters of several nodes on this machine, which continue when the command that started them has ended.
 
-Every node is a process of Ray's own at 127.0.0.1 with ports of its own, so that no other host reaches any of them. To
-Ray they are nodes like any others: it places, counts and loses them one by one. They share one machine, and everything
-that goes by its address: Ray Train's local ranks, memory, the network.
-"""
+Every node is a separate Ray process at 127.0.0.1 with its own ports, so no other host reaches any of them. To Ray they
+are nodes like any others: it places, counts and loses them one by one. They share one machine, and everything tied to
+its address: Ray Train's local ranks, memory, the network."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ GPUS_OF_LINUX = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class NodeNow:
-    """A node of a cluster. state: `up`; `lost` where its processes have ended; `not seen` where they live, and Ray does
-    not count it. resources: what Ray hands out there."""
+    """A node of a cluster. state: `up`; `lost` if its processes have ended; `not seen` if they are alive but unknown to
+    Ray. resources: those that Ray offers there."""
 
     name: str
     state: str
@@ -52,7 +51,7 @@ class NodeNow:
 
 @dataclass(frozen=True)
 class LocalCluster:
-    """A cluster on this machine as it is now. As a context it ends with it.
+    """Current state of a cluster on this machine. As a context manager, it ends the cluster.
 
     address: for RAY_ADDRESS. dashboard: URL to submit jobs to.
     """
@@ -93,7 +92,7 @@ def cluster_up(
 
     name: of at most 12 letters, to have several at once. nodes: its head among them. cpus: CPUs that each node hands
     out, which may be more than the machine has; None shares out one more than it has. port: of the head on 127.0.0.1;
-    None takes one that is free. Raises UsageError, and leaves nothing behind then.
+    None takes one that is free. Raises UsageError, leaving nothing behind.
     """
     _check(num_nodes=nodes, cpus=cpus, port=port)
     cores = psutil.cpu_count() or 1
@@ -145,7 +144,7 @@ def now(state: ClusterState) -> LocalCluster:
 
 
 def shares_of(devices: Sequence[str], num_nodes: int) -> list[list[str]]:
-    """The GPUs of the machine, given out to its nodes in turn, neighbours together, the first nodes have one more."""
+    """The machine's GPUs divided among its nodes, neighbours together; the first nodes may have one more."""
     small, more = divmod(len(devices), num_nodes)
     ends = [sum(small + (n < more) for n in range(count)) for count in range(num_nodes + 1)]
     return [list(devices[begin:end]) for begin, end in itertools.pairwise(ends)]
@@ -234,14 +233,14 @@ def _check(*, num_nodes: int, cpus: int | None, port: int | None) -> None:
 
 
 def _forget_if_gone(name: str) -> None:
-    """Forget a cluster of which nothing runs any more, as after the machine was started again."""
+    """Remove the record of a cluster without running processes, as after a reboot."""
     state = local_state.load(name)
     if state is not None and state.nodes and not state.left():
         state.end()
 
 
 def _gpus(num_nodes: int) -> list[dict[str, str]]:
-    """Variables by which each node sees its share of the GPUs: each would hand out all of them otherwise."""
+    """Variables that limit each node to its share of the GPUs: otherwise each would offer all."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         with contextlib.suppress(OSError):

@@ -1,1 +1,1 @@
-"""`scaleray doctor`: looks at the nodes of a cluster, or at this machine, before anything is trained there."""
+"""`scaleray doctor`: check the nodes of a cluster, or this machine, before training there."""

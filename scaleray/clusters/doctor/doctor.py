@@ -1,4 +1,4 @@
-"""`doctor`: looks at a cluster, or at this machine, judges what was seen, and keeps it where it was asked to."""
+"""`doctor`: inspect a cluster or this machine, evaluate the findings, and record them on request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from scaleray.records.doctor_record import AllReduceTime, DoctorRecord, Measured
 
 
 def judge(measured: Measured) -> list[PreflightCheck]:
-    """Every check, in the order in which a user would mend things."""
+    """Every check, in the order in which a user would fix problems."""
     checks = [check_nodes(measured)]
     if any(not node.error for node in measured.nodes):
         checks += [check_packages(measured), check_drivers(measured), *machine_checks(measured)]
@@ -49,8 +49,8 @@ def judge(measured: Measured) -> list[PreflightCheck]:
 
 
 def collectives_csv(times: Sequence[AllReduceTime]) -> str:
-    """A line for each group of workers and size; where several groups are alike, such as those inside each node, their
-    median: the planner asks what such a group takes, and what is slower than the others has a check of its own."""
+    """A line for each group of workers and size; for several equal groups, such as those inside each node, their
+    median: the planner needs the typical time, and slow groups have their own check."""
     groups: dict[tuple[int, int, int], list[float]] = {}
     for took in times:
         groups.setdefault((took.ranks, took.nodes, took.num_bytes), []).append(took.seconds)
@@ -74,16 +74,16 @@ def doctor(
     collectives: str | Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> DoctorRecord:
-    """Look at every node of a Ray cluster before anything is trained on it, or at this machine: versions, GPUs, limits,
-    disks, clocks, ports, storage, MLflow, the rate of every GPU and of every link. `.checks` of the record has a
-    verdict, what was found and a remedy for each; `.worst` is the worst of them.
+    """Check every node of a Ray cluster, or this machine, before training there: versions, GPUs, limits, disks, clocks,
+    ports, storage, MLflow, the rate of every GPU and of every link. `.checks` of the record has a verdict, finding and
+    remedy for each; `.worst` is the worst of them.
 
-    config: whose storage and MLflow are looked at; None is one without any key. address: HOST:PORT of the cluster; None
-    is that of RAY_ADDRESS, or this machine where there is none. local: this machine, without Ray. storage, uri: instead
-    of the config's; where a tracking URI is given, in whatever way, the record is kept in MLflow. network: between
-    nodes, such as 100G, to compare with. collectives: file to write measured all-reduces to, for `plan`.
+    config: its storage and MLflow are checked; None: an empty config. address: HOST:PORT of the cluster; None:
+    RAY_ADDRESS, or this machine without it. local: this machine, without Ray. storage, uri: instead of the config's; if
+    a tracking URI is given in any way, the record is stored in MLflow. network: between nodes, such as 100G, to compare
+    with. collectives: file to write measured all-reduces to, for `plan`.
 
-    Raises ClusterError where the cluster cannot be reached, UsageError for what the user can mend.
+    Raises ClusterError if the cluster cannot be reached, UsageError for errors of use.
     """
     if config is not None and not isinstance(config, RunConfig):
         config = load_config(flags=config) if isinstance(config, Mapping) else load_config(config)

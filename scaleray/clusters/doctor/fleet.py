@@ -1,4 +1,4 @@
-"""The nodes that are looked at, whatever brings them together: a Ray cluster, or this machine alone."""
+"""The nodes to check: those of a Ray cluster, or this machine alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from scaleray.training.setup.place import Place
 
 Measurements = tuple[list[AllReduceTime], Links]
 Trip = tuple[float, float, float]
-"""When a clock was asked for, the clock, and when it was there; the outer two by the driver's clock."""
+"""Time of the request, the clock, and time of the answer; the outer two by the driver's clock."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers of nodes, by name; and the reasons of those that gave none."""
+    """Answers of nodes by name, and reasons for missing ones."""
 
     given: dict[str, Any] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -36,15 +36,15 @@ class Fleet(Protocol):
     address: str
     """Of the Ray cluster; empty without one."""
     drivers_node: str
-    """The node of this process, where it is one of them."""
+    """The node of this process, if it is one of them."""
     lost: dict[str, str]
-    """Nodes that cannot be asked, and why."""
+    """Unreachable nodes, with reasons."""
 
     def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
         """Answers of these nodes, all called at once. arguments: of the method, by name of the node."""
 
     def trips(self, name: str, count: int, *, timeout_s: float) -> list[Trip]:
-        """Round trips to a node's clock; fewer where it does not answer in time."""
+        """Round trips to a node's clock; fewer if it does not answer in time."""
 
     def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
         """Result of `measure_links` with ranks on these nodes. Raises the error of a rank."""
@@ -53,7 +53,7 @@ class Fleet(Protocol):
         """Ray's facts of a node, as fields of `NodeSeen`."""
 
     def places(self) -> Mapping[str, str]:
-        """Folders that Ray uses on every node, by what for."""
+        """Folders that Ray uses on every node, by purpose."""
 
 
 class ThisMachine:
@@ -75,7 +75,7 @@ class ThisMachine:
         return found
 
     def trips(self, name: str, count: int, *, timeout_s: float) -> list[Trip]:
-        """One trip: it is the driver's own clock."""
+        """One round trip to the driver's own clock."""
         now = time.time()
         return [(now, now, now)]
 

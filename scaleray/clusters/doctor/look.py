@@ -1,4 +1,4 @@
-"""One look at the nodes, part after part, each within its own time."""
+"""Check the nodes part by part, each within its own time limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scaleray.recording.store import check_reachable, sqlite_path
 from scaleray.records.doctor_record import Measured, NodeSeen, StorageSeen
 
 FACTS_S, PORTS_S, STORAGE_S, RATES_S, LINKS_S, TRIPS_S = 12.0, 8.0, 12.0, 8.0, 25.0, 1.0
-"""Seconds that a part may take; where nodes answer, all of them together take less than half a minute."""
+"""Time limit of a part in seconds; if nodes answer, all parts together take less than half a minute."""
 TRIPS = 10
 WORDS = {
     "clocks": "clocks",
@@ -47,7 +47,7 @@ class Subject:
 
 
 class Look:
-    """One look at a fleet: what each part finds goes into `seen`."""
+    """One check of a fleet: findings of each part go into `seen`."""
 
     def __init__(self, fleet: Fleet, subject: Subject) -> None:
         self.fleet, self.subject = fleet, subject
@@ -55,7 +55,7 @@ class Look:
         self.not_measured: dict[str, str] = {}
 
     def everything(self) -> Measured:
-        """All parts, one after the other: what is measured later must not be disturbed by what came before."""
+        """Run all parts one after another, so that earlier ones do not disturb later measurements."""
         nodes = self._facts()
         alive = [node.name for node in nodes if not node.error]
         if alive:
@@ -78,7 +78,7 @@ class Look:
         )
 
     def _part(self, name: str, look: Callable[[], None]) -> None:
-        """One part; one that fails is not measured, and says why."""
+        """Run one part; a failed one counts as not measured, with the reason."""
         try:
             with stage(f"looking at {WORDS[name]}"):
                 look()
@@ -171,8 +171,8 @@ class Look:
 
 
 def seats_of(nodes: list[NodeSeen]) -> Seats:
-    """A rank for every GPU where there are any, as many on each node with GPUs; else one for each node, or two where
-    there is one node."""
+    """One rank per GPU if there are GPUs, equally many on each node with GPUs; otherwise one per node, or two on a
+    single node."""
     with_gpus = [node for node in nodes if node.torch_gpus]
     if with_gpus:
         return Seats(tuple(n.name for n in with_gpus), min(n.torch_gpus for n in with_gpus), "cuda")
@@ -180,7 +180,7 @@ def seats_of(nodes: list[NodeSeen]) -> Seats:
 
 
 def _why_gpus_are_left_alone(nodes: list[NodeSeen]) -> str:
-    """Reason why nothing is measured: on cards in use it would disturb their users, and show nothing."""
+    """Reason for not measuring: on GPUs in use it would disturb users and prove nothing."""
     busy = sum(not is_idle(gpu) for node in nodes for gpu in node.gpus)
     return f"{busy} GPU{'s are' if busy != 1 else ' is'} in use" if busy else ""
 

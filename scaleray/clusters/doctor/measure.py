@@ -55,10 +55,8 @@ Exchange = Callable[[int, torch.Tensor, torch.Tensor, "dist.ProcessGroup | None"
 
 
 def matmul_rate(node: str, index: int | None) -> DeviceRate:
-    """The fastest of several matrix products: what the device can do, rather than what others leave of it.
-
-    index: of a GPU; None is one core of the processor.
-    """
+    """The fastest of several matrix products: the device's capability, not its current share. index: of a GPU; None is
+    one core of the processor."""
     if index is None:
         kind, name, precision, dtype, size = PROCESSOR, "a core", "fp32", torch.float32, 768
         device = torch.device("cpu")
@@ -184,7 +182,7 @@ def _all_reduce_s(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> floa
 def _tournament(
     rank: int, seats: Seats, device: torch.device, every: dist.ProcessGroup | None, send: Exchange
 ) -> Links:
-    """Pairs inside each node, then pairs of nodes, in which each rank meets the one with its own number."""
+    """Pairs inside each node, then pairs of nodes, in which ranks of equal number are paired."""
     node, local = divmod(rank, seats.per_node)
     inside, between = rounds_of(seats.per_node), rounds_of(len(seats.nodes))
     peers = [_peer(partner_of(local, pairs), lambda other: node * seats.per_node + other) for pairs in inside]

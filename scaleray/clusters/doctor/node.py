@@ -34,7 +34,7 @@ RDMA_DEVICES, SHARED_MEMORY = Path("/sys/class/infiniband"), Path("/dev/shm")
 
 
 def facts_of_this_node(name: str, places: Mapping[str, str]) -> NodeSeen:
-    """The node of this process. places: folders whose disks are looked at, by what a training keeps there."""
+    """The node of this process. places: folders whose disks are checked, by their use in a training."""
     import torch
 
     from scaleray.common.fingerprint import accelerators
@@ -59,7 +59,7 @@ def facts_of_this_node(name: str, places: Mapping[str, str]) -> NodeSeen:
 
 
 def limits_here() -> dict[str, int | None]:
-    """Limits of this process by name, None for unlimited; without those that the system does not know."""
+    """Limits of this process by name, None for unlimited; without those that the system lacks."""
     if platform.system() == "Windows":
         return {}
     import resource
@@ -73,7 +73,7 @@ def limits_here() -> dict[str, int | None]:
 
 
 def disk_of(use: str, path: str) -> DiskSeen | None:
-    """Room where a folder is or would be made; None for a bucket, which has no end."""
+    """Free space at a folder that exists or would be created; None for a bucket."""
     if "://" in path:
         return None
     place = Path(path)
@@ -143,7 +143,7 @@ MOST_AT_ONCE = 64
 
 
 class Listener:
-    """A port of this node that takes connections and closes them at once, until it is closed itself."""
+    """A port of this node that accepts connections and closes them immediately."""
 
     def __init__(self, host: str) -> None:
         """host: address by which other nodes know this one."""
@@ -166,7 +166,7 @@ class Listener:
 
 
 def unreachable(places: Mapping[str, tuple[str, int]]) -> list[str]:
-    """Names of those places that do not take a connection from here."""
+    """Names of the places that do not accept a connection from here."""
 
     def is_open(place: tuple[str, int]) -> bool:
         try:
@@ -193,7 +193,7 @@ class Asked:
 
 
 class NodeLook:
-    """The questions to one node; `name` is what it is called, `host` the address by which others know it."""
+    """Requests to one node; `name`: its name, `host`: its address for others."""
 
     def __init__(self, name: str, host: str) -> None:
         self.name, self.host = name, host
@@ -240,11 +240,11 @@ class NodeLook:
         storage_checks.remove_folder(folder)
 
     def matmuls(self, num_gpus: int) -> list[DeviceRate]:
-        """Rates of matrix products of every GPU one after the other, or of a core where there is none."""
+        """Rates of matrix products of every GPU one after the other, or of a core without GPUs."""
         return [matmul_rate(self.name, index) for index in (range(num_gpus) if num_gpus else [None])]
 
     def open_store(self) -> StorePlace:
-        """A port at which ranks meet, kept until they have."""
+        """A rendezvous port, held until all ranks have joined."""
         self._store = OwnedStore(self.host)
         return self._store.place
 

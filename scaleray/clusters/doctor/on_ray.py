@@ -1,5 +1,5 @@
-"""The nodes of a Ray cluster, with an actor on each: it takes neither CPUs nor GPUs from Ray's books, so that a cluster
-that is full can be looked at too."""
+"""The nodes of a Ray cluster, with an actor on each: it reserves neither CPUs nor GPUs, so a full cluster can be
+checked too."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RayNodes:
             self.lost.update(self.ask("clock", dict.fromkeys(self.names, ()), timeout_s=START_S).failed)
 
     def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
-        """Answers of these nodes, all called at once; those that are lost are left out."""
+        """Answers of these nodes, called concurrently; lost nodes are left out."""
         asked = {
             name: getattr(self._actors[name], method).remote(*given)
             for name, given in arguments.items()
@@ -146,7 +146,7 @@ def _answers(asked: Mapping[str, Any], timeout_s: float) -> Answers:
 
 
 def _reason(exc: BaseException) -> str:
-    """The last line that says something of an error of another process, whose first ones are a traceback."""
+    """The last informative line of an error of another process, without its traceback."""
     cause = getattr(exc, "cause", None)
     if cause is not None and str(cause):
         return first_line(cause)

@@ -1,4 +1,4 @@
-"""The outcome of `scaleray doctor` on the terminal: a row for each check, what was not looked at, and the verdict."""
+"""The outcome of `scaleray doctor` on the terminal: a row for each check, skipped checks, and the verdict."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def show_preflight(console: Console, record: DoctorRecord) -> None:
 
 
 def preflight_table(record: DoctorRecord, *, has_room: bool = True) -> RenderableType:
-    """A row for each check that applies, with the remedy where it is not green. has_room: for what is allowed in a
-    column of its own."""
+    """A row for each check that applies, with the remedy if it is not green. has_room: whether limits have their own
+    column."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("check", max_width=16)

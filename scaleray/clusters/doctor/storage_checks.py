@@ -1,4 +1,4 @@
-"""Writing to the storage of runs and reading what other nodes wrote: whether it is shared, and how fast it is."""
+"""Write to the storage of runs and read files of other nodes: is it shared, and how fast is it?"""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from scaleray.errors import first_line
 PIECE_BYTES = 16 * 2**20
 MOST_BYTES = 64 * 2**20
 WRITE_S = 1.5
-"""Seconds after which no more pieces are written: a slow storage is known to be slow by then."""
+"""Seconds after which writing stops: long enough to recognise a slow storage."""
 APPEARS_WITHIN_S = 5.0
-"""Seconds that a file may take to be seen by other nodes."""
+"""Seconds until other nodes must see a file."""
 MOST_READ = 3
-"""Files of other nodes whose content a node reads; of all others it looks whether they are there."""
+"""Number of other nodes' files whose content a node reads; for the rest it only checks existence."""
 Content = tuple[int, str]
 """Bytes of a file, and the SHA-256 of its content."""
 
@@ -43,7 +43,7 @@ class Found:
 
 
 def write_file(folder: str, name: str) -> Written:
-    """Write a file until there is enough to tell a rate, and bring it to the disk."""
+    """Write a file until there is enough for a rate, and flush it to disk."""
     try:
         filesystem, inner = open_filesystem(folder)
         filesystem.create_dir(inner, recursive=True)
@@ -78,7 +78,7 @@ def read_files(folder: str, contents: Mapping[str, Content]) -> Found:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove the folder and what is in it, and the folder around it if nothing else is there."""
+    """Remove the folder with its contents, and its parent if empty."""
     with contextlib.suppress(Exception):  # a storage that cannot be written has nothing to remove either
         filesystem, inner = open_filesystem(folder)
         filesystem.delete_dir(inner)
@@ -98,7 +98,7 @@ def _appears(filesystem: Any, path: str, size: int) -> bool:
 
 
 def _read(filesystem: Any, path: str, content: Content, *, is_local: bool) -> tuple[bool, float]:
-    """Whether a file holds what it should, and the seconds that reading took."""
+    """Whether a file has the right content, and the seconds of reading."""
     digest, took = hashlib.sha256(), 0.0
     try:
         with _opened(filesystem, path, "rb") as source:

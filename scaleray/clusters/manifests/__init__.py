@@ -1,1 +1,1 @@
-"""The files of `cluster/`: one table of versions and sizes, templates, and what must hold of the files."""
+"""The files of `cluster/`: one table of versions and sizes, templates, and checks of the files."""

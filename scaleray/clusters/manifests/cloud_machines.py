@@ -1,4 +1,4 @@
-"""Machines with GPUs, as the clouds rent them: what a node has, and its name in each system.
+"""Machines with GPUs in the clouds: hardware of a node, and its name in each system.
 
 Sizes and names are those of the providers' pages, from memory; nothing was rented.
 """
@@ -13,7 +13,7 @@ from scaleray.errors import UsageError
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """One kind of node. gpu: as the planner's catalogue names it. product: of NVIDIA's feature discovery on Kubernetes.
-    aws, gcp: type of the instance, None where the cloud rents none. sky: accelerator of SkyPilot."""
+    aws, gcp: instance type, None if the cloud has none. sky: accelerator of SkyPilot."""
 
     gpu: str
     gpus: int

@@ -74,7 +74,7 @@ def has_fixed_tag(image: str) -> bool:
 
 
 def check_kuberay(version: str) -> None:
-    """Raise UsageError for an operator that does not know what the manifests say."""
+    """Raise UsageError for an operator that does not support the manifests."""
     if len(as_numbers(version)) < 2:
         raise UsageError("--kuberay", version, f"it must be a release such as {file_versions.KUBERAY}")
     newer = {name: since for name, since in NEEDS_KUBERAY.items() if as_numbers(since) > as_numbers(version)}

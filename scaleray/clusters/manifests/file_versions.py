@@ -1,7 +1,6 @@
-"""The versions that every file of `cluster/` has: stated here once, and held equal to constraints.txt by a test.
+"""Versions in every file of `cluster/`: defined here once; a test compares them with constraints.txt.
 
-Image, Ray, Python and torch of a cluster must be those of the submitting machine: Ray refuses another version of
-itself.
+Image, Ray, Python and torch of a cluster must be those of the submitting machine: Ray refuses other versions of itself.
 """
 
 from __future__ import annotations

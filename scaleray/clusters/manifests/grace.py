@@ -1,4 +1,4 @@
-"""How long a training that is asked to leave may take to save, on each system: less than the system itself waits."""
+"""Time for a stopping training to save, on each system: less than the system's own limit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ RAY_STOP = "RAY_JOB_STOP_WAIT_TIME_S"
 """Variable of Ray's: seconds from `ray job stop` to SIGKILL, read on the node that runs the job's driver."""
 
 SLURM_S, SLURM_SAVING_S = 300, 240
-"""From Slurm's signal to the end of a job's time, and what a training may take of it."""
+"""Time from Slurm's signal to the end of a job, and the training's part of it."""
 POD_S, RAY_STOP_S, SAVING_S = 120, 110, 90
 """Time that Kubernetes leaves a pod, that Ray leaves a stopped job, and that a training may take of both."""

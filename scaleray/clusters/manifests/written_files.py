@@ -43,7 +43,7 @@ def write_cluster_files(
 
     kind: system that the cluster runs on, such as kubernetes, or all. gpus: GPUs of a node and their kind. nodes: how
     many of them. image, cpu_image: names that the nodes can pull, with a tag other than latest. kuberay: release of the
-    operator that runs. check: write nothing, and return a sentence for each file that is not what would be written.
+    operator that runs. check: write nothing, and return a sentence for each file that would change.
     overwrite: replace files that differ. Raises UsageError and StorageError.
     """
     wanted = ClusterSpec(gpus=gpus, nodes=nodes, image=image, cpu_image=cpu_image, kuberay=kuberay)
@@ -71,7 +71,7 @@ def files(wanted: ClusterSpec, kinds: list[str] | None = None) -> dict[str, str]
 
 
 def differing(folder: Path, texts: dict[str, str]) -> list[str]:
-    """A sentence for each file of a folder that is not what would be written."""
+    """A sentence for each file of a folder that would change."""
     found = []
     for name, text in texts.items():
         try:
@@ -91,7 +91,7 @@ def differing(folder: Path, texts: dict[str, str]) -> list[str]:
 
 
 def write(folder: Path, texts: dict[str, str], *, overwrite: bool = False) -> list[Path]:
-    """Write the files that are not there or, with `overwrite`, differ; returns those.
+    """Write the files that are missing or, with `overwrite`, differ; returns those.
 
     Raises UsageError, StorageError.
     """

@@ -11,7 +11,7 @@ OPEN_FILES_RED, OPEN_FILES_YELLOW = 4096, 8192
 PROCESSES_YELLOW = 4096
 """Ours, not measured: threads count as processes here, and each process of Ray has dozens of them."""
 SHM_RED = 128 * MIB
-"""Docker and Kubernetes give a container 64 MiB at /dev/shm, in which neither NCCL nor Ray's object store has room."""
+"""Docker and Kubernetes give a container 64 MiB at /dev/shm, too little for NCCL and Ray's object store."""
 SHM_YELLOW = GIB
 """NCCL's page on troubleshooting asks for --shm-size=1g."""
 OBJECT_STORE_YELLOW = 256 * MIB
@@ -37,15 +37,15 @@ STORAGE_YELLOW_BYTES_PER_S = 100e6
 STORAGE_RED_BYTES_PER_S = 5e6
 """Our choice: a checkpoint of 3 GB would take ten minutes, the usual interval."""
 SLOW_CARD_YELLOW, SLOW_CARD_RED = 0.90, 0.75
-"""Share of the other cards' median. MegaScale (NSDI 2024), from memory, took machines out that were 10 % slower
-than others; a card that is held down by heat or power loses a quarter and more."""
+"""Share of the other cards' median. MegaScale (NSDI 2024), from memory, removed machines that were 10 % slower than
+others; a card throttled by heat or power loses a quarter and more."""
 SLOW_PROCESSOR_YELLOW, SLOW_PROCESSOR_RED = 0.60, 0.25
 """Ours: the same for processors, which others may use at the same time; the fastest of several products counts."""
 CATALOGUE_YELLOW, CATALOGUE_RED = 0.70, 0.40
-"""Share of what the planner's catalogue expects. Ours: published all-reduces and products lie within 30 % of it
+"""Share of the planner's catalogue. Our choice: published all-reduces and products are within 30 % of it
 (docs/plan.md); NVLink that fell back to PCIe has 0.13, InfiniBand that fell back to sockets 0.2."""
 SLOW_LINK_YELLOW, SLOW_LINK_RED = 0.70, 0.40
-"""Share of the median of links of the same kind. Ours: pairs over one switch lie within a few percent of each other; a
-cable that came up at half its speed has 0.5, an adapter at a quarter 0.25."""
+"""Share of the median of links of the same kind. Our choice: pairs over one switch are within a few percent of each
+other; a cable at half its speed has 0.5, an adapter at a quarter 0.25."""
 SLOW_LOCAL_LINK_YELLOW, SLOW_LOCAL_LINK_RED = 0.30, 0.05
-"""The same between processes of one machine without GPUs, which share its cores with whatever else runs."""
+"""The same between processes of one machine without GPUs, which share its cores with other processes."""

@@ -11,7 +11,7 @@ FAILED = "it failed: "
 
 
 def unmeasured(name: str, why: str, *, allowed: str = "") -> PreflightCheck:
-    """The check, which is in doubt where measuring was tried and failed: what is very slow may be the cause."""
+    """The check, marked doubtful if a measurement failed: something very slow may be the cause."""
     if not why.startswith(FAILED):
         return PreflightCheck(name=name, verdict="not applicable", found=why, allowed=allowed)
     remedy = "try again with nothing else running; if it fails again, check the named node and its link"
@@ -22,7 +22,7 @@ MOST_NAMED = 4
 
 
 def node_list(names: Sequence[str]) -> str:
-    """The names, the first few where there are many."""
+    """The names, or the first few of many."""
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
@@ -48,5 +48,5 @@ def minority(values: Mapping[str, str]) -> list[str]:
 
 
 def together(parts: Iterable[str]) -> str:
-    """The parts that say something, as one text."""
+    """The non-empty parts as one text."""
     return "; ".join(part for part in parts if part)

@@ -14,10 +14,8 @@ ALLOWED = f"at most {seconds(CLOCK_YELLOW_S)} apart"
 
 
 def offset(node: str, trips: Sequence[tuple[float, float, float]]) -> ClockSeen:
-    """A clock from round trips (asked at, its clock, answered at), the outer two by the driver's clock.
-
-    The shortest one counts, as in NTP (RFC 5905): whatever its two ways took, the clock is within half of it.
-    """
+    """A clock from round trips (request, its clock, answer), the outer two by the driver's clock. The shortest one
+    counts, as in NTP (RFC 5905): the clock is within half of it."""
     asked, there, answered = min(trips, key=lambda trip: trip[2] - trip[0])
     return ClockSeen(node=node, ahead_s=there - (asked + answered) / 2, within_s=(answered - asked) / 2)
 

@@ -10,11 +10,11 @@ from scaleray.records.doctor_record import GpuSeen, Measured, NodeSeen, Prefligh
 from scaleray.records.text.units import GIB, disk_space
 
 Judged = tuple[Verdict, str]
-"""A verdict, and what was found."""
+"""A verdict, and the finding."""
 
 
 def machine_checks(measured: Measured) -> list[PreflightCheck]:
-    """The checks of what every node has; none of nodes that could not be looked at."""
+    """Checks of every node that could be inspected."""
     nodes = [node for node in measured.nodes if not node.error]
     return [
         _gpus_there(nodes),
@@ -114,7 +114,7 @@ def is_idle(gpu: GpuSeen) -> bool:
 
 
 def _in_use(gpu: GpuSeen) -> Judged:
-    """How bad it is that a GPU is in use, and by what; no words where it is idle."""
+    """Severity of a GPU's use, and its user; no text if it is idle."""
     used, whole = gpu.used_bytes or 0, gpu.memory_bytes or 0
     words, verdict = [], "yellow"
     if gpu.processes:

@@ -29,7 +29,7 @@ def check_ports(measured: Measured) -> PreflightCheck:
 
 
 def check_storage(measured: Measured) -> PreflightCheck:
-    """Whether every node writes to the storage, sees what the others wrote, and how fast."""
+    """Whether every node writes to the storage and sees the others' files, and the rate."""
     name = "shared storage"
     allowed = f"written and seen by all, {_rate(check_limits.STORAGE_YELLOW_BYTES_PER_S)} each"
     if not measured.storage:

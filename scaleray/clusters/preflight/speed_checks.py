@@ -57,7 +57,7 @@ def check_rates(measured: Measured) -> PreflightCheck:
 
 
 def _share_of_catalogue(rates: Sequence[DeviceRate]) -> float | None:
-    """The slowest card's share of what the catalogue says of its kind; None where it knows none of them."""
+    """The slowest card's share of its kind's rate in the catalogue; None if the catalogue has none of them."""
     shares = []
     for rate in rates:
         try:
@@ -110,7 +110,7 @@ def _all_reduces(name: str, times: Sequence[AllReduceTime], measured: Measured, 
 
 
 def expected_s(time: AllReduceTime, measured: Measured) -> float | None:
-    """Seconds that the planner expects of an all-reduce; None where it knows too little of the nodes."""
+    """Seconds of an all-reduce as the planner predicts; None if too little is known of the nodes."""
     cluster = cluster_of(measured)
     if cluster is None or (time.nodes > 1 and cluster.network is None):
         return None
@@ -121,9 +121,8 @@ def expected_s(time: AllReduceTime, measured: Measured) -> float | None:
 
 
 def cluster_of(measured: Measured) -> Cluster | None:
-    """The nodes as the planner sees them; None for GPUs that it does not know or that differ, and without GPUs if the
-    network is not given: of processors its catalogue has an order of magnitude only.
-    """
+    """The nodes in the planner's terms; None for unknown or different GPUs, and without GPUs if the network is not
+    given: for processors its catalogue has only an order of magnitude."""
     with_gpus = [node for node in measured.nodes if node.gpus]
     if not with_gpus and measured.network:
         core = CATALOGUE.find_gpu("cpu")

@@ -1,8 +1,6 @@
 """Order in which links are measured, so that every pair is measured and no end is in two pairs at once; and the slow
-ones.
-
-A tournament of n ends takes n - 1 rounds (n where n is odd), by the circle method: one end stays, the others turn.
-"""
+links. A tournament of n ends takes n - 1 rounds (n where n is odd), by the circle method: one end stays, the others
+turn."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from scaleray.records.doctor_record import LinkRate
 
 NUM_LINKS_OF_THREE = 3
 SLOW_SHARE_OF_PAIRS = 0.75
-"""An end is slow itself, rather than one of its links, where as many of its pairs are: its adapter, cable or machine
-is what they have in common."""
+"""Share of slow pairs from which an end itself counts as slow instead of its links: its adapter, cable or machine is
+their common part."""
 
 
 def rounds_of(num_ends: int) -> list[list[tuple[int, int]]]:
@@ -42,10 +40,7 @@ def partner_of(end: int, pairs: Sequence[tuple[int, int]]) -> int | None:
 @dataclass(frozen=True)
 class Slow:
     """Ends and links that are slower than the others: ends that are slow with nearly all partners, and links between
-    other ends.
-
-    usual: bytes a second of a link as it should be. share: of the slowest over that.
-    """
+    other ends. usual: normal bytes per second of a link. share: the slowest relative to that."""
 
     ends: list[str]
     links: list[LinkRate]
@@ -54,11 +49,8 @@ class Slow:
 
 
 def slow_links(pairs: Sequence[LinkRate], *, below: float) -> Slow:
-    """Which links are below a share of the usual one, and which of them have an end in common that is the cause.
-
-    The usual one is the median, and of three links the fastest, as two of them have a slow end. Of two ends that have
-    one link alone nothing can be said.
-    """
+    """Find links below a share of the usual one, and a common end that is their cause. The usual one is the median, or
+    the fastest of three links, as two of them share a slow end. A single link between two ends cannot be compared."""
     if not pairs:
         return Slow([], [], 0.0, 1.0)
     # the upper of the two middle ones: where half of the links are slow, they are not the usual ones

@@ -1,8 +1,7 @@
 """Whether all nodes have the same Python, packages and drivers, and those of the driver of a training.
 
-Ray pickles between processes and refuses another version of itself; torch's ranks must agree on what they send each
-other. Others are named and left to the user.
-"""
+Ray pickles between processes and refuses another version of itself; torch's ranks must agree on their messages. Other
+differences are reported only."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from scaleray.clusters.preflight.check_texts import by_value, minority, node_lis
 from scaleray.records.doctor_record import Measured, NodeSeen, PreflightCheck
 
 MUST_BE_EQUAL = ("scaleray", "ray", "torch")
-"""Packages by which a run fails, or trains something else, where they differ."""
+"""Packages whose difference makes a run fail or train differently."""
 WATCHED = (
     *MUST_BE_EQUAL, "numpy", "pyarrow", "pydantic", "mlflow", "mlflow-skinny", "safetensors", "lightning",
     "transformers", "peft", "tokenizers", "torchvision", "timm", "torchmetrics", "datasets", "accelerate", "triton",
     "nvidia-nccl-cu12", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu13",
 )  # fmt: skip
-"""Packages that are compared: what scaleray and its extras use, and what torch brings for GPUs."""
+"""Packages that are compared: those of scaleray and its extras, and torch's GPU packages."""
 
 
 def check_nodes(measured: Measured) -> PreflightCheck:

@@ -1,1 +1,1 @@
-"""Jobs of a cluster that is elsewhere: what travels to it, whether it fits, and what becomes of it."""
+"""Jobs of a remote cluster: upload, compatibility and result."""

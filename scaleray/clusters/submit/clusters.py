@@ -47,7 +47,7 @@ class KubernetesCluster(_Cluster):
     """GPUs of a node and their kind, such as 8xh100; nodes without GPUs by default."""
     nodes: Annotated[int, Field(ge=1)] = 2
     kuberay: str | None = None
-    """Release of the operator; by default it is asked for, and where that is not allowed taken to be the tested one."""
+    """Release of the operator; by default it is queried, or assumed to be the tested one if that is not allowed."""
     secret: Text = "scaleray-env"
     """Secret whose keys `--secret-env` names."""
     queue: str | None = None
@@ -66,9 +66,9 @@ class SlurmCluster(_Cluster):
     folder: Text
     """Folder that all nodes see: each job gets a folder in it."""
     ssh: str | None = None
-    """Where sbatch runs, as ssh takes it; by default here."""
+    """Host of sbatch for ssh; by default this machine."""
     environment: str | None = None
-    """Virtual environment with scaleray, as the nodes see it; by default what the batch script finds."""
+    """Virtual environment with scaleray, as a path on the nodes; by default the one that the batch script finds."""
     options: tuple[str, ...] = ()
     """Options of sbatch, such as --partition=gpu."""
     gpus: str = "8xh100"
@@ -86,7 +86,7 @@ def clusters_file() -> Path:
 
 
 def cluster_of(to: str | None) -> Cluster:
-    """A cluster that is given by name or address, or by Ray's variables. Raises ConfigError."""
+    """The cluster of a name, address or Ray's variables. Raises ConfigError."""
     if to is None:
         given = next((os.environ[name] for name in DASHBOARD_VARIABLES if _is_url(os.environ.get(name, ""))), None)
         if given is None:

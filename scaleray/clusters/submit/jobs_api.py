@@ -24,12 +24,12 @@ from scaleray.launch.cluster.token import headers, is_given
 
 ANSWER_S = 10.0
 REQUEST_S = 120.0
-"""Seconds that a request of Ray's client may wait for a word: starting a job takes a loaded head longest."""
+"""Timeout in seconds of a request of Ray's client: starting a job takes a loaded head longest."""
 SILENCE_S = 60.0
-"""Seconds without a word of a job after which a new connection is made: one that was dropped on the way, as while a
-laptop sleeps, says nothing of that."""
+"""Seconds without output of a job before reconnecting: a connection dropped in transit, as while a laptop sleeps,
+reports no error."""
 PROBE_S = 120.0
-"""Seconds within which a cluster tells its versions: it starts a process for that."""
+"""Timeout in seconds for a cluster's versions: it starts a process to report them."""
 PROBE_NAME = "scaleray-probe-"
 
 
@@ -69,8 +69,7 @@ class Jobs:
             self.forget_probes()
 
     def forget_probes(self) -> None:
-        """Let the cluster forget what it was asked. Called again later: what watches a job in Ray may write its end
-        down once more after it was deleted."""
+        """Delete the probe job. Called again later: Ray's job monitor may record its end again after the deletion."""
         for name in self._probes:
             with contextlib.suppress(ClusterError):
                 self._asked(functools.partial(self._client.delete_job, name))
@@ -106,8 +105,8 @@ class Jobs:
         self._asked(lambda: self._client.stop_job(name), name=name)
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
-        """Write what a job prints until it has ended. A connection that is lost is tried again, and nothing is written
-        twice. say: takes lines on that."""
+        """Write a job's output until it ends. Lost connections are retried, and nothing is written twice. say: receives
+        notes on that."""
         lost_at = None
         while True:
             try:
@@ -125,7 +124,7 @@ class Jobs:
                 time.sleep(2.0)
 
     async def _tail(self, name: str, write: Callable[[str], None]) -> None:
-        """Write what is new in a log until the connection ends, or says nothing for a while."""
+        """Write new lines of a log until the connection ends or is silent for a while."""
         passed = 0
         parts = aiter(self._client.tail_job_logs(name))
         try:
@@ -164,7 +163,7 @@ def _client_of(url: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
-        """Ray's, which would wait for ever for a head that hangs, and send the token to every address."""
+        """Ray's client would wait forever for a hanging head, and send the token to every address."""
 
         def _do_request(self, method: str, endpoint: str, **named: Any) -> Any:
             self._headers = _headers(url)
@@ -195,7 +194,7 @@ def _is_lost(exc: Exception) -> bool:
 
 
 def _check(url: str) -> tuple[str, str]:
-    """Versions of Ray and Python that a dashboard tells; the latter may be empty. Raises ClusterError."""
+    """Versions of Ray and Python from a dashboard; the latter may be empty. Raises ClusterError."""
     version = str(_get(url, "/api/version").get("ray_version", ""))
     if not version:
         raise ClusterError("--to", url, "the server there is not a Ray dashboard", "check host and port; 8265 is usual")

@@ -47,8 +47,8 @@ class KubernetesJobs:
         """Jobs that were stopped before they had begun."""
 
     def check_room(self, objects: Objects, secret_names: Sequence[str] = ()) -> str | None:
-        """Look whether the cluster answers, knows RayJobs and has what the pods need; the release of its operator, if
-        it may be known."""
+        """Check that the cluster answers, supports RayJobs and has the objects that pods need; returns its operator's
+        release, if readable."""
         self._kubectl("get", "rayjobs.ray.io", "-o", "name")
         kinds = "serviceaccounts,persistentvolumeclaims,networkpolicies"
         there = self._kubectl("get", kinds, "-o", "name").split()
@@ -66,7 +66,7 @@ class KubernetesJobs:
         return self.cluster.kuberay or self._operator()
 
     def create(self, objects: Objects) -> None:
-        """Create what a submission is made of. The code goes when its job is deleted."""
+        """Create the objects of a submission. The code is removed with its job."""
         if objects.others:
             self._kubectl("apply", "-f", "-", given=yaml.safe_dump_all(objects.others))
         made = json.loads(self._kubectl("create", "-o", "json", "-f", "-", given=yaml.safe_dump(objects.job)))
@@ -102,7 +102,7 @@ class KubernetesJobs:
         return "" if pod is None else self._kubectl("logs", pod)
 
     def stop(self, name: str) -> None:
-        """Ask a job to end: the training by Ray, so that it saves first; one that has not begun is deleted."""
+        """Stop a job: a training through Ray, so that it saves first; a job that has not started is deleted."""
         status = self._read(name).get("status") or {}
         head = self._head(str(status.get("rayClusterName", "")))
         if head is None or not status.get("jobId") or self._of_status(status) != "RUNNING":
@@ -113,11 +113,11 @@ class KubernetesJobs:
         self._kubectl("exec", head, "--", *words)
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
-        """Write what a job prints until it has ended; a connection that is lost is tried again."""
+        """Write a job's output until it ends; lost connections are retried."""
         return follow_by_looking(self.cluster.name, lambda: self.job(name), lambda: self._write_new(name, write), say)
 
     def _write_new(self, name: str, write: Callable[[str], None]) -> None:
-        """Write what is new in a log until its pod ends or the connection does."""
+        """Write new lines of a log until its pod or the connection ends."""
         pod = self._printing(name)
         if pod is None:
             return
@@ -150,7 +150,7 @@ class KubernetesJobs:
         return names[0] if names else None
 
     def _why_it_waits(self, name: str, ray_cluster: str) -> str:
-        """The last warning on a job and what belongs to it, in words."""
+        """The last warning on a job and its objects, as text."""
         with contextlib.suppress(ClusterError, ValueError, KeyError):
             events = json.loads(self._kubectl("get", "events", "-o", "json"))["items"]
             mine = [one for one in events if _belongs(one.get("involvedObject") or {}, name, ray_cluster)]
@@ -175,7 +175,7 @@ class KubernetesJobs:
             )
 
     def _operator(self) -> str | None:
-        """The operator's release by its image; None where it may not be looked at."""
+        """The operator's release by its image; None if that is not readable."""
         words = ("deployments", "--all-namespaces", "-l", "app.kubernetes.io/name=kuberay-operator", "-o")
         with contextlib.suppress(ClusterError):
             images = self._kubectl("get", *words, "jsonpath={.items[*].spec.template.spec.containers[*].image}").split()
@@ -221,7 +221,7 @@ class KubernetesJobs:
         return said.out
 
     def _refuse(self, said: Said, job: str) -> NoReturn:
-        """Raise what kubectl's words mean."""
+        """Raise the error for kubectl's message."""
         text = said.problem
         low = text.lower()
         where = f"kubectl's context {self.cluster.context or 'of now'}"
@@ -265,7 +265,7 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     ),
     (("already exists",), "it has a job of this name", "give another --name"),
 )
-"""Parts of kubectl's words, what they mean, and what to do."""
+"""Parts of kubectl's messages, their meaning, and the remedy."""
 
 
 def _belongs(about: dict[str, Any], name: str, ray_cluster: str) -> bool:

@@ -24,7 +24,7 @@ LONGEST_JOB_NAME = 47
 """Characters of a RayJob's name: the operator adds to it."""
 SUBMITTED = {"app.kubernetes.io/managed-by": "scaleray-submit"}
 COMMAND = "scaleray/command"
-"""Annotation of a RayJob: what a user submitted."""
+"""Annotation of a RayJob: the submitted command."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 PACKAGE_AT = "/opt/scaleray-package"
 LARGEST_PACKAGE = 1_000_000
@@ -62,17 +62,17 @@ class Objects:
 
     @property
     def ray_version(self) -> str:
-        """The Ray that it says its image has; empty where it does not."""
+        """Ray version that the manifest states for its image, or empty."""
         return str((self.job["spec"].get("rayClusterSpec") or {}).get("rayVersion", ""))
 
     @property
     def python_version(self) -> str:
-        """The Python that the images' tags tell, such as 3.11; empty where they do not."""
+        """Python version in the images' tags, such as 3.11, or empty."""
         found = next((m for image in self.images if (m := re.search(r"-py(\d)(\d+)", image))), None)
         return f"{found[1]}.{found[2]}" if found else ""
 
     def as_yaml(self) -> str:
-        """All of it, as kubectl takes it."""
+        """All objects, in kubectl's format."""
         return yaml.safe_dump_all([*self.others, self.package, self.job], sort_keys=False)
 
 

@@ -1,9 +1,6 @@
-"""The working directory of a job as one file: what is in it, what is left out, and whether it is small enough.
-
-Left out is what git would not send, what `.rayignore` says in any folder, secrets by their names, and what no job
-needs. The file is the same for the
-same contents, so that a cluster that has it is not sent it again.
-"""
+"""The working directory of a job as one file: its contents, exclusions and size limit. Excluded are files ignored by
+git or a `.rayignore`, secrets by name, and files that no job needs. Equal contents give an equal file, so a cluster
+that has it needs no upload."""
 
 from __future__ import annotations
 
@@ -39,19 +36,17 @@ SECRETS = (
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks", "*.keystore"),
     *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
 )
-"""Names that never travel, whatever ignore files say."""
+"""Names that are never uploaded, whatever ignore files say."""
 NO_CHECKOUT, GIT_S = "not a git repository", 60.0
 MOST_FILES = 100_000
 FIRST_MOMENT = (1980, 1, 1, 0, 0, 0)
-"""The earliest time that a zip file can hold: times of files would make another file of the same contents."""
+"""The earliest time in a zip file: real file times would change the file for equal contents."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a package. files: paths relative to `folder` and their bytes. left_out: how many files and folders
-    are not included. linked: links to folders, to files outside and to those that are left out, which are not included
-    either.
-    """
+    """Contents of a package. files: paths relative to `folder` and their bytes. left_out: number of excluded files and
+    folders. linked: links to folders, to outside or to excluded files, which are excluded too."""
 
     folder: Path
     files: dict[str, int]
@@ -118,7 +113,7 @@ def contents_of(folder: Path, *, max_mib: float) -> Contents:
 
 
 def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
-    """The name of a file in the folder. Raises ConfigError where it lies outside, or does not travel."""
+    """The name of a file in the folder. Raises ConfigError if it is outside or excluded."""
     inside = path.resolve()
     if not inside.is_relative_to(contents.folder):
         raise ConfigError(
@@ -211,7 +206,7 @@ def _ignored_by_git(folder: Path) -> set[Path] | None:
 
 
 def _is_ignored(path: Path, specs: list, by_git: set[Path], *, is_folder: bool) -> bool:
-    """Whether git, or the last word of all ignore files above, says so."""
+    """Whether git or the last matching rule of the ignore files above excludes it."""
     ignored = path in by_git
     for base, spec in specs:
         name = path.relative_to(base).as_posix() + ("/" if is_folder else "")

@@ -1,4 +1,4 @@
-"""Whether a cluster has what a job needs, by what it answers: versions, and packages that the user's code imports."""
+"""Whether a cluster meets a job's requirements: versions, and packages that the user's code imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE = (
     "print('scaleray-probe', json.dumps({'python': platform.python_version(), "
     "'packages': {d.metadata['Name']: d.version for d in reversed([*m.distributions()]) if d.metadata['Name']}}))"
 )
-"""Program that a cluster runs to tell its versions: it imports nothing but Python's own."""
+"""Program that a cluster runs to report its versions: it imports only the standard library."""
 SIGN = "scaleray-probe "
 EXACT = ("ray",)
 SAME_MINOR = ("torch",)
@@ -42,7 +42,7 @@ class Versions:
 
 
 def versions_in(text: str) -> Versions | None:
-    """Answer of the program within all that was printed; None if there is none."""
+    """The program's answer in the printed output, or None."""
     lines = [line for line in text.splitlines() if line.startswith(SIGN)]
     if not lines:
         return None
@@ -69,7 +69,7 @@ def normalised(packages: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(here: Versions, there: Versions) -> list[str]:
-    """Differences that would fail or train otherwise, a sentence each. An empty version there is not known."""
+    """Differences that would fail or change the training, a sentence each. An empty version is unknown."""
     found = []
     if there.python and _minor(here.python) != _minor(there.python):
         found.append(f"Python is {there.python} there and {here.python} here")
@@ -123,7 +123,7 @@ def _module_in(base: Path, module: str) -> Path | None:
 
 
 def _imports(path: Path) -> set[str]:
-    """The modules that a file imports, by their whole names; none of one that is no Python."""
+    """The modules that a file imports, by their whole names; none if it is not Python."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):

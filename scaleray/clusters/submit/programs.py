@@ -1,4 +1,4 @@
-"""Programs that reach a cluster, such as kubectl and ssh: run with a limit, their words given back."""
+"""Programs that reach a cluster, such as kubectl and ssh: run with a time limit, returning their output."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def is_there(program: str) -> bool:
 
 
 def run(words: Sequence[str], *, given: bytes = b"", limit_s: float = LIMIT_S) -> Said:
-    """Run a program to its end. given: what it reads. Raises ClusterError where there is no such program; one that
-    takes too long is said to have ended with 124."""
+    """Run a program to its end. given: its input. Raises ClusterError if there is no such program; exit code 124 after
+    a timeout."""
     try:
         done = subprocess.run(list(words), input=given, capture_output=True, timeout=limit_s, check=False)
     except FileNotFoundError as exc:

@@ -78,7 +78,7 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
         "sinfo lists them; `options` of the cluster names yours",
     ),
 )
-"""Parts of the words of sbatch and of a shell, what they mean, and what to do."""
+"""Parts of messages of sbatch and shells, their meaning, and the remedy."""
 SSH_PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("permission denied", "too many authentication"), "it refused your login", "ssh-add -l; ssh-copy-id HOST"),
     (("host key verification",), "its key differs from the known one", "ask its administrator before you accept it"),
@@ -124,7 +124,7 @@ def status_of(name: str, text: str, *, folder: str) -> JobNow:
 
 
 def in_words(reason: str) -> str:
-    """Why a job waits; nothing for a reason that says nothing."""
+    """Reason why a job waits; empty for an uninformative one."""
     if reason in ORDINARY:
         return ""
     if any(part in reason for part in LIMITS):
@@ -186,7 +186,7 @@ class SlurmJobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def versions(self) -> Versions | None:
-        """Those of the cluster's environment, asked for where sbatch runs; None where none is named."""
+        """Versions of the cluster's environment, queried on the host of sbatch; None if none is named."""
         if self.cluster.environment is None:
             return None
         python = f"{self.cluster.environment.rstrip('/')}/bin/python"
@@ -204,10 +204,8 @@ class SlurmJobs:
     def submit(
         self, name: str, package: bytes, *, words: Sequence[str], command: str, secrets: Mapping[str, str]
     ) -> str:
-        """Unpack the code in a folder of its own, and queue the batch script in it; the job's number.
-
-        words: what follows the script. command: of scaleray, with what belongs to it.
-        """
+        """Unpack the code in its own folder, and queue the batch script in it; returns the job's number. words:
+        arguments of the script. command: of scaleray, with arguments."""
         place = self._path(name)
         python = f"{self.cluster.environment.rstrip('/')}/bin/python" if self.cluster.environment else "python3"
         unpacked = self._shell(
@@ -317,7 +315,7 @@ class SlurmJobs:
             write(self._decoder.decode(new))
 
     def _found(self, name: str) -> tuple[str, str]:
-        """Name and number of a job that is given by either."""
+        """Name and number of a job given by either."""
         folder = self._path("")
         if name.isdigit():
             look = f"cd {folder} 2>/dev/null && grep -lx {name} -- *.id | head -n 1 || true"
@@ -337,7 +335,7 @@ class SlurmJobs:
         return shlex.quote(f"{folder}/{name}" if name else folder)
 
     def _shell(self, script: str, *, given: bytes = b"", must: bool = False) -> Said:
-        """Run a script where sbatch is. must: whether an error is one of the connection, or of Slurm."""
+        """Run a script on the host of sbatch. must: whether to raise an error of the connection or of Slurm."""
         words = ["bash", "-c", script]
         if self.cluster.ssh:
             words = [*SSH, self.cluster.ssh, f"bash -lc {shlex.quote(script)}"]

@@ -43,23 +43,23 @@ class Submission:
     workload: Path | None
     """The workload's file; None for one of an installed module."""
     variables: Mapping[str, str] = field(repr=False)
-    """Secrets by name; without their values where the cluster has them itself."""
+    """Secrets by name; without values if the cluster has them."""
     settings: tuple[str, ...] = ()
     """Keys of the config that the environment sets here, and that are options of the command there."""
     grace_s: float | None = None
-    """Seconds that the last checkpoint may take, where the config says so."""
+    """Time limit of the last checkpoint in seconds, if the config sets one."""
     missing: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def place(self) -> str:
-        """The cluster as `--to` takes it."""
+        """Value of `--to` for the cluster."""
         if self.cluster.name or not isinstance(self.cluster, RayCluster):
             return self.cluster.name
         return without_password(self.cluster.url)
 
     @property
     def requirements(self) -> list[str]:
-        """The missing packages as pip takes them."""
+        """The missing packages in pip's format."""
         return [f"{name}=={version}" for name, version in self.missing.items()]
 
 
@@ -98,7 +98,7 @@ def prepare(
 
 
 def refuse_differences(submission: Submission, here: Versions, there: Versions, *, remedy: str) -> None:
-    """Raise ClusterError where the cluster's versions would not do."""
+    """Raise ClusterError if the cluster's versions do not fit."""
     if found := differences(here, there):
         raise ClusterError(
             "the cluster",
@@ -131,7 +131,7 @@ def with_missing(submission: Submission, here: Versions, there: Versions) -> Sub
 
 
 def refuse_missing(submission: Submission, *, remedy: str) -> None:
-    """Raise ClusterError where the cluster lacks packages. remedy: what would bring them."""
+    """Raise ClusterError if the cluster lacks packages. remedy: advice to install them."""
     if submission.missing:
         raise ClusterError(
             "the cluster", submission.place, f"it lacks {', '.join(submission.missing)}, which the job imports", remedy
@@ -139,7 +139,7 @@ def refuse_missing(submission: Submission, *, remedy: str) -> None:
 
 
 def _refuse_secrets(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for options with a secret: a cluster keeps the command and shows it to its users."""
+    """Raise ConfigError for options with a secret: a cluster stores the command and shows it to its users."""
     shown = without_secrets(overrides)
     changed = next((at for at, word in enumerate(overrides) if shown[at] != word), None)
     if changed is None:
@@ -157,7 +157,7 @@ def _refuse_secrets(overrides: Sequence[str]) -> None:
 
 def _settings(secret_env: Sequence[str]) -> dict[str, str]:
     """The keys of the config that this environment sets, as options of the command: the cluster's environment has none
-    of them. Those that are named as secrets travel as such. Raises ConfigError for a secret that is not."""
+    of them. Keys named as secrets are sent as secrets. Raises ConfigError for other secrets."""
     found = {}
     for variable, text in sorted(os.environ.items()):
         if not variable.startswith(ENV_PREFIX) or variable in secret_env:
@@ -176,8 +176,8 @@ def _settings(secret_env: Sequence[str]) -> dict[str, str]:
 
 
 def _workload_file(contents: Contents, name: str, config: Path) -> Path | None:
-    """The workload's file, which must travel; None for a workload of a module. Its path is looked for where the config
-    is, and where a command is started."""
+    """The workload's file, which must be uploaded; None for a workload in a module. Its path is relative to the config
+    or the current folder."""
     path, colon, _ = name.rpartition(":")
     if not colon or not path.endswith(".py"):
         return None
@@ -192,7 +192,7 @@ def _workload_file(contents: Contents, name: str, config: Path) -> Path | None:
 
 
 def _secrets(names: Sequence[str], *, are_here: bool) -> dict[str, str]:
-    """The values of these variables, which are never printed. are_here: whether they are those of this environment."""
+    """Values of these variables, never printed. are_here: whether to take them from this environment."""
     with_values = [name.partition("=")[0] for name in names if "=" in name]
     missing = with_values or [name for name in names if are_here and not os.environ.get(name)]
     if missing:

@@ -21,8 +21,8 @@ from scaleray.records.run_record import Say
 
 @dataclass(frozen=True)
 class Started:
-    """A job that was submitted. jobs: those of its cluster; None where it was only written to a file. to_apply: the
-    command that applies that file."""
+    """A job that was submitted. jobs: those of its cluster; None if it was only written to a file. to_apply: the
+    command that applies this file."""
 
     name: str
     jobs: ClusterJobs | None
@@ -35,7 +35,7 @@ class Started:
         return self.jobs.job(self.name)
 
     def to_its_end(self, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
-        """Follow it; the job as it ended."""
+        """Follow the job and return its final state."""
         return self.now() if self.jobs is None else self.jobs.follow(self.name, write, say)
 
 
@@ -94,8 +94,7 @@ def submit(
     name: str | None = None,
     say: Say = lambda text: None,
 ) -> JobNow:
-    """Submit a command to a cluster that is elsewhere, by Ray's Jobs API, kubectl or sbatch; returns the job as it is
-    then.
+    """Submit a command to a remote cluster, by Ray's Jobs API, kubectl or sbatch; returns the job's current state.
 
     config: a YAML file in the working directory. overrides: options of the command, such as "--scale.workers", "2". to:
     a Ray's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml. wait: until it has ended; its
@@ -127,13 +126,13 @@ def list_jobs(to: str | None = None) -> list[JobNow]:
 
 @names_what_is_missing
 def job_logs(job: str, *, to: str | None = None) -> str:
-    """Return all that a job has printed so far, whether it has ended or not. job: its name. to: as for `submit`."""
+    """Return a job's output so far, whether it has ended or not. job: its name. to: as for `submit`."""
     return jobs_of(to).logs(job)
 
 
 @names_what_is_missing
 def stop_job(job: str, *, to: str | None = None) -> JobNow:
-    """Ask a job to end, which saves its state first; returns the job as it is then. to: as for `submit`."""
+    """Ask a job to save its state and end; returns the job's current state. to: as for `submit`."""
     jobs = jobs_of(to)
     jobs.stop(job)
     return jobs.job(job)

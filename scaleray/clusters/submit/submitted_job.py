@@ -1,4 +1,4 @@
-"""A job as every kind of cluster knows it, and how one is followed to its end."""
+"""A job on any kind of cluster, and following it to its end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class JobNow:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the job has ended."""
         return self.status in ENDED
 
 
@@ -48,7 +48,7 @@ class ClusterJobs(Protocol):
 
     @property
     def place(self) -> str:
-        """Value of `--to`, or another one that leads here as well."""
+        """Value of `--to`, or another one for the same cluster."""
 
     def job(self, name: str) -> JobNow:
         """State of a job on the cluster."""
@@ -63,15 +63,14 @@ class ClusterJobs(Protocol):
         """Ask a job to end."""
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
-        """Write what a job prints until it has ended. A connection that is lost is tried again, and nothing is written
-        twice. say: takes lines on that."""
+        """Write a job's output until it ends. Lost connections are retried, and nothing is written twice. say: receives
+        notes on that."""
 
 
 def follow_by_looking(
     place: str, look: Callable[[], JobNow], write_new: Callable[[], None], say: Callable[[str], None]
 ) -> JobNow:
-    """Look at a job again and again, and write what is new, until it has ended. say: hears of a connection that is
-    lost, and why a job waits."""
+    """Poll a job and write new output until it ends. say: receives notes on lost connections and on why a job waits."""
     lost_at: float | None = None
     said = ""
     while True:

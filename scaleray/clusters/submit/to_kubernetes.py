@@ -1,4 +1,5 @@
-"""A submission to Kubernetes: a RayJob that keeps every rule, created by kubectl, or written where there is none."""
+"""A submission to Kubernetes: a RayJob that meets every requirement, created by kubectl, or written to a file without
+it."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def checked_and_started(
 
 
 def to_apply(cluster: KubernetesCluster, file: str) -> str:
-    """The command that applies a file which was written."""
+    """The command that applies a written file."""
     context = ["--context", cluster.context] if cluster.context else []
     # create: apply keeps a copy of all it is given in an annotation, and a package is too large for one
     return shlex.join(["kubectl", *context, "--namespace", cluster.namespace, "create", "-f", file])

@@ -45,7 +45,7 @@ def checked_and_started(
 
 
 def compare(submission: Submission, jobs: Jobs, *, say: Say) -> Submission:
-    """The submission with what the cluster lacks. Raises ClusterError where its versions would not do."""
+    """The submission with the packages that the cluster lacks. Raises ClusterError if its versions do not fit."""
     here = Versions.here()
     quick = Versions(jobs.python_version, {"ray": jobs.ray_version})
     refuse_differences(submission, here, quick, remedy=REMEDY)
@@ -78,10 +78,8 @@ def start(submission: Submission, jobs: Jobs, *, bring_missing: bool = False) ->
 
 
 def time_to_save(grace_s: float | None) -> dict[str, str]:
-    """Variables of a job that is asked to stop: Ray itself would kill it after 3 s, whatever it has to save.
-
-    grace_s: what the config lets the last checkpoint take, where it says so.
-    """
+    """Variables for stopping a job: by default Ray kills it after 3 s, even while it saves. grace_s: the config's time
+    limit of the last checkpoint, if set."""
     if grace_s is None:
         return {RAY_STOP: str(RAY_STOP_S), SAVING: str(SAVING_S)}
     return {RAY_STOP: str(math.ceil(grace_s) + RAY_STOP_S - SAVING_S)}

@@ -25,7 +25,7 @@ TAKES_COMMANDS = "SUBCOMMAND"
 def checked_and_started(
     submission: Submission, cluster: SlurmCluster, *, allow_differences: bool, say: Say
 ) -> tuple[SlurmJobs, str]:
-    """Compare versions where they can be known, and queue the job: the cluster's jobs, and its name.
+    """Compare versions if they are available, and queue the job; returns the cluster's jobs and its name.
 
     Raises UsageError.
     """
@@ -83,7 +83,7 @@ def _compare(submission: Submission, jobs: SlurmJobs, say: Say) -> None:
 
 
 def _scripts(contents: Contents, cluster: SlurmCluster) -> dict[str, str]:
-    """The batch script and what it reads, unless the user's own travel."""
+    """The batch script and its files, unless the user's own are uploaded."""
     if SCRIPT not in contents.files:
         texts = files(ClusterSpec(gpus=cluster.gpus, nodes=cluster.nodes), ["slurm"])
         return {f"cluster/{name}": text for name, text in texts.items() if "try_on" not in name}

@@ -1,8 +1,7 @@
-"""How every figure looks: colours, axes, labels at the lines' ends, marks, and the same figure as SVG and PNG.
+"""Style of every figure: colours, axes, labels at line ends, marks, and output as SVG and PNG.
 
-Colours are those of Okabe and Ito (2008), which colour-blind readers can distinguish too. Text of a config is drawn as
-it is: no mathematics is read into it.
-"""
+Colours are those of Okabe and Ito (2008), which colour-blind readers can distinguish too. Text of a config is drawn
+literally, without math markup."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure. name: the stem of its file's name. caption: what it shows, in words. svg: the element for a
-    page. png: makes the file's bytes."""
+    """A finished figure. name: the stem of its file's name. caption: its description. svg: the element for a page. png:
+    returns the file's bytes."""
 
     name: str
     title: str
@@ -53,7 +52,7 @@ class Drawing:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The look of all figures, for what is drawn inside; other users of matplotlib in this process keep theirs."""
+    """Context with the style of all figures; other users of matplotlib in this process keep theirs."""
     import matplotlib
 
     with matplotlib.rc_context(STYLE):
@@ -72,10 +71,8 @@ def draw(
     height_in: float = HEIGHT_IN,
     share_y: bool = False,
 ) -> Drawing:
-    """Paint axes and keep them as SVG and PNG. marks: conditions that a reader of the figure alone must know.
-
-    paint: takes the axes, or a list of them when there are several columns. is_wide: over the whole page.
-    """
+    """Paint axes and keep them as SVG and PNG. marks: conditions that a reader of the figure must know. paint: receives
+    the axes, or a list of them for several columns. is_wide: full page width."""
     from matplotlib.figure import Figure
 
     with style():
@@ -124,7 +121,7 @@ def log2_axis(axis: Any, values: Sequence[float], *, most: int = 9) -> None:
 
 
 def log_axis(axis: Any, *, show: Callable[[float], str] | None = None) -> None:
-    """A decimal logarithmic axis with plain numbers, the more of them the shorter it is."""
+    """A decimal logarithmic axis with plain numbers, more of them on a short range."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     _set_scale(axis, "log", base=10)
@@ -154,7 +151,7 @@ def number(value: float) -> str:
 
 
 def label_ends(ax: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Words at the right end of lines, in their colour, moved apart where they would overlap.
+    """Labels at the right end of lines, in their colour, moved apart if they would overlap.
 
     ends: (x, y, text, colour) in data coordinates. Call it last, when the axes' limits are final.
     """
@@ -197,7 +194,7 @@ def readable(colour: str) -> str:
 
 
 def legend_beside(ax: Any, title: str, **more: Any) -> None:
-    """The legend right of the axes, where it covers no data."""
+    """Place the legend right of the axes, where it covers no data."""
     ax.legend(title=title, title_fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.2, **more)
 
 
@@ -207,7 +204,7 @@ def colours_of(names: Sequence[str]) -> Mapping[str, str]:
 
 
 def shades(count: int) -> list[str]:
-    """`count` colours from light to dark of one scale that keeps its order without colour, for what is ordered."""
+    """`count` colours from light to dark, for ordered values; the order is visible without colour."""
     import matplotlib
     from matplotlib.colors import to_hex
 

@@ -1,5 +1,4 @@
-"""One self-contained HTML page: what it says first, its figures, tables and facts. No script, no network, made
-for print too."""
+"""One self-contained HTML page: headline, figures, tables and facts. No script, no network, printable."""
 
 from __future__ import annotations
 
@@ -44,10 +43,9 @@ class Section:
 class Page:
     """Everything that a page shows. Text comes from configs and is escaped by the template.
 
-    kind: what the page is about, such as `Scaling study`. headline: the result in a line. verdicts: the result in full,
-    a paragraph each. words: what follows from the result. marks: conditions that a reader must know of. facts: by
-    heading, names with values for the end of the page.
-    """
+    kind: the page's subject, such as `Scaling study`. headline: the result in a line. verdicts: the full result, a
+    paragraph each. words: conclusions. marks: conditions that a reader must know. facts: by heading, names with values
+    for the end of the page."""
 
     kind: str
     name: str
@@ -127,7 +125,7 @@ def where(mlflow_link: str, folder: str) -> list[str]:
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as CSV with a header. Numbers stay as they are; what is not known is left empty."""
+    """The rows as CSV with a header. Numbers are unchanged; unknown values are empty."""
     buffer = io.StringIO(newline="")
     writer = csv.DictWriter(
         buffer, fieldnames=list(dict.fromkeys(key for row in rows for key in row)), lineterminator="\n"
@@ -154,5 +152,5 @@ def flat(values: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _cell(value: Any) -> Any:
-    """The value for a spreadsheet: text that it would take for a formula gets a quote in front, which keeps it text."""
+    """The value for a spreadsheet: text that looks like a formula gets a leading quote, which keeps it text."""
     return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value

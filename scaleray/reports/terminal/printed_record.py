@@ -14,7 +14,7 @@ from scaleray.records.text.study_sweep_tables import study_tables, sweep_table
 from scaleray.reports.terminal.terminal_tables import as_rich
 
 PIPE_WIDTH = 4000
-"""Columns of the output where there is no terminal, such as in a job's log: nothing is left out or wrapped."""
+"""Columns of the output without a terminal, such as in a job's log: nothing is left out or wrapped."""
 
 
 def show_record(console: Console, record: StudyRecord | SweepRecord) -> None:

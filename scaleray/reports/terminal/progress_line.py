@@ -19,22 +19,20 @@ from scaleray.common.printed import inert
 from scaleray.common.progress import Stage, shown_by
 
 SAID_S = 1.0
-"""Seconds from which on a stage that is over is said with its time."""
+"""Seconds from which a finished stage is reported with its time."""
 QUIET_S = 2.0
-"""Seconds after which a pipe hears what is under way."""
+"""Seconds after which a pipe receives the current stage."""
 EVERY_S = 15.0
-"""Seconds of silence after which a pipe hears how far it is."""
+"""Seconds of silence after which a pipe receives the progress."""
 BAR_S = 5.0
-"""Seconds that a stage takes from which on it has a bar on a terminal, where it is known how much there is to do."""
+"""Seconds after which a stage of known length gets a bar on a terminal."""
 BAR_WIDTH, LEAST_BAR_WIDTH, BESIDE_BAR = 24, 6, 5
-"""Columns of a bar, which it has fewer of where its line has no place, or none; and those of spinner and gaps."""
+"""Columns of a bar, fewer or none if the line is too short; and those of spinner and gaps."""
 
 
 class StageDisplay:
-    """Shows the stages of this process while the context lasts, and prints lines between them.
-
-    above: what else a terminal shows above the stages, which moves with them.
-    """
+    """Context that shows the stages of this process and prints lines between them. above: further content of a terminal
+    above the stages."""
 
     def __init__(self, console: Console, *, above: Callable[[], RenderableType | None] = lambda: None) -> None:
         self.console, self._above = console, above
@@ -65,7 +63,7 @@ class StageDisplay:
         self._context.close()
 
     def say(self, text: str) -> None:
-        """Print a line as it is."""
+        """Print a line unchanged."""
         self._spoke_at = time.monotonic()
         self.console.print(inert(text), highlight=False, markup=False, soft_wrap=True)
 
@@ -75,7 +73,7 @@ class StageDisplay:
             self._stages.append(stage)
 
     def end(self, stage: Stage) -> None:
-        """A stage is over: say what it took."""
+        """Report the time of a finished stage."""
         with self._lock:
             if stage in self._stages:
                 self._stages.remove(stage)
@@ -84,12 +82,12 @@ class StageDisplay:
                 self.say(f"  {stage.name}: {duration(took_s)}")
 
     def forget(self, stage: Stage) -> None:
-        """Show a stage no more, and say nothing of it."""
+        """Remove a stage without a report."""
         with self._lock, contextlib.suppress(ValueError):
             self._stages.remove(stage)
 
     def look(self) -> None:
-        """In a pipe: say what is under way, where it has long been silent."""
+        """In a pipe: report the current stage after a long silence."""
         with self._lock:
             silent_s = time.monotonic() - self._spoke_at
             for stage in self._stages[-1:]:
@@ -123,7 +121,7 @@ class StageDisplay:
 
 
 def so_far(stage: Stage) -> str:
-    """The time since a stage began, how much is done, and the time that is left, as far as that is known."""
+    """Time since a stage began, progress, and remaining time, as far as known."""
     left_s = stage.left_s
     parts = [
         duration(stage.elapsed_s),

@@ -19,7 +19,7 @@ from scaleray.records.text.study_sweep_tables import Table
 
 MOST_ROWS = 40
 NARROWEST_WORDS = 16
-"""Columns that words are given before a table is split into blocks, unless they are shorter."""
+"""Columns kept for words before a table is split into blocks, unless they are shorter."""
 
 
 def as_rich(table: Table, *, width: int, styles: Sequence[str] = ()) -> RenderableType:
@@ -106,7 +106,7 @@ def _blocks(widths: Sequence[int], air: int, width: int) -> Iterator[list[int]]:
 
 
 def _total(widths: Sequence[int], block: Sequence[int], air: int) -> int:
-    """Columns that a block takes: a space on each side of the table and between cells, and the air around each cell."""
+    """Columns of a block: a space on each side of the table and between cells, and padding around each cell."""
     return sum(widths[n] for n in block) + len(block) * (2 * air - 1) + 1
 
 
