@@ -1,9 +1,8 @@
 """Base class of workloads with a model of transformers: it builds the model, takes its loss, and writes the folder that
 `from_pretrained` reads.
 
-A subclass says which class of transformers it wants (`auto_class`) and brings its data (`datasets`); where labels are
--100 no loss is taken, as everywhere in transformers.
-"""
+A subclass names its class of transformers (`auto_class`) and its data (`datasets`); labels of -100 are ignored by the
+loss, as everywhere in transformers."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from scaleray.workload import Workload
 
 
 def wrapped(model: nn.Module, settings: Mapping[str, Any]) -> Any:
-    """The model with adapters of peft, everything else frozen but what `modules_to_save` names. settings: of
-    `peft.LoraConfig`. Raises WorkloadError for what peft does not take."""
+    """The model with adapters of peft, everything else frozen except `modules_to_save`. settings: of `peft.LoraConfig`.
+    Raises WorkloadError if peft rejects them."""
     library = peft()
     try:
         return library.get_peft_model(model, library.LoraConfig(**settings))
@@ -65,7 +64,7 @@ class HuggingFaceWorkload(Workload):
     """A model of transformers, from a config (drawn at random) or from a local folder with weights in safetensors.
 
     model: a folder, a config as a JSON file, or a mapping with `model_type`. tokenizer: a folder, a tokenizer.json, or
-    `bytes`; None takes the one in the model's folder. attention: `sdpa`, `eager`, or what transformers chooses. peft:
+    `bytes`; None takes the one in the model's folder. attention: `sdpa`, `eager`, or transformers' choice. peft:
     arguments of `peft.LoraConfig`, for a model wrapped by peft. The head of a classifier is trained with the adapters
     if they do not state another task_type or modules_to_save.
     """
@@ -105,9 +104,8 @@ class HuggingFaceWorkload(Workload):
         return {name: as_input(column) for name, column in batch.items() if name != LABELS}
 
     def labels(self, batch: Any) -> torch.Tensor:
-        """Tokens that the model should predict, -100 where they do not count; without such a column, the tokens
-        themselves that attention reaches.
-        """
+        """Tokens that the model should predict, -100 for ignored ones; without such a column, the attended tokens
+        themselves."""
         if LABELS in batch:
             return batch[LABELS].long()
         ids: torch.Tensor = batch["input_ids"].long()
@@ -142,7 +140,7 @@ class HuggingFaceWorkload(Workload):
             raise WorkloadError("model_type of workload.weights", config.get("model_type"), f"the model is a {own}")
 
     def export(self, weights: Mapping[str, torch.Tensor], folder: Path, *, adapter: bool = False) -> None:
-        """Write what `from_pretrained` reads: the weights, config.json, generation_config.json and the tokenizer.
+        """Write a folder for `from_pretrained`: the weights, config.json, generation_config.json and the tokenizer.
 
         weights: final weights or those of a checkpoint, by the names of the model's state dict; read as they are
         written. adapter: of a model wrapped by peft the adapter alone, as `PeftModel.from_pretrained` reads it.
@@ -166,13 +164,13 @@ class HuggingFaceWorkload(Workload):
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer. Raises WorkloadError where there is none."""
+        """The tokenizer. Raises WorkloadError if there is none."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._tokenizer_path)
         return self._tokenizer
 
     def predictions(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (rows, ..., classes) and the labels (rows, ...) that they are about."""
+        """Logits (rows, ..., classes) and their labels (rows, ...)."""
         logits, labels = model(**self.inputs(batch)).logits, self.labels(batch)
         return (logits[:, :-1], labels[:, 1:]) if self.predicts_next else (logits, labels)
 

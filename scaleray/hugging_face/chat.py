@@ -1,5 +1,4 @@
-"""Conversations as tokens, by the tokenizer's own chat template, with labels on what the assistant says and nowhere
-else."""
+"""Conversations as tokens, by the tokenizer's own chat template, with labels only on the assistant's words."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ Span = tuple[int, int]
 
 def conversations(found: Sequence[Any], tokenizer: Any, *, length: int, what: str) -> list[Tokens]:
     """The conversations as tokens; those without a word of the assistant in their first `length` tokens are left out,
-    with a warning. Raises DataError for what is no conversation, WorkloadError for a template that does not do."""
+    with a warning. Raises DataError for invalid conversations, WorkloadError for an unusable template."""
     if not tokenizer.chat_template:
         raise WorkloadError.problem(
             "the tokenizer", "lacks a chat template: conversations need one", "set chat_template in its folder"
@@ -65,11 +64,8 @@ def _one(messages: list[dict[str, Any]], tokenizer: Any) -> Tokens:
 
 
 def _marked_text(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, list[Span]]:
-    """The conversation as text, and where the assistant speaks in it: from after the words that ask for an answer to
-    the end of the answer, with what closes it.
-
-    A template need only be such that what was said before does not change with what is said after.
-    """
+    """The conversation as text, and the spans of the assistant: from the end of the generation prompt to the end of the
+    answer, with its closing token. Later turns must not change the template's text of earlier ones."""
 
     def rendered(until: int, *, asks: bool) -> str:
         try:

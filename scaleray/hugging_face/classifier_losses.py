@@ -1,9 +1,8 @@
 """Kinds of labels of a text: one class of several, any number of classes, or numbers; the three losses of transformers'
 `problem_type`.
 
-Each kind returns the entries for the model's config, turns the labels of records into a column, and takes loss, metrics
-and answers from logits. Losses are sums over the rows; a row of several has their mean.
-"""
+Each kind returns the entries for the model's config, turns the labels of records into a column, and computes loss,
+metrics and answers from logits. Losses are sums over the rows; a row of several has their mean."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class LabelKind(Protocol):
         """Labels in the model's config."""
 
     def column(self, found: Sequence[Any], *, what: str) -> np.ndarray:
-        """The labels of the rows, a row each. Raises DataError for what is no such label. what: name of the split."""
+        """The labels, one row each. Raises DataError for invalid labels. what: name of the split."""
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Pair:
         """The sum of the rows' losses and the number of rows."""
@@ -49,8 +48,8 @@ class LabelKind(Protocol):
 def label_kind(
     name: str, found: Sequence[Any], classes: Sequence[Any] | None, *, order: Callable[[list[str]], list[str]]
 ) -> LabelKind:
-    """The kind of that name. found: labels of the training data. classes: their names in order; None takes those that
-    occur, in this order. Raises ConfigError and DataError."""
+    """The kind of that name. found: labels of the training data. classes: their names in order; None: those that occur,
+    in this order. Raises ConfigError and DataError."""
     check_name(name)
     if name == NUMBERS:
         if classes is not None:
@@ -179,11 +178,10 @@ def class_names(found: Iterable[tuple[int, Any]]) -> list[str]:
 
 
 def in_order_of(config: Any, names: list[str], *, is_trained: bool, argument: str) -> list[str]:
-    """Names of the classes in the order of the model's own `id2label`, where it has them; else as they are.
+    """Names of the classes in the order of the model's `id2label`, if it has them; otherwise unchanged.
 
     is_trained: whether the model has weights. argument: the workload's, that states the order. Raises DataError for a
-    trained classifier of as many classes by other names: which is which cannot be known.
-    """
+    trained classifier with equally many classes of other names, which cannot be matched."""
     own = [str(name) for _, name in sorted(config.id2label.items())]
     if set(names) <= set(own):
         return own
@@ -242,7 +240,7 @@ def _numbers(value: Any, row: int, what: str) -> list[float]:
 
 
 def _refuse_other_kinds(found: Sequence[Any]) -> None:
-    """Raise DataError for labels that look like those of another kind than one class a row."""
+    """Raise DataError for labels that do not look like one class per row."""
     for row, value in enumerate(found):
         if isinstance(value, (list, tuple)):
             kind, is_other = SEVERAL_CLASSES, True

@@ -42,10 +42,9 @@ class SequenceClassification(_Classifier, LabelledTexts):
     """Sort texts, or pairs of texts, into classes, or learn numbers of them.
 
     label: column of the label. pair: column of a second text. labels: names of the classes in the order of the model's
-    logits; None takes those of the training data, in the order of the model's id2label, of their ClassLabel, or else
+    logits; None: those of the training data, in the order of the model's id2label, of their ClassLabel, or else
     sorted. problem_type: as transformers names it: `single_label_classification`, `multi_label_classification` (a label
-    is a list of classes) or `regression` (a number or a list of them); None is what the model's config says, or else a
-    single label.
+    is a list of classes) or `regression` (a number or a list of them); None: by the model's config, or a single label.
     """
 
     auto_class = "AutoModelForSequenceClassification"
@@ -79,8 +78,7 @@ class SequenceClassification(_Classifier, LabelledTexts):
 
     @property
     def pad(self) -> int:
-        """Token that fills rows, by which some models find the end of a text. Raises WorkloadError where there is
-        none."""
+        """Padding token, by which some models find the end of a text. Raises WorkloadError if there is none."""
         tokenizer = self.tokenizer
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -114,10 +112,9 @@ class SequenceClassification(_Classifier, LabelledTexts):
 class ImageClassification(_Classifier):
     """Sort the images of folders into classes with a vision model, a folder for each class.
 
-    Classes are in the order of the model's id2label, where it has them. Size and channels are the config's; mean and
-    deviation those of preprocessor_config.json, where the model's folder has one. Every other argument is one of
-    `scaleray.images.ImageData`.
-    """
+    Classes are in the order of the model's id2label, if it has them. Size and channels are from the config; mean and
+    deviation from preprocessor_config.json, if the model's folder has one. Every other argument is one of
+    `scaleray.images.ImageData`."""
 
     auto_class = "AutoModelForImageClassification"
     collate = None  # type: ignore[assignment]  # images have one size

@@ -22,9 +22,8 @@ def write_model(
 ) -> None:
     """Write config.json, model.safetensors and, of a model that generates, generation_config.json.
 
-    weights: by the names of the model's state dict. source: the folder that the model came from, whose generation
-    config is kept. Raises CheckpointError for weights of another model.
-    """
+    weights: by the names of the model's state dict. source: the model's original folder, whose generation config is
+    copied. Raises CheckpointError for weights of another model."""
     from safetensors.torch import save_file
 
     with torch.device("meta"):  # names, ties and the class alone
@@ -51,7 +50,7 @@ def distinct_names(model: nn.Module) -> list[str]:
 
 
 def check_same(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where weights have other names than the model's state dict."""
+    """Raise CheckpointError if the weights' names differ from the model's state dict."""
     own = model.state_dict().keys()
     if different := sorted(own ^ weights.keys()):
         raise CheckpointError(

@@ -28,7 +28,7 @@ MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 @dataclass(frozen=True)
 class Masking:
-    """How tokens are hidden. share: of the tokens that are no special ones; mask: id of the mask; special: ids that are
+    """Masking of tokens. share: of the non-special tokens; mask: id of the mask; special: ids that are
     never hidden; vocabulary: number of ids."""
 
     share: float
@@ -59,9 +59,8 @@ class TextWorkload(HuggingFaceWorkload):
     """Base of workloads with a tokenizer and text files.
 
     data: files or Datasets of Hugging Face by split, as `text_files.read_splits` takes them. sequence_length: tokens of
-    a row. text: column of the text in records. validation_share: share of the training records held out as `val`, where
-    the data name no `val`.
-    """
+    a row. text: column of the text in records. validation_share: share of the training records held out as `val`, if
+    the data have no `val`."""
 
     def __init__(
         self,
@@ -88,8 +87,8 @@ class TextWorkload(HuggingFaceWorkload):
         return text_files.read_splits(self.data, validation_share=self.validation_share)
 
     def in_order(self, names: list[str], *, column: str) -> list[str]:
-        """Names of classes in the order of the model's id2label, where it has them, or of the column's ClassLabel in a
-        Dataset of Hugging Face; else as they are."""
+        """Names of classes in the order of the model's id2label, if it has them, or of the column's ClassLabel in a
+        Hugging Face Dataset; otherwise unchanged."""
         stated = text_files.classes_of(self.data[TRAIN], column) or names
         is_trained = self.folder is not None
         return in_order_of(read_config(self.model, {}), stated, is_trained=is_trained, argument="labels")
@@ -103,7 +102,7 @@ class TextWorkload(HuggingFaceWorkload):
         return {k: v for k, v in {"vocab_size": len(self.tokenizer), **special}.items() if k not in self.model}
 
     def check_length(self) -> None:
-        """Raise ConfigError where the model has fewer positions than a row, or fewer tokens than the tokenizer."""
+        """Raise ConfigError if the model has fewer positions than a row, or fewer tokens than the tokenizer."""
         config = self.config()
         longest = getattr(config, "max_position_embeddings", None)
         if isinstance(longest, int) and self.sequence_length > longest:
@@ -121,7 +120,7 @@ class TextWorkload(HuggingFaceWorkload):
 
     @property
     def pad(self) -> int:
-        """Token that fills rows; where the tokenizer has none, any does: no loss is taken of it."""
+        """Padding token; any token will do if the tokenizer has none, as the loss ignores it."""
         found = self.tokenizer.pad_token_id
         return int(found if found is not None else self.tokenizer.eos_token_id or 0)
 
@@ -142,7 +141,7 @@ class TextWorkload(HuggingFaceWorkload):
 
 
 class LabelledTexts(TextWorkload):
-    """Base of workloads whose records have a text and what is to be found for it, which may be missing in `--data`."""
+    """Base of workloads whose records have a text and a target, which may be missing in `--data`."""
 
     text_type: ClassVar[type] = str
     """Type of a record's text."""
@@ -164,10 +163,9 @@ class CausalLanguageModel(TextWorkload):
     """Predict each token from those before it, in plain text or in conversations.
 
     packing: `concatenate` (documents one after another, cut into rows; attention reaches over their ends), `separate`
-    (documents share rows, kept apart by their positions) or `pad` (a row each). None: `concatenate` for text, `pad`
-    for conversations. messages: column of conversations, by the tokenizer's chat template, with a loss on the
-    assistant's words alone.
-    """
+    (documents share rows, kept apart by their positions) or `pad` (a row each). None: `concatenate` for text, `pad` for
+    conversations. messages: column of conversations, by the tokenizer's chat template, with a loss only on the
+    assistant's words."""
 
     auto_class = "AutoModelForCausalLM"
     predicts_next = True
@@ -198,7 +196,7 @@ class CausalLanguageModel(TextWorkload):
 
 
 class MaskedLanguageModel(TextWorkload):
-    """Predict the hidden tokens of a text. Other tokens are hidden in every epoch, and alike in every evaluation.
+    """Predict the hidden tokens of a text. Each epoch hides other tokens; every evaluation hides the same ones.
 
     masked_share: share of the tokens that are hidden; of these 80 % become the mask and 10 % another token.
     """

@@ -1,4 +1,4 @@
-"""The libraries of Hugging Face, imported on first use, and never asked for anything that is not on this machine."""
+"""The libraries of Hugging Face, imported on first use, and restricted to local files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def transformers() -> Any:
-    """The library transformers. Raises WorkloadError where it is absent."""
+    """The library transformers. Raises WorkloadError if it is missing."""
     return library("transformers", extra=EXTRA, wanted_by="scaleray.hugging_face")
 
 
 def peft() -> Any:
-    """The library peft. Raises WorkloadError where it is absent."""
+    """The library peft. Raises WorkloadError if it is missing."""
     return library("peft", extra=EXTRA, wanted_by="the argument peft of a workload")

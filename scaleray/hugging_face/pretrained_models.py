@@ -1,8 +1,5 @@
-"""A model of transformers from a config or from a local folder: its class, its config, and its weights where there are
-some.
-
-Only safetensors is read, no code comes out of a folder, and nothing is fetched.
-"""
+"""A model of transformers from a config or from a local folder: its class, config and weights, if any. Only safetensors
+is read, no code of a folder is run, and nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def absolute(model: Any) -> Any:
-    """The argument `model` with its path made absolute, as workers run in other folders. Raises WorkloadError for what
-    is neither a mapping nor on this machine."""
+    """The argument `model` with its path made absolute, as workers run in other folders. Raises WorkloadError if it is
+    neither a mapping nor on this machine."""
     if isinstance(model, Mapping):
         return dict(model)
     path = Path(str(model)).expanduser().absolute()
@@ -107,7 +104,7 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
     """A model of float32, in training mode: from the folder's weights, or drawn at random.
 
     auto_class: name in transformers, such as AutoModelForCausalLM. Parts that the folder lacks, as a new head, are
-    drawn. Raises WorkloadError where the class has no model of this kind, or the weights do not fit.
+    drawn. Raises WorkloadError if the class has no model of this kind, or the weights do not fit.
     """
     transformers().logging.disable_progress_bar()
     factory = getattr(transformers(), auto_class)
@@ -132,8 +129,8 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
 
 
 def _read(factory: Any, folder: str, **options: Any) -> nn.Module:
-    """The model with a folder's weights. What is drawn is said in a line, in place of transformers' table, which every
-    process would print each time."""
+    """The model with a folder's weights. Newly drawn parts are reported in one line, instead of transformers' table
+    from every process."""
     logging = transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -150,7 +147,7 @@ def _read(factory: Any, folder: str, **options: Any) -> nn.Module:
 
 
 def image_statistics(folder: str | None) -> dict[str, Any]:
-    """Mean and deviation of the channels that a model's folder states; nothing where it states none."""
+    """Mean and deviation of the channels that a model's folder states; empty if it states none."""
     path = Path(folder or "") / "preprocessor_config.json"
     if folder is None or not path.is_file():
         return {}

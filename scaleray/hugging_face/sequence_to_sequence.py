@@ -24,13 +24,12 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 class SequenceToSequence(LabelledTexts):
-    """Answer a text with another one.
+    """Answer a text with another text.
 
     source, target: columns of the two texts. prefix: text before every source, as T5 has it for its tasks.
     sequence_length, target_length: most tokens of a source and of a target. generated_rows: rows of each evaluated
     split, evenly spread, for which every evaluation generates an answer; 0: none. num_beams: of generation. rouge:
-    whether the answers are measured by ROUGE, too, and not by exact match alone.
-    """
+    whether to measure answers by ROUGE in addition to exact match."""
 
     auto_class = "AutoModelForSeq2SeqLM"
 

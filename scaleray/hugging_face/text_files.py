@@ -27,7 +27,7 @@ def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]
 
     data: paths by split, each one path, a pattern such as `texts/**/*.txt`, or a list of them; a folder means all files
     in and below it. Or Datasets of Hugging Face by split. validation_share: share of the training records that becomes
-    the split `val`, chosen by a hash of their content, so that other records do not move them.
+    the split `val`, chosen by a hash of their content, independent of other records.
     """
     if not isinstance(data, Mapping) or TRAIN not in data:
         raise DataError(
@@ -84,7 +84,7 @@ def texts(records: list[Record], name: str, *, what: str) -> list[str]:
 
 
 def classes_of(given: Any, name: str) -> list[str]:
-    """Names of the classes of a column of a Dataset of Hugging Face, in their order; empty where it states none."""
+    """Names of the classes of a column of a Dataset of Hugging Face, in their order; empty if it has none."""
     feature = (getattr(given, "features", None) or {}).get(name)
     return list(getattr(getattr(feature, "feature", feature), "names", ()))
 

@@ -1,4 +1,4 @@
-"""Ready workload for models that give each word of a text a tag, and the share of entities that they find."""
+"""Ready workload for models that tag each word of a text, measured by the entities they find."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WITH_PREFIX = tuple(f"{prefix}-" for prefix in (*BEGIN, *END, "I"))
 
 
 class TokenClassification(LabelledTexts):
-    """Give each word a tag: the first token of a word has it, the others count nothing.
+    """Tag each word: its first token has the tag, others are ignored.
 
     words, tags: columns of a list of words and of a list of as many tags, names or numbers. labels: names of the tags
     in the order of the model's logits, by which tags that are numbers count; None takes those of the training data, in
@@ -62,8 +62,8 @@ class TokenClassification(LabelledTexts):
         return {name: column for name, column in super().inputs(batch).items() if name != STARTS}
 
     def metrics(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-        """Loss and accuracy of the tags, and precision, recall and F1 of entities, or F1 by tag where no tag has the
-        prefix of an entity."""
+        """Loss and accuracy of the tags, and precision, recall and F1 of entities, or F1 by tag if no tag has an entity
+        prefix."""
         logits, labels = self.predictions(model, batch)
         counts = labels != IGNORED
         found, right, rows = logits.argmax(dim=-1)[counts], labels[counts], counts.nonzero()[:, 0]
@@ -120,7 +120,7 @@ class TokenClassification(LabelledTexts):
 
 
 def has_entities(names: Sequence[str]) -> bool:
-    """Whether tags are those of entities: `B-PER` and the like, by which the words of one belong together."""
+    """Whether tags are those of entities, such as `B-PER`, which group the words of an entity."""
     return any(name[:2] in ("B-", "I-") for name in names)
 
 

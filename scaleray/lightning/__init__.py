@@ -1,4 +1,4 @@
-"""LightningModules as workloads: `as_workload(MyModule, MyDataModule)` runs them as they are."""
+"""LightningModules as workloads: `as_workload(MyModule, MyDataModule)` runs them unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `on_*` hooks of a module and of its callbacks, called where Lightning's Trainer calls them, and schedulers that
+"""The `on_*` hooks of a module and of its callbacks, called at the points of Lightning's Trainer, and schedulers that
 follow a measured value."""
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ class EpochSums:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, kept: Mapping[str, Logged]) -> None:
-        """Add what a step has logged; of a value that is not averaged over epochs the last one counts, as in
-        Lightning."""
+        """Add a step's logged values; of values not averaged over epochs the last one counts, as in Lightning."""
         for name, logged in kept.items():
             if logged.is_metric:
                 continue
@@ -64,10 +63,9 @@ class LightningHooks(Callback):
 
     callbacks: those whose hooks are called, before the module's. monitors: names of callbacks and of the values in
     `self.log` that they follow, by name in the record. schedule: the module's schedulers, if it has any.
-    evaluate_every: steps from one evaluation to the next. metrics: torchmetrics objects that training steps have
-    logged, by name; evaluated_metrics: those that the split which is evaluated has logged, by their names in the
-    record. logged_as: names in `self.log` of the values of evaluations, by their names in the record.
-    """
+    evaluate_every: steps from one evaluation to the next. metrics: torchmetrics objects logged by training steps, by
+    name; evaluated_metrics: those logged by the evaluated split, by their names in the record. logged_as: names in
+    `self.log` of evaluation values, by their names in the record."""
 
     def __init__(self, trainer: TrainerStandIn) -> None:
         self.trainer = trainer
@@ -119,7 +117,7 @@ class LightningHooks(Callback):
             raise WorkloadError(place, "skipping the rest of an epoch", "every row is used once per epoch")
 
     def after_batch(self, outputs: Any, batch: Any, rows: int, kept: Mapping[str, Logged]) -> None:
-        """A micro-batch has a loss; it is kept, with the batch, until its step is complete."""
+        """Store a micro-batch with its loss until its step is complete."""
         if not self.is_running:
             return
         if self._has("on_train_batch_end"):
@@ -198,7 +196,7 @@ class LightningHooks(Callback):
         self._load_callbacks([state])
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the states of another number of workers, of which rank 0 takes all."""
+        """Continue from the states of another number of workers; rank 0 loads all."""
         self._go_on(states if self.trainer.is_global_zero else [], states[0]["measured"])
         self._load_callbacks(states)
 
@@ -218,7 +216,7 @@ class LightningHooks(Callback):
                 callback.setup(self.trainer, self.module, "fit")
 
     def _load_callbacks(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Give the callbacks their states; on another number of workers, those of rank 0."""
+        """Restore the callbacks' states; on another number of workers, those of rank 0."""
         self._set_up_callbacks()
         for key, callback in self._by_key().items():
             found = [state["callbacks"][key] for state in states if key in state["callbacks"]]

@@ -1,9 +1,5 @@
-"""Methods of a LightningModule or LightningDataModule that scaleray runs, and those that it refuses by name before
-anything starts.
-
-Lightning is not imported here: its classes are found among the parents of the user's, under either of its package
-names.
-"""
+"""Methods of a LightningModule or LightningDataModule that scaleray runs, and those that it refuses by name at the
+start. Lightning is not imported here: its classes are found among the base classes, under either package name."""
 
 from __future__ import annotations
 
@@ -38,12 +34,12 @@ REFUSED_OF_MODULE = {
     "on_save_checkpoint": ("checkpoints are scaleray's own", "keep state in buffers, which are saved"),
     "on_load_checkpoint": ("checkpoints are scaleray's own", "keep state in buffers, which are saved"),
 }
-"""Hooks that would change a step, or belong to Lightning's Trainer: why not, and what to do instead."""
+"""Hooks that would change a step, or belong to Lightning's Trainer: reason and alternative."""
 REFUSED_OF_DATA = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
 
 
 def lightning_base(cls: Any, name: str) -> type | None:
-    """Lightning's class of this name (`LightningModule`, ...) that `cls` comes from; None where it does not."""
+    """Lightning's class of this name (`LightningModule`, ...) that `cls` derives from, or None."""
     parents = cls.__mro__ if isinstance(cls, type) else ()
     return next((p for p in parents if p.__name__ == name and p.__module__.partition(".")[0] in PACKAGES), None)
 
@@ -56,7 +52,7 @@ def is_overridden(name: str, made: Any, base: str = "LightningModule") -> bool:
 
 
 def check_module_class(cls: Any) -> None:
-    """Raise WorkloadError for what is no LightningModule, or has hooks that scaleray cannot run."""
+    """Raise WorkloadError for other objects, or a LightningModule with hooks that scaleray cannot run."""
     if lightning_base(cls, "LightningModule") is None:
         found = cls.__name__ if isinstance(cls, type) else type(cls).__name__
         raise WorkloadError("as_workload()", found, "it must be a LightningModule or its class")
@@ -90,7 +86,7 @@ def is_attached(module: Any) -> bool:
 
 
 def arguments_of(made_of: Any) -> Mapping[str, inspect.Parameter]:
-    """Arguments that a class or a function takes by name; none if it is an object already."""
+    """Arguments that a class or function takes by name; empty for an object."""
     if not (isinstance(made_of, type) or inspect.isfunction(made_of)):
         return {}
     return {p.name: p for p in inspect.signature(made_of).parameters.values() if p.kind is not p.VAR_POSITIONAL}

@@ -1,9 +1,8 @@
-"""How the structure of a Dataset's items travels: in the names of the columns that its rows become.
+"""Encode the structure of a Dataset's items in the names of its columns.
 
-`train[0]` and `train[1]` are a pair, `val.image` is a value of a dict, `train` is an item that is a tensor alone. A
-worker reads from the names what a DataLoader would have given its module, and of which split it is. `train~.text@text`
-is of a loader with a collation of its own, which gets its items as they were: `@` says what a value was.
-"""
+`train[0]` and `train[1]` are a pair, `val.image` is a value of a dict, `train` is an item that is a tensor alone. From
+the names a worker rebuilds a DataLoader's batch and its split. `train~.text@text` comes from a loader with its own
+collation, which gets the original items: `@` gives a value's type."""
 
 from __future__ import annotations
 
@@ -36,8 +35,8 @@ BACK: dict[str, Callable[[np.ndarray], Any]] = {
 
 
 def columns_of(split: str, item: Any, *, is_exact: bool = False) -> dict[str, Any]:
-    """The values of a Dataset's item by the name of their column. is_exact: so that `items_of` gives it back, text and
-    lists of numbers included. Raises DataError for what is lost on the way."""
+    """The values of a Dataset's item by column name. is_exact: `items_of` restores it, including text and lists of
+    numbers. Raises DataError for values that would be lost."""
     found: dict[str, Any] = {}
     _flatten(split + COLLATED * is_exact, item, found, is_exact)
     return found
@@ -92,7 +91,7 @@ def split_of(columns: Mapping[str, Any]) -> tuple[str, bool]:
 
 
 def batch_of(columns: Mapping[str, Any]) -> Any:
-    """The batch as torch's own collation gives it: items that are tuples become lists."""
+    """The batch as torch's default collation returns it: tuples become lists."""
     return _nested([(way, columns[name]) for name, way in zip(columns, _ways(tuple(columns)), strict=True)], list)
 
 

@@ -1,4 +1,4 @@
-"""The torchmetrics objects of a module: they add up what steps give them, and their sums are brought together here."""
+"""The torchmetrics objects of a module, which accumulate over steps: their states are combined here."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ def metric_objects(module: nn.Module) -> list[Any]:
 
 
 def connect(module: nn.Module, run: Any) -> None:
-    """Reset a module's objects, and combine their states over the workers of this training: torchmetrics itself knows
-    of the process group alone, in which others may train as well. Raises WorkloadError for one whose states cannot be
-    combined.
-    """
+    """Reset a module's objects, and combine their states over the workers of this training: torchmetrics itself uses
+    the whole process group, in which others may train too. Raises WorkloadError if states cannot be combined."""
     for name, metric in _named_objects(module):
         if run.world_size > 1:
             check_rules(metric, f"the metric self.{name}")
@@ -39,8 +37,8 @@ def _has_several(run: Any) -> bool:
 
 
 def states_of(module: nn.Module) -> dict[str, Any]:
-    """States of the objects that have seen rows, by the names of the module's parts; a list as a mapping. Those that
-    hold something else than tensors are left out."""
+    """States of objects with rows, by the names of the module's parts; a list as a mapping. States other than tensors
+    are left out."""
     found = {}
     for name, metric in _named_objects(module):
         state = {key: getattr(metric, key) for key in metric._reductions}
@@ -52,7 +50,7 @@ def states_of(module: nn.Module) -> dict[str, Any]:
 
 
 def restore_states(module: nn.Module, states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Let objects continue from the result of `states_of`, on one worker or, added up, on several. Returns the names of
+    """Restore objects from the result of `states_of`, on one worker or, added up, on several. Returns the names of
     those whose states cannot be added up, which are reset.
     """
     anew = []
@@ -82,7 +80,7 @@ def _is_of_tensors(value: Any) -> bool:
 
 
 def _add_up(metric: Any) -> bool:
-    """Whether two states of a metric are one state: a mean of means would not be, nor what its class alone knows."""
+    """Whether two states of a metric combine exactly: a mean of means does not, nor class-specific state."""
     return all(
         getattr(rule, "__name__", "") in ADD_UP or (rule is None and isinstance(metric._defaults[key], list))
         for key, rule in metric._reductions.items()
@@ -103,7 +101,7 @@ def computed(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def left_alone(module: nn.Module) -> Iterator[None]:
-    """Context after which the objects' states are what they were."""
+    """Context that restores the objects' states at its end."""
     kept = [(metric, _copied(metric.__dict__, [*metric.metric_state, *COUNTERS])) for metric in metric_objects(module)]
     try:
         yield

@@ -16,13 +16,12 @@ from scaleray.errors import ConfigError, WorkloadError, text_of
 KEYS = {"scheduler", "interval", "frequency", "monitor", "strict", "reduce_on_plateau", "name"}
 WHAT = "configure_optimizers()"
 RATES = ("lr", "learning_rate")
-"""Hyperparameters and attributes that hold a module's learning rate, as Lightning's own search for one knows them."""
+"""Hyperparameters and attributes that may hold a module's learning rate, as in Lightning's learning-rate finder."""
 
 
 @dataclass
 class Due:
-    """A scheduler, and when it is stepped: every `frequency` steps or epochs, one with a monitor after an
-    evaluation."""
+    """A scheduler and its interval: every `frequency` steps or epochs, or after evaluations with a monitor."""
 
     scheduler: Any
     interval: str = "epoch"
@@ -119,9 +118,8 @@ def _due(given: Any, monitor: str | None) -> Due:
 
 
 def give_rate(module: Any, settings: Any, args: Mapping[str, Any]) -> None:
-    """Let a module's `configure_optimizers` take the config's learning rate, if it has one, in the place of its own:
-    the first of `RATES` that it has, as a hyperparameter and as an attribute. Without one, or where `args` gives it,
-    nothing changes."""
+    """Let a module's `configure_optimizers` use the config's learning rate, if any, instead of its own: sets the first
+    of `RATES` that it has, as a hyperparameter and as an attribute. No change without one, or if `args` sets it."""
     try:
         rate = settings.learning_rate
     except ConfigError:  # there is none
@@ -140,17 +138,15 @@ def give_rate(module: Any, settings: Any, args: Mapping[str, Any]) -> None:
 
 
 def without_schedule(optimizer: Optimizer) -> Optimizer:
-    """The optimizer with the rates that it had before its schedulers were made: they set those of the first step."""
+    """The optimizer with its rates before the schedulers were made: these set the rates of the first step."""
     for group in optimizer.param_groups:
         group["lr"] = group.get("initial_lr", group["lr"])
     return optimizer
 
 
 class LightningSchedule(LRScheduler):
-    """Schedulers as Lightning steps them: by steps, by epochs, or by what an evaluation has measured.
-
-    made: the optimizer that the schedulers were made for, whose groups (in order) are taken over by `optimizer`.
-    """
+    """Schedulers stepped as in Lightning: by steps, by epochs, or by evaluation values. made: the schedulers' original
+    optimizer, whose groups (in order) `optimizer` takes over."""
 
     def __init__(self, optimizer: Optimizer, made: Optimizer, schedulers: list[Due], steps_per_epoch: int) -> None:
         # not LRScheduler's own, which would take a first step
@@ -192,7 +188,7 @@ class LightningSchedule(LRScheduler):
         return {"last_epoch": self.last_epoch, "schedulers": [due.scheduler.state_dict() for due in self.schedulers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Restore the result of `state_dict`."""
         self.last_epoch = state_dict["last_epoch"]
         for due, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
             due.scheduler.load_state_dict(state)
@@ -217,7 +213,7 @@ def _has_begun(scheduler: Any) -> bool:
 
 
 def _move(scheduler: Any, optimizer: Optimizer) -> None:
-    """Let a scheduler, and those inside it, move another optimizer."""
+    """Attach a scheduler, and those inside it, to another optimizer."""
     scheduler.optimizer = optimizer
     for inner in getattr(scheduler, "_schedulers", ()):
         _move(inner, optimizer)

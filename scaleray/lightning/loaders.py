@@ -1,8 +1,6 @@
-"""The data of a LightningDataModule, or of a module's own hooks: the Dataset is taken out of each DataLoader.
-
-Which rows make up a step, and in which order, is scaleray's business then: loaders keep their collation, and what else
-they were given is said where it has no effect, or refused by name where it would have changed what is learned.
-"""
+"""Data of a LightningDataModule, or of a module's own hooks: the Dataset of each DataLoader. scaleray chooses the rows
+and order of steps: loaders keep their collation; other settings are reported if they have no effect, and refused if
+they would change the training."""
 
 from __future__ import annotations
 
@@ -32,11 +30,11 @@ from scaleray.lightning.lightning_batches import columns_of
 
 VAL, TEST = "val", "test"
 MODES = {"max_size_cycle": max, "min_size": min}
-"""Way in which several train loaders run together, and the length that the mode gives them."""
+"""Mode of combining several train loaders, and the length that it gives them."""
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """The items of a Dataset as columns whose names tell their structure. is_exact: for a collation of the loader's."""
+    """The items of a Dataset as columns whose names have their structure. is_exact: for a loader's own collation."""
 
     def __init__(self, split: str, items: Any, *, is_exact: bool) -> None:
         self.split, self.items, self.is_exact = split, items, is_exact
@@ -83,7 +81,7 @@ class SideBySide(Dataset[Any]):
 
 
 def train_source(given: Any) -> Any:
-    """The source of what `train_dataloader()` gave. Raises DataError."""
+    """The source for the result of `train_dataloader()`. Raises DataError."""
     loaders = dict(_loaders(TRAIN, given))
     notes = [note for name, loader in loaders.items() for note in _check(name, loader)]
     if not loaders:
@@ -118,8 +116,8 @@ def train_source(given: Any) -> Any:
 
 
 def evaluation_sources(split: str, given: Any) -> dict[str, Any]:
-    """The sources of what `val_dataloader()` or `test_dataloader()` gave, by the name of their split: several loaders
-    are splits of their own. Raises DataError."""
+    """The sources for the result of `val_dataloader()` or `test_dataloader()` by split: several loaders are separate
+    splits. Raises DataError."""
     loaders = dict(_loaders(split, given))
     return {name: _source(name, loader, _check(name, loader)) for name, loader in loaders.items()}
 
@@ -130,19 +128,19 @@ def collations(split: str, given: Any) -> dict[str, Any]:
 
 
 def collation_of(loader: Any) -> Any:
-    """The collation that a loader has of its own, if it has one."""
+    """A loader's own collation, if any."""
     collate = getattr(loader, "collate_fn", default_collate)
     return None if collate is default_collate else collate
 
 
 def loader_number(split: str) -> int | None:
-    """Place of an evaluation split among several loaders, None where it is the only one."""
+    """Index of an evaluation split among several loaders, None if it is the only one."""
     _, _, number = split.partition("_")
     return int(number) if number else None
 
 
 def _loaders(name: str, given: Any) -> Iterator[tuple[str, Any]]:
-    """Each loader by the name of its split; a number tells several of them apart."""
+    """Each loader by the name of its split, numbered if there are several."""
     given = getattr(given, "iterables", given)  # Lightning's CombinedLoader
     if given is None:
         return

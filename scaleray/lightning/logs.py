@@ -1,8 +1,7 @@
-"""Values that a module logs: `self.log` and `self.log_dict` keep them with their weights, by Lightning's rules.
+"""Values that a module logs: `self.log` and `self.log_dict` store them with their weights, by Lightning's rules.
 
 A mean over an epoch is weighted by the rows of each batch (or the `batch_size` given), as Lightning weights it; here as
-a sum and a count, so that the mean is over the rows of all workers, whatever `sync_dist` says.
-"""
+a sum and a count, so the mean covers the rows of all workers, whatever `sync_dist` is."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from scaleray.common.metric_names import of_user_code
 from scaleray.lightning.trainer_object import refused
 
 SHORT_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test",)}
-"""First words of a logged name that say no more than its split does."""
+"""Prefixes of a logged name that only repeat its split."""
 KNOWN_OF_A_STEP = ("loss", "learning_rate", "grad_norm", "epoch")
 
 
 @dataclass(frozen=True)
 class Logged:
-    """One logged value. value: a tensor without gradient, or a torchmetrics object. weight: rows that it is a mean
-    over."""
+    """One logged value. value: a tensor without gradient, or a torchmetrics object. weight: number of rows in the
+    mean."""
 
     name: str
     value: Any
@@ -36,12 +35,12 @@ class Logged:
 
     @property
     def is_metric(self) -> bool:
-        """Whether it is a torchmetrics object, which keeps its own sums."""
+        """Whether it is a torchmetrics object, which accumulates its own sums."""
         return not isinstance(self.value, torch.Tensor)
 
 
 class Log:
-    """Takes the place of a module's `log`: keeps what is logged while a step runs, forgets it at any other time."""
+    """Replaces a module's `log`: stores values logged during a step, ignores others."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Logged] | None = None
@@ -50,7 +49,7 @@ class Log:
 
     @contextmanager
     def keeping(self, rows: int, *, is_training: bool) -> Iterator[dict[str, Logged]]:
-        """Context that keeps what is logged, by name. rows: of the batch."""
+        """Context that stores logged values by name. rows: of the batch."""
         self._kept, self._rows, self._step_by_default = {}, rows, is_training
         try:
             yield self._kept
@@ -109,9 +108,8 @@ def _one_number(name: str, value: torch.Tensor) -> torch.Tensor:
 def short_names(names: Iterable[str], split: str) -> dict[str, str]:
     """Names under which a split's values are recorded, by the names under which they were logged.
 
-    `val_loss` and `val/loss` of the split `val` are `loss`, as the record has `val/loss` then; where both are logged,
-    or `loss` too, they keep their names.
-    """
+    `val_loss` and `val/loss` of the split `val` become `loss`, recorded as `val/loss`; if both are logged, or `loss`
+    too, they keep their names."""
     words = SHORT_NAMES.get(split.partition("_")[0], ())
     found = {name: _without(name, words) for name in names}
     shorts = list(found.values())
@@ -119,13 +117,13 @@ def short_names(names: Iterable[str], split: str) -> dict[str, str]:
 
 
 def recorded_name(split: str, name: str) -> str:
-    """Name in the record of a value that was logged once: means over an epoch of training say that they are."""
+    """Name in the record of a value logged once; means over a training epoch are marked in their name."""
     short = _without(name, SHORT_NAMES.get(split.partition("_")[0], ()))
     return f"{split}/{short.removesuffix('_epoch')}_epoch" if split == "train" else f"{split}/{short}"
 
 
 def evaluated_name(name: str) -> str:
-    """Name in the record of a value that a validation step logs, where it logs none of the same short name."""
+    """Name in the record of a value logged in a validation step without another of the same short name."""
     logged, _, number = name.partition("/dataloader_idx_")
     split = f"val_{number}" if number else "val"
     return recorded_name(split, logged)

@@ -1,10 +1,8 @@
 """Manual optimisation: a `training_step` that calls `manual_backward` and steps its optimizers itself.
 
-scaleray takes a step of each optimizer with the gradient over all micro-batches and workers, in the order in which the
-`training_step` does. For that it runs once for each optimizer, up to that one's step. Everything before the step of an
-earlier optimizer is computed with the weights, the buffers and the random numbers of then: all values are those of one
-run of it, and so are the gradients.
-"""
+scaleray steps each optimizer with the gradient over all micro-batches and workers, in the order of the `training_step`.
+For that it runs once per optimizer, up to that optimizer's step. Code before an earlier optimizer's step sees the
+weights, buffers and random numbers of that time, so all values and gradients equal those of a single run."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ SAME_EACH_TIME = "each optimizer takes one step in every training_step, in the s
 
 
 def losses_in_place(module: Any, optimizers: Sequence[Any]) -> str:
-    """Workload for a module whose `training_step` cannot be taken, with a loss for each of its optimizers."""
+    """Alternative workload for a module with an unsupported `training_step`: one loss per optimizer."""
     name, numbers = type(module).__name__, range(len(optimizers))
     by_name = lambda value: "{" + ", ".join(f'"optimizer_{n}": {value(n)}' for n in numbers) + "}"
     losses = "".join(
@@ -106,7 +104,7 @@ class ManualSteps:
         module.toggled_optimizer = lambda optimizer: contextlib.nullcontext()
 
     def take(self, optimizers: Sequence[torch.optim.Optimizer], clip_norm: float | None) -> None:
-        """Use these optimizers. Raises ConfigError for several over parameters of which a worker has parts."""
+        """Use these optimizers. Raises ConfigError for several optimizers with sharded parameters."""
         self.optimizers, self.clip_norm = list(optimizers), clip_norm
         self._parameters = [[p for group in each.param_groups for p in group["params"]] for each in optimizers]
         if len(optimizers) > 1 and any(isinstance(p, DTensor) for own in self._parameters for p in own):
@@ -119,8 +117,8 @@ class ManualSteps:
         self._place, self._old = -1, {}
 
     def run(self, number: int, model: Any, step: Callable[[], Any], *, trains: bool) -> tuple[torch.Tensor, Any]:
-        """Loss of optimizer `number`, and the result of the `training_step` `step` where it is the last one. trains:
-        whether optimizers take their steps; else it is only looked at."""
+        """Loss of optimizer `number`, and the result of the `training_step` `step` if it is the last one. trains:
+        whether optimizers step; otherwise it is only evaluated."""
         self._model = model
         if not self.order:
             self._learn(step)
@@ -142,8 +140,8 @@ class ManualSteps:
 
     @contextlib.contextmanager
     def _as_before(self, place: int) -> Iterator[None]:
-        """Context of a micro-batch of the optimizer that takes its step at this place of the order: everything is as
-        when the micro-batch began, up to the steps of the optimizers before it."""
+        """Context of a micro-batch for the optimizer at this position: the state is that of the micro-batch's start,
+        plus the steps of earlier optimizers."""
         device = _device_of(self._model)
         if place != self._place:
             self._place, self._ordinal = place, 0
@@ -187,7 +185,7 @@ class ManualSteps:
                 _copy([buffer.data if id(buffer) in unused else buffer], [value])
 
     def stepped(self, number: int) -> None:
-        """An optimizer is asked for its step."""
+        """Handle a call of an optimizer's step."""
         if self._events is not None:
             self._events.append(("step", number))
             if len({n for kind, n in self._events if kind == "step"}) == len(self.optimizers) and self._after is None:
@@ -209,7 +207,7 @@ class ManualSteps:
             raise _Reached
 
     def scheduler_stepped(self, number: int, args: Sequence[Any]) -> None:
-        """A scheduler is asked for its step: after the step that is under way, or now."""
+        """Handle a call of a scheduler's step: after the current step, or now."""
         if self._events is not None or self._stepped is not None:
             if args:
                 hint = "step it in on_validation_epoch_end, with a value of self.trainer.callback_metrics"
@@ -251,8 +249,8 @@ class ManualSteps:
         return found[0] if len(found) == 1 else found or None
 
     def _learn(self, step: Callable[[], Any]) -> None:
-        """Run a whole training_step that changes nothing, and store the order of its steps. Raises WorkloadError for
-        steps that cannot be taken for it."""
+        """Run a whole training_step without changes, and store the order of its steps. Raises WorkloadError for
+        unsupported steps."""
         buffers = [b.clone() for b in self._model.buffers()]
         self._events = []
         try:
@@ -302,7 +300,7 @@ class ManualSteps:
 
 
 class OptimizerStandIn:
-    """An optimizer for a training_step, which takes its step later. number: its place in `configure_optimizers`."""
+    """A stand-in optimizer for a training_step, whose step runs later. number: its index in `configure_optimizers`."""
 
     def __init__(self, steps: ManualSteps, number: int, optimizer: torch.optim.Optimizer) -> None:
         self._steps, self.number, self.optimizer = steps, number, optimizer
@@ -340,7 +338,7 @@ class SchedulerStandIn:
 
 
 class ManualSchedule(LightningSchedule):
-    """The schedulers of one optimizer, which are stepped when the module says so. numbers: theirs among all."""
+    """The schedulers of one optimizer, stepped by the module. numbers: their indices among all."""
 
     def __init__(self, steps: ManualSteps, numbers: Sequence[int], *args: Any) -> None:
         super().__init__(*args)
@@ -356,7 +354,7 @@ class ManualSchedule(LightningSchedule):
 
 
 class _AfterTheLast(TorchFunctionMode):
-    """Refuses what uses a model's parameters once all optimizers have been asked for their steps, which come later."""
+    """Refuses use of a model's parameters after the last optimizer step was called, since steps run later."""
 
     def __init__(self, model: nn.Module, refuse: Callable[..., WorkloadError]) -> None:
         super().__init__()
@@ -372,7 +370,7 @@ class _AfterTheLast(TorchFunctionMode):
 
 
 def may_be_manual(module: Any) -> bool:
-    """Whether a module, or those of a class, may use manual optimisation."""
+    """Whether a module or class may use manual optimisation."""
     if not isinstance(module, type):
         return not module.automatic_optimization
     members = [m for parent in module.__mro__ if not _is_of_library(parent) for m in vars(parent).items()]
@@ -398,7 +396,7 @@ def _copy(to: Iterable[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def _same_attributes(module: nn.Module) -> Iterator[None]:
-    """Context after which counters and lists among a module's attributes are what they were."""
+    """Context that restores counters and lists among a module's attributes at its end."""
     kept = {k: copy.copy(v) for k, v in vars(module).items() if isinstance(v, (int, float, str, list))}
     try:
         yield

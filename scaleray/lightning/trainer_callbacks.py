@@ -1,5 +1,5 @@
-"""Lightning's callbacks: some become settings of the config, those of the user's own have their hooks called, and the
-others are refused by name before anything starts."""
+"""Lightning's callbacks: some become settings of the config, hooks of user-defined ones are called, and others are
+refused by name at the start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REFUSED_HOOKS = {
     "on_load_checkpoint": ("checkpoints are scaleray's own", "give its state in state_dict() and load_state_dict()"),
     "on_exception": ("an error ends the run and is in its record", "use --alerts.command to be notified"),
 }
-"""Hooks of a callback that have no place: why not, and what to do instead."""
+"""Unsupported hooks of a callback: reason and alternative."""
 Settings = Mapping[str, Any]
 
 
@@ -89,7 +89,7 @@ def _nothing(callback: Any, config: RunConfig) -> Settings:
 @dataclass(frozen=True)
 class Translation:
     """A callback of Lightning that becomes settings. becomes: those, as text. refused: options without an equivalent:
-    the attribute's value that is allowed, the reason, and what to do. idle: options without an effect."""
+    the allowed value, the reason, and the remedy. idle: options without an effect."""
 
     settings: Callable[[Any, RunConfig], Settings]
     becomes: str
@@ -131,7 +131,7 @@ TRANSLATED = {
 }
 """Lightning's callbacks that are translated, by class."""
 LEFT_OUT = ("TQDMProgressBar", "RichProgressBar", "ModelSummary", "RichModelSummary")
-"""Lightning's callbacks that only show what scaleray shows itself, by class."""
+"""Lightning's callbacks that only show what scaleray also shows, by class."""
 REFUSED = {
     "StochasticWeightAveraging": "use averaging.decay: evaluations and the final weights are then an average's",
     "WeightAveraging": "use averaging.decay",
@@ -148,7 +148,7 @@ REFUSED = {
     "ThroughputMonitor": "leave it out: train/samples_per_s is recorded",
     "Timer": "use stop.after",
 }
-"""Lightning's callbacks that are refused, by class, and what to do."""
+"""Refused Lightning callbacks by class, and the remedy."""
 
 
 def check_callbacks(callbacks: Any) -> None:
@@ -191,7 +191,7 @@ def _refused_option(callback: Any, option: str, value: Any, allowed: str, hint: 
 
 
 def together(configured: Any, given: Sequence[Any]) -> list[Any]:
-    """Callbacks of `configure_callbacks` and of a list, of which they replace those of the same class, as in
+    """Callbacks of a list and of `configure_callbacks`, which replace listed ones of the same class, as in
     Lightning."""
     own = [] if configured is None else list(configured) if isinstance(configured, Sequence) else [configured]
     check_callbacks(own)
@@ -205,7 +205,7 @@ def called(callbacks: Iterable[Any]) -> list[Any]:
 
 
 def settings_of(callbacks: Iterable[Any], config: RunConfig) -> dict[str, Brought]:
-    """The settings that callbacks become, by key. Raises WorkloadError for two that say different things."""
+    """The settings that callbacks become, by key. Raises WorkloadError for contradictory ones."""
     found: dict[str, Brought] = {}
     for callback in callbacks:
         name = type(callback).__name__

@@ -21,13 +21,12 @@ KNOWN = (
 
 
 class TrainerStandIn:
-    """Answers for Lightning's Trainer, attached to each module while scaleray trains it.
+    """Stand-in for Lightning's Trainer, attached to each module while scaleray trains it.
 
     place: rank and number of workers; None are those of the process group. total_steps and steps_per_epoch are None
-    until the recipe is known; in a process that trains nothing, they stay so. looks_back: whether the step that was
-    taken last is still the present one, as in what follows it. should_stop: whether the user's code asks for the end of
-    the training, as it may.
-    """
+    until the recipe is known; they stay None in a process that does not train. looks_back: whether the last step still
+    counts as the current one, as in hooks after it. should_stop: whether the user's code requests the end of the
+    training."""
 
     logger = None
     loggers: tuple[Any, ...] = ()
@@ -73,7 +72,7 @@ class TrainerStandIn:
 
     @property
     def max_epochs(self) -> int:
-        """Epochs of the whole training, of which the last one may be cut short."""
+        """Epochs of the whole training; the last one may be partial."""
         steps = self._needs_recipe("max_epochs", self.total_steps)
         return math.ceil(steps / self._needs_recipe("max_epochs", self.steps_per_epoch))
 

@@ -1,8 +1,6 @@
-"""A LightningModule, and where its data comes from, as a workload: nothing of the module is changed.
-
-scaleray takes the place of Lightning's Trainer. The module's own optimizer and schedulers train it; its step's loss, a
-mean, becomes the sum and the count that every strategy needs.
-"""
+"""A LightningModule and its data as a workload, without changes to the module. scaleray replaces Lightning's Trainer.
+The module's own optimizer and schedulers train it; its step's loss, a mean, becomes the sum and the count that every
+strategy needs."""
 
 from __future__ import annotations
 
@@ -50,11 +48,8 @@ from scaleray.workload import Workload
 
 
 class Collation(Columnwise):
-    """Batches with the split and the number of rows that they are of.
-
-    own: gives the collation that the loader of a split has of its own; rows of any other are put together as torch
-    does.
-    """
+    """Batches with their split and number of rows. own: returns a split's own collation; other rows use torch's default
+    collation."""
 
     def __init__(self, own: Callable[[str], Any]) -> None:
         self.own = own
@@ -77,11 +72,9 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class Parts:
-    """Parts of a workload. module, data: classes, or objects that are made already; data may be a function.
-
-    count: what a batch counts in the loss; ROWS: its rows, also where the loss is no mean over them; None: its rows,
-    checked. callbacks: Lightning's, as a Trainer would get them.
-    """
+    """Parts of a workload. module, data: classes or objects; data may be a function. count: a batch's weight in the
+    loss; ROWS: its rows, even if the loss is not a mean over them; None: its rows, checked. callbacks: Lightning's, as
+    for a Trainer."""
 
     module: Any
     data: Any
@@ -95,14 +88,13 @@ def as_workload(
 ) -> type[LightningWorkload]:
     """The workload class that trains a LightningModule; name it in a config, or give it to `scaleray.train`.
 
-    module: the class, to be built with those of `workload.args` that it takes; or an object, each training of which
-    starts from its weights. datamodule: a LightningDataModule (class or object), a function that returns DataLoaders or
-    Datasets by split, or None where the module has its own `train_dataloader`. count: `count(batch)`, what the mean of
-    the training loss is over, where that is not the rows of the batch: tokens, say; "rows" weights batches by rows all
-    the same. callbacks: Lightning's, as a Trainer takes them, in addition to those of the module's
-    `configure_callbacks`; each training starts with copies of them. Raises WorkloadError for what cannot run here, by
-    name.
-    """
+    module: the class, built with the arguments among `workload.args` that it takes; or an object, each training of
+    which starts from its weights. datamodule: a LightningDataModule (class or object), a function that returns
+    DataLoaders or Datasets by split, or None if the module has its own `train_dataloader`. count: `count(batch)`, the
+    number of elements in the mean of the training loss if not the rows of the batch, for example tokens; "rows" weights
+    batches by rows anyway. callbacks: Lightning's, as for a Trainer, in addition to those of the module's
+    `configure_callbacks`; each training starts with copies of them. Raises WorkloadError naming features that cannot
+    run here."""
     cls = module if isinstance(module, type) else type(module)
     check_module_class(cls)
     data_class = datamodule if isinstance(datamodule, type) else type(datamodule)
@@ -143,7 +135,7 @@ def _rebuilt(parts: Parts, args: Mapping[str, Any]) -> LightningWorkload:
 
 
 def _rebuilt_as(cls: type[LightningWorkload], args: Mapping[str, Any], own: Mapping[str, Any]) -> LightningWorkload:
-    """A workload of a class derived from the one that `as_workload` made, with the attributes that it has set."""
+    """A workload of a class derived from the one that `as_workload` made, with its attributes."""
     workload = cls.__new__(cls)
     LightningWorkload.__init__(workload, **args)
     vars(workload).update(own)
@@ -189,7 +181,7 @@ class LightningWorkload(Workload):
         return module
 
     def datasets(self) -> Mapping[str, Any]:
-        """The Datasets of the loaders by split; evaluation splits of which the module has a step."""
+        """The Datasets of the loaders by split; evaluation splits for which the module has a step."""
         given = self._loaders(prepare=True)
         sources = {TRAIN: loaders.train_source(given.pop(TRAIN))}
         cls = self._class()
@@ -200,7 +192,7 @@ class LightningWorkload(Workload):
         return sources
 
     def loss(self, model: Any, batch: Any) -> tuple[Any, Any]:
-        """The mean that `training_step` returns, times what it is a mean over."""
+        """The mean that `training_step` returns, times its count."""
         _, rows, batch = self._batch(model, batch)
         self._trainer.stage, self._trainer.looks_back = "training", False
         if not model.training:  # the loss of an evaluation, which is none of the module's steps
@@ -213,7 +205,7 @@ class LightningWorkload(Workload):
 
     @property
     def has_loss(self) -> bool:
-        """Whether `training_step` gives a loss to evaluate, which manual optimisation does not."""
+        """Whether `training_step` returns a loss to evaluate; manual optimisation does not."""
         return not self._optimizer_names()
 
     def losses(self) -> Mapping[str, Callable[[Any, Any], Any]] | None:
@@ -291,8 +283,8 @@ class LightningWorkload(Workload):
         return values
 
     def explain_weight(self, whole: Any, first: Any, second: Any) -> WorkloadError | None:
-        """The error for a training loss that is no mean over what it was multiplied by: (loss times count, count) of
-        some rows and of their halves do not add up."""
+        """The error for a training loss that is not a mean over its count: (loss times count, count) of some rows and
+        of their halves do not add up."""
         if self.parts.count == ROWS:
             return None
         over = "rows" if self.parts.count is None else "what count= counts"
@@ -306,7 +298,7 @@ class LightningWorkload(Workload):
         )
 
     def optimizer(self, model: Any, settings: Any) -> Any:
-        """The module's own optimizer, with its own rates, or that of the config where it takes one."""
+        """The module's own optimizer, with its own rates, or that of the config if it takes one."""
         if not is_attached(model):  # a copy, with stages in the place of some parts
             raise WorkloadError(
                 place_of(self._class(), "training_step"),
@@ -329,7 +321,7 @@ class LightningWorkload(Workload):
         return without_schedule(own.optimizer) if own.schedulers else own.optimizer
 
     def schedule(self, optimizer: Any, recipe: Any) -> Any:
-        """The module's own schedulers; None where it has none."""
+        """The module's own schedulers, or None."""
         model, trainer = self._model, self._trainer
         trainer.total_steps, trainer.steps_per_epoch = recipe.total_steps, recipe.steps_per_epoch
         if not is_overridden("configure_optimizers", type(model)):
@@ -365,7 +357,7 @@ class LightningWorkload(Workload):
         return {name: (value, 1.0) for name, value in found.items()}
 
     def aside(self) -> Any:
-        """Context that leaves the module's torchmetrics objects as they are."""
+        """Context that preserves the module's torchmetrics objects."""
         return left_alone(self._model)
 
     def predict(self, model: Any, batch: Any) -> Mapping[str, Any]:
@@ -421,7 +413,7 @@ class LightningWorkload(Workload):
         return named
 
     def _collation_of(self, split: str) -> Any:
-        """The collation of a loader's own. A worker makes the loaders for it once, as it does under Lightning."""
+        """A loader's own collation. A worker creates the loaders for it once, as under Lightning."""
         if self._collations is None:
             self._collations = {}
             for name, given in self._loaders(prepare=False).items():
@@ -456,7 +448,7 @@ class LightningWorkload(Workload):
         return found
 
     def _batch(self, model: Any, batch: Any) -> tuple[str, int, Any]:
-        """Split, rows and the batch as the module's loader would give it."""
+        """Split, rows, and the batch as the module's loader would return it."""
         split, rows = batch["split"], batch["rows"]
         return split, rows, model.on_after_batch_transfer(batch["batch"], loaders.loader_number(split) or 0)
 
@@ -469,7 +461,7 @@ class LightningWorkload(Workload):
         return given
 
     def _step(self, model: Any, name: str, batch: Any, loader: int | None = None) -> Any:
-        """Call a step with what its signature asks for."""
+        """Call a step with the arguments of its signature."""
         step = getattr(model, name)
         asked = list(inspect.signature(step).parameters)
         args = [self._trainer.batch_idx] if len(asked) > 1 else []

@@ -1,8 +1,7 @@
 """Answers of a model for a batch: the workload's own `predict`, or the model's output in the loss.
 
-Without a `predict` the loss is called, as it alone knows how the model is called: it runs until the model has returned,
-so that the columns which only the rest of the loss needs, labels above all, may be missing.
-"""
+Without a `predict`, the loss is called, which defines the model's inputs: it runs until the model has returned, so
+columns that only the rest of the loss needs, above all labels, may be missing."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ ONLY = "output"
 
 
 class Answers:
-    """Function from rows, arrays by column, to what the model says of them, arrays by name. as_batch: makes the
-    workload's batch of them."""
+    """Function from rows, arrays by column, to predictions, arrays by name. as_batch: makes the workload's batch of
+    rows."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class Answers:
 
 
 def own_predict(workload: Any) -> Callable[[nn.Module, Any], Any] | None:
-    """The workload's `predict`, unless it is the base class's, which says nothing."""
+    """The workload's `predict`, unless it is the base class's default."""
     method = getattr(workload, "predict", None)
     if not callable(method) or getattr(method, "__func__", None) is Workload.predict:
         return None
@@ -96,8 +95,8 @@ def returned_to_loss(workload: Any, model: nn.Module, batch: Any, *, to_the_end:
 
 
 def by_name(given: Any, num_rows: int, *, what: str, is_own: bool) -> dict[str, Any]:
-    """Arrays by name with an element for each row. is_own: whether the workload's `predict` gave it, whose every value
-    must be so; of what a model returns, other values are left out."""
+    """Arrays by name with an element for each row. is_own: whether it comes from the workload's `predict`, whose values
+    must all be such arrays; other values of a model's output are left out."""
     found = dict(_named(given))
     columns = {name: _as_array(value) for name, value in found.items()}
     good = {name: value for name, value in columns.items() if value is not None and len(value) == num_rows}
@@ -125,7 +124,7 @@ def _named(given: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_array(value: Any) -> Any:
-    """A value as an array or a list of texts; None for what has no rows."""
+    """A value as an array or a list of texts; None if it has no rows."""
     if isinstance(value, torch.Tensor):
         wide = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
         return wide.detach().cpu().numpy() if value.dim() else None

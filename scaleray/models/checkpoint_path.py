@@ -1,4 +1,4 @@
-"""Stored checkpoints that a given path means: a run folder, a run's name, or one checkpoint's folder."""
+"""Stored checkpoints of a path: a run folder, a run's name, or one checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def opened(path: str, copy_path: str | None) -> Iterator[tuple[Catalog, int | None]]:
-    """The catalog of a path, and the step if it names one. Storage that does not answer becomes one message."""
+    """The catalog of a path, and the step if it names one. Unreachable storage becomes one message."""
     from pyarrow import ArrowInvalid
 
     from scaleray.checkpoints.catalog import FOLDER, Catalog
@@ -62,7 +62,7 @@ def chosen(path: str, step: int | None, copy_path: str | None) -> Iterator[tuple
 
 @contextlib.contextmanager
 def written(path: str) -> Iterator[None]:
-    """A time in which a path is written to. Storage that does not answer becomes one message."""
+    """Context for writing to a path. Unreachable storage becomes one message."""
     from pyarrow import ArrowInvalid
 
     try:

@@ -57,7 +57,7 @@ from scaleray.training.step.evaluation import Evaluations
 def add_to_run(
     about: Mapping[str, Any], metrics: Mapping[str, float], *, step: int, files: Sequence[Path], folder: str
 ) -> None:
-    """Write metrics at a step, and files into a folder of the artifacts. about: what run.json says of the run.
+    """Write metrics at a step, and files into a folder of the artifacts. about: content of run.json.
 
     Raises TrackingError; the run's status stays as it is.
     """
@@ -83,7 +83,7 @@ BATCH_ROWS = 65_536
 
 
 def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str, fitted: Any = None) -> Source:
-    """The source, with the workload's transform, of what `--data` or `data=` gives: files of tables in memory, or what
+    """The source, with the workload's transform, for `--data` or `data=`: files of tables in memory, or what
     `datasets()` may give. shape: of the training's columns. Raises DataError."""
     if not isinstance(data, (str, Path)):
         given = as_source(data, split=split, allows_text=shape.allows_text)
@@ -110,14 +110,14 @@ def as_source_of_split(data: Any, shape: Shape, workload: Any, *, split: str, fi
 
 
 def _refuse_missing(columns: Columns, shape: Shape, where: str) -> None:
-    """Raise DataError where a column of training's is missing, such as the labels."""
+    """Raise DataError if a training column is missing, such as the labels."""
     if missing := [name for name in shape.columns if name not in columns]:
         there = ", ".join(columns) or "no column of numbers"
         raise DataError(f"column {missing[0]} of {where}", None, f"the training had it. The columns are: {there}")
 
 
 def _as_stored(files: Files, shape: Shape) -> ParquetSource | None:
-    """The files read piece by piece, where their columns are training's as they are."""
+    """The files read piece by piece, if their columns are exactly the training's."""
     try:
         source = ParquetSource(files.uri, columns=list(shape.columns) or None)
         first = source.read(np.arange(1))
@@ -127,19 +127,19 @@ def _as_stored(files: Files, shape: Shape) -> ParquetSource | None:
 
 
 def _is_wanted(name: str, shape: Shape) -> bool:
-    """Whether a column is one of training's, or one of those that are put together to one."""
+    """Whether a column is a training column, or a part of one."""
     return not shape.columns or name in shape.columns or name.rpartition("_")[0] in shape.columns
 
 
 SECTION = "evaluate"
 """Section of the metrics in MLflow: the training's own curves stay as they are."""
 MOST_ROWS = 256
-"""Rows of a micro-batch where the config does not say how many one worker had."""
+"""Rows of a micro-batch if the config does not give a worker's."""
 
 
 @dataclass(frozen=True)
 class Evaluation(JsonRecord):
-    """Metrics of a run's model, `split/metric`. rows: by split. recorded: the metrics' names in MLflow, where they were
+    """Metrics of a run's model, `split/metric`. rows: by split. recorded: the metrics' names in MLflow, if they were
     written there."""
 
     run: str
@@ -148,7 +148,7 @@ class Evaluation(JsonRecord):
     metrics: dict[str, float]
     rows: dict[str, int]
     data: dict[str, Any]
-    """Facts about each split: kind, rows, SHA-256 where its content was hashed."""
+    """Facts about each split: kind, rows, SHA-256 if its content was hashed."""
     workers: int
     duration_s: float
     recorded: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -158,11 +158,11 @@ class Evaluation(JsonRecord):
 def evaluate(
     run: str | Path, *, options: EvaluateOptions, data: Any = None, record: bool = True, say: Say = lambda text: None
 ) -> Evaluation:
-    """Measure the metrics of a run's model as its training does: on every split but `train`, or on other data.
+    """Measure the metrics of a run's model as in its training: on every split but `train`, or on other data.
 
     run: as for `load`. data: a Parquet, CSV or JSON-lines file, a folder or s3:// URI of such files, or what a
     workload's `datasets()` may give for a split; its metrics are named by its file. record: write the metrics to the
-    run in MLflow, in the section `evaluate`. Raises UsageError for what the user can mend.
+    run in MLflow, in the section `evaluate`. Raises UsageError for errors of use.
     """
     split, workers, local = options.split, options.workers, options.local
     started = time.perf_counter()
@@ -258,7 +258,7 @@ def evaluation_config(parts: ModelParts, run: TrainedRun, workers: int) -> RunCo
 
 
 def evaluation_job(config: RunConfig, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
-    """A training of one step that is never taken, which evaluates these sources. `train` may be among them."""
+    """A one-step training that only evaluates these sources. `train` may be among them."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     if streamed := [name for name, split in splits.items() if split.is_streamed]:
         raise DataError(
@@ -295,7 +295,7 @@ def _sources(parts: ModelParts, data: Any, split: str | None) -> dict[str, Sourc
 
 
 def _code(parts: ModelParts, run: TrainedRun, given: Any) -> UserCode:
-    """How gloo processes find the workload: by its name, unless it was given as an object or class."""
+    """Reference for gloo processes to the workload: its name, unless given as an object or class."""
     settings, base = parts.config.workload, run.about.get("base_dir")
     name = settings.name if given is None else given if isinstance(given, str) else None
     if parts.weights.workload_state is not None:
@@ -324,7 +324,7 @@ def _measured(
 
 
 def _on_what_is_there(config: RunConfig, *, local: bool, say: Say) -> RunConfig:
-    """The config for the devices that there are, which need not be those of the training."""
+    """The config for the available devices, which may differ from the training's."""
     gpus = "auto" if config.scale.gpus and not local else 0
     config = config.changed({"scale.gpus_per_worker": gpus})
     if not local:

@@ -32,7 +32,7 @@ def write_folder(
     """Write the model of a run as the workload's `export(weights, folder)` does, for models of transformers a folder
     that `from_pretrained` reads. Returns the weights that are in it, and the new name of a folder that was there.
 
-    adapter: write the low-rank adapters and what was trained with them, as `PeftModel.from_pretrained` reads them. The
+    adapter: write the low-rank adapters and other trained modules, as `PeftModel.from_pretrained` reads them. The
     folder appears when it is complete; a former one is renamed to `FOLDER.before-1` or the next free number. Raises
     CheckpointError, WorkloadError and StorageError.
     """

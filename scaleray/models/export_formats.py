@@ -50,7 +50,7 @@ def write_program(module: nn.Module, call: ModelCall, file: Path, about: dict[st
 
 
 def open_program(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
-    """The program as it runs without the model's code."""
+    """The program, runnable without the model's code."""
     del fresh
     module = torch.export.load(str(file)).module()
     return lambda call: call(module)
@@ -89,13 +89,13 @@ def open_onnx(file: Path, fresh: Callable[[], nn.Module]) -> Opened:
 
 
 def check_onnx() -> None:
-    """Raise UsageError where a library that ONNX takes is not installed."""
+    """Raise UsageError if a library for ONNX is not installed."""
     if missing := [name for name in ONNX if importlib.util.find_spec(name) is None]:
         raise UsageError("--format", "onnx", f"it needs {', '.join(missing)}", install_command("onnx"))
 
 
 def _program(module: nn.Module, call: ModelCall) -> Any:
-    """The module as `torch.export` follows it, for any number of rows where it can be."""
+    """The module traced by `torch.export`, for any number of rows if possible."""
     shapes = call.shapes(module)
     return _followed(
         lambda: torch.export.export(module, call.args, call.kwargs, dynamic_shapes=shapes), module, "torch.export"

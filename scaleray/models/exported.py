@@ -32,10 +32,10 @@ DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat1
 ROWS, FEWER = 8, 5
 """Rows on which outputs are compared, and another number of them, which a program must take as well."""
 TOLERANCES: dict[Format, float] = {"safetensors": 0.0, "torch.export": 1e-5, "onnx": 1e-4}
-"""Largest difference over the largest output, of weights in the type that they were trained in: the same kernels give
-the same bits, other ones round elsewhere."""
+"""Largest relative difference of outputs, for weights in their trained type: the same kernels give the same bits,
+others round differently."""
 OF_DTYPE: dict[DType, float] = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
-"""The same of weights in another type, against the model as it was trained."""
+"""The same for weights in another type, against the trained model."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ ENDINGS: dict[Format, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedModel(JsonRecord):
-    """A model in a file or folder. sha256: None of a folder. former: new name of a folder that was there before.
-    difference: largest of its outputs from the model's over the largest output, on so many rows; None if they were not
-    compared. any_rows: whether it takes other numbers of rows than that."""
+    """A model in a file or folder. sha256: None for a folder. former: new name of a previous folder. difference:
+    largest relative difference of its outputs from the model's, on `rows` rows; None if not compared. any_rows: whether
+    it accepts other numbers of rows."""
 
     file: str
     format: Format
@@ -222,7 +222,7 @@ def _check(
 
 
 def _with_rows(model: TrainedModel, parts: ModelParts, data: str | Path | None) -> tuple[TrainedModel, Columns]:
-    """The model with what is known of its rows, and some of them."""
+    """The model with the known facts of its rows, and some of them."""
     wide = parts.config.precision.dtype == "fp64"
     shape, tuples = shape_of(parts.workload, wide=wide, fitted=parts.preprocessor)
     model = dataclasses.replace(model, gives_tuples=tuples)
@@ -238,7 +238,7 @@ def _with_rows(model: TrainedModel, parts: ModelParts, data: str | Path | None) 
 
 
 def _takes(opened: formats.Opened, call: ModelCall, expected: list[torch.Tensor], allowed: float) -> bool:
-    """Whether a file takes another number of rows, and gives the same for them."""
+    """Whether a file accepts another number of rows with the same outputs."""
     try:
         return distance(opened(call), expected) <= allowed
     except Exception:  # each runtime has errors of its own for another shape

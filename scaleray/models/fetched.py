@@ -18,7 +18,7 @@ from scaleray.models.registry import STATEMENT_TAG, ModelRegistry, ModelVersion,
 from scaleray.records.statement import STATEMENT, digests, file_digest, subjects
 
 NAMED_BY_MLFLOW = "registered_model_meta"
-"""File in which MLflow notes the name and number of a version that it has downloaded; in the version's own folder where
+"""File in which MLflow notes the name and number of a version that it has downloaded; in the version's own folder if
 that is local."""
 MODEL = Path("data/packed")
 """Folder of the packed model among the files of a version."""
@@ -56,12 +56,10 @@ def fetch_model(name: str, *, uri: str | None = None) -> Path:
 
 
 def check_served(packed: Path, *, uri: str | None) -> None:
-    """Refuse a packed model in a folder of MLflow's that is not as it was promoted, before anything of it is loaded.
-
-    Its files must be those of the statement. Where MLflow noted the version's name in the folder, as it does for
-    `models:/NAME@ALIAS`, the statement must be that of the version in the registry. uri: the registry's. Logs that it
-    could not be asked. Raises TrackingError.
-    """
+    """Refuse a changed packed model in an MLflow folder before loading anything. Its files must be those of the
+    statement. If MLflow noted the version's name in the folder, as it does for `models:/NAME@ALIAS`, the statement must
+    be that of the version in the registry. uri: the registry's. Logs if the registry cannot be reached. Raises
+    TrackingError."""
     folder, version = packed.parents[len(MODEL.parts) - 1], None
     try:
         named = load_yaml((folder / NAMED_BY_MLFLOW).read_text())

@@ -1,4 +1,4 @@
-"""`load`: the model of a run with its weights, ready to be used, and what it takes to make one on another machine."""
+"""`load`: the model of a run with its weights, ready for use, and the parts for building one on another machine."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from scaleray.training.step.micro_batches import user_batch
 from scaleray.workload import built_model, call_user_code
 
 PREDICT = "predict"
-"""Split given to a transform for rows that are not measured."""
+"""Split passed to a transform for rows that are not measured."""
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The model of a run, in evaluation mode, with the weights that were asked for."""
+    """The model of a run, in evaluation mode, with the requested weights."""
 
     module: nn.Module
     """Result of the workload's `build_model`, with the weights in it."""
@@ -47,29 +47,28 @@ class TrainedModel:
     config: RunConfig
     """Config of the run."""
     step: int | None
-    """Optimizer steps after which the weights were so; None if it is not known."""
+    """Optimizer steps of the weights; None if unknown."""
     words: str
     """Which weights these are and whose, for people."""
     device: torch.device
     precision: precision.Precision
     preprocessor: Any = None
-    """The run's fitted preprocessor, or None where it had none."""
+    """The run's fitted preprocessor, or None."""
     gives_tuples: bool = False
     """Whether the workload's rows are tuples rather than columns with names."""
 
     def predict(self, rows: Mapping[str, Any]) -> dict[str, Any]:
         """Answers of the model for some rows: arrays by name with an element for each row.
 
-        rows: arrays by column, as the workload's `datasets()` has them; labels are not needed. It is the workload's
-        `predict(model, batch)`, or without one what the model returns to the loss. Raises WorkloadError.
-        """
+        rows: arrays by column, as the workload's `datasets()` has them; labels are not needed. It is the result of the
+        workload's `predict(model, batch)`, or without one the model's output in the loss. Raises WorkloadError."""
         columns = {
             name: as_column(name, values, allows_text=reads_text(self.workload)) for name, values in rows.items()
         }
         return self.answers()(self.changed(columns))
 
     def changed(self, rows: Columns) -> Columns:
-        """Rows as `datasets()` gives them after the preprocessor, and the workload's `transform` as of a split called
+        """Rows as from `datasets()`, after the preprocessor and the workload's `transform` for a split called
         `predict`."""
         transform = Transform.of(self.workload, PREDICT)
         steps: list[Any] = [] if transform is None else [transform]
@@ -80,7 +79,7 @@ class TrainedModel:
         return rows
 
     def answers(self) -> Answers:
-        """Function from rows to what the model says of them, for many batches."""
+        """Function from rows to predictions, for many batches."""
         return Answers(self.workload, self.module, self._batch, self.precision.autocast)
 
     def _batch(self, columns: Columns) -> Any:

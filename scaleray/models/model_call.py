@@ -1,4 +1,4 @@
-"""How a workload calls its model: with which tensors, which is what an exported program takes, and what comes back."""
+"""A workload's call of its model: the input tensors, which an exported program takes, and the outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelCall:
 
     @classmethod
     def of(cls, model: TrainedModel, rows: Columns) -> ModelCall:
-        """The first call that the workload makes for these rows. Raises WorkloadError where it calls parts of it."""
+        """The first call that the workload makes for these rows. Raises WorkloadError if it calls parts of it."""
         seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def distance(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Largest difference of two calls' tensors over the largest value of each; infinite where they are not alike."""
+    """Largest difference of two calls' tensors over the largest value of each; infinite if their structures differ."""
     if len(mine) != len(theirs) or not mine:
         return math.inf
     worst = 0.0

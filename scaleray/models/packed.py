@@ -1,4 +1,4 @@
-"""A trained model packed into one folder, which `load` opens if nothing else of its run is left.
+"""A trained model packed into one folder, which `load` opens without the rest of its run.
 
 It holds the weights, the config, the code of the workload and its neighbours, the fitted preprocessor, the workload's
 state and the columns. Nothing in it is a pickle. Loading it runs the code in it.
@@ -43,8 +43,8 @@ EXAMPLE_ROWS = 4
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the rows. shape: of a row; None where rows are of unequal length. dtype: numpy's name. needed:
-    whether the model predicts nothing without it."""
+    """A column of the rows. shape: of a row; None if rows have unequal lengths. dtype: numpy's name. needed: whether
+    predictions need it."""
 
     name: str
     shape: tuple[int, ...] | None
@@ -54,9 +54,8 @@ class Column:
 
 @dataclass(frozen=True)
 class Packed:
-    """Contents of a packed model. columns: those that training had. rows: examples of the needed ones; answers: the
-    model's for them, by name.
-    """
+    """Contents of a packed model. columns: those of the training. rows: examples of the needed ones; answers: the
+    model's predictions for them, by name."""
 
     columns: tuple[Column, ...]
     rows: Columns
@@ -64,10 +63,8 @@ class Packed:
 
 
 def pack(run: TrainedRun, parts: ModelParts, folder: Path, *, workload: Any = None) -> Packed:
-    """Write the model of a run to a folder that is new.
-
-    workload: what `parts` were found with. Raises WorkloadError for a workload whose code is in no file,
-    and DataError where its training data cannot be read, of whose columns the model would know nothing."""
+    """Write the model of a run to a new folder. workload: the workload of `parts`. Raises WorkloadError for a workload
+    whose code is not in a file, and DataError if its training data, which has the columns, cannot be read."""
     file, name = _home(run, workload)
     folder.mkdir(parents=True)
     tensors = {name: value for name, value in parts.weights.tensors.items() if isinstance(value, torch.Tensor)}
@@ -95,7 +92,7 @@ def pack(run: TrainedRun, parts: ModelParts, folder: Path, *, workload: Any = No
 
 
 def _config(parts: ModelParts, name: str) -> dict[str, Any]:
-    """The run's config for these weights: the workload is the packed one, and an average is what the weights are."""
+    """The run's config for these weights: with the packed workload, and averaged weights as plain ones."""
     values: dict[str, Any] = parts.config.model_dump(mode="json")
     values["workload"]["name"] = name
     values["averaging"]["decay"] = None
@@ -103,7 +100,7 @@ def _config(parts: ModelParts, name: str) -> dict[str, Any]:
 
 
 def _copy_code(file: Path | None, name: str, folder: Path) -> str:
-    """Copy the files that only exist where the user is, and give the workload's name among them."""
+    """Copy the user's local files, and return the workload's name among them."""
     if file is None:
         return name
     root = import_root(file)
@@ -167,7 +164,7 @@ def _tried(parts: ModelParts, folder: Path) -> Packed:
 
 
 def _answers_without(answer: RowAnswers, rows: Columns, name: str, every: Mapping[str, Any]) -> bool:
-    """Whether the model says the same of the rows without a column."""
+    """Whether predictions are the same without a column."""
     left = {other: values for other, values in rows.items() if other != name}
     if not left:
         return False
@@ -179,7 +176,7 @@ def _answers_without(answer: RowAnswers, rows: Columns, name: str, every: Mappin
 
 
 def _two_of(values: Any) -> list[Any]:
-    """The first example of a column, and one that differs from it if there is one: values in place of a label."""
+    """The first example of a column, and one that differs from it if there is one: as values for a label."""
     first = values[0]
     other = next((values[at] for at in range(len(values)) if not np.array_equal(values[at], first)), first)
     return [np.asarray(one).tolist() for one in (first, other)]
@@ -209,7 +206,7 @@ class RowAnswers:
         self.predictor = Predictor(PredictorParts(parts, shape, gives_tuples, where="the rows"))
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises DataError with the numbers of rows that fail, or WorkloadError where all do."""
+        """Raise DataError with the numbers of failing rows, or WorkloadError if all fail."""
         import pyarrow as pa
 
         table = pa.table({name: _as_arrow(values) for name, values in rows.items()})

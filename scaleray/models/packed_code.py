@@ -1,4 +1,4 @@
-"""The code of a packed model as a Python package of its own, so that no module of the same name takes its place.
+"""The code of a packed model as a separate Python package, so that no module of the same name shadows it.
 
 A packed model's `code/` is imported as `scaleray_packed_<hash of its place and content>`. Absolute imports of its own
 modules are rewritten to that package when a file is compiled, so that they never pass through sys.path, and two models
@@ -35,7 +35,7 @@ IN_A_SECOND_TRY = "scaleray_workload_"
 def packed_module(folder: Path, target: str) -> ModuleType:
     """Import one module of a packed model's code. target: `file.py` or `package.module`, relative to `folder`.
 
-    Raises ImportError for a module that is not in the folder, or imports one that is neither there nor installed.
+    Raises ImportError for a module that is not in the folder, or whose imports are neither there nor installed.
     """
     content = hashlib.sha256(f"{folder} {sorted(digests(folder).items())}".encode()).hexdigest()
     name = PREFIX + content[:16]
@@ -93,7 +93,7 @@ class Imports:
         return Imports, (self.package, self.own)
 
     def import_module(self, name: str, package: str | None = None) -> ModuleType:
-        """Import a module as `importlib.import_module` does. Raises ImportError for one that lies elsewhere."""
+        """Import a module as `importlib.import_module` does. Raises ImportError for one from elsewhere."""
         name = importlib.util.resolve_name(name, package)
         return importlib.import_module(self._resolved(name))
 
@@ -178,13 +178,13 @@ def _assigned(name: str, attribute: str | None = None) -> ast.stmt:
 
 
 def _own(folder: Path) -> set[str]:
-    """First parts of the names of the modules in a folder; a file called as one of Python's own is none of them."""
+    """Top-level names of the modules in a folder, without files named like modules of Python."""
     names = {path.stem for path in folder.iterdir() if path.is_dir() or path.suffix == ".py"}
     return names - set(sys.stdlib_module_names)
 
 
 def _refuse_others(folder: Path) -> None:
-    """Refuse code that imports what is neither in the folder nor installed: another machine has another one."""
+    """Refuse imports of modules that are neither in the folder nor installed: another machine lacks them."""
     own = _own(folder)
     for file in sorted(folder.rglob("*.py")):
         for name in _imported(ast.parse(file.read_bytes(), filename=str(file))):
@@ -206,7 +206,7 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _outside(name: str) -> str | None:
-    """Place of a top-level module that is of no installed package; None for one that is, or is not there."""
+    """Location of a top-level module outside installed packages, or None."""
     if name in sys.stdlib_module_names or name.startswith(PREFIX):
         return None
     if (file := getattr(sys.modules.get(name), "__file__", None)) is not None:

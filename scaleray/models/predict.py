@@ -1,4 +1,4 @@
-"""`predict`: what a run's model says of other rows, over Ray Data or in this process.
+"""`predict`: predictions of a run's model for other rows, over Ray Data or in this process.
 
 Each actor builds the model once. Answers come back in the order of the rows and are written by this process alone, so
 that the file has them in that order, and rows that fail are named by their number.
@@ -45,8 +45,8 @@ READER_CPUS = 0.25
 
 @dataclass(frozen=True)
 class Predictions:
-    """The outcome of `predict`. columns: answers by name, arrays or lists, where they were not written to a file;
-    without the rows that failed. failed: why, by number of the row, from 0."""
+    """The outcome of `predict`. columns: answers by name, arrays or lists, if not written to a file; without failed
+    rows. failed: reasons by row number, from 0."""
 
     model: str
     num_rows: int
@@ -55,7 +55,7 @@ class Predictions:
     failed: Mapping[int, str] = field(default_factory=dict)
 
     def about(self) -> dict[str, Any]:
-        """Facts in addition to the answers, as JSON holds them."""
+        """JSON-compatible facts in addition to the answers."""
         first = {str(row): why for row, why in list(self.failed.items())[:MOST_NAMED]}
         about = {"model": self.model, "rows": self.num_rows, "out": self.out, "failed": len(self.failed)}
         return {**about, "first_failed": first}
@@ -115,7 +115,7 @@ def predict(
 
 
 def _rows_of(data: Any) -> Any:
-    """Files, or an Arrow table of what is in memory."""
+    """Files, or an Arrow table of data in memory."""
     import pyarrow as pa
 
     if isinstance(data, (str, Path)):
@@ -246,7 +246,7 @@ def _first_of_ours(exc: BaseException) -> ScaleRayError | None:
 
 
 def collected(tables: Iterator[Any], path: str | None, model: str, *, skip_failed: bool) -> Predictions:
-    """Write the answers, or put them together, as they come. path: of the file; None returns them. Raises DataError for
+    """Write or collect the answers as they arrive. path: of the file; None returns them. Raises DataError for
     rows that failed unless they are left out."""
     import pyarrow as pa
 

@@ -36,14 +36,13 @@ class AnswersFile:
         self._parquet.write_table(table.cast(self._parquet.schema))
 
     def close(self) -> None:
-        """Write what a file ends with."""
+        """Write the end of a file."""
         if self._parquet is not None:
             self._parquet.close()
 
 
 def check_out(out: str | Path, *, overwrite: bool) -> str:
-    """The absolute path or URI of the file to write. Raises UsageError for an ending that is not known, or a file that
-    exists."""
+    """The absolute path or URI of the file to write. Raises UsageError for an unknown ending, or an existing file."""
     path = absolute_path(str(out))
     if _ending(path) not in ENDINGS:
         raise UsageError("--out", without_password(path), f"its name must end in {' or '.join(ENDINGS)}")
@@ -59,8 +58,8 @@ def check_out(out: str | Path, *, overwrite: bool) -> str:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[AnswersFile]:
-    """The file to write, of a path that `check_out` gave. Raises StorageError; after an error a local file that was
-    there before is as it was."""
+    """The file to write, at a path from `check_out`. Raises StorageError; after an error, an existing local file is
+    unchanged."""
     place = Store(path)
     try:
         with place.parent.writing(place.name) as stream:

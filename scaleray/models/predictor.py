@@ -1,6 +1,4 @@
-"""Predictions for tables of rows: the model's answers next to the columns that are kept, and the rows that fail by
-name.
-"""
+"""Predictions for tables of rows: the model's answers next to retained columns, and failed rows by name."""
 
 from __future__ import annotations
 
@@ -29,15 +27,15 @@ Change = Callable[[Columns], Columns]
 
 
 class Unlabelled:
-    """Changes rows as training's are, of which some columns may be missing. examples: some rows of training, before any
-    change; empty where they are not known."""
+    """Transforms rows as in training; columns may be missing. examples: some untransformed training rows; empty if
+    unknown."""
 
     def __init__(self, change: Change, examples: Columns, where: str) -> None:
         self.change, self.examples, self.where = change, examples, where
         self._made_of: dict[tuple[str, ...], set[str]] = {}  # columns that are left out, by those that are missing
 
     def __call__(self, rows: Columns) -> Columns:
-        """The changed rows, without the columns that missing ones would be needed for."""
+        """The transformed rows, without columns that depend on missing ones."""
         missing = tuple(name for name in self.examples if name not in rows)
         try:
             # a preprocessor may change what it is given
@@ -87,7 +85,7 @@ def _values(column: Any) -> np.ndarray:
 
 
 FAILED = "scaleray.failed"
-"""Column of a table of answers that says why a row has none; null for the others."""
+"""Column of a table of answers with the reason for a missing answer; null for others."""
 INDEX = "id"
 """Column of row numbers, where the rows themselves are read from a source: `ray.data.range` names it so."""
 
@@ -126,7 +124,7 @@ class Predictor:
     def __call__(self, table: Any) -> Any:
         """A table of answers with a row for each row of `table`, in the same order.
 
-        Raises WorkloadError or DataError where every row has failed so far: it is not the rows then.
+        Raises WorkloadError or DataError if every row has failed so far: then the rows are not the cause.
         """
         import pyarrow as pa
 
@@ -196,7 +194,7 @@ class Predictor:
 
 
 def beside_of(source: Source) -> Mapping[str, Sequence[Any]]:
-    """Columns by which people know the rows of a source and of which no batch is made, such as names of files."""
+    """Columns that identify rows of a source but are not in batches, such as file names."""
     found: Mapping[str, Sequence[Any]] = getattr(under_transforms(source), "beside", {})
     return found
 
@@ -224,7 +222,7 @@ def as_table(answers: Mapping[str, Any], failed: Sequence[Exception | None], kep
 
 
 def _reason(error: Exception) -> str:
-    """Why a row failed, in a line: the user's own error, where it is theirs."""
+    """Reason why a row failed, in a line: the user's own error if it is one."""
     cause = error.__cause__ if isinstance(error, WorkloadError) else None
     return f"{type(cause).__name__}: {first_line(cause)}" if cause is not None else first_line(error)
 

@@ -1,8 +1,7 @@
 """Versions of a model in MLflow's registry, and its aliases.
 
-MLflow lets every user with access move an alias. So each version that was given an alias here carries a tag with the
-time, and the version with the newest such tag is the one that the alias ought to name.
-"""
+MLflow lets every user with access move an alias. So each version that scaleray gives an alias has a tag with the time,
+and the alias should name the version with the newest such tag."""
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ PROMOTION_TAG, STATEMENT_TAG = "scaleray.promotion", "scaleray.statement_sha256"
 GIVEN = "scaleray.given."
 """Beginning of a version's tag of an alias: nanoseconds since 1970 and the user that gave it."""
 WITHDRAWN = "scaleray.withdrawn."
-"""Beginning of a version's tag of an alias that was taken back from it: nanoseconds since 1970 and the user."""
+"""Prefix of a version's tag for a withdrawn alias: nanoseconds since 1970 and the user."""
 MODEL_URI = "models:/"
 ATTEMPTS = 4
 PAGE = 1000
-"""Runs of an experiment that MLflow is asked for at once."""
+"""Runs of an experiment in one request to MLflow."""
 
 
 @dataclass(frozen=True)
 class ModelVersion:
-    """A version of a registered model. aliases: those that name it now."""
+    """A version of a registered model. aliases: those that currently name it."""
 
     model: str
     number: int
@@ -48,11 +47,11 @@ class ModelVersion:
         return self.tags.get(PROMOTION_TAG)
 
     def given_at(self, alias: str) -> int | None:
-        """Nanoseconds since 1970 at which it was last given the alias; None where it never was, by scaleray."""
+        """Nanoseconds since 1970 when scaleray last gave it the alias, or None."""
         return self._at(f"{GIVEN}{alias}")
 
     def is_withdrawn(self, alias: str) -> bool:
-        """Whether the alias was taken back from it, and not given to it again since."""
+        """Whether the alias was withdrawn from it and not given again."""
         return (self._at(f"{WITHDRAWN}{alias}") or 0) > (self.given_at(alias) or 0)
 
     def _at(self, tag: str) -> int | None:
@@ -87,7 +86,7 @@ class Named:
 
 
 def check_alias(alias: str) -> str:
-    """The alias. Raises UsageError for one that MLflow refuses."""
+    """Return the alias. Raises UsageError for one that MLflow refuses."""
     if (
         not re.fullmatch(r"[A-Za-z0-9_\-]{1,255}", alias)
         or alias.lower() == "latest"
@@ -99,7 +98,7 @@ def check_alias(alias: str) -> str:
 
 
 class ModelRegistry:
-    """The registry behind a tracking URI. Whatever MLflow raises becomes a TrackingError."""
+    """The registry behind a tracking URI. MLflow's errors become TrackingErrors."""
 
     def __init__(self, uri: str | None) -> None:
         self.uri = resolve_uri(uri)
@@ -110,7 +109,7 @@ class ModelRegistry:
         self.client = open_client(self.uri)
 
     def versions(self, model: str) -> list[ModelVersion]:
-        """All versions of a model, the newest first; none where there is no such model."""
+        """All versions of a model, the newest first; empty if there is no such model."""
         with self._asking(f"the versions of {model}"):
             if "'" in model:
                 return []
@@ -119,7 +118,7 @@ class ModelRegistry:
         return sorted((_version(one, aliases) for one in found), key=lambda one: -one.number)
 
     def find(self, named: Named) -> ModelVersion:
-        """The version that is named. Raises TrackingError where there is none."""
+        """The named version. Raises TrackingError if there is none."""
         found = self.versions(named.model)
         for one in found:
             if one.number == named.number or (named.alias is not None and named.alias in one.aliases):
@@ -131,7 +130,7 @@ class ModelRegistry:
         )
 
     def make(self, model: str, *, source: str, run_id: str, tags: Mapping[str, str], description: str) -> ModelVersion:
-        """A version with these tags, of which PROMOTION_TAG is one: the one that is there already, or a new one."""
+        """A version with these tags, including PROMOTION_TAG: an existing one, or a new one."""
         if (known := self.of_promotion(model, tags[PROMOTION_TAG])) is not None:
             return known
         from mlflow.exceptions import MlflowException
@@ -145,12 +144,12 @@ class ModelRegistry:
         return _version(made, {})
 
     def of_promotion(self, model: str, promotion: str) -> ModelVersion | None:
-        """The version that a promotion has made, the first one if an answer was lost; None where there is none."""
+        """The version that a promotion has made, the first one if a response was lost; None if there is none."""
         made = [one for one in self.versions(model) if one.promotion == promotion]
         return made[-1] if made else None
 
     def give(self, version: ModelVersion, alias: str, *, by: str) -> ModelVersion:
-        """Let the alias name a version, and give the one that it names then: two calls at once agree on one."""
+        """Let the alias name a version, and return the version it then names: concurrent calls agree."""
         with self._asking(f"the alias {alias} of {version.model}"):
             number = str(version.number)
             self.client.set_model_version_tag(version.model, number, f"{GIVEN}{alias}", f"{time.time_ns()} {by}")
@@ -185,7 +184,7 @@ class ModelRegistry:
             )
 
     def run(self, run_id: str) -> Any:
-        """A run of MLflow, deleted or not; None where there is none."""
+        """A run of MLflow, deleted or not, or None."""
         from mlflow.exceptions import MlflowException
 
         with self._asking(f"the run {run_id}"):
@@ -210,7 +209,7 @@ class ModelRegistry:
             return {info.run_id: info.status for info in ended if info.status in ("FINISHED", "FAILED")}
 
     def upload(self, run_id: str, folder: Path, place: str) -> str:
-        """Copy a folder to a run's artifacts, and give the URI by which a version names it."""
+        """Copy a folder to a run's artifacts, and return its URI for a version."""
         with self._asking(f"the artifacts of {run_id}"):
             self.client.log_artifacts(run_id, str(folder), place)
             return f"{self.client.get_run(run_id).info.artifact_uri.rstrip('/')}/{place}"

@@ -1,4 +1,4 @@
-"""Rows of files that a model has not seen: which files, and their columns as a workload's batches have them."""
+"""New rows for a model: their files, and their columns as in a workload's batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLES = 256
 
 @dataclass(frozen=True)
 class Files:
-    """Files of rows of one format, in the order of their names. uri: what was given, absolute."""
+    """Files of rows of one format, in the order of their names. uri: the given path, absolute."""
 
     uri: str
     format: str
@@ -76,7 +76,7 @@ class Files:
 
 
 def own_rows(data: Any, workload: Any) -> Source | None:
-    """The rows, under no transform yet, that the workload's `read_data` finds at a path; None where it has none. Raises
+    """The untransformed rows that the workload's `read_data` finds at a path; None without that method. Raises
     WorkloadError for an error of its own."""
     method = own_method(workload, "read_data")
     if method is None or not isinstance(data, (str, Path)) or "://" in str(data):
@@ -91,9 +91,9 @@ def own_rows(data: Any, workload: Any) -> Source | None:
 @dataclass(frozen=True)
 class Shape:
     """Shapes and types of the columns that the run was trained on, before any transform and without their first
-    dimension, which is None for rows of unequal length; empty where its data is not here any more. wide: whether
-    floating-point columns stay as wide as they are. examples: some of training's rows. allows_text: whether the
-    workload makes numbers of text."""
+    dimension, which is None for rows of unequal length; empty if its data is no longer available. wide: whether
+    floating-point columns keep their width. examples: some training rows. allows_text: whether the workload converts
+    text to numbers."""
 
     columns: Mapping[str, tuple[tuple[int, ...] | None, np.dtype]] = field(default_factory=dict)
     wide: bool = False
@@ -101,8 +101,8 @@ class Shape:
     allows_text: bool = False
 
     def fit(self, columns: Columns) -> Columns:
-        """The columns as the model takes them: numbers in the type of the training's, `x_0, x_1, ...` put together to
-        `x`. Columns that training did not have stay. Raises DataError for another shape."""
+        """The columns in the model's form: numbers in the training's type, `x_0, x_1, ...` combined to `x`. Columns
+        unknown to training stay. Raises DataError for another shape."""
         found = dict(columns)
         for name, (shape, dtype) in self.columns.items():
             if name not in found and shape is not None:
@@ -125,7 +125,7 @@ class Shape:
             found[name] = np.stack(parts, axis=1)
 
     def _narrowed(self, name: str, values: Any) -> Any:
-        """Text files know no float32: without training's columns to look at, the common type is taken."""
+        """Text files have no float32: without training columns, the common type is used."""
         is_wide = values.dtype == np.float64 and name not in self.columns and not self.wide
         return _as_type(values, np.dtype(np.float32)) if is_wide else values
 
@@ -137,8 +137,8 @@ def _as_type(values: Any, dtype: np.dtype) -> Any:
 
 
 def shape_of(workload: Any, *, wide: bool, fitted: Any = None) -> tuple[Shape, bool]:
-    """Shapes of the columns of the workload's training data, and whether its rows are tuples; nothing is known where
-    that data cannot be read any more. fitted: the run's preprocessor."""
+    """Shapes of the columns of the workload's training data, and whether its rows are tuples; empty if that data can no
+    longer be read. fitted: the run's preprocessor."""
     text = reads_text(workload)
     try:
         source = load_sources(workload, fitted=fitted, in_steps=True)[TRAIN]

@@ -46,8 +46,8 @@ def _load_pyfunc(data_path: str) -> ServedModel:
 
 
 def save_for_mlflow(packed: Packed, folder: Path, out: Path, *, libraries: Mapping[str, str]) -> None:
-    """Write a model of MLflow to a folder that is new. folder: the packed model's; libraries: versions by name that the
-    training ran with, of which the server gets those that are needed."""
+    """Write an MLflow model to a new folder. folder: the packed model's; libraries: the training's versions by name;
+    the server gets the needed ones."""
     import mlflow.pyfunc
 
     with warnings.catch_warnings():
@@ -62,8 +62,8 @@ def save_for_mlflow(packed: Packed, folder: Path, out: Path, *, libraries: Mappi
 
 
 def signature_of(packed: Packed) -> ModelSignature:
-    """The columns that the model needs, and what it answers, in MLflow's words: tensors where every row has the same
-    shape, otherwise columns of a table."""
+    """The model's inputs and outputs as an MLflow signature: tensors if every row has the same shape, otherwise columns
+    of a table."""
     from mlflow.models import ModelSignature
     from mlflow.types import ColSpec, Schema, TensorSpec
 

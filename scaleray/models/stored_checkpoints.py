@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from scaleray.checkpoints.retention import Retention
 
 LEFTOVER_S = 3600.0
-"""Seconds for which files that no manifest names stay: a run that is under way may be writing them."""
+"""Seconds for which files that no manifest names stay: a running training may be writing them."""
 
 
 def list_checkpoints(run: str | Path, *, copy_path: str | None = None) -> list[dict[str, Any]]:
     """Stored checkpoints of a run: a mapping for each, with the reason for one that is not usable.
 
-    run: its folder, local or s3://, its name in the storage path, or one checkpoint's folder. copy_path: where second
-    copies are; None is the run's own setting. Raises CheckpointError where there is none.
-    """
+    run: its folder, local or s3://, its name in the storage path, or one checkpoint's folder. copy_path: location of
+    second copies; None: the run's own setting. Raises CheckpointError if there is none."""
     with opened(str(run), copy_path) as (catalog, only):
         folder = catalog.stores[0].root
         rows = [{**_row(catalog, step), "folder": folder} for step in catalog.steps() if only in (None, step)]
@@ -37,7 +36,7 @@ def list_checkpoints(run: str | Path, *, copy_path: str | None = None) -> list[d
 def verify_checkpoints(
     run: str | Path, *, step: int | None = None, copy_path: str | None = None, heal: bool = False
 ) -> dict[str, Any]:
-    """Read every file of a run's checkpoints again and compare it with its SHA-256; `["good"]` says whether all is.
+    """Read every file of a run's checkpoints and compare it with its SHA-256; `["good"]`: whether all are intact.
 
     run, copy_path: as for `list_checkpoints`. step: only this checkpoint. heal: replace a lost or damaged file by its
     second copy.
@@ -93,12 +92,11 @@ def prune_checkpoints(
     dry_run: bool = False,
     copy_path: str | None = None,
 ) -> dict[str, Any]:
-    """Remove checkpoints that are not worth their place; files that a kept checkpoint builds on stay.
+    """Remove superfluous checkpoints; files that a remaining checkpoint builds on stay.
 
     run, copy_path: as for `list_checkpoints`. keep_last: newest that stay. keep_best: best that stay as well, by
-    `best`, a metric and its direction such as `val/loss min`. keep_every: one every so many steps stays. dry_run: say
-    what would go.
-    """
+    `best`, a metric and its direction such as `val/loss min`. keep_every: one every this many steps stays. dry_run:
+    only report."""
     retention = _retention(keep_last, keep_best, best, keep_every)
     with opened(str(run), copy_path) as (catalog, only):
         if only is not None:
@@ -115,9 +113,8 @@ def prune_checkpoints(
 def rebuild_checkpoint(run: str | Path, *, step: int | None = None, copy_path: str | None = None) -> dict[str, Any]:
     """Write an incremental checkpoint again as a full one, which depends on no other.
 
-    run, copy_path: as for `list_checkpoints`. step: None is the newest. `["checkpoint"]` is None where it held every
-    byte itself already.
-    """
+    run, copy_path: as for `list_checkpoints`. step: None is the newest. `["checkpoint"]` is None if it already held
+    every byte itself."""
     from scaleray.checkpoints.weight_sums import check_manifest
 
     with chosen(str(run), step, copy_path) as (catalog, manifest):
@@ -181,7 +178,7 @@ def _borrows(manifest: Manifest) -> bool:
 
 
 def _retention(keep_last: int, keep_best: int, best: str | None, keep_every: int | None) -> Retention:
-    """Checkpoints that prune keeps. Raises UsageError for a request that makes no sense."""
+    """Checkpoints that prune keeps. Raises UsageError for a senseless request."""
     from scaleray.checkpoints.retention import Retention
 
     metric, direction = _best(best)
@@ -196,7 +193,7 @@ def _retention(keep_last: int, keep_best: int, best: str | None, keep_every: int
 
 
 def _require_measured(metric: str | None, complete: list[Manifest]) -> None:
-    """Refuse a metric that no checkpoint has of its own step: a slip would remove what it was meant to keep."""
+    """Refuse a metric without a value at any checkpoint's own step: a typo would remove the wanted checkpoints."""
     measured = {name for manifest in complete for name in manifest.own_metrics}
     if metric is not None and metric not in measured:
         known = f"there are: {', '.join(sorted(measured)) or 'none'}"

@@ -45,7 +45,7 @@ VALUES, TENSORS = "workload_state.json", "workload_state.safetensors"
 
 
 def write_state(state: Mapping[str, Any], folder: Path) -> None:
-    """Write what a workload's `state_dict` gave. Raises WorkloadError for what a checkpoint could not hold either."""
+    """Write the result of a workload's `state_dict`. Raises WorkloadError for values that a checkpoint cannot hold."""
     flat = flattened(state)
     tensors = {name: value.contiguous() for name, value in flat.items() if isinstance(value, torch.Tensor)}
     values = {name: as_json(WORKLOAD, value) for name, value in flat.items() if name not in tensors}
@@ -57,7 +57,7 @@ def write_state(state: Mapping[str, Any], folder: Path) -> None:
 
 
 def read_state(folder: Store) -> dict[str, Any] | None:
-    """The state in a local folder; None where it has none. Raises OSError or ValueError for a damaged one."""
+    """The state in a local folder, or None. Raises OSError or ValueError for a damaged one."""
     if not folder.is_local or folder.size(VALUES) is None:
         return None
     flat: dict[str, Any] = dict(load_json(folder.read(VALUES)))
@@ -73,11 +73,10 @@ BEST = "best"
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors by the names of the model's state dict, on the CPU. step: optimizer steps after which they were so; None
-    if it is not known. words: which ones they are, for people. workload_state: result of the workload's `state_dict`;
-    None if it has none, or none was kept. has_hash: whether the run's record has the SHA-256 of their files, or of the
-    checkpoint's manifest. attributes: of modules that the training changed.
-    """
+    """Tensors by the names of the model's state dict, on the CPU. step: their optimizer steps; None if unknown. words:
+    description for people. workload_state: result of the workload's `state_dict`; None if it has none, or none was
+    stored. has_hash: whether the run's record has the SHA-256 of their files, or of the checkpoint's manifest.
+    attributes: of modules that the training changed."""
 
     tensors: dict[str, torch.Tensor]
     step: int | None
@@ -90,9 +89,9 @@ class Weights:
 def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:
     """The final weights of a run, or those of a checkpoint.
 
-    step: None is the final ones, or where the run has none the newest checkpoint's; a number is that checkpoint's;
+    step: None: the final ones, or else the newest checkpoint's; a number is that checkpoint's;
     `best` is that of `checkpoint.best`, and a metric with its direction, such as `val/loss min`, the best by it.
-    which: AVERAGED or TRAINED; None is the average where the run keeps one. Raises CheckpointError and UsageError.
+    which: AVERAGED or TRAINED; None: the average if the run has one. Raises CheckpointError and UsageError.
     """
     has_average = run.config.averaging.decay is not None
     check_which(which, has_average=has_average, where=run.name)
@@ -133,7 +132,7 @@ def fill(module: nn.Module, weights: Weights, *, where: str) -> None:
 
 
 def _final(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
-    """The weights of this name in the run's folder, or else in MLflow; None where there are none."""
+    """The weights of this name in the run's folder, or else in MLflow; None if there are none."""
     if (found := _in_folder(run, name)) is not None:
         return found
     if _has_checkpoints(run):
@@ -149,7 +148,7 @@ def _final(run: TrainedRun, name: str) -> dict[str, torch.Tensor] | None:
 
 
 def read_adapters(run: TrainedRun) -> dict[str, torch.Tensor] | None:
-    """The low-rank adapters of a run whose final weights have them added; None where its folder has none."""
+    """The low-rank adapters of a run with merged final weights; None if its folder has none."""
     return _in_folder(run, ADAPTERS)
 
 
@@ -227,8 +226,8 @@ def _damage_in_words(run: TrainedRun, manifest: Manifest) -> Iterator[None]:
 
 
 def _proven(run: TrainedRun, catalog: Catalog, manifest: Manifest) -> tuple[list[Store], bool]:
-    """Stores to read a checkpoint from, and whether it is the one that the run's record has: then those in which each
-    file has its SHA-256. Raises Incomplete if none has, CheckpointError for another manifest."""
+    """Stores to read a checkpoint from, and whether the run's record has its hash: then only stores in which each file
+    has its SHA-256. Raises Incomplete if none has, CheckpointError for another manifest."""
     recorded = run.record.checkpoints if run.record is not None else {}
     if not check_manifest(catalog.stores[0], manifest, recorded):
         return catalog.stores, False

@@ -1,4 +1,4 @@
-"""The run whose model is wanted, by what a user knows of it, and its workload, found again from the run's config."""
+"""Find the run of a model from the user's input, and its workload from the run's config."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PACKED, CODE = "packed", "code"
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A training of which there are files. folder: where they are. where: as shown to people. about: its run.json, or
-    what its record says of the same. record: None for a run that has not ended, or was killed."""
+    """A training with files. folder: their location. where: location as shown to people. about: its run.json, or the
+    same facts from its record. record: None for a run that has not ended, or was killed."""
 
     folder: Store
     where: str
@@ -44,7 +44,7 @@ class TrainedRun:
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps after which the training ended well; None where it did not."""
+        """Optimizer steps at the training's successful end, or None."""
         if self.about.get(PACKED):
             return self.about.get("steps")
         return self.record.steps if self.record is not None and self.record.status == "FINISHED" else None
@@ -80,8 +80,8 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
 
 
 def workload_of(run: TrainedRun, given: Any = None) -> Any:
-    """The workload of a run: an object or class that is given, or a name `file.py:Name`; None is that of the run's
-    config. Raises WorkloadError where it is not found again."""
+    """The workload of a run: a given object or class, or a name `file.py:Name`; None: that of the run's config. Raises
+    WorkloadError if it is not found."""
     settings, name, imported = run.config.workload, run.config.workload.name, None
     if run.about.get(PACKED) and given is None:
         code = Path(run.folder.root) / CODE
@@ -105,7 +105,7 @@ def workload_of(run: TrainedRun, given: Any = None) -> Any:
 
 
 def _note(place: Store) -> dict[str, Any] | None:
-    """The run.json of a folder; None where there is none that can be read."""
+    """The run.json of a folder; None if none can be read."""
     try:
         about = load_json(inert_json(place.read(NOTE)))
     except (OSError, ValueError):

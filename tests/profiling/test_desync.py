@@ -187,7 +187,7 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_a_circle():
     found = {rank.rank: rank.dump(groups=pair) for rank in made}
     trouble = find(found)
     assert trouble.kind == Kind.CIRCLE and {trouble.missing, trouble.and_then.missing} == {(0,), (1,)}
-    assert "did not come, since rank" in in_words(trouble, found)
+    assert "did not arrive, since rank" in in_words(trouble, found)
 
 
 def test_a_collective_that_all_came_to_and_that_does_not_end_points_at_the_network():

@@ -83,8 +83,8 @@ class TrainOnly(Line):
     [
         ({}, {"metric": "loss min"}, "a metric and its direction are needed"),
         ({}, {"metric": "val/loss"}, "a metric and its direction are needed"),
-        ({}, {"metric": "test/loss min"}, "no evaluation measures that"),
-        ({"evaluation.test": "at_end"}, {"metric": "test/loss min"}, "no evaluation measures that"),
+        ({}, {"metric": "test/loss min"}, "no evaluation measures this"),
+        ({"evaluation.test": "at_end"}, {"metric": "test/loss min"}, "no evaluation measures this"),
         ({}, {"batch_sizes": "16,24,33", "workers_per_trial": 2}, "2 workers a trial need a multiple of 2"),
         ({}, {"batch_sizes": "16..64", "workers_per_trial": 3}, "3 workers a trial need a multiple of 3"),
         ({}, {"batch_sizes": "128..512"}, "none can run: the training data is 64 samples"),

@@ -29,7 +29,7 @@ TIE = 1.02
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A layout with what is predicted of it."""
+    """A layout with its predictions."""
 
     layout: Layout
     step: StepTime
@@ -45,7 +45,7 @@ class Choice:
     """Reasons why the interval is wider than the narrowest of its class."""
     is_trusted: bool
     doubts: tuple[str, ...] = ()
-    """Ways in which the layout is unlike the rows that its interval comes from."""
+    """Differences of the layout from the rows behind its interval."""
     cost_per_million_samples: float | None = None
 
 
@@ -60,7 +60,7 @@ class Rejected:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The recommended choice, then all others in their ranking, and what was dropped."""
+    """The recommended choice, all others as ranked, and dropped ones."""
 
     question: Question
     choices: list[Choice]
@@ -69,13 +69,12 @@ class Advice:
 
     @property
     def best(self) -> Choice:
-        """The recommended choice: the fastest (or smallest) whose memory surely fits, or the fastest where
-        none surely does."""
+        """The recommended choice: the fastest (or smallest) that surely fits, or the fastest if none does."""
         return self.choices[0]
 
     @property
     def faster(self) -> Choice | None:
-        """The fastest choice that may not fit, where it is faster than the recommended one by more than a tie."""
+        """The fastest choice that may not fit, if it is significantly faster than the recommended one."""
         fastest = min(self.choices, key=lambda one: one.step_time_s.value)
         return fastest if fastest.step_time_s.value * TIE < self.best.step_time_s.value else None
 
@@ -83,7 +82,7 @@ class Advice:
 def advise(question: Question) -> Advice:
     """Every layout of the question's strategies on all of its cluster's GPUs, ranked.
 
-    Raises ConfigError where the batch cannot be divided at all, or nothing fits; the message says what would help.
+    Raises ConfigError with a remedy if the batch does not divide at all, or nothing fits.
     """
     choices: list[Choice] = []
     rejected: list[Rejected] = []
@@ -116,10 +115,8 @@ def advise(question: Question) -> Advice:
 
 
 def best_of(question: Question) -> Choice | None:
-    """The choice that `advise` recommends, without all others; None where it refuses.
-
-    Layouts are predicted in the order of the least that a step of theirs can take, until no other can be the best.
-    """
+    """The choice that `advise` recommends, without all others; None if it refuses. Layouts are predicted in the order
+    of their lowest possible step time, until no other can be the best."""
     model, cluster = question.model, question.cluster
     found: dict[Verdict, list[tuple[Layout, MemoryEstimate]]] = defaultdict(list)
     for layout in layouts(question):
@@ -146,9 +143,8 @@ def best_of(question: Question) -> Choice | None:
 
 
 def recommended(choices: Sequence[Choice], *, is_by_time: bool = True) -> Choice:
-    """The first of ranked choices that surely fits, or the first of all where none does.
-
-    is_by_time: the plainest of those that are as fast is taken."""
+    """The first of ranked choices that surely fits, or the first of all if none does. is_by_time: prefer the simplest
+    of equally fast ones."""
     safe = [one for one in choices if one.fits == "fits"] or list(choices)
     if not is_by_time:
         return safe[0]
@@ -200,7 +196,7 @@ def _rejected(question: Question, layout: Layout, needed: MemoryEstimate) -> Rej
 
 
 def _plainness(choice: Choice) -> tuple[float, ...]:
-    """Sort key that puts first what has fewer ways to go wrong: fewer kinds of parallelism, less sharding, fewer
+    """Sort key that puts simpler layouts first: fewer kinds of parallelism, less sharding, fewer
     chunks, no recomputation; then the faster."""
     layout = choice.layout
     level = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}[layout.sharding] + (layout.shard not in (1, layout.data))

@@ -1,10 +1,7 @@
-"""Calibration, or what measurements teach the planner: how much longer than predicted a GPU computes and collectives
-take, and what a node's link really carries.
-
-One step time cannot tell compute from communication, so what it misses by is shared out as the most likely error: each
-part's logarithm in proportion to its variance and to its weight in the step (the mode of two normal priors on a line).
-On one GPU all of it is compute.
-"""
+"""Calibration by measurements: how much longer than predicted compute and collectives take, and the real bandwidth of a
+node's link. One step time cannot separate compute from communication, so the error is divided in the most likely way:
+each part's logarithm in proportion to its variance and to its weight in the step (the mode of two normal priors on a
+line). On one GPU all of it is compute."""
 
 from __future__ import annotations
 
@@ -37,10 +34,8 @@ def calibrate(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> Measured:
-    """Factors of compute and communication with which the prediction meets a measured step time.
-
-    The compute's scale is kept within 0.05 and 20: beyond, something else than compute is wrong.
-    """
+    """Factors of compute and communication that make the prediction equal a measured step time. The compute's factor
+    stays within 0.05 and 20: beyond, the error is not in compute."""
     start = (
         Measured()
         if model.has_flops
@@ -93,7 +88,7 @@ def calibrate_link(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> Link:
-    """The node's link with the bandwidth at which the prediction meets a step measured on several GPUs of one node.
+    """The node's link with the bandwidth that makes the prediction equal a step measured on several GPUs of one node.
 
     `measured`: the compute, calibrated on fewer. The bandwidth is kept within a thousandth and ten times of
     what the link has.

@@ -1,4 +1,4 @@
-"""The throughput that the planner predicts over the number of workers, as a law for a measured scaling curve.
+"""The planner's throughput over the number of workers, as a law for a measured scaling curve.
 
 Compute is scaled to one measured size. Between the sizes that it is asked for, throughput is a power of their number.
 """
@@ -39,9 +39,8 @@ def predicted_throughput(
     """A function from a number of workers to samples/s: interpolated between the `sizes`, constant beyond them.
 
     layout: the same for all sizes but for its degrees and micro-batches. node: one node of the cluster, with the
-    network between several. measured_step_s: step time of the smallest size. Raises UsageError where the prediction
-    cannot be brought to that step time, or sizes need a network that is not known.
-    """
+    network between several. measured_step_s: step time of the smallest size. Raises UsageError if the prediction cannot
+    match that step time, or sizes need an unknown network."""
     ordered = sorted(sizes, key=lambda size: size.workers)
     base = ordered[0]
     measured = calibrate(model, _layout(layout, base), _cluster(node, base.workers), measured_step_s)

@@ -1,4 +1,4 @@
-"""Where the planner's figures come from, and why layouts were dropped, as lines of text."""
+"""Sources of the planner's figures, and reasons for dropped layouts, as lines of text."""
 
 from __future__ import annotations
 

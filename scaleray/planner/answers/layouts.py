@@ -1,4 +1,4 @@
-"""Which layouts may answer a question: every one that divides its GPUs and its batch, whether it fits or not."""
+"""Candidate layouts of a question: every one that divides its GPUs and its batch, whether it fits or not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 def layouts(question: Question) -> Iterator[Layout]:
     """Every layout of the question: degrees that multiply to the GPUs, times micro-batches that divide the batch, times
-    what is recomputed and how state is sharded."""
+    kinds of recomputation and of sharding."""
     num_gpus, model = question.cluster.num_gpus, question.model
     is_wide = question.precision in ("fp32", "tf32")
     for tensor in _tensor_degrees(question):

@@ -1,9 +1,9 @@
-"""Corrections from a team's own measured steps: how much longer than predicted its GPUs compute, and its collectives
-take; and whether that predicts steps that were left out.
+"""Corrections from a team's own measured steps: how much longer than predicted its compute and collectives take; and
+whether corrections predict held-out steps.
 
 The two factors are the most likely ones: errors of a step's logarithm are `NOISE`, and before anything is measured the
-factors themselves are one within `DOUBT`. They are judged on points that are left out: each study by all others, or
-each point where there is one study alone. Where they do not help there, they are not used.
+factors themselves are one within `DOUBT`. They are validated on held-out points: each study by all others, or
+each point where there is one study alone. They are used only if they help there.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str 
 
 
 class _Asked:
-    """A point as the planner is asked about it."""
+    """A point as a question to the planner."""
 
     def __init__(self, point: TeamPoint, model: ModelProfile, catalogue: Catalogue) -> None:
         self.point, self.model = point, model

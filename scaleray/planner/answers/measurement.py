@@ -1,4 +1,4 @@
-"""A step measured on one or a few GPUs, which a plan's compute is scaled to.
+"""A step measured on one or a few GPUs, to which a plan's compute is scaled.
 
 Read from a study's record (its smallest point) or a run's, or given by hand.
 """
@@ -31,9 +31,9 @@ class Measurement:
     num_gpus: int
     layout: Layout
     gpu: str | None = None
-    """Driver's name of the GPU that the step was measured on; None where the record does not say."""
+    """Driver's name of the GPU of the measurement; None if not recorded."""
     larger: Measurement | None = None
-    """The next larger point of the same study, which tells the link."""
+    """The next larger point of the same study, which determines the link."""
 
 
 def read_measurement(path: Path) -> Measurement | None:
@@ -65,7 +65,7 @@ def measurement_of(
 ) -> tuple[Measured, Cluster]:
     """The scale of the compute, and the cluster with its link as the next larger point on the same node shows it.
 
-    The measurement must have been made on GPUs of the cluster's kind. Raises ConfigError where it cannot have been.
+    The measurement must have been made on GPUs of the cluster's kind. Raises ConfigError otherwise.
     """
     if found.num_gpus > cluster.gpus_per_node:
         raise ConfigError(

@@ -1,6 +1,6 @@
 """The best layout on fewer and on more GPUs: the curve, its limit, and whether the next doubling is worth it.
 
-The global batch stays what it is (strong scaling), as a run's own does; the layout of each size is the best one of the
+The global batch is constant (strong scaling), as in a run; the layout of each size is the best one of the
 same strategies.
 """
 
@@ -17,9 +17,9 @@ from scaleray.planner.answers.plan_question import Question
 from scaleray.records.study_record import Estimate
 
 WORTH_IT = 1.6
-"""Least gain in throughput for which twice the GPUs are worth it; below, more than a fifth of the ideal is lost."""
+"""Smallest gain in throughput that justifies twice the GPUs; below, more than a fifth of the ideal is lost."""
 ROUNDING = 1e-3
-"""Largest difference of figures that are the same when they are printed."""
+"""Largest difference between figures that print alike."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,12 @@ class Outlook:
     points: list[CurvePoint]
     alone: Choice
     """The fastest layout on one GPU, were its memory large enough: the reference of efficiency. Not the smallest size
-    that fits, for that may be slow for want of memory, and larger ones would look more than perfect next to it.
-    """
+    that fits: lack of memory may slow it, and larger ones would exceed 100 %. """
     limit: str
     doubling: str
     doubling_gain: float | None
     remarks: tuple[str, ...] = ()
-    """Remarks on figures that look impossible: where more GPUs are worth more than their number, and why."""
+    """Remarks on figures that look impossible: superlinear gains, and their reasons."""
 
 
 def outlook(advice: Advice) -> Outlook:

@@ -23,7 +23,7 @@ from scaleray.records.study_record import Point, StudyRecord
 from scaleray.records.workload_profile import WorkloadProfile
 
 STATE_BYTES = {"sgd": 4, "lars": 4}
-"""Bytes of optimizer state for each parameter, where they are not Adam's 8."""
+"""Bytes of optimizer state per parameter, if not Adam's 8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class TeamPoint:
 
 @dataclass(frozen=True)
 class TeamPoints:
-    """Points with the costs of their models by key. skipped: what was measured and teaches nothing, with the reason."""
+    """Points with the costs of their models by key. skipped: unusable measurements, with reasons."""
 
     points: tuple[TeamPoint, ...]
     models: Mapping[str, WorkloadProfile]

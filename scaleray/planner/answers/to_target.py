@@ -1,10 +1,7 @@
-"""How long a training to a target takes with each batch size on each number of GPUs, and which of these
-ways no other beats.
-
-A larger batch uses more GPUs well and needs more samples for the same progress; how many more is the caller's to say,
-from the gradient noise (`scaling.noise.goodput`), which the planner does not know. Interruptions and checkpoints
-lengthen the wall time (`checkpoints`).
-"""
+"""Time of a training to a target for each batch size and number of GPUs, and the best trade-offs. A larger batch uses
+more GPUs well but needs more samples for the same progress; the caller gives their number, from the gradient noise
+(`scaling.noise.goodput`), which the planner does not know. Interruptions and checkpoints lengthen the wall time
+(`checkpoints`)."""
 
 from __future__ import annotations
 
@@ -51,14 +48,14 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The target as it is given to the planner. `samples(batch)`: samples to the target; `is_trusted(batch)`: whether
+    """The target of a plan. `samples(batch)`: samples to the target; `is_trusted(batch)`: whether
     that number is known near this batch size.
     """
 
     samples: Callable[[int], Estimate]
     is_trusted: Callable[[int], bool]
     words: str
-    """Where the target comes from, for the reader."""
+    """Source of the target, for the reader."""
 
 
 def ways_to(
@@ -69,10 +66,10 @@ def ways_to(
     is_asynchronous: bool = True,
     all_sizes: bool = True,
 ) -> list[Way]:
-    """The best layout of every batch size, on the cluster and on smaller and larger ones of its kind;
-    the soonest first.
+    """The best layout of every batch size, on the cluster and on smaller and larger ones of its kind; the fastest
+    first.
 
-    Raises ConfigError where no batch size works on any of them.
+    Raises ConfigError if no batch size works on any of them.
     """
     own = _ways(target, question, interval_s=interval_s, is_asynchronous=is_asynchronous)
     found = list(own)

@@ -175,8 +175,8 @@ def _lesson(
 
 
 def _used(lesson: Lesson) -> tuple[Measured | None, Anchor | None]:
-    """The factors for the plan, and for points of its own model the one that it is nearest to, which narrows the
-    intervals; nothing where they predict no better than data sheets."""
+    """The factors for the plan, and the nearest point of its own model, if any, to narrow the intervals; nothing if
+    they predict no better than data sheets."""
     if not lesson.is_used:
         return None, None
     nearest = lesson.nearest

@@ -1,4 +1,4 @@
-"""Counts of a workload's operations, taken once in a process of its own and stored for the next time."""
+"""Counts of a workload's operations, taken once in a separate process and cached."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelPro
 
 
 def _fingerprint(config: RunConfig, path: Path) -> str:
-    """Hash of what the profile depends on: the workload's arguments, its file and neighbours, the precision, and how it
+    """Hash of the profile's inputs: the workload's arguments, its file and neighbours, the precision, and how it
     is counted."""
     from scaleray import __version__
 

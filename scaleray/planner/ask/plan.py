@@ -20,8 +20,8 @@ from scaleray.planner.cost.checkpoint_stalls import CheckpointCost, checkpoint_c
 
 @dataclass(frozen=True)
 class Answer:
-    """One plan. found: how long the training is, and the ways to its target where they were asked for. checkpoints:
-    their cost, where that was asked for."""
+    """One plan. found: length of the training, and the ways to its target if requested. checkpoints: their cost if
+    requested."""
 
     advice: Advice
     seen: Outlook
@@ -29,7 +29,7 @@ class Answer:
     checkpoints: CheckpointCost | None
 
     def write_config(self, config: Path | None, out: Path) -> list[str]:
-        """Write the best layout that `scaleray train` can run as a config, onto `config`; lines about what it is."""
+        """Write the best layout that `scaleray train` can run as a config, onto `config`; returns lines about it."""
         from scaleray.planner.ask.written_plan import write_config
 
         return list(write_config(self.advice, config, out))
@@ -50,7 +50,7 @@ class Answer:
 
 
 def answered(options: PlanOptions, *, config: Path | None, overrides: Sequence[str]) -> Answer:
-    """The answer to a plan's options. Raises ConfigError or UsageError where something is missing or impossible."""
+    """The answer to a plan's options. Raises ConfigError or UsageError if something is missing or impossible."""
     question = question_of(options, rank_by=options.rank_by, config=config, overrides=overrides)
     question, found = ways_and_samples(question, options)
     advice = advise(question)

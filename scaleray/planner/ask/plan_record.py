@@ -35,8 +35,8 @@ EXPERIMENT = "scaleray plans"
 def plan_record(
     advice: Advice, seen: Outlook, *, rows: int, kept: CheckpointCost | None = None, ways: Sequence[Way] = ()
 ) -> dict[str, Any]:
-    """The first `rows` choices, up to 200 rejected layouts, the curve, and checkpoints and ways to a target where they
-    were asked for."""
+    """The first `rows` choices, up to 200 rejected layouts, the curve, and checkpoints and ways to a target if
+    requested."""
     return (
         _question(advice)
         | _choices(advice, rows)
@@ -136,9 +136,9 @@ def _way(way: Way) -> dict[str, Any]:
 def registered(
     answer: Answer, *, config: Path | None, overrides: Sequence[str], record: bool, command: str
 ) -> str | None:
-    """Where MLflow shows the plan, if it was recorded: with `record`, and always where the team has a policy.
+    """MLflow page of the plan, if it was recorded: with `record`, and always under a team policy.
 
-    Raises ConfigError for a plan that breaks the policy, TrackingError where MLflow cannot be used.
+    Raises ConfigError for a plan that breaks the policy, TrackingError if MLflow cannot be used.
     """
     whole = load_config(config, flags=overrides) if config is not None else None
     tracking = whole.tracking if whole is not None else _tracking_of_environment()

@@ -32,9 +32,8 @@ class Learned:
 class Asked:
     """Length of the training for a plan.
 
-    samples: samples of the whole training, where it is known how long that is. ways: batch sizes and numbers of GPUs
-    with the time that they take, where those were asked for, and `words` on where the target comes from.
-    """
+    samples: samples of the whole training, if known. ways: batch sizes and numbers of GPUs with their times, if
+    requested, and `words` on the source of the target."""
 
     samples: float | None
     ways: Sequence[Way] = ()
@@ -45,7 +44,7 @@ def ways_and_samples(question: Question, options: PlanOptions) -> tuple[Question
     """Samples of the training and the ways to its target; with `--rank time-to-target` the question then has the batch
     size of the best way.
 
-    Raises ConfigError for options that decide nothing, and what `target_of` raises.
+    Raises ConfigError for options without effect, and the errors of `target_of`.
     """
     samples, steps = options.samples, options.target_steps
     if options.rank_by != "time-to-target":
@@ -73,7 +72,7 @@ def ways_and_samples(question: Question, options: PlanOptions) -> tuple[Question
 def target_of(
     *, batch_size: int, noise_scale: float | None, samples: float | None, steps: float | None, from_run: Path | None
 ) -> Target:
-    """The target, from the options and the record. Raises ConfigError where the noise or the target is not known.
+    """The target, from the options and the record. Raises ConfigError if the noise or the target is not known.
 
     noise_scale: in samples, measured at `batch_size`, as are `samples` and `steps` to the target.
     """

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def this_machine(catalogue: Catalogue) -> Cluster:
-    """GPUs of one kind with their link, as the driver sees them. Raises ClusterError where they differ."""
+    """GPUs of one kind with their link, as the driver reports them. Raises ClusterError if they differ."""
     try:
         driver = nvml.opened()
     except Exception as exc:  # no driver, or none that answers: the processors are what there is
@@ -67,8 +67,8 @@ def ray_cluster(address: str, catalogue: Catalogue, *, network: str | None = Non
 
 
 def cluster_of_nodes(nodes: Sequence[Node], catalogue: Catalogue, *, network: str | None = None) -> Cluster:
-    """Nodes with GPUs of one kind and number, or without any the processors of all. Ray knows neither links nor
-    networks: they are those of the usual machine, unless `network` says otherwise.
+    """Nodes with GPUs of one kind and number, or without any the processors of all. Ray reports neither links nor
+    networks: they are those of the usual machine, unless `network` is given.
 
     Raises ClusterError for nodes that differ, and for several without a network; UsageError for a GPU that the
     catalogue does not have.

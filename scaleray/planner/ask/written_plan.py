@@ -14,11 +14,8 @@ from scaleray.planner.answers.written_config import config_keys, is_runnable
 
 
 def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
-    """Write the best layout that has a strategy in `scaleray train` onto `config`, and say what was written.
-
-    Raises ConfigError where there is none, or the config with it is one that `scaleray train` refuses; StorageError
-    where `path` cannot be written.
-    """
+    """Write the best layout that has a strategy in `scaleray train` onto `config`, and report it. Raises ConfigError if
+    there is none, or `scaleray train` refuses the config with it; StorageError if `path` cannot be written."""
 
     runnable = [choice for choice in advice.choices if is_runnable(choice.layout)]
     if not runnable:

@@ -1,4 +1,4 @@
-"""How long one micro-batch takes through a block of the model, forward and back, and what of it is communication.
+"""Time of one micro-batch through a block of the model, forward and backward, and its share of communication.
 
 A stage of the pipeline is a sum of blocks.
 """
@@ -51,7 +51,7 @@ class Measured:
     compute_scale: float = 1.0
     comm_scale: float = 1.0
     sample_s: float | None = None
-    """Seconds of forward and backward pass of one sample, where the profile cannot say; scaled as well."""
+    """Seconds of forward and backward pass of one sample, if the profile lacks it; also scaled."""
 
 
 UNMEASURED = Measured()
@@ -60,7 +60,7 @@ WORK_FIELDS = (
     "micro_batch", "data", "tensor", "pipeline", "context", "expert", "precision", "checkpointing", "compiled",
     "sequence_parallel", "channels_last", "overlaps_tensor",
 )  # fmt: skip
-"""Properties of a layout that decide how long a micro-batch takes through a block."""
+"""Properties of a layout that determine the time of a micro-batch through a block."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class BlockPass:
     """Communication of experts and context parallelism."""
     launch_s: float = 0.0
     reduced_params: float = 0.0
-    """Parameters that gather and reduction move; fewer than are held where experts have fewer replicas
-    than the rest."""
+    """Parameters that gather and reduction move; fewer than are held if experts have fewer replicas than the rest."""
     owned_params: float = 0.0
     """Parameters that the optimizer of this rank updates."""
 

@@ -19,16 +19,16 @@ from scaleray.planner.cost.layout import Layout
 from scaleray.planner.models.block_counts import ModelProfile
 
 STORAGE_GB_PER_S_PER_NODE = 1.0
-"""Rate at which one node writes, assumed where a cluster does not say: what one client of a shared file system or
-object store usually gets."""
+"""Rate at which one node writes, assumed if a cluster does not give it: usual for one client of a shared file system or
+object store."""
 HOST_COPY_GB_PER_S = 20.0
 """Rate of a copy from a GPU into its host's memory: page-locked memory over PCIe 4 gets 20 to 25 GB/s. Assumed
 for every card."""
 RESTART_S = 600.0
-"""Seconds of a restart, assumed where a cluster does not say: noticing, starting processes, building model and
-communicators. Reading the checkpoint comes on top."""
+"""Seconds of a restart, assumed if a cluster does not give it: detection, starting processes, building model and
+communicators. Reading the checkpoint is extra."""
 USUAL_INTERVAL_S = 600.0
-"""Seconds between checkpoints where nothing is said of interruptions: the default of `checkpoint.every_minutes` of
+"""Seconds between checkpoints without a rate of interruptions: the default of `checkpoint.every_minutes` of
 `scaleray train`."""
 
 
@@ -47,7 +47,7 @@ class CheckpointCost:
     interval_s: float
     """Seconds of training between two checkpoints."""
     is_interval_chosen: bool
-    """Whether the planner chose the interval, for the best time ratio; otherwise it was given, or is the usual one."""
+    """Whether the planner chose the interval, for the best time ratio; otherwise it was given, or is the default."""
     is_asynchronous: bool
     mtbf_s: float | None
     """Mean seconds between interruptions of the whole training; None: interruptions are not counted."""
@@ -71,10 +71,8 @@ def checkpoint_cost(
     interval_s: float | None = None,
     is_asynchronous: bool = True,
 ) -> CheckpointCost:
-    """The cost of checkpoints `interval_s` seconds of training apart; None: as far apart as gives the best time
-    ratio, or the usual interval where the cluster says nothing of interruptions. Raises ConfigError for an interval
-    that is not positive.
-    """
+    """The cost of checkpoints `interval_s` seconds of training apart; None: the interval with the best time ratio, or
+    the default without a rate of interruptions. Raises ConfigError for an interval that is not positive."""
     if interval_s is not None and not 0 < interval_s < math.inf:
         raise ConfigError("--checkpoint-minutes", interval_s / 60, "it must be positive")
     notes: list[str] = []
@@ -121,20 +119,20 @@ def checkpoint_cost(
 
 
 def is_asked(cluster: Cluster, interval_s: float | None) -> bool:
-    """Whether anything was said of checkpoints, so that a plan should count them."""
+    """Whether checkpoints were specified, so a plan should count them."""
     return any(given is not None for given in (interval_s, cluster.gpu_mtbf_hours, cluster.storage_gb_per_s))
 
 
 def state_bytes(model: ModelProfile, layout: Layout) -> float:
-    """Bytes of one checkpoint: parameters at the precision they are kept in, 32 bits in mixed precision, and what the
-    optimizer keeps for each."""
+    """Bytes of one checkpoint: parameters at the precision they are kept in, 32 bits in mixed precision, and the
+    optimizer's state for each."""
     kept = 4 if layout.is_mixed else element_bytes(layout)
     return model.num_params * (kept + layout.optimizer_bytes)
 
 
 def effective_time_ratio(interval_s: float, *, stall_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Useful training time over wall time, with interruptions that come at random, during checkpoints and restarts as
-    well (Daly, equation 20)."""
+    """Useful training time over wall time, with random interruptions, also during checkpoints and restarts (Daly,
+    equation 20)."""
     if math.isinf(mtbf_s):
         return interval_s / (interval_s + stall_s)
     exponent = (interval_s + stall_s) / mtbf_s

@@ -1,7 +1,7 @@
-"""How long a collective takes, by group, message and network.
+"""Time of a collective, by group, message and network.
 
 Every operation is a number of latencies and a number of bytes over a bandwidth (alpha-beta; Hockney), for the cheapest
-of the cluster's algorithms, as NCCL chooses; where all-reduces were measured (`Cluster.measured`), as those say.
+of the cluster's algorithms, as NCCL chooses; if all-reduces were measured (`Cluster.measured`), by these.
 Bandwidths are achieved ones (`Link.bus_gb_per_s`, `Transport.bandwidth_share`), not nominal.
 Sources: ring and tree latency, NCCL's tuning.cc; hop counts, Thakur et al. 2005.
 """
@@ -65,7 +65,7 @@ def network_latency_us(cluster: Cluster) -> float:
 
 
 def all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds to sum `nbytes` over the group, by what was measured on such a group or the cheapest algorithm."""
+    """Seconds to sum `nbytes` over the group, by measurements of such a group or the cheapest algorithm."""
     if group.num_ranks < 2:
         return 0.0
     for table in cluster.measured:
@@ -76,15 +76,15 @@ def all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Const
 
 
 def all_gather_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds until every rank of the group holds all `nbytes`. A reduce-scatter of as many takes as long."""
+    """Seconds until every rank of the group holds all `nbytes`. A reduce-scatter of the same bytes takes as long."""
     if group.num_ranks < 2:
         return 0.0
     return _ring_gather_s(nbytes, group, cluster, constants) * _measured_over_formula(nbytes, group, cluster, constants)
 
 
 def algorithms(group: Group, cluster: Cluster) -> tuple[str, ...]:
-    """The cluster's algorithms that can serve the group: `hierarchical` where the group has parts in several nodes,
-    `in_network` where the switches that it crosses add."""
+    """The cluster's algorithms that can serve the group: `hierarchical` if the group has parts in several nodes,
+    `in_network` if the switches that it crosses reduce."""
     leaves = group.num_nodes > 1
     adds_between = cluster.in_network == "all" and cluster.network is not None and cluster.network.transport == "rdma"
     adds_inside = cluster.in_network != "none" and cluster.link.switch_sum_gb_per_s is not None
@@ -150,8 +150,8 @@ def _ring_gather_s(nbytes: float, group: Group, cluster: Cluster, constants: Con
 
 
 def _measured_over_formula(nbytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Measured time over the formulas' on the measured group most like this one, for as many bytes: inside a node, or
-    between nodes as this one is. 1 where none is like it."""
+    """Measured time over the formulas' on the measured group most like this one, for the same bytes: both inside a
+    node, or both between nodes. 1 if there is none."""
     alike = [table for table in cluster.measured if (table.num_nodes > 1) == (group.num_nodes > 1)]
     if not alike:
         return 1.0
@@ -162,7 +162,7 @@ def _measured_over_formula(nbytes: float, group: Group, cluster: Cluster, consta
 
 
 def send_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds to send `nbytes` from one pipeline stage to the next, where all ranks of a stage send at once."""
+    """Seconds to send `nbytes` from one pipeline stage to the next, with all ranks of a stage sending at once."""
     if group.num_ranks < 2:
         return 0.0
     latency_us = network_latency_us(cluster) if group.num_nodes > 1 else cluster.link.latency_us

@@ -1,12 +1,11 @@
-"""How long one GPU computes on one micro-batch of one block: products at a rate that depends on shape, the rest
+"""Compute time of one GPU for one micro-batch of one block: products at a rate that depends on shape, the rest
 at memory speed.
 
-A product of m x k with k x n reaches `peak * matmul_share * alignment * w / (w + half) * k / (k + half)`: the share
-is the card's largest measured one, alignment says how well the sides divide into tiles (Anthony et al. 2024,
-arXiv:2401.14489), w counts the waves of tiles that cover the result, and the last factor is what each tile's start
-and end cost. Elementwise work moves bytes at a share of the memory's bandwidth. What the host needs to launch the
-kernels is a floor.
-"""
+A product of m x k with k x n reaches `peak * matmul_share * alignment * w / (w + half) * k / (k + half)`: the share is
+the card's largest measured one, alignment says how well the sides divide into tiles (Anthony et al. 2024,
+arXiv:2401.14489), w counts the waves of tiles that cover the result, and the last factor is the cost of each tile's
+start and end. Elementwise work moves bytes at a share of the memory's bandwidth. The host's time to launch the kernels
+is a lower bound."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The few numbers of the planner that no data sheet gives, each shared by all models and machines, with how it was
-found.
+"""The planner's few numbers without a data sheet, each shared by all models and machines, with its derivation.
 
 `python -m jobs.planner_evidence fit DATA` fits those marked `fitted` again: the median absolute log error of step times
 over a folder of published measurements, every source with the same weight. The reason for each of the others is next to
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Constants of the cost model; every field says what it means and where its value comes from."""
+    """Constants of the cost model; every field has its meaning and source."""
 
     wave_half: float = 0.34
     """fitted. Waves of tiles that a product loses at its end: the last wave is half full on average."""
@@ -23,8 +22,8 @@ class Constants:
     matmul_practice: float = 0.92
     """fitted. Rate of large products in training over the largest one measured alone: clocks fall under a long load."""
     eight_bit_share: float = 0.95
-    """8-bit products with their scaling and casts over plain ones; assumption: fused casts read and write what the
-    products read."""
+    """Time of 8-bit products with their scaling and casts over plain ones; assumption: fused casts read and write what
+    the products read."""
     unfused_attention_share: float = 0.65
     """fitted. Rate of attention without a fused kernel, as batched small products, over the largest
     matrix product's."""
@@ -51,7 +50,7 @@ class Constants:
     compiled_kernels: float = 0.4
     """Kernels of a compiled model over an eager one's."""
     leak: float = 0.15
-    """fitted. Share of hidden communication that is paid after all: it takes SMs and memory bandwidth from the compute
+    """fitted. Share of hidden communication that still costs time: it takes SMs and memory bandwidth from the compute
     it hides behind."""
     hiding_share: float = 0.9
     """Share of the backward pass in which gradient buckets can travel: the first is full after the head and the

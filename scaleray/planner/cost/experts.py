@@ -1,13 +1,11 @@
-"""Mixtures of experts over many GPUs: which part of a block a rank holds, what it exchanges with the others, how full
-its products are.
+"""Mixtures of experts over many GPUs: the part of a block on a rank, its exchanges with others, and the fill of its
+products.
 
 Expert parallelism takes its ranks from those that hold the same layers (data, context and tensor parallel together).
-Where these suffice, tensor parallelism cuts the experts as well; otherwise each expert stays whole. What is left over
-are replicas of the expert group. Tokens are taken to be spread evenly over experts, as training with a balancing loss
-or bias comes close to.
-Sources: GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596; tokens that cross to a node once, DeepSeek-V3,
-arXiv:2412.19437, section 3.2.
-"""
+Where these suffice, tensor parallelism cuts the experts as well; otherwise each expert stays whole. The rest are
+replicas of the expert group. Tokens are assumed to be spread evenly over experts, approximately true for training with
+a balancing loss or bias. Sources: GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596; tokens that cross to a
+node once, DeepSeek-V3, arXiv:2412.19437, section 3.2."""
 
 from __future__ import annotations
 
@@ -51,8 +49,8 @@ def owned_params(block: Block, layout: Layout) -> float:
 
 
 def state_shards(blocks: Sequence[Block], layout: Layout) -> float:
-    """Ranks over which the state of `blocks` is cut, where it is sharded; where dense and expert parts differ, what
-    both come to together."""
+    """Ranks over which the state of `blocks` is sharded, if it is; if dense and expert parts differ, their combined
+    effect."""
     experts = sum(block.expert_params for block in blocks) / (layout.expert * expert_tensor_degree(layout))
     if not experts:
         return float(layout.num_shards)
@@ -78,7 +76,7 @@ def reduced_params(block: Block, layout: Layout) -> float:
 
 
 def expert_exchange_s(block: Block, layout: Layout, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds in which the tokens of one micro-batch go to their experts and come back, in forward direction."""
+    """Seconds of sending the tokens of one micro-batch to their experts and back, in the forward pass."""
     if layout.expert == 1 or not block.num_experts:
         return 0.0
     group = group_of(cluster, layout.expert, expert_tensor_degree(layout), num_gpus=layout.num_gpus)

@@ -1,9 +1,8 @@
-"""How a model is laid over the GPUs of a cluster: the degrees of each kind of parallelism, and what goes with them.
+"""Layout of a model on the GPUs of a cluster: the degrees of each kind of parallelism, and related settings.
 
 Ranks are numbered so that tensor parallel groups hold neighbours, then context, then data parallel, then the pipeline's
-stages: the parallelism that talks most stays inside the node (Narayanan et al. 2021, arXiv:2104.04473, section 3).
-Experts are spread over the first three, from the inside out.
-"""
+stages: the parallelism with most communication stays inside the node (Narayanan et al. 2021, arXiv:2104.04473, section
+3). Experts are spread over the first three, from the inside out."""
 
 from __future__ import annotations
 
@@ -43,7 +42,8 @@ class Layout:
     sequence_parallel: bool = False
     """Whether norms and residuals are divided by the tensor parallel degree too."""
     keeps_gathered: bool = True
-    """Whether what sequence parallel gathers for a product stays for the backward pass; Megatron gathers it again."""
+    """Whether tensors that sequence parallel gathers for a product stay for the backward pass; Megatron gathers them
+    again."""
     schedule: Schedule = "1f1b"
     even_stages: bool = False
     """Whether every stage has the same number of layers (Megatron); otherwise stages are cut so that the slowest is as
@@ -57,7 +57,7 @@ class Layout:
     is_mixed: bool = True
     """16-bit compute on a 32-bit master copy; False trains in `precision` alone."""
     gradient_bytes: float = 2
-    """Bytes of one gradient element when it is reduced; compression makes it less than 1."""
+    """Bytes of one gradient element in the reduction; below 1 with compression."""
     optimizer_bytes: int = 8
     """Bytes of optimizer state per parameter, besides the parameter itself: 8 for Adam, 4 for momentum, 0
     for plain SGD."""
@@ -79,7 +79,7 @@ class Layout:
     gather_bits: int = 16
     """Bits of a parameter in an all-gather; 8 with float8 or ZeRO++."""
     channels_last: bool = False
-    """Whether images lie in memory as convolutions in 16 bit want them; not PyTorch's default."""
+    """Whether images have the memory layout that 16-bit convolutions prefer; not PyTorch's default."""
     extra_s: float = 0.0
     """Seconds of the recipe's own work in each step's backward pass, known by other means, such as statistics of
     every gradient."""

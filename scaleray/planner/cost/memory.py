@@ -1,12 +1,10 @@
-"""How much memory a GPU of a layout needs, part by part, and whether it fits.
+"""Memory of a GPU in a layout, part by part, and whether it fits.
 
 Model states as in ZeRO (arXiv:1910.02054), activations as in Korthikanti et al. 2022 (arXiv:2205.05198), the unsharded
-unit of FSDP as in Zhao et al. 2023 (arXiv:2304.11277). `allocated` is what torch.cuda.max_memory_allocated would say,
+unit of FSDP as in Zhao et al. 2023 (arXiv:2304.11277). `allocated` corresponds to torch.cuda.max_memory_allocated,
 `reserved` adds what the caching allocator loses to fragmentation, `device` adds the context and the communication
-library, as nvidia-smi counts. A step has several moments that can be its fullest, and what is there at one of them is
-not all there at another: logits at the loss, a recomputed layer in the backward pass, widened gradients in the
-optimizer's step.
-"""
+library, as nvidia-smi counts. A step has several possible peaks with different contents: logits at the loss, a
+recomputed layer in the backward pass, widened gradients in the optimizer's step."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ previous one."""
 BUCKET_BYTES = 1e9
 """Bytes of a bucket in which ZeRO-1 and 2 reduce 16-bit gradients: DeepSpeed's 500 million elements."""
 ALTERNATE_SHARE = 1 / 3
-"""Share of a block's activations that stay with alternate recomputation, where it is not known which operations
-are products."""
+"""Share of a block's activations that stay with alternate recomputation, if it is not known which operations are
+products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +76,7 @@ class MemoryEstimate:
 
     @property
     def reserved_bytes(self) -> float:
-        """Bytes of tensors and of what the allocator loses between them."""
+        """Bytes of tensors and of the allocator's losses between them."""
         return self.allocated_bytes + self.fragmentation
 
     @property
@@ -91,12 +89,12 @@ class MemoryEstimate:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def spare_bytes(self, gpu: Gpu) -> float:
-        """Bytes left on `gpu`; negative where the layout does not fit."""
+        """Bytes left on `gpu`; negative if the layout does not fit."""
         return gpu.memory_gib * GIB - self.device_bytes
 
 
 def memory(model: ModelProfile, layout: Layout) -> MemoryEstimate:
-    """The memory of the fullest stage, at the moment of the step when it is fullest."""
+    """The peak memory of the fullest stage."""
     groups = (layout.data > 1) + (layout.tensor > 1) + (layout.context > 1)
     groups += PIPELINE_GROUPS if layout.pipeline > 1 else 0
     context = CONTEXT_BYTES + COLLECTIVE_BYTES * groups
@@ -114,8 +112,8 @@ def memory(model: ModelProfile, layout: Layout) -> MemoryEstimate:
 
 
 def activation_bytes(block: Block, layout: Layout, checkpointing: Checkpointing | None = None) -> float:
-    """Bytes that one such block keeps of one micro-batch until its backward pass. checkpointing: another than
-    the layout's."""
+    """Bytes that one such block keeps of one micro-batch until its backward pass. checkpointing: instead of the
+    layout's."""
     checkpointing = checkpointing or layout.checkpointing
     samples = layout.micro_batch / layout.context
     width = element_bytes(layout) / 2
@@ -151,15 +149,15 @@ def micro_batches_in_flight(layout: Layout) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Stage:
-    """A stage of a pipeline. index: the first stage that holds these blocks. layers: those that are no head, each with
-    how often it is there."""
+    """A stage of a pipeline. index: the first stage that holds these blocks. layers: those other than the head, each
+    with its count."""
 
     index: int
     blocks: tuple[Block, ...]
     layers: tuple[tuple[int, Block], ...]
     head: tuple[Block, ...]
     last_sent: Block | None
-    """Block whose output is sent on, where there is a next stage."""
+    """Block whose output is sent on, if there is a next stage."""
     has_root: bool
     """Whether blocks that are not repeated make a unit of FSDP of their own."""
 
@@ -221,8 +219,8 @@ def _moments(stage: _Stage, layout: Layout) -> tuple[tuple[tuple[float, ...], fl
     "keeps_gathered",
 )  # fmt: skip
 def _activations(layout: Layout, stage: _Stage) -> tuple[float, float, float, float]:
-    """Bytes of one micro-batch in a stage: what its layers keep, what it sends on, the head's logits, and what the
-    backward pass of the largest layer needs besides."""
+    """Bytes of one micro-batch in a stage: kept by its layers, sent on, the head's logits, and the extra needs of the
+    largest layer's backward pass."""
     kept = sum(count * activation_bytes(block, layout) for count, block in stage.layers)
     sent = _sent_bytes(stage.last_sent, layout) if stage.last_sent else 0.0
     logits = sum(activation_bytes(block, layout) for block in stage.head)
@@ -318,8 +316,7 @@ def _sent_bytes(block: Block, layout: Layout) -> float:
 
 
 def _again_bytes(block: Block, layout: Layout) -> float:
-    """Bytes that the backward pass of one such block holds besides what was kept: what is computed again, and gradients
-    of activations."""
+    """Extra bytes of the backward pass of one such block: recomputed activations, and gradients of activations."""
     whole = activation_bytes(block, layout, "none")
     products = max((2.0 * product.rows * product.columns for product in block.matmuls), default=0.0)
     passing = layout.micro_batch / layout.context * element_bytes(layout) / 2 * products / layout.tensor
@@ -330,8 +327,7 @@ Verdict = Literal["fits", "may not fit", "does not fit"]
 
 HEADROOM = 0.05
 
-"""Share of the card's memory that is kept free. A published run failed that the planner's own figure says
-would leave 3.8 %."""
+"""Share of the card's memory that is kept free. A published run failed although the planner predicted 3.8 % free."""
 
 
 def memory_interval(needed: MemoryEstimate) -> Estimate:

@@ -19,7 +19,7 @@ def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
 
 
 def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
-    """Where to cut `costs` into stages of neighbours so that the dearest stage is as cheap as it can be."""
+    """Cut `costs` into stages of neighbours that minimise the most expensive stage."""
     low, high = max(costs), sum(costs)
     backwards = costs[::-1]
     # a cut changes only where a block moves, so that a fine bracket is as good as an exact bound
@@ -41,7 +41,7 @@ def filled_cuts(costs: list[float], num_stages: int) -> list[int]:
 
 
 def _fits(backwards: list[float], limit: float, num_stages: int) -> bool:
-    """Whether `_cut` makes no more stages than that; it is asked dozens of times for each cut that is made."""
+    """Whether `_cut` makes at most this many stages; called dozens of times per cut."""
     filled, limit = 0.0, limit * (1 + 1e-9)
     for cost in backwards:
         together = filled + cost
@@ -55,8 +55,8 @@ def _fits(backwards: list[float], limit: float, num_stages: int) -> bool:
 
 
 def _cut(costs: list[float], limit: float) -> list[int]:
-    """Where stages begin that cost `limit` at most, filled from the last one back: the first, which holds the most
-    micro-batches in flight, gets what is left."""
+    """Starts of stages that cost at most `limit`, filled from the last one back: the first, with the most micro-batches
+    in flight, gets the rest."""
     starts, filled = [0], 0.0
     for index in range(len(costs) - 1, -1, -1):
         if filled + costs[index] > limit * (1 + 1e-9) and filled > 0:

@@ -1,10 +1,9 @@
 """Cost of a pipeline's stages to each other: idle micro-batches at the ends of a step, and handing over activations and
 gradients.
 
-A stage waits for its neighbours in every micro-batch: in steady 1F1B the way there and back lies on the critical path
-of both, so that the most expensive boundary of a stage lengthens its period. Only boundaries between nodes use the
-network. Source: Narayanan et al. 2021, arXiv:2104.04473.
-"""
+A stage waits for its neighbours in every micro-batch: in steady 1F1B the round trip is on the critical path of both, so
+the most expensive boundary of a stage lengthens its period. Only boundaries between nodes use the network. Source:
+Narayanan et al. 2021, arXiv:2104.04473."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Results that many layouts share: what a cost depends on is named, and it is computed once for all layouts that agree
-in that.
-
-A survey of 16,384 GPUs lays out tens of thousands, which differ from each other in a degree or two.
-"""
+"""Results shared by many layouts: a cost names its inputs, and is computed once for all layouts that agree in them. A
+survey of 16,384 GPUs has tens of thousands of layouts, which differ in a degree or two."""
 
 from __future__ import annotations
 
@@ -25,9 +22,8 @@ def remembered(*fields: str) -> Callable[[Callable[[Layout, *Others], T]], Calla
     """Remember the result of a pure function of a layout and other objects, by these fields of the layout and the
     others.
 
-    The function must read no other field. The other objects are distinguished by identity: they are such as stay, a
-    block or a GPU, and no numbers. `forget`, an attribute of the new function, drops what is remembered.
-    """
+    The function must read no other field. The other objects are distinguished by identity: they must be long-lived,
+    such as a block or a GPU, not numbers. `forget`, an attribute of the new function, clears the cache."""
     read = attrgetter(*fields)
 
     def with_memory(function: Callable[[Layout, *Others], T]) -> Callable[[Layout, *Others], T]:

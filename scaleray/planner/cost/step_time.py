@@ -1,6 +1,6 @@
 """Duration of one optimizer step, and its parts.
 
-Compute of the slowest stage for every micro-batch, plus what communication the compute cannot hide, plus the pipeline's
+Compute of the slowest stage for every micro-batch, plus communication that compute cannot hide, plus the pipeline's
 bubble, the optimizer, the wait for the slowest rank. Overlap is a window: a collective that runs during compute costs
 the part that does not fit into the window, and `leak` of the rest, for it takes SMs and bandwidth from the compute it
 hides behind. Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 2023, arXiv:2304.11277;
@@ -95,7 +95,7 @@ def step_time(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> StepTime:
-    """One optimizer step of `layout`. `measured` scales the compute to what was seen on a GPU."""
+    """One optimizer step of `layout`. `measured` scales the compute to measurements of a GPU."""
     measured = measured or UNMEASURED
     hand_overs = [measured.comm_scale * one for one in hand_overs_s(model, layout, cluster, constants)]
     stages = _stages(model, layout, cluster, measured, fused_attention, constants)
@@ -197,8 +197,8 @@ def _cuts(
 
 
 def _slowest(stages: list[BlockPass], hand_overs: list[float]) -> tuple[BlockPass, float]:
-    """The stage with most to compute, and what hand-overs add to each micro-batch, there or at a stage that they make
-    slower still."""
+    """The stage with the most compute, and the time that hand-overs add to each micro-batch, there or at a stage that
+    they make even slower."""
     seconds = [stage.total_s for stage in stages]
     most = max(seconds)
     slowest = stages[seconds.index(most)]
@@ -209,7 +209,7 @@ def _slowest(stages: list[BlockPass], hand_overs: list[float]) -> tuple[BlockPas
 
 
 def _stretched(stage: BlockPass, layout: Layout) -> tuple[float, float, float]:
-    """Seconds of the forward pass, the backward pass and what is computed again, of one micro-batch."""
+    """Seconds of the forward pass, the backward pass and recomputation of one micro-batch."""
     # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
     stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
     # statistics of gradients are taken as these appear, so that communication goes on beside them

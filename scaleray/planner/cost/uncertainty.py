@@ -1,12 +1,10 @@
-"""How far a prediction may be off: an interval from what the planner got wrong on published measurements, and the
-reasons for its width.
+"""Uncertainty of a prediction: an interval from the planner's errors on published measurements, and the reasons for its
+width.
 
 The spread of the logarithm of measured over predicted step time: 5 and 95 % quantiles with as many votes for each
-source, so that about 90 % of rows lie inside. What a prediction from data sheets misses by is one spread. A prediction
-from a measured point has a narrow one for questions near that point, and for every way in which the question is unlike
-it a reason, whose widths are added as independent errors are: their squares. How well that holds is shown by `python -m
-jobs.planner_evidence validate DATA --transfers`.
-"""
+source, so that about 90 % of rows lie inside. Predictions from data sheets have one spread. A prediction from a
+measured point has a narrow one near that point, and a reason for every difference from it, whose widths add in
+quadrature as independent errors. To validate, run `python -m jobs.planner_evidence validate DATA --transfers`."""
 
 from __future__ import annotations
 
@@ -60,7 +58,7 @@ OF_A_GPU = (0.45, 0.50)
 errors are in it."""
 
 WIDER = 1.5
-"""Factor of an interval's logarithm where a layout is unlike the rows it comes from; judged, not measured."""
+"""Factor of an interval's logarithm if a layout differs from the rows behind it; estimated, not measured."""
 SEEN_GPUS = frozenset({
     "t4", "p100", "v100", "v100-32", "v100-pcie", "quadro-rtx-6000", "a100-40", "a100-80", "h100", "h100-96", "h200",
     "rtx-a6000", "rtx-4090",
@@ -71,7 +69,7 @@ SEEN_GPUS = frozenset({
 @dataclass(frozen=True)
 class Anchor:
     """The measured point that a prediction was calibrated on. gpu: the kind of its GPUs; network: the network of its
-    nodes, None where it ran on one."""
+    nodes, None for one node."""
 
     layout: Layout
     gpu: str
@@ -155,7 +153,7 @@ def _micro_batch(measured: Layout, asked: Layout) -> Reason | None:
 
 
 def doubts(layout: Layout, cluster: Cluster, *, is_guessed: bool = False) -> tuple[str, ...]:
-    """Ways in which a question is unlike all rows, or all but a few, that the intervals come from. is_guessed: whether
+    """Differences of a question from all or nearly all rows behind the intervals. is_guessed: whether
     the model's shape is guessed."""
     found = {
         f"tensor parallel over {layout.tensor} leaves the node": layout.tensor > cluster.gpus_per_node,
@@ -172,15 +170,15 @@ def doubts(layout: Layout, cluster: Cluster, *, is_guessed: bool = False) -> tup
 
 
 def interval(step_time_s: float, kind: str, *, widened: Sequence[Reason] = (), doubted: bool = False) -> Estimate:
-    """The step time with the interval that holds 90 % of rows like it; wider for each reason, and where no
-    row is like it."""
+    """The step time with the interval that holds 90 % of rows like it; wider for each reason, and if no row is
+    similar."""
     low, high = _widths(kind, widened, doubted=doubted)
     return Estimate(step_time_s, step_time_s * math.exp(-low), step_time_s * math.exp(high))
 
 
 def is_trusted(kind: str, *, widened: Sequence[Reason] = (), doubted: bool = False) -> bool:
-    """Whether the interval is narrower than a factor of two; where it is wider, the order of layouts may still be
-    right, the figures not."""
+    """Whether the interval is narrower than a factor of two; if it is wider, the order of layouts may still be right,
+    but not the figures."""
     return sum(_widths(kind, widened, doubted=doubted)) < math.log(2.0)
 
 

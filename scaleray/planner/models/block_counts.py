@@ -41,7 +41,7 @@ class Block:
     """Parameters shared with another block; a pipeline keeps a copy where the two are on different stages."""
     matmuls: tuple[Matmul, ...] = ()
     attention_flops: float = 0.0
-    """FLOPs of attention scores and their product with the values, which no weight takes part in."""
+    """FLOPs of attention scores and their product with the values, without weights."""
     head_dim: int = 0
     conv_flops: float = 0.0
     """FLOPs of convolutions, which are not written as matrix products here."""
@@ -49,10 +49,10 @@ class Block:
     """The part of `conv_flops` whose filters are 3x3 or 5x5, ungrouped and of stride 1: in 32 bit they need
     fewer products."""
     traffic_bytes: float = 0.0
-    """Bytes read and written by what is no matrix product and only sequence parallel divides: norms, activations,
-    dropout, residual sums."""
+    """Bytes read and written by other operations than matrix products, divided only by sequence parallel: norms,
+    activations, dropout, residual sums."""
     split_traffic_bytes: float = 0.0
-    """Bytes read and written by what is no matrix product and tensor parallel divides."""
+    """Bytes read and written by other operations than matrix products, divided by tensor parallel."""
     score_traffic_bytes: float = 0.0
     """Bytes read and written for attention scores that a kernel writes out; tensor parallel divides it, selective
     recomputation repeats it."""
@@ -63,12 +63,12 @@ class Block:
     """Bytes of attention scores kept by kernels that write them out; divided by tensor parallel, dropped by selective
     recomputation."""
     eager_kept_bytes: float = 0.0
-    """The part of `kept_bytes` that a compiler computes again on the way rather than keeps; `eager_split_kept_bytes`:
+    """The part of `kept_bytes` that a compiler recomputes instead of keeping; `eager_split_kept_bytes`:
     the same of `split_kept_bytes`."""
     eager_split_kept_bytes: float = 0.0
     alternate_kept_bytes: float = 0.0
     """Bytes kept, besides what enters the block, by recomputation that keeps every other product's output and
-    attention's; 0 where that is not known."""
+    attention's; 0 if unknown."""
     boundary_bytes: float = 0.0
     """Bytes that enter the block: kept with full recomputation, sent between pipeline stages."""
     num_kernels: int = 0

@@ -1,4 +1,4 @@
-"""Models by name, or by size alone.
+"""Models by name, or only by size.
 
 `find_model` takes `llama-70b`, `Llama 3.1 8B`, `gpt2-xl`, `resnet-50`; a number alone (`gpt-13b`, `7b`) becomes a
 transformer of usual proportions.
@@ -64,7 +64,7 @@ def find_model(name: str, *, sequence: int | None = None) -> ModelProfile:
 
 
 def find_shape(name: str) -> TransformerShape | None:
-    """The shape of a transformer by its name; None where the name is not one of those listed."""
+    """The shape of a transformer by its name; None for an unlisted name."""
     known = _known_name(_key(name))
     return None if known is None else TRANSFORMERS[ALIASES.get(known, known)]
 
@@ -85,7 +85,7 @@ def _known_name(key: str) -> str | None:
 
 
 def _taken_for(model: ModelProfile, known: str, key: str) -> ModelProfile:
-    """The model, with a note where its name says more than the one it was found by: a version or a task, or
+    """The model, with a note if the given name has more than the matched one: a version or a task, or
     another size."""
     if known.replace("-", "") == key.replace("-", ""):
         return model
@@ -100,7 +100,7 @@ def _taken_for(model: ModelProfile, known: str, key: str) -> ModelProfile:
 
 
 def _of_size_alone(name: str, num_params: float, *, sequence: int) -> ModelProfile:
-    """A transformer of usual proportions, with a note that it is one. Raises UsageError for a size that none has."""
+    """A transformer of usual proportions, with a note that it is one. Raises UsageError for an impossible size."""
     if not LEAST_PARAMS <= num_params <= MOST_PARAMS:
         raise UsageError(
             "model",

@@ -1,6 +1,5 @@
 """Shapes and sizes of the models that the planner knows by name. Sources: their papers and model cards, from memory
-where nothing else is said; parameter counts, total and active, are checked by a test.
-"""
+unless noted; parameter counts, total and active, are checked by a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The figures of a plan: throughput over memory, the predicted curve, and what memory and a step are made of."""
+"""The figures of a plan: throughput over memory, the predicted curve, and the parts of memory and of a step."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def curve(seen: Outlook) -> Drawing:
 
 
 def memory_bars(choices: Sequence[Choice], *, limit_gib: float) -> Drawing:
-    """Memory of one GPU, by what it holds."""
+    """Memory of one GPU, by content."""
     rows = [(one, {name: value / GIB for name, value in one.memory.parts().items()}) for one in choices]
     names = [name.removesuffix("_bytes").replace("_", " ") for name in rows[0][1]]
     colours = dict(zip(rows[0][1], MEMORY_COLOURS, strict=False))
@@ -115,7 +115,7 @@ def memory_bars(choices: Sequence[Choice], *, limit_gib: float) -> Drawing:
 
 
 def time_bars(choices: Sequence[Choice], best: Estimate) -> Drawing:
-    """A step of each layout, by what it is made of; whiskers are intervals."""
+    """A step of each layout, by its parts; whiskers are intervals."""
     rows = [(one, one.step.parts()) for one in choices]
 
     def finish(ax: Any) -> None:

@@ -1,5 +1,5 @@
-"""A plan as one HTML page of the same kind as the reports: what is recommended and why, the layouts, and where
-memory and time go."""
+"""A plan as one HTML page of the same kind as the reports: the recommendation with reasons, the layouts, and the use of
+memory and time."""
 
 from __future__ import annotations
 
@@ -37,10 +37,8 @@ def plan_page(
     kept: CheckpointCost | None = None,
     ways: Sequence[Way] = (),
 ) -> str:
-    """The page as HTML. Nothing in it is loaded from elsewhere. rows: layouts to show. command: how to repeat it.
-
-    kept and ways: checkpoints and ways to a target, where they were asked for.
-    """
+    """The page as HTML. Nothing in it is loaded from elsewhere. rows: layouts to show. command: repeats it. kept and
+    ways: checkpoints and ways to a target, if requested."""
     question, best = advice.question, advice.best
     cluster = question.cluster
     title = f"{question.model.name} on {cluster.num_nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"

@@ -1,5 +1,5 @@
-"""A plan on the terminal: the ranked layouts, memory against the card's size, what the step is made of, the curve
-and its verdict."""
+"""A plan on the terminal: the ranked layouts, memory and the card's size, the parts of a step, the curve and its
+verdict."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def plan_view(
     num_samples: float | None = None,
     kept: CheckpointCost | None = None,
 ) -> RenderableType:
-    """The whole plan for a console of `width` columns: layouts, why, where memory and time go, the curve,
+    """The whole plan for a console of `width` columns: layouts, reasons, use of memory and time, the curve,
     checkpoints, the verdict."""
     best, question = advice.best, advice.question
     cluster = question.cluster

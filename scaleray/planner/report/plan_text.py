@@ -80,7 +80,7 @@ def curve_table(seen: Outlook) -> Table:
 
 
 def checkpoint_lines(kept: CheckpointCost) -> list[str]:
-    """Lines on what checkpoints and interruptions take."""
+    """Lines on the cost of checkpoints and interruptions."""
     way = (
         "during training, which waits for the copy into the hosts' memory"
         if kept.is_asynchronous
@@ -101,7 +101,7 @@ def checkpoint_lines(kept: CheckpointCost) -> list[str]:
 
 
 def memory_doubt(advice: Advice) -> list[str]:
-    """How much memory the recommended layout may need, where no layout surely fits."""
+    """Possible memory of the recommended layout, if no layout surely fits."""
     best = advice.best
     if best.fits == "fits":
         return []
@@ -109,7 +109,7 @@ def memory_doubt(advice: Advice) -> list[str]:
 
 
 def width_lines(choice: Choice) -> list[str]:
-    """Lines on why the interval of a choice is as wide as it is."""
+    """Lines on the reasons for the width of a choice's interval."""
     found = [f"its interval is wider: {reason.words}" for reason in choice.reasons]
     if choice.kind == "unmeasured":
         found = ["its interval is wide: nothing measured; all figures are from data sheets"]
@@ -117,7 +117,7 @@ def width_lines(choice: Choice) -> list[str]:
 
 
 def faster_lines(advice: Advice) -> list[str]:
-    """A faster layout that may not fit: what it would gain, and how to find out."""
+    """A faster layout that may not fit: its gain, and how to test it."""
     rival = advice.faster
     if rival is None:
         return []
@@ -138,7 +138,7 @@ def _needed(choice: Choice) -> str:
 
 
 def why(advice: Advice) -> str:
-    """Why this layout is recommended, against the plainest one that was asked for."""
+    """Reason for the recommendation, compared with the simplest requested layout."""
     best = advice.best.layout
     fits = {_kind(choice.layout) for choice in advice.choices}
     dropped = {_kind(one.layout): one for one in sorted(advice.rejected, key=lambda one: -one.missing_gib)}

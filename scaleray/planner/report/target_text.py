@@ -16,7 +16,7 @@ WAY_CAPTION = (
 
 
 def way_table(ways: Sequence[Way], *, num_gpus: int, words: str = "") -> Table:
-    """The frontier, and every batch size on the cluster that was asked about. words: where the target comes from."""
+    """The frontier, and every batch size on the given cluster. words: source of the target."""
     rows = [dict(zip(WAY_COLUMNS, way_cells(way), strict=True)) for way in shown_ways(ways, num_gpus)]
     columns = tuple(name for name in WAY_COLUMNS if any(row[name] for row in rows))
     title = f"time to the target; {words}" if words else "Batch sizes and numbers of GPUs"

@@ -136,7 +136,7 @@ class TestData:
 
     def test_the_same_bytes_pass_without_a_look_at_the_columns(self):
         result = self.gate({"train": {"rows": 2000, "sha256": "aa", "hashed": "content"}})
-        assert [check.words for check in result.checks] == ["the same to the byte"]
+        assert [check.words for check in result.checks] == ["the same bytes"]
 
     def test_newer_rows_of_the_same_kind_pass(self):
         result = self.gate(data_of(3000, seed=1, sha256="bb"))

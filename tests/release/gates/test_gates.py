@@ -94,7 +94,7 @@ class TestFingerprint:
     def test_changes_that_no_commit_holds_fail_unless_they_are_allowed(self):
         git = {"commit": "feed", "is_dirty": True, "diff_sha256": "cc"}
         runs = [[a_run(name, environment={"git": git})] for name in ("a", "b")]
-        assert "no commit holds" in words_of(fingerprint_gate(*runs, policy=FingerprintPolicy()))
+        assert "uncommitted changes" in words_of(fingerprint_gate(*runs, policy=FingerprintPolicy()))
         assert fingerprint_gate(*runs, policy=FingerprintPolicy(allow_uncommitted=True)).answer == "pass"
 
     def test_runs_outside_a_checkout_are_inconclusive(self):

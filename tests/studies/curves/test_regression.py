@@ -120,7 +120,7 @@ def test_the_words():
     words = "no difference beyond noise (-1.2 to +2.3 %)"
     assert str(Change(Estimate(1.005, 0.988, 1.023))) == words
     assert str(Change(Estimate(2.1, 1.58, 3.19), "steps", 0.1)) == (
-        "inconclusive: takes 2.1 times as long (1.58 to 3.19 by the noise of steps alone), but the spread "
+        "inconclusive: takes 2.1 times as long (1.58 to 3.19 from the noise of steps alone), but the spread "
         "between launches is unknown; at least 3 launches of each would decide"
     )
 
