@@ -69,7 +69,7 @@ def test_the_command_says_what_to_do_next_and_overwrites_nothing(tmp_path, capsy
     (tmp_path / "mine_alone.py").write_text("my own")
     (tmp_path / "mine_alone.yaml").unlink()
     assert run_command(words) == 2
-    assert "nothing is overwritten" in capsys.readouterr().err
+    assert "is not overwritten" in capsys.readouterr().err
     assert (tmp_path / "mine_alone.py").read_text() == "my own" and not (tmp_path / "mine_alone.yaml").exists()
 
 

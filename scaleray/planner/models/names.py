@@ -117,7 +117,7 @@ def _of_size_alone(name: str, num_params: float, *, sequence: int) -> ModelProfi
     ]
     also = f" ({', '.join(alike)})" if alike else ""
     note = (
-        f"only the model's size is known: {shape.layers} layers of width {shape.hidden} with {shape.heads} heads "
+        f"only the size of the model is known: {shape.layers} layers of width {shape.hidden} with {shape.heads} heads "
         f"and a vocabulary of {shape.vocab} ({made.num_params / 1e9:.3g}b), in GPT-3's proportions; "
         f"give a name from the catalogue{also} or -c CONFIG to plan the model itself"
     )

@@ -106,7 +106,7 @@ def test_steps_in_which_the_allocator_asked_again_are_memory_pressure():
 
 def test_what_does_not_suffice_is_said():
     short = judge(made_up(steps=5), facts())
-    assert short.limit is Limit.INCOMPLETE and "5 steps" in short.sentence and short.confidence == "unsure"
+    assert short.limit is Limit.INCOMPLETE and "5 steady steps" in short.sentence and short.confidence == "unsure"
     unnamed = judge(made_up(unexplained=0.3), facts())
     assert unnamed.limit is Limit.INCOMPLETE and "30%" in unnamed.sentence
     found = judge(dataclasses.replace(made_up(), waits=None), facts())
