@@ -222,7 +222,7 @@ def test_an_import_overwrites_nothing(tmp_path):
     stored(tmp_path / "run", {"a": torch.ones(3)})
     torch.save({"a": torch.zeros(3)}, tmp_path / "a.pt")
     before = snapshot(tmp_path)
-    with pytest.raises(CheckpointError, match="holds checkpoints already"):
+    with pytest.raises(CheckpointError, match="already holds checkpoints"):
         import_weights(str(tmp_path / "a.pt"), str(tmp_path / "run"))
     assert snapshot(tmp_path) == before
 

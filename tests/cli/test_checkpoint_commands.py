@@ -146,7 +146,7 @@ def test_prune_says_what_it_would_do_and_then_does_it(run, capsys):
 
 def test_rebuild_makes_a_checkpoint_independent(run, capsys):
     assert "no longer depends on others" in command(capsys, "rebuild", run)[1]
-    assert "holds every byte itself already" in command(capsys, "rebuild", run)[1]
+    assert "already holds every byte itself" in command(capsys, "rebuild", run)[1]
     command(capsys, "prune", run, "--keep-last", "1")
     for path in (run / "checkpoints" / "step-000000010").glob("*"):
         os.utime(path, (0, 0))  # old enough to be nobody's unfinished work
@@ -164,7 +164,7 @@ def test_weights_become_a_checkpoint(tmp_path, capsys):
         assert "imported" in command(capsys, "list", folder)[1]
         assert command(capsys, "verify", folder)[0] == 0
         code, _, err = command(capsys, "import", file, folder)
-        assert code == 2 and "holds checkpoints already" in err
+        assert code == 2 and "already holds checkpoints" in err
 
 
 def test_an_import_of_a_folder_says_that_it_needs_none(tmp_path, capsys):

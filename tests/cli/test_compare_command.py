@@ -161,7 +161,7 @@ def test_two_trainings_of_the_same_are_not_called_different(tmp_path, capsys):
     runs = [training(tmp_path, name) for name in "ab"]
     found = compared(capsys, *runs)
     assert found["differences"] == []
-    assert "no difference that can be told from noise" in found["verdicts"][0]["words"]
+    assert "no difference beyond noise" in found["verdicts"][0]["words"]
     assert "losses of B and A: equal to the bit in all 120 common steps" in found["notes"]
 
 
@@ -209,7 +209,7 @@ def test_other_batches_are_compared_by_the_time_of_a_sample(tmp_path, capsys):
 def test_a_training_without_steps_has_figures_and_no_verdict(tmp_path, capsys):
     found = compared(capsys, training(tmp_path, "a"), training(tmp_path, "b", with_steps=False))
     assert found["verdicts"][0]["time_ratio"] is None
-    assert "nothing can be said: B has no step times" in found["verdicts"][0]["words"]
+    assert "no result: B has no step times" in found["verdicts"][0]["words"]
     assert {"name": "val/loss", "values": [0.2, 0.2], "shown": ["0.2", "0.2"]} in found["figures"]
 
 

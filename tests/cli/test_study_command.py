@@ -112,7 +112,9 @@ def test_more_workers_than_cores_are_refused_with_three_ways_out(folder, capsys)
     words = ["--world-sizes", "1,4096", "--batch.global-size", "4096"]
     assert run_command(["study", "-c", "run.yaml", "--local", *words]) == 2
     err = capsys.readouterr().err
-    assert all(way in err for way in ("workers that share one measure nothing", "emulated", "--oversubscribe"))
+    assert all(
+        way in err for way in ("workers that share one give no valid measurement", "emulated", "--oversubscribe")
+    )
 
 
 def test_the_command_that_repeats_a_study_holds_no_password():

@@ -72,7 +72,7 @@ def test_what_is_invalid_stays_with_its_reason_and_is_used_by_nothing(uri, tmp_p
     assert len(found) == 4 and all(one.values["invalid"].startswith("the fan was off (") for one in found)
     learned = points_in_mlflow(uri)
     assert not learned.points and learned.skipped[0].startswith("counted: the fan was off")
-    with pytest.raises(UsageError, match="it is invalid already: the fan was off"):
+    with pytest.raises(UsageError, match="already marked invalid: the fan was off"):
         invalidate_experiment(run.run_id, "twice", uri=uri)
 
 

@@ -116,7 +116,7 @@ def make_request(
     before = find(resume, config, base_dir, say=say) if resume is not None else None
     if config is None:
         if before is None:
-            raise ConfigError("config", None, "", "give a file with -c")
+            raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
         config = before.valid_config()
     if before is None:
         return Request(config, base_dir, None, [])

@@ -164,7 +164,7 @@ def doubts(layout: Layout, cluster: Cluster, *, is_guessed: bool = False) -> tup
         "experts spread over GPUs": layout.expert > 1,
         "context parallel": layout.context > 1,
         f"no published row used {cluster.gpu.name}": cluster.gpu.name not in SEEN_GPUS,
-        "only the model's size is known": is_guessed,
+        "only the size of the model is known": is_guessed,
     }
     return tuple(words for words, is_so in found.items() if is_so)
 

@@ -161,11 +161,11 @@ def test_a_model_of_which_only_the_size_is_known_says_so_everywhere(capsys, tmp_
     words = ["plan", "--model", "gpt-350m", "--cluster", "h100:8", "--global-batch", "64", "--strategies", "ddp"]
     code, out, err = run(capsys, *words, "--html", str(tmp_path / "plan.html"), "--json")
     record = json.loads(out)
-    said = "only the model's size is known"
+    said = "only the size of the model is known"
     assert code == 0 and said in err and said in (tmp_path / "plan.html").read_text()
     assert (
         any(said in note for note in record["assumed"])
-        and "only the model's size is known" in record["choices"][0]["doubts"]
+        and "only the size of the model is known" in record["choices"][0]["doubts"]
     )
     record = json.loads(
         run(capsys, "plan", "--model", "wide-resnet-50-2", "--cluster", "h100:8", "--global-batch", "64", "--json")[1]

@@ -24,7 +24,7 @@ def test_intervals_that_say_nothing_do_not_press_a_curve_flat():
     fit = dataclasses.replace(curve.fits[0], band=[(n, Estimate(e.value, 0.0, 1e302)) for n, e in curve.fits[0].band])
     wild_curve = dataclasses.replace(curve, points=points, fits=[fit])
     for made, scale in ((speedup(wild_curve), 1.0), (efficiency(wild_curve), 100.0)):
-        assert "Bars that end in an arrow go on." in made.caption
+        assert "Bars with an arrow extend beyond the frame." in made.caption
         ticks = [float(text.rstrip("%")) for text in re.findall(r">(\d+(?:\.\d+)?%?)</text>", made.svg)]
         assert max(ticks) <= 4 * scale
     drawn, plain = speedup(wild_curve), speedup(curve)
