@@ -39,7 +39,7 @@ def outcome(run: Run, record: RunRecord) -> Outcome:
     with open(folder / "steps.csv", newline="") as file:
         losses = [(int(row["step"]), row["loss"]) for row in csv.DictReader(file)]
     if (unsent := folder / "unsent.jsonl").exists():  # MLflow was away until the end, as the run has said
-        replay(unsent)
+        replay(unsent, uri=run.tracking_uri)
     points = _points(run.tracking_uri, record.run_id)
     return Outcome(_status(run.tracking_uri, record.run_id), read_weights(folder), losses, points, record.metrics)
 
