@@ -62,7 +62,7 @@ def import_weights(path: str, run_path: str) -> Manifest:
         raise CheckpointError(
             "the file to import",
             path,
-            "it is not a file",
+            "it does not exist or is a folder",
             "a folder of safetensors files needs no import: --workload.weights FOLDER",
         )
     catalog, _ = Catalog.at(run_path)

@@ -84,7 +84,7 @@ def _heat_map(profile: RunProfile) -> Drawing:
 
     every = f"the mean of {buckets.width} steps" if buckets.width > 1 else "a step"
     late_words = (
-        " Right: how long after the first rank each one reached its collectives."
+        " Right: how long after the first rank each came to its collectives."
         if is_late_known
         else " Lateness was not measured."
     )
@@ -92,7 +92,7 @@ def _heat_map(profile: RunProfile) -> Drawing:
         "ranks-over-time",
         "Ranks over time",
         f"Each cell is {every} on one rank, with evaluations and checkpoints that followed the step before. "
-        f"The slowest 1 % share the last colour.{late_words}",
+        f"The colours end at the slowest 1 %.{late_words}",
         paint,
         columns=len(panels),
         is_wide=True,
@@ -148,7 +148,7 @@ def _parts_by_rank(profile: RunProfile) -> Drawing:
     closing = (
         f"The parts add up to the step within {profile.gap:.2%}."
         if profile.closes and profile.gap is not None
-        else "The parts do not add up to the step: do not rely on them."
+        else "The parts do not add up to the step: do not trust them."
     )
     return draw(
         "parts-by-rank",
@@ -216,21 +216,21 @@ def _goodput(profile: RunProfile) -> Drawing:
         ax.grid(visible=False)
         ax.spines["left"].set_visible(False)
         drawing.plain_axis(ax.xaxis)
-        ax.set(xlabel="share of the elapsed time, in %")
+        ax.set(xlabel="share of the time that has gone by, in %")
         ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, handlelength=1.0, columnspacing=1.2)
 
     attempts = profile.goodput.attempts
     over = f" over {attempts} attempts" if attempts > 1 else ""
     again = (
-        f" {profile.goodput.repeated_steps} steps were repeated after a resume."
+        f" {profile.goodput.repeated_steps} steps were taken again after a resume."
         if profile.goodput.repeated_steps
         else ""
     )
     return draw(
         "goodput",
         "Goodput",
-        f"Use of {seconds(profile.goodput.elapsed_s)}{over}: {shares.get('productive', 0.0):.1%} were productive "
-        f"steps.{again}",
+        f"What became of {seconds(profile.goodput.elapsed_s)}{over}: {shares.get('productive', 0.0):.1%} were steps "
+        f"that count.{again}",
         paint,
         is_wide=True,
         height_in=1.5,
