@@ -7,7 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scaleray.errors import CheckpointError, UsageError
+from scaleray.errors import CheckpointError, UsageError, first_line
 from scaleray.models.checkpoint_path import chosen, empty, opened, written
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _row(catalog: Catalog, step: int) -> dict[str, Any]:
     except Incomplete as exc:
         return {"step": step, "complete": False, "reason": str(exc)}
     except CheckpointError as exc:
-        return {"step": step, "complete": False, "reason": f"{exc.what} is {exc.found}, but {exc.allowed}"}
+        return {"step": step, "complete": False, "reason": first_line(exc)}
     return {
         "step": step,
         "complete": True,

@@ -14,7 +14,7 @@ from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import DataSize, Recipe, largest_divisor, with_micro_size
 from scaleray.data import TRAIN, Split
 from scaleray.data.source_interface import Source
-from scaleray.errors import ConfigError, DataError
+from scaleray.errors import ConfigError, DataError, first_line
 from scaleray.launch.session.data_sources import size_of
 from scaleray.records.certificate import Outcome
 from scaleray.records.start import steady_time
@@ -189,7 +189,7 @@ def _groups(options: VerifyOptions, trainings: _Trainings) -> tuple[dict[int, li
                     found.setdefault((made.strategy, made.accumulation), made)
                 except ConfigError as exc:
                     first_error = first_error or exc
-                    reason = f"{exc.what} {exc.found}: {exc.allowed}"
+                    reason = first_line(exc).removesuffix(".")
                     refused[strategy, world_size, reason] = Outcome(
                         strategy, world_size, accumulation, "refused", reason
                     )

@@ -191,7 +191,7 @@ def _tracking_error(uri: str) -> str:
     try:
         check_reachable(uri)
     except TrackingError as exc:
-        return f"{exc.what} {exc.found}: {exc.allowed}"
+        return first_line(exc)
     finally:
         if is_new_file:
             with contextlib.suppress(OSError):
