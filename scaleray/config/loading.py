@@ -315,4 +315,4 @@ def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> Conf
     elif isinstance(found, str):
         found = without_password(found)
     message = message[0].lower() + message[1:]
-    return ConfigError(what, found, f"not allowed: {message.rstrip('.')}", help_text)
+    return ConfigError(what, found, f"that is not allowed: {message.rstrip('.')}", help_text)

@@ -76,7 +76,7 @@ def test_checkpoints_are_shown_where_asked_for(capsys, tmp_path):
     assert code == 0 and "checkpoints:" not in out
     page = tmp_path / "plan.html"
     code, out, _ = run(capsys, *SMALL, "--checkpoint-minutes", "5", "--samples", "1e6", "--html", str(page))
-    assert code == 0 and "of every 5 minutes" in out and "beside the training" in out and "interruption" not in out
+    assert code == 0 and "of every 5 minutes" in out and "during training" in out and "interruption" not in out
     assert "Checkpoints and interruptions" in page.read_text()
     path = tmp_path / "cluster.yaml"
     path.write_text("gpu: h100\ngpus_per_node: 4\nnum_nodes: 2\ngpu_mtbf_hours: 100\nstorage_gb_per_s: 1\n")
@@ -93,7 +93,7 @@ def test_checkpoints_are_shown_where_asked_for(capsys, tmp_path):
         "1e6",
     )
     code, out, _ = run(capsys, *words)
-    assert code == 0 and "an interruption every 12.5 hours" in out and "best distance" in out
+    assert code == 0 and "an interruption every 12.5 hours" in out and "best interval" in out
     waiting = json.loads(run(capsys, *words, "--checkpoints-wait", "--json")[1])["checkpoints"]
     assert waiting["stall_s"] == waiting["write_s"] and 0 < waiting["time_ratio"] < 1
 

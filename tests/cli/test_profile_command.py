@@ -87,7 +87,7 @@ def test_words_that_make_no_sense_together_are_refused(tmp_path, capsys):
     assert "one run is profiled at a time" in refused(capsys, tmp_path, tmp_path)
     config = tmp_path / "config.yaml"
     config.write_text("workload: {name: x.py:X}\nbatch: {global_size: 4}\nstop: {after: 1 epochs}\n")
-    assert "no run" in refused(capsys, tmp_path, "-c", config)
+    assert "instead of a run" in refused(capsys, tmp_path, "-c", config)
     assert "--steps is 5: it must be at least 20" in refused(capsys, "-c", config, "--local", "--steps", 5)
 
 

@@ -29,6 +29,8 @@ class Good:
 class CountsOne(Good):
     '''Divides by the micro-batch's own size and says that it is a sum over one.'''
 
+    depends_on_micro_batch = True  # else it is refused at the first batch
+
     def loss(self, model, batch):
         total, count = super().loss(model, batch)
         return total / count, 1

@@ -150,7 +150,7 @@ def bad_arguments(folder):
     (folder / "run").mkdir()
     (folder / "run" / "run.json").write_text("{}")
     return [
-        ({"model": str(folder / "run")}, "(?s)a run of scaleray.*scaleray export .*run --out FOLDER"),
+        ({"model": str(folder / "run")}, "(?s)a scaleray run.*scaleray export .*run --out FOLDER"),
         ({"model": str(folder / "nowhere")}, "nothing is fetched from a hub"),
         ({"model": str(folder / "pickled")}, "only safetensors is read"),
         ({"model": str(folder / "list.json")}, "model_type"),

@@ -182,7 +182,7 @@ def test_a_model_by_name_has_as_many_classes_as_the_folder(folder, torchvision):
     assert (model.fc.out_features, model.body.out_features) == (2, 7)
     for args, words in [
         ({"model": "resnet18"}, "torchvision:NAME or timm:NAME"),
-        ({"model": "torchvision:resnet19"}, "near it: resnet18"),
+        ({"model": "torchvision:resnet19"}, "similar: resnet18"),
         ({"options": {"depth": 2}}, "does not accept them"),
     ]:
         with pytest.raises(WorkloadError, match=words):

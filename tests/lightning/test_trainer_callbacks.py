@@ -84,8 +84,8 @@ def test_a_value_in_the_config_that_contradicts_a_callback_is_refused_by_name():
         (EarlyStopping("val_loss", min_delta=0.1), "min_delta of EarlyStopping"),
         (EarlyStopping("val_loss", divergence_threshold=9.0), "divergence_threshold of EarlyStopping is 9"),
         (LearningRateMonitor(log_momentum=True), "log_momentum of LearningRateMonitor"),
-        (lightnings.StochasticWeightAveraging(0.1), "StochasticWeightAveraging has no place.*averaging.decay"),
-        (lightnings.Timer("00:12:00:00"), "the callback Timer has no place.*use stop.after"),
+        (lightnings.StochasticWeightAveraging(0.1), "StochasticWeightAveraging is not supported.*averaging.decay"),
+        (lightnings.Timer("00:12:00:00"), "the callback Timer is not supported.*use stop.after"),
         (EarlyStopping, "is 'EarlyStopping': it must be a Lightning Callback"),
         (type("Mine", (EarlyStopping,), {})("val_loss"), "derives from EarlyStopping"),
     ],
@@ -113,7 +113,7 @@ def test_values_that_cannot_be_settings_are_refused_before_anything_starts(callb
 @pytest.mark.parametrize("hook", REFUSED_HOOKS)
 def test_a_hook_without_a_place_is_refused_with_its_line(hook):
     own = type("Own", (L.Callback,), {hook: lambda self, *args: None})
-    with pytest.raises(WorkloadError, match=rf"defines {hook}\(\), which has no place") as refusal:
+    with pytest.raises(WorkloadError, match=rf"defines {hook}\(\), which is not supported") as refusal:
         as_workload(Plain, Data, callbacks=[own()])
     assert f"{__file__}:" in str(refusal.value)
 

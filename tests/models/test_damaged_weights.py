@@ -170,7 +170,7 @@ def test_a_damaged_share_is_refused(copy, file, damage):
 def test_exchanged_weights_with_a_list_of_their_own_are_not_those_of_the_record(copy):
     (copy / "weights.pt").write_bytes((copy / "weights.pt").read_bytes() + b"\0")
     final_weights.complete(str(copy))
-    with pytest.raises(CheckpointError, match=r"not the same in weights\.sha256\.json and record\.json"):
+    with pytest.raises(CheckpointError, match=r"different in weights\.sha256\.json and record\.json"):
         scaleray.load(copy)
 
 
@@ -254,7 +254,7 @@ def test_every_reader_refuses_a_checkpoint_whose_hashes_were_rewritten(copy, tra
     assert forge_checkpoint(copy) == 24
     values = {"run": copy, "out": tmp_path, "uri": trained.tracking_uri, "name": trained.config["workload"]["name"]}
     code, text = command(capsys, *(word.format(**values) for word in READERS_OF_CHECKPOINTS[reader]))
-    assert code == 2 and "manifest.json is not the one that the run wrote" in text and "Traceback" not in text
+    assert code == 2 and "manifest.json is not the file that the run wrote" in text and "Traceback" not in text
 
 
 def test_checkpoint_verify_names_the_checkpoint_whose_hashes_were_rewritten(copy):

@@ -111,7 +111,7 @@ def test_weights_that_are_tied_stay_so_and_are_written_once(tied, tmp_path):
 def test_half_the_bytes_are_held_against_the_model_as_it_was_trained(tied, tmp_path, format, ending):
     found = export_model(tied, tmp_path / f"a.{ending}", format=format, dtype="bf16")
     assert 0 < found.difference <= 0.05 == found.tolerance
-    with pytest.raises(CheckpointError, match="nothing was written"):
+    with pytest.raises(CheckpointError, match="Nothing was written"):
         export_model(tied, tmp_path / f"b.{ending}", format=format, dtype="bf16", tolerance=1e-6)
     assert [path.name for path in tmp_path.iterdir()] == [f"a.{ending}"]
 
@@ -146,7 +146,7 @@ def test_a_file_that_says_something_else_does_not_take_the_place_of_a_good_one(
         kind.write(module, call, file, about)
 
     monkeypatch.setitem(exported.KINDS, format, dataclasses.replace(kind, write=wrong))
-    with pytest.raises(CheckpointError, match="nothing was written"):
+    with pytest.raises(CheckpointError, match="Nothing was written"):
         export_model(run, good, format=format, overwrite=True)
     assert good.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 

@@ -148,7 +148,7 @@ def test_an_error_of_the_first_rows_shows_the_users_own_line(run, rows, classes)
     ("options", "says"),
     [
         ({}, "give either --data or --split"),
-        ({"data": "nothing.parquet"}, "there is nothing"),
+        ({"data": "nothing.parquet"}, "it does not exist"),
         ({"data": "points.txt"}, "no file with a known extension"),
         ({"split": "test"}, "the run has the splits train, val"),
         ({"data": {"x": [[1.0]]}, "out": "a.txt"}, "must end in .parquet or .jsonl"),

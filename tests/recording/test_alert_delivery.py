@@ -88,7 +88,7 @@ def test_a_receiver_that_is_away_is_said_without_its_address(address):
     address = address.format(port)
     told = Told(to_webhook(address, timeout_s=20), name=webhook_named(address), attempts=1)
     told.deliver("loss_spike")
-    assert "not to be reached" in told.said[0] and "xyzzy" not in told.said[0] and "/***)" in told.said[0]
+    assert "cannot be reached" in told.said[0] and "xyzzy" not in told.said[0] and "/***)" in told.said[0]
 
 
 @pytest.mark.parametrize("address", ["http://h\nx/" + SECRET, "http://h:99999/" + SECRET, "http://h x/" + SECRET])

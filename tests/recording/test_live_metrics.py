@@ -213,7 +213,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path, uri):
             "workload.name": "x:Classify", "batch.global_size": 8, "optimizer.learning_rate": 0.1, "tracking.uri": uri,
             "stop.after": "4 steps", "checkpoint.storage_path": str(tmp_path / "runs"), "monitoring.port": port,
         }  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"monitoring\.port is {port}.*another program listens there on 127"):
+        with pytest.raises(ConfigError, match=rf"monitoring\.port is {port}.*another program listens on it on 127"):
             run.train(flags, Classify(), local=True)
         with pytest.raises(ConfigError, match="0 takes any free port"):
             MetricsEndpoint(port, list)

@@ -43,7 +43,9 @@ def test_the_planner_learns_from_the_points_of_studies_that_are_valid(uri, tmp_p
     a_counted_study(uri, tmp_path)
     a_study(uri, name="uncounted", started_at=1.79e9)
     found = points_in_mlflow(uri)
-    assert len(found.models) == 1 and any("uncounted: it has no record.json" in line for line in found.skipped)
+    assert len(found.models) == 1 and any(
+        "uncounted: it has no record.json of a study" in line for line in found.skipped
+    )
     assert [(point.workers, point.gpu, point.workers_per_node) for point in found.points] == [
         (1, "cpu", 8),
         (2, "cpu", 8),

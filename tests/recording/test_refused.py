@@ -161,7 +161,7 @@ def test_a_record_that_cannot_be_written_is_an_error_and_the_run_has_its_end(uri
     recorder = Recorder(describe(uri, tmp_path))
     run_id = recorder.start().run_id
     (tmp_path / "run" / "record.json").mkdir()  # nothing can take its place
-    with pytest.raises(StorageError, match="the record of the run is not written"):
+    with pytest.raises(StorageError, match="Cannot write the run's record"):
         recorder.finish(
             "FINISHED", metrics={}, tags={"a": "b"}, files={"record.json": "{}", "environment.yaml": "c: d"}
         )

@@ -330,7 +330,7 @@ def test_a_worker_without_optimizer_state_yet_takes_part(gloo):
     ("more", "says"),
     [
         ({"precision.dtype": "fp16"}, "loss scale"),
-        ({"scale.workers": {"min": 1, "max": 4}}, "another training"),
+        ({"scale.workers": {"min": 1, "max": 4}}, "changes the training"),
         ({"compression.name": "bf16"}, "ddp"),
         ({"local_sgd.node_sync_every": 3}, "divisor"),
         ({"local_sgd.node_sync_every": 4}, "divisor"),

@@ -34,7 +34,7 @@ def points_in_mlflow(uri: str | None = None) -> TeamPoints:
             own = [point for point in unusable.values() if point.parent_id == one.run_id]
             skipped += [f"{name}, {p.values.get('name')}: {p.values.get('invalid') or p.problem}" for p in own]
         else:
-            skipped.append(f"{name}: it has no study's {FILE}; its status is {one.values['status']}")
+            skipped.append(f"{name}: it has no {FILE} of a study; its status is {one.values['status']}")
     known = points_of(records)
     return TeamPoints(known.points, known.models, (*skipped, *known.skipped))
 

@@ -28,7 +28,7 @@ NEEDS = {
 certificate, rules of alerts with the limits that the promotion measured, a quarter of the first known training's steps.
 """
 A_PERSON = (
-    f"a person must decide: `scaleray path skip {DECIDE} --reason WORDS` continues with this job; "
+    f"a person decides: `scaleray path skip {DECIDE} --reason WORDS` continues with this job; "
     "`scaleray path start --name NAME --section.key value ...` starts a path with another"
 )
 NO_CLUSTER = "the path was started without --cluster, so the planner has no cluster to plan for"

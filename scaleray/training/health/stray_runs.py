@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from scaleray.training.health.reporter import Reporter
 from scaleray.training.observer import Observer, TakenStep
+
+if TYPE_CHECKING:
+    from scaleray.training.health.reporter import Reporter
 
 
 class StrayRuns(Observer):

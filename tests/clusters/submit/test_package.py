@@ -57,7 +57,7 @@ def test_links_to_folders_and_outside_stay_and_are_named_and_others_travel_as_th
     found = contents_of(folder, max_mib=1)
     assert found.files == {"a": 1, "c": 1} and found.linked == ("data", "round", "b") and found.left_out == 1
     assert "links to folders, outside or to excluded files stay here: data, round, b" in found.in_words()
-    with pytest.raises(ConfigError, match="outside of the working directory"):
+    with pytest.raises(ConfigError, match="outside the working directory"):
         check_is_in(found, folder / "data" / "b", what="--config")
 
 

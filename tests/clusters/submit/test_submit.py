@@ -232,7 +232,7 @@ def test_a_cluster_whose_python_tells_nothing_is_one_error(cluster, monkeypatch)
         (["-c", "jobs/work.yaml", "--workload.name", "/abs/work.py:Mine"], "does not exist on the cluster"),
         (["-c", "jobs/work.yaml", "--workload.name", "gone.py:Mine"], "it does not exist"),
         (["-c", "jobs/work.yaml", "--working-dir", "none"], "it is not a folder"),
-        (["-c", "jobs/work.yaml", "--to", "nobody"], "no cluster of this name"),
+        (["-c", "jobs/work.yaml", "--to", "nobody"], "has this name"),
         (["-c", "jobs/work.yaml", "--to", "10.0.0.1:6379"], "beginning with http:// or https://"),
     ],
 )
@@ -256,7 +256,7 @@ def test_clusters_have_names_in_a_file_of_the_users_own(project, monkeypatch):
     settings.mkdir(parents=True)
     (settings / "clusters.yaml").write_text("mine: http://10.0.0.2:8265\n")
     assert cluster_of("mine").url == "http://10.0.0.2:8265"
-    with pytest.raises(ConfigError, match="known are mine"):
+    with pytest.raises(ConfigError, match="it has mine"):
         cluster_of("other")
     (settings / "clusters.yaml").write_text("mine: http://10.0.0.2:8265\nother: {kind: slum}\n")
     with pytest.raises(ConfigError, match=r"clusters.yaml:2 other\.kind"):

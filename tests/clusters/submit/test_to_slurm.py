@@ -120,7 +120,7 @@ def test_over_ssh_scripts_and_values_go_through_pipes(slurm, clusters, shared, m
     [
         ("me@login: Permission denied (publickey).", "it refused your login"),
         ("ssh: Could not resolve hostname login", "no machine has this name"),
-        ("ssh: connect to host login port 22: Connection timed out", "it is not reached"),
+        ("ssh: connect to host login port 22: Connection timed out", "it cannot be reached"),
     ],
 )
 def test_a_login_node_that_is_not_reached_is_one_message(slurm, clusters, shared, capsys, error, said):
@@ -157,7 +157,7 @@ def test_a_job_that_slurm_does_not_take_is_one_message_and_leaves_no_folder(slur
 def test_without_slurms_commands_or_room_or_rights_it_is_one_message(stand_ins, clusters, shared, monkeypatch, capsys):
     clusters(lab={"kind": "slurm", "folder": str(shared)})
     assert submitted() == 2
-    assert "Slurm's commands are not there" in capsys.readouterr().err
+    assert "Slurm's commands are not found" in capsys.readouterr().err
     shared.rename(shared.parent / "moved")
     shared.write_text("a file")
     assert submitted() == 2

@@ -61,7 +61,7 @@ def test_a_worker_that_sleeps_is_named_with_the_collective_that_the_others_wait_
     text = str(caught.value)
     assert text.startswith("rank 1 on ") and "hangs: it has been in `forward` of step 8" in text
     assert "rank 0 waits in collective " in text and " of group default_pg, all_reduce " in text
-    assert "rank 1 did not come" in text
+    assert "rank 1 did not arrive" in text
     assert text.count("time.sleep(600)  # others wait") == 2, "in the sentence, and where each rank stands"
     (folder,) = (tmp_path / "runs").glob("*/hangs/*")
     assert f"what each rank was doing: {folder}" in text

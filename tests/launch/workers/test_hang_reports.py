@@ -70,7 +70,7 @@ def test_a_rank_that_stays_away_is_named_in_the_runs_failure_before_its_last_lin
     lines = text.splitlines()
     assert lines[0] == str(lost) and lines[-1] == "  | last line of 0"
     assert lines[1:-1] == [
-        "  rank 0 waits in collective 2 of group default_pg, all_reduce float [16]: rank 1 did not come",
+        "  rank 0 waits in collective 2 of group default_pg, all_reduce float [16]: rank 1 did not arrive",
         "  rank 0 stands at /home/me/model.py:3 in loss: work()",
         "  rank 1 stands at /home/me/model.py:33 in loss: work()",
         f"  what each rank was doing: {folder}",
@@ -92,7 +92,7 @@ def test_a_process_that_gloo_has_ended_is_shown_with_its_line_and_what_the_other
     folder = write(tmp_path, 0, calls=[True, True], after_error=True)
     ended(folder, 1, ABORTED)
     text = explain_hang(str(tmp_path), BEATS)
-    assert "rank 0 waits in collective 2 of group default_pg, all_reduce float [16]: rank 1 did not come" in text
+    assert "rank 0 waits in collective 2 of group default_pg, all_reduce float [16]: rank 1 did not arrive" in text
     assert "rank 1 stands at /home/me/model.py:12 in loss (Aborted)" in text
     assert "compare sizes and dtypes of this call on all ranks" in text
 

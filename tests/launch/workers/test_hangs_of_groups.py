@@ -72,7 +72,7 @@ def test_a_rank_that_sleeps_in_user_code_is_named_with_its_line(tmp_path, monkey
     with pytest.raises(RunFailedError) as caught:
         run(tmp_path)
     text = str(caught.value)
-    assert "rank 0 waits in collective" in text and "rank 1 did not come" in text, text
+    assert "rank 0 waits in collective" in text and "rank 1 did not arrive" in text, text
     assert f"rank 1 stands at {os.path.dirname(__file__)}/{asleep()}" in text
     assert "what each rank was doing: " in text
 

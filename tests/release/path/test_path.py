@@ -164,7 +164,7 @@ class TestEndurance:
 
     def test_a_killed_training_must_come_to_the_same_end(self, path, commands):
         task = self.ready(path, commands).task("validate/faults-0")
-        assert task.status == "done" and task.figures["went on after step"] == 2 and task.figures["differs by"] == 0
+        assert task.status == "done" and task.figures["resumed after step"] == 2 and task.figures["differs by"] == 0
         assert task.figures["samples_per_s"] == 100, "what any training measures is there too"
         assert ["train", "--resume", f"{path.folder}/runs/faults-0"] in commands.ran
 

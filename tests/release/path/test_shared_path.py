@@ -133,7 +133,7 @@ def test_a_command_whose_call_was_killed_is_waited_for_and_not_failed(path, comm
     going_on = threading.Thread(target=scaleray.next_on_path, args=(path.folder,), daemon=True)
     going_on.start()
     said = ""
-    while "waiting for its end" not in said:
+    while "waiting for the command" not in said:
         said += capsys.readouterr().err
     assert commands.ran == []
     (tmp_path / "end").touch()

@@ -336,7 +336,7 @@ def _(at: Recorded) -> None:
     at.client.set_registered_model_alias("corners", "champion", made.version)
 
 
-@tampering("registry", "the run that it comes from is deleted", VERIFY)
+@tampering("registry", "its source run exists is deleted", VERIFY)
 def _(at: Recorded) -> None:
     at.client.delete_run(at.run_id)
 

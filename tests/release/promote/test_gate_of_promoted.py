@@ -124,7 +124,7 @@ def test_bad_input_is_one_error_each(promoted, tmp_path):
         scaleray.gate(against=[version, "models:/corners/1"], uri=uri)
     with pytest.raises(UsageError, match="against a registered version it has no effect"):
         scaleray.gate(against=version, study="study", uri=uri)
-    with pytest.raises(ConfigError, match="of a registered version the gates are speed, convergence, data"):
+    with pytest.raises(ConfigError, match="against a registered version the gates are speed, convergence, data"):
         scaleray.gate(against=version, gates=["scaling"], uri=uri)
     with pytest.raises(TrackingError, match="no run of this id or name"):
         scaleray.gate("nowhere", against=version, uri=uri)

@@ -62,7 +62,7 @@ def test_the_job_trains_what_was_promoted_and_the_version_has_the_pipeline(sides
         if check.answer == "fail"
     ]
     assert words == ["job.yaml was changed"]
-    with pytest.raises(UsageError, match="is another one"):
+    with pytest.raises(UsageError, match="already exists and differs"):
         promote(candidates, "champion", against=baselines, policy=POLICY, pipeline=folder, uri=uri)
 
 

@@ -159,13 +159,13 @@ def test_a_server_with_a_password_holds_out_against_all_that_is_done_to_it(serve
     file = next((server.folder / "artifacts").rglob(f"{now.promotion}/data/packed/weights/*.safetensors"))
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert "was changed" in failing("corners@champion", server)["every file is the one that was promoted"]
+    assert "was changed" in failing("corners@champion", server)["every file is the promoted one"]
     file.write_bytes(whole)
     model = scaleray.load("models:/corners@champion", uri=server.address)
     run = next(one for one in runs if one.run_id == now.run_id)
     assert np.array_equal(model.predict(ROWS)["corner"], scaleray.load(run.run_dir).predict(ROWS)["corner"])
     registry.client.delete_run(now.run_id)
-    assert "was deleted" in failing("corners@champion", server)["the run that it comes from"]
+    assert "was deleted" in failing("corners@champion", server)["its source run exists"]
 
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "another")
     with pytest.raises(scaleray.ScaleRayError, match="cannot be read or written"):

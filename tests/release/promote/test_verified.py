@@ -81,7 +81,7 @@ def test_a_deleted_run_and_a_record_that_was_changed_in_mlflow_are_found(promote
             found = failing(uri)
     finally:
         client.restore_run(run_id)
-    assert "was deleted" in found["the run that it comes from"]
+    assert "was deleted" in found["its source run exists"]
     assert (
         "records as MLflow has them: pass then, fail now"
         in found["the gates give the same answers to the stored evidence"]

@@ -52,4 +52,4 @@ def test_a_band_and_a_bar_are_drawn_whole_or_not_at_all(value, below, above):
     point = dataclasses.replace(curve.points[1], speedup=wide)
     made = speedup(dataclasses.replace(curve, points=[curve.points[0], point], fits=[fit], next_doubling=None))
     assert ("FillBetween" in made.svg) == ("too wide to be drawn" not in made.caption)
-    assert ("go on" in made.caption) == ("FillBetween" not in made.svg)
+    assert ("extend beyond" in made.caption) == ("FillBetween" not in made.svg)

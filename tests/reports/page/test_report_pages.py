@@ -327,7 +327,8 @@ def test_where_a_rule_ended_is_in_the_map_and_in_a_table_beside_theory():
     assert rows["sqrt"][1:3] == ("2048", "held up to the largest batch tried")
     chart = maps(record)[0]
     assert (
-        "shaded: from the first batch size on" in chart.caption and "dotted: the critical batch size" in chart.caption
+        "shaded: from the first batch size at which" in chart.caption
+        and "dotted: the critical batch size" in chart.caption
     )
     assert "shaded" not in maps(study_examples.sweep())[0].caption
     said = rule_sentences(record, reference_batch_size=64)
@@ -345,7 +346,7 @@ def test_noise_scales_have_their_intervals_and_open_ends_an_arrow():
         dataclasses.replace(second, noise_scale=None, noise_interval=(250.0, None)),
     ]
     made = noise(dataclasses.replace(record, trials=trials))
-    assert "95% intervals" in made.caption and "larger than could be resolved" in made.caption
+    assert "95% intervals" in made.caption and "too large to resolve" in made.caption
     lines = [len(re.findall(r'id="noise-scale-line2d', drawn.svg)) for drawn in (plain, made)]
     assert lines[1] > lines[0]
     rows = trial_rows(dataclasses.replace(record, trials=trials))

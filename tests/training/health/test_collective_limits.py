@@ -61,7 +61,7 @@ def all_of(found):
         (4, {"strategy.name": "tensor", "tensor.size": 2}),
         (2, {"strategy.name": "async_sgd"}),
     ],
-    ids=["ddp", "a group of its own", "a mesh of two axes", "exchanges beside the training"],
+    ids=["ddp", "a group of its own", "a mesh of two axes", "exchanges during training"],
 )
 def test_all_groups_have_the_limit_of_the_config_once_the_first_step_is_complete(gloo, world_size, flags):
     check, first, last, after = gloo.run(world_size, limits_of_a_run, flags)[0]

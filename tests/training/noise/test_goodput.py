@@ -150,7 +150,7 @@ def test_accumulation_counts_a_pass_for_every_micro_batch():
 
 def test_one_batch_size_scales_in_proportion_and_none_is_refused():
     assert fit_throughput([MeasuredStep(64, 0.2), MeasuredStep(64, 0.4)]).step_time_s(128) == pytest.approx(0.6)
-    with pytest.raises(ConfigError, match="at least"):
+    with pytest.raises(ConfigError, match="at one batch size or more"):
         fit_throughput([])
 
 

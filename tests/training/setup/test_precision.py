@@ -230,7 +230,7 @@ def test_fp16_on_several_workers_stays_near_one(gloo, strategy):
     assert several.grad_norms == pytest.approx(alone.grad_norms, rel=2e-2)
 
 
-@pytest.mark.parametrize(("dtype", "says"), [("fp32", "have none"), ("fp64", "no use")])
+@pytest.mark.parametrize(("dtype", "says"), [("fp32", "have none"), ("fp64", "no effect")])
 def test_tf32_is_refused_where_nothing_would_come_of_it(dtype, says):
     with pytest.raises(ConfigError, match=says):
         make_job(Classify(), {"precision.tf32": True, "precision.dtype": dtype})

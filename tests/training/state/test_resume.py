@@ -185,6 +185,7 @@ LOOP_STATELESS = {
     "evaluations", "memory", "plan", "reporter", "compilation", "observers", "profile", "located",
     "callbacks",  # an item of its own
     "fixed",  # of the model as it is built
+    "attributes",  # read when training has ended
     "under_way",  # empty whenever something is saved
 }  # fmt: skip
 MICRO_SIZES = {"now"} | {"config", "place", "reporter", "search"}  # saved, and no state
