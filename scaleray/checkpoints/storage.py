@@ -185,7 +185,11 @@ class Store:
         filesystem, root = self._location
         base = f"{root}/{folder}".rstrip("/")
         selector = pyarrow.fs.FileSelector(base, recursive=recursive, allow_not_found=True)
-        for info in filesystem.get_file_info(selector):
+        try:
+            found = filesystem.get_file_info(selector)
+        except FileNotFoundError:  # it was there when pyarrow looked for it, and not when it was listed
+            return
+        for info in found:
             yield info.path[len(root) :].strip("/"), info
 
     @contextlib.contextmanager

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from scaleray.training.setup.model_setup import Setup
+if TYPE_CHECKING:
+    from scaleray.training.setup.model_setup import Setup
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def bad_arguments(folder):
     return [
         ({"model": str(folder / "run")}, "(?s)a scaleray run.*scaleray export .*run --out FOLDER"),
         ({"model": str(folder / "nowhere")}, "nothing is fetched from a hub"),
-        ({"model": str(folder / "pickled")}, "only safetensors is read"),
+        ({"model": str(folder / "pickled")}, "only safetensors files are read"),
         ({"model": str(folder / "list.json")}, "model_type"),
         ({"model": str(folder / "empty")}, "it has no config.json"),
         ({"model": {"hidden_size": 4}}, "model_type of workload.args.model is missing"),
