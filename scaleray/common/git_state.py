@@ -12,7 +12,7 @@ from typing import Any
 
 from scaleray.common.parsing import load_json
 
-LARGEST_HASHED_BYTES = 2**24  # larger files count by their size: data beside the code must not delay every start
+LARGEST_HASHED_BYTES = 2**24  # larger files count by their size: data next to the code must not delay every start
 SENT = ".scaleray-git.json"
 """File in the package of a submitted job, which has no `.git`: the sender's state, and a hash of the files sent."""
 STATE = ("commit", "is_dirty", "diff_sha256")

@@ -308,8 +308,8 @@ class Recorder(SignsOfLife):
         """Values from before a resume by step: those of the former record, and MLflow's of later steps."""
         with contextlib.suppress(OSError, ValueError, TypeError):
             former = RunRecord.from_json(Store(self.description.run_path or self.description.work_dir).read(RECORD))
-            told = {int(step or 0): math.nan if v is None else v for step, v in former.evaluations.get(name, [])}
-            return told | {step: v for _, v, _, step in self._history(name) if step > former.steps}
+            recorded = {int(step or 0): math.nan if v is None else v for step, v in former.evaluations.get(name, [])}
+            return recorded | {step: v for _, v, _, step in self._history(name) if step > former.steps}
         return {step: value for _, value, _, step in self._history(name)}
 
     def _history(self, name: str) -> list[Point]:

@@ -217,5 +217,5 @@ def _is_ignored(path: Path, specs: list, by_git: set[Path], *, is_folder: bool) 
 
 def _advice(largest: list[tuple[str, int]]) -> str:
     named = ", ".join(f"{name} {disk_space(num_bytes)}" for name, num_bytes in largest)
-    told = f"largest: {named}\n  " if named else ""
-    return f"{told}exclude files in .rayignore, and keep data in a bucket or on a shared file system"
+    largest_first = f"largest: {named}\n  " if named else ""
+    return f"{largest_first}exclude files in .rayignore, and keep data in a bucket or on a shared file system"

@@ -113,7 +113,7 @@ def end_processes(folder: str | None, logs: str | None = None) -> None:
 
 def _writing_to(logs: str | None) -> set[psutil.Process]:
     """Agents and workers that write to this folder: their titles replace their environments, and once their raylet has
-    ended they are nobody's descendants."""
+    ended no marked process is above them."""
     found, place = set(), f"{os.path.realpath(logs)}/" if logs else ""
     for process in psutil.process_iter() if logs else ():
         with contextlib.suppress(psutil.Error, OSError):
