@@ -129,6 +129,8 @@ class _WithWorkerInfo:
 
 
 LOOKED_AT = 8
+IN_TURN_S = 0.1
+MOST_IN_TURN = 1024  # rows of the longest piece that is read in turn with other splits
 COUNT_S = 60.0  # so long the rows are counted of a dataset without a length
 SHORT_COUNT_S = 3.0  # and so long where nothing is counted in epochs
 END = object()
@@ -167,8 +169,6 @@ class IterableSource(DatasetSource):
         first, again, moved = self._first_rows()
         self.num_rows = self._count() if first else 0
         rows = [columns for _, columns in first]
-        self.first_rows = [fingerprint(row) for row in rows]
-        """Fingerprints of the first rows, read without pause."""
         self.gives_tuples = bool(first) and not isinstance(first[0][0], Mapping)
         self.row_bytes = sum(v.nbytes for row in rows for v in row.values()) // max(1, len(rows)) or 1
         self.ragged_columns = tuple(n for n in (rows[0] if rows else ()) if len({row[n].shape for row in rows}) > 1)
@@ -215,7 +215,7 @@ class IterableSource(DatasetSource):
     def first_fingerprints(self) -> Iterator[str]:
         """Fingerprints of the first rows, read as the training reads them, one at a time."""
         rows = self.opened()._iterate(StepPlan(self.num_rows, 1, shuffle=False), 0)
-        return (fingerprint(row) for _, row in itertools.islice(rows, LOOKED_AT))
+        return (fingerprint(row) for _, row in rows)
 
     def _count(self) -> int:
         if hasattr(type(self.dataset), "__len__"):
@@ -392,9 +392,7 @@ def refuse_shared_place(sources: Mapping[str, Any]) -> None:
     if not streams or len(users) < 2:
         return
     for name, rows in _read_in_turn(users).items():
-        if rows == streams[name].first_rows:
-            continue
-        alone = [_read_in_turn({name: streams[name]})[name] for _ in range(2)]
+        alone = [_read_alone(streams[name], len(rows)) for _ in range(2)]
         if alone[0] == alone[1] != rows:
             raise DataError.problem(
                 f"the {name} data",
@@ -406,21 +404,35 @@ def refuse_shared_place(sources: Mapping[str, Any]) -> None:
 
 
 def _read_in_turn(sources: Mapping[str, DatasetSource]) -> dict[str, list[str]]:
-    """Fingerprints of the first rows of every stream: half of them, then half of the next one's; a row of others."""
+    """Fingerprints of the first rows of every stream, read in turn with the other splits in pieces of growing length:
+    a stream may read its rows from a file in blocks. At least LOOKED_AT rows, then more for IN_TURN_S."""
     streams = {name: source for name, source in sources.items() if isinstance(source, IterableSource)}
     found: dict[str, list[str]] = {name: [] for name in streams}
 
     def read() -> None:
         rows = {name: source.first_fingerprints() for name, source in streams.items()}
-        for name, source in [*sources.items()] * 2:
-            if name in rows:
-                found[name] += itertools.islice(rows[name], LOOKED_AT // 2)
-            else:
-                source.read(np.array([0]))
+        until, piece = time.monotonic() + IN_TURN_S, LOOKED_AT // 2
+        while piece <= LOOKED_AT // 2 or (time.monotonic() < until and piece < MOST_IN_TURN):
+            for name, source in [*sources.items()] * 2:
+                if name in rows:
+                    found[name] += itertools.islice(rows[name], piece)
+                else:
+                    source.read(np.array([0]))
+            piece *= 2
 
     with generators_kept():
         call_user_code(read, what="datasets()", doing="reading the first rows of its splits")
     return found
+
+
+def _read_alone(source: IterableSource, number: int) -> list[str]:
+    """Fingerprints of the first rows of a stream, read without pause."""
+    with generators_kept():
+        return call_user_code(
+            lambda: list(itertools.islice(source.first_fingerprints(), number)),
+            what="datasets()",
+            doing="reading the first rows of its splits",
+        )
 
 
 def refuse_endless(source: Any, split: str) -> None:

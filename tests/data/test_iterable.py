@@ -371,6 +371,20 @@ def opened(path):
     return open(path)
 
 
+class Blocks(Numbers):
+    """Lines of 4 letters of one file from `first` on, read in blocks of 50 lines from one handle of the class."""
+
+    def __len__(self):
+        return 150
+
+    def __iter__(self):
+        file = Numbers.FILE = Numbers.FILE or open(self.path)  # noqa: SIM115
+        file.seek(4 * self.first)
+        for _ in range(3):
+            for line in file.read(4 * 50).split():
+                yield {"x": np.float32([int(line)]), "y": 0}
+
+
 class ByNumber(torch.utils.data.Dataset):
     """The same rows by their numbers."""
 
@@ -391,6 +405,14 @@ def test_splits_that_iterate_one_handle_are_refused_by_name(owner, other, tmp_pa
     Numbers.FILE = None
     opened.cache_clear()
     given = {"train": Numbers(tmp_path / "numbers", 0, owner), "val": other(tmp_path / "numbers", 20, owner)}
+    with pytest.raises(DataError, match="the train data has other rows where val is read meanwhile: they share a"):
+        load_sources(Gives(given))
+
+
+def test_splits_that_read_blocks_of_one_handle_are_refused_by_name(tmp_path):
+    (tmp_path / "numbers").write_text("".join(f"{n:03}\n" for n in range(300)))
+    Numbers.FILE = None
+    given = {"train": Blocks(tmp_path / "numbers", 0, "class"), "val": Blocks(tmp_path / "numbers", 150, "class")}
     with pytest.raises(DataError, match="the train data has other rows where val is read meanwhile: they share a"):
         load_sources(Gives(given))
 

@@ -17,6 +17,7 @@ from scaleray.config.optimizer_schedule import missing_rate
 from scaleray.config.recipe.lr_rules import learning_rate_factor
 from scaleray.config.recipe.values import Recipe
 from scaleray.config.strategy_traits import traits_of
+from scaleray.errors import ConfigError
 from scaleray.training.setup import own_schedule
 from scaleray.training.setup.large_batch_optimizers import Lamb, Lars
 from scaleray.training.setup.own_optimizer import InUse, OptimizerValues, WithoutRate, acts_on_elements, build_own
@@ -88,6 +89,7 @@ def _keep_dense(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
 def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) -> torch.optim.Optimizer:
     settings = config.optimizer
     trained = [p for p in model.parameters() if p.requires_grad]
+    _refuse_sparse_gradients(model, config)
     if settings.name in ("lars", "lamb"):
         return _layer_wise(trained, values, config)
     if settings.name == "sgd":
@@ -112,6 +114,24 @@ def _configured(model: nn.Module, values: OptimizerValues, config: RunConfig) ->
 def has_sparse_gradients(model: nn.Module) -> bool:
     """Whether a layer, such as nn.Embedding(sparse=True), gives its weights sparse gradients."""
     return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+def _refuse_sparse_gradients(model: nn.Module, config: RunConfig) -> None:
+    """Raise ConfigError for a layer whose sparse gradients the configured optimizer cannot use: SGD can, without
+    decay."""
+    settings = config.optimizer
+    if settings.name == "sgd" and not settings.weight_decay:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            decay = f" with weight_decay {settings.weight_decay:g}" if settings.name == "sgd" else ""
+            raise ConfigError(
+                "optimizer.name",
+                f"{settings.name}{decay}",
+                f"{name or 'the model'} (sparse=True) has sparse gradients, and it needs dense ones",
+                "build the layer with sparse=False, use --optimizer.name sgd --optimizer.weight-decay 0, or give the "
+                "workload an optimizer() that returns torch.optim.SparseAdam",
+            )
 
 
 def _kernels(trained: list[nn.Parameter], config: RunConfig, *, is_sparse: bool = False) -> dict[str, bool]:

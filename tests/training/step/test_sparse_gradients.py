@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from scaleray import Workload
+from scaleray.errors import ConfigError
 from scaleray.training.health.live_memory import LiveTensors, storage_bytes
 from scaleray.verification.traces.signatures import Signer
 
@@ -45,6 +46,19 @@ def test_a_momentum_of_sparse_gradients_comes_back_with_the_checkpoint(tmp_path)
     train_alone(Words(sparse=True), flags, folder=tmp_path, kill_at=5)
     resumed = train_alone(Words(sparse=True), flags, folder=tmp_path)
     assert resumed.losses[-2:] == whole.losses[-2:] and len(resumed.losses) < 6
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ({"optimizer.name": "adamw"}, "adamw"),
+        ({"optimizer.name": "lamb"}, "lamb"),
+        ({"optimizer.name": "sgd", "optimizer.weight_decay": 0.1}, "sgd with weight_decay 0.1"),
+    ],
+)
+def test_optimizers_that_need_dense_gradients_are_refused_before_the_first_step(flags, found):
+    with pytest.raises(ConfigError, match=f"{found}: 0 .sparse=True. has sparse gradients"):
+        train_alone(Words(sparse=True), flags)
 
 
 def test_sparse_gradients_have_bytes_and_a_signature():
