@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from scaleray.common.equal_models import dense_buffers
@@ -187,6 +187,7 @@ def _split_layers(
         warnings.simplefilter("error", UserWarning)
         parallelize_module(model, mesh, dict(plan))
     _replicate_the_rest(model, mesh, sequence_parallel=sequence_parallel)
+    _refuse_uneven_cuts(model, mesh, plan)
     _tie_again(model, ties)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameter.requires_grad_(trained[name])  # styles of norms make every parameter a trained one
@@ -227,6 +228,28 @@ def _replicate_the_rest(model: nn.Module, mesh: DeviceMesh, *, sequence_parallel
                 "name it in the plan, or use --tensor.sequence-parallel false",
             )
         parallelize_module(module, mesh, Replicated())
+
+
+def _refuse_uneven_cuts(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
+    """Refuse inputs whose tokens the workers of a group do not divide, where a layer cuts its output along them: the
+    layers after it take all parts as equal, and a collective of unequal parts ends the process."""
+    for name, module in model.named_modules():
+        for key, style in plan.items():
+            ours, theirs = (
+                (getattr(style, which, None) or (None,))[0] for which in ("output_layouts", "input_layouts")
+            )
+            if fnmatchcase(name, key) and isinstance(ours, Shard) and ours.dim > 0 and ours != theirs:
+
+                def check(module: nn.Module, inputs: Any, *, name: str = name, dim: int = ours.dim) -> None:
+                    if inputs and inputs[0].ndim > dim and (found := inputs[0].shape[dim]) % mesh.size():
+                        raise WorkloadError(
+                            f"the input of {name}",
+                            f"of {found} along dimension {dim}",
+                            f"sequence parallelism cuts it into {mesh.size()} equal parts",
+                            f"pad it to a multiple of {mesh.size()}, or use --tensor.sequence-parallel false",
+                        )
+
+                module.register_forward_pre_hook(check, prepend=True)
 
 
 def _ties(model: nn.Module) -> list[list[str]]:

@@ -154,6 +154,20 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_reason(gloo, workload, say
         gloo.run(2, train, workload, TENSOR)
 
 
+class SevenTokens(SmallTransformer):
+    """Sequences of 7 tokens for a model that takes up to 8."""
+
+    def datasets(self):
+        return {split: {"tokens": rows["tokens"][:, :8]} for split, rows in super().datasets().items()}
+
+
+def test_tokens_that_the_workers_do_not_divide_are_refused_before_a_collective_ends_the_process(gloo):
+    with pytest.raises(WorkloadError, match="embedding is of 7 along dimension 1: sequence parallelism cuts it into 2"):
+        gloo.run(2, train, SevenTokens(), TENSOR)
+    whole = {**TENSOR, "tensor.sequence_parallel": False}
+    assert_same_training(gloo.run(2, train, SevenTokens(), whole)[0], train_in_plain_torch(SevenTokens()))
+
+
 def test_modules_that_a_plan_leaves_out_are_whole_on_every_worker_without_sequence_parallelism(gloo):
     finished = gloo.run(2, train, LeavesOut(), {**TENSOR, "tensor.sequence_parallel": False})[0]
     assert_same_training(finished, train_in_plain_torch(LeavesOut()))
