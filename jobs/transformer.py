@@ -251,10 +251,10 @@ def tensor_plan(config: TransformerConfig, *, size: int, sequence_parallel: bool
         ("ffn_width", config.inner_width),
     ):
         if count % size:
-            raise ConfigError("tensor.size", size, f"it must divide {name}, which is {count}")
+            raise ConfigError("parallel.tensor", size, f"it must divide {name}, which is {count}")
     if sequence_parallel and config.max_sequence_length % size:
         raise ConfigError(
-            "tensor.size",
+            "parallel.tensor",
             size,
             f"sequence parallelism cuts sequences of {config.max_sequence_length} tokens, which it does not divide",
             "use --tensor.sequence-parallel false, or another sequence_length",

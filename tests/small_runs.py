@@ -9,7 +9,7 @@ import dataclasses
 import random
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -318,8 +318,8 @@ class Stepper:
     """Steps of one rank, without the loop, so that a test can look between them. `stepper(1)` takes the first."""
 
     def __init__(self, place: Place, workload: Any, flags: Mapping[str, Any]) -> None:
-        self.place = place
         self.job, self.sources = make_job(workload, flags, world_size=place.world_size)
+        self.place = place = replace(place, degrees=self.job.degrees)
         self.setup = prepare(self.job.workload, self.job.config, self.job.recipe, place)
         self.parallel = self.setup.parallel
         self.step = TrainStep(
@@ -330,10 +330,7 @@ class Stepper:
     def __call__(self, number: int, *, want_norm: bool = True) -> TakenStep:
         """Take step `number`, from 1; ranks meet where the strategy says."""
         shares = self.job.recipe.worker_shares
-        rank, size = (
-            self.place.rank // self.job.config.model_parallel_size,
-            self.place.world_size // self.job.config.model_parallel_size,
-        )
+        rank, size = self.place.data_rank, self.place.data_parallel_size
         rows = self.sources[TRAIN].read(self.plan.rank_indices(number - 1, rank, size, shares))
         batch = RankBatch(number - 1, rows, len(next(iter(rows.values()))))
         meets = self.parallel.meets(number)

@@ -25,7 +25,7 @@ BY_PREFIX = {
     "scale.": Decides.COURSE, "strategy.": Decides.COURSE, "fsdp.": Decides.COURSE, "tensor.": Decides.COURSE,
     "pipeline.": Decides.COURSE, "shares.": Decides.COURSE, "activations.": Decides.COURSE,
     "compilation.": Decides.COURSE, "memory.": Decides.COURSE, "evaluation.": Decides.COURSE,
-    "batch.micro_size": Decides.COURSE,
+    "batch.micro_size": Decides.COURSE, "parallel.": Decides.COURSE,
     "fine_tuning.merge": Decides.COURSE, "data.chunk_mib": Decides.COURSE, "data.prefetch_mib": Decides.COURSE,
     "data.readers": Decides.COURSE, "data.reserved_cpus": Decides.COURSE, "data.timeout_s": Decides.COURSE,
     "checkpoint.": Decides.NOTHING, "tracking.": Decides.NOTHING, "noise_scale.": Decides.NOTHING,

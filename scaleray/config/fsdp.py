@@ -18,8 +18,6 @@ class FsdpSettings(Settings):
     for the backward pass; those in no unit, such as an embedding outside the blocks, stay. false (like ZeRO-2): all
     stay until the backward pass has used them, for more memory and less communication.
     """
-    replicas: Count = 1
-    """HSDP: groups of workers that each hold all shards between them. 1 shards over all workers."""
     wrap: Literal["blocks", "size", "class"] = "blocks"
     """Modules that are gathered as one unit: the workload's `blocks`, modules from `wrap_min_parameters`, or those of
     `wrap_classes`. Parameters in none of these form a unit of their own."""

@@ -26,7 +26,7 @@ USERS: dict[str, tuple[str, ...]] = {
     "fsdp.reshard_after_forward": ("fsdp", "tensor"),
     "fsdp.parameter_dtype": names_with("splits_parameters"),
     "fsdp.reduce_dtype": names_with("splits_parameters"),
-    "tensor": ("tensor",),
+    "tensor": ("tensor", "pipeline"),
     "pipeline": ("pipeline",),
     "local_sgd": WITH_WARM_UP,
     "local_sgd.average_momentum": ("local_sgd",),
@@ -44,8 +44,9 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     ),
     **dict.fromkeys(
         ("fsdp.parameter_dtype", "fsdp.reduce_dtype"),
-        (lambda config: config.shards_replicas, "without replicas that are sharded"),
+        (lambda config: config.degrees().shard > 1, "without replicas that are sharded"),
     ),
+    "tensor.sequence_parallel": (lambda config: config.degrees().tensor > 1, "without parallel.tensor"),
     "fsdp.wrap_min_parameters": (lambda config: config.fsdp.wrap == "size", "without fsdp.wrap size"),
     **dict.fromkeys(
         ("noise_scale.every_steps", "noise_scale.averaging", "noise_scale.preconditioned"),
@@ -59,7 +60,6 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "stop.watch": (lambda config: config.stop.patience is not None, "without stop.patience"),
     "shares.measure_every": (lambda config: config.shares.by == "speed", "without shares.by speed"),
     "shares.smallest": (lambda config: config.shares.by != "equal", "with equal shares"),
-    "pipeline.data_axis": (lambda config: config.scale.max_workers > config.pipeline.size, "with one replica"),
     "checkpoint.best": (lambda config: config.checkpoint.keep_best > 0, "with checkpoint.keep_best 0"),
     "checkpoint.keep_best": (lambda config: config.checkpoint.best is not None, "without checkpoint.best"),
     "precision.float8_leave_out": (lambda config: config.precision.float8 != "none", "without precision.float8"),

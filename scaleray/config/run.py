@@ -20,6 +20,7 @@ from scaleray.config.data import DataSettings
 from scaleray.config.decides import is_beside_training
 from scaleray.config.fsdp import FsdpSettings
 from scaleray.config.optimizer_schedule import OptimizerSettings, ScheduleSettings
+from scaleray.config.parallel import Degrees, ParallelSettings, degrees_of, short_form
 from scaleray.config.precision import PrecisionSettings
 from scaleray.config.scale import ScaleSettings
 from scaleray.config.stop_evaluation import EvaluationSettings, StopSettings
@@ -47,6 +48,7 @@ class RunConfig(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     scale: ScaleSettings = ScaleSettings()
     strategy: StrategySettings = StrategySettings()
+    parallel: ParallelSettings = ParallelSettings()
     fsdp: FsdpSettings = FsdpSettings()
     tensor: TensorSettings = TensorSettings()
     pipeline: PipelineSettings = PipelineSettings()
@@ -76,6 +78,15 @@ class RunConfig(Settings):
     """Action at a NaN or infinite loss: raise an error, stop and keep the weights so far, or skip the step and count
     it.
     """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _degrees_have_a_short_form(cls, values: Any) -> Any:
+        parallel, strategy = (values.get(section, {}) for section in ("parallel", "strategy"))
+        is_named = not isinstance(strategy, dict) or strategy.get("name", "auto") != "auto"
+        if is_named or not isinstance(parallel, dict) or (name := short_form(parallel)) is None:
+            return values
+        return {**values, "strategy": {**strategy, "name": name}}
 
     @model_validator(mode="after")
     def _target_is_looked_at(self) -> RunConfig:
@@ -132,23 +143,10 @@ class RunConfig(Settings):
         """Whether evaluations decide the learning rate or the end of the training."""
         return self.stop.at is not None or self.stop.patience is not None or self.schedule.name == "plateau"
 
-    @property
-    def model_parallel_size(self) -> int:
-        """Number of workers that hold one replica of the model between them and see the same samples. A
-        single worker has it whole."""
-        if self.scale.max_workers == 1:
-            return 1
-        sizes = {"tensor": self.tensor.size, "pipeline": self.pipeline.size}
-        return sizes.get(self.strategy.name, 1)
-
-    @property
-    def shards_replicas(self) -> bool:
-        """Whether the strategy shards parameters over workers with data of their own, by the rules of `fsdp`."""
-        has_replicas = self.scale.max_workers > self.model_parallel_size
-        traits = traits_of(self.strategy.name)
-        if traits.splits_replica:
-            return has_replicas and (self.strategy.name != "pipeline" or self.pipeline.data_axis == "fsdp")
-        return traits.sharding == "zero3"
+    def degrees(self, workers: int | None = None) -> Degrees:
+        """Numbers of workers along each axis. workers: number of all; None: the largest that the config allows. Raises
+        ConfigError for degrees that do not multiply to it."""
+        return degrees_of(self.parallel, self.strategy.name, workers or self.scale.max_workers)
 
     @property
     def gathered_dtype(self) -> Literal["fp32", "bf16", "fp16"] | None:

@@ -87,19 +87,10 @@ INTERLEAVED = ("interleaved_1f1b", "zero_bubble")
 class PipelineSettings(Settings):
     """How the model's blocks become stages, and in which order micro-batches go through them."""
 
-    size: Annotated[int, Field(ge=2)] = 2
-    """Number of workers that the stages of a replica lie on. scale.workers / size replicas train on data of their own,
-    and sum the gradients of each stage at the end of a step."""
-    data_axis: Literal["ddp", "fsdp"] = "ddp"
-    """How replicas hold their stages. ddp: every replica holds its stages whole, and gradients are summed with one
-    all-reduce. fsdp: replicas share out each stage's parameters, gradients and optimizer state between steps; in a step
-    parameters are gathered once, and gradients reduced once to the shards. Parameters of several stages (a tied head)
-    and outside the blocks stay whole.
-    """
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
     """Order in which the micro-batches of a step (batch.micro_size) go through the stages. interleaved_1f1b and
     zero_bubble give each worker `stages_per_worker` stages, and order micro-batches in rounds of at least
-    `size`, as many in each."""
+    `parallel.pipeline`, as many in each."""
     stages_per_worker: Count | None = None
     """Stages on each worker. None: 1 for gpipe and 1f1b, else 2."""
     split: Literal["counted", "measured"] = "counted"
@@ -128,9 +119,6 @@ class PipelineSettings(Settings):
 class TensorSettings(Settings):
     """How each layer is split over neighbouring workers."""
 
-    size: Count = 2
-    """Number of workers that share each layer. scale.workers / size replicas train on data of their own, sharded by
-    FSDP."""
     sequence_parallel: bool = True
     """Split the operations between the layers (norms, residuals) along the sequence as well, where the
     workload's plan supports it."""

@@ -10,6 +10,8 @@ from typing import Literal
 class Traits:
     """Traits of a strategy that other parts need to know, so that none keeps a list of names."""
 
+    axes: tuple[str, ...] = ("replicate",)
+    """Axes of the mesh that it spreads a model over, see `config.parallel`."""
     trains_apart: bool = False
     """Whether workers hold different values of the same parameters, and agree now and then or nearly. All other
     strategies compute what one process computes: a run may continue under another of them.
@@ -44,9 +46,14 @@ TRAITS: dict[str, Traits] = {
     "single": Traits(),
     "ddp": Traits(reduces_by_ddp=True, sums_gradients=True),
     "zero1": Traits(reduces_by_ddp=True, sums_gradients=True, sharding="zero1"),
-    "fsdp": Traits(sums_gradients=True, sharding="zero3"),
-    "tensor": Traits(splits_replica=True),
-    "pipeline": Traits(splits_replica=True, can_repeat_steps=False, can_try_micro_sizes=False),
+    "fsdp": Traits(axes=("replicate", "shard"), sums_gradients=True, sharding="zero3"),
+    "tensor": Traits(axes=("replicate", "shard", "tensor"), splits_replica=True),
+    "pipeline": Traits(
+        axes=("pipeline", "replicate", "shard", "tensor"),
+        splits_replica=True,
+        can_repeat_steps=False,
+        can_try_micro_sizes=False,
+    ),
     "local_sgd": Traits(trains_apart=True, averages_now_and_then=True, can_repeat_steps=False),
     "diloco": Traits(trains_apart=True, averages_now_and_then=True, can_repeat_steps=False),
     "gossip": Traits(trains_apart=True, mixes_with_neighbours=True, can_repeat_steps=False),

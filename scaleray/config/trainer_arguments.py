@@ -31,7 +31,7 @@ INSTEAD: dict[str, str] = {
     "neftune_noise_alpha": "a loss() of your own that adds the noise to the embeddings",
     "optim_args": "an optimizer() of your own",
     "optim_target_modules": "an optimizer() of your own",
-    "parallelism_config": "strategy.name and its section, such as tensor.size",
+    "parallelism_config": "the degrees of `parallel`, such as parallel.tensor",
     "predict_with_generate": "workload.args.generated_rows of SequenceToSequence",
     "push_to_hub": "scaleray export RUN --out FOLDER, and upload the folder",
     "resume_from_checkpoint": "scaleray train --resume RUN",

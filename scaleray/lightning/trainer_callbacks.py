@@ -78,7 +78,7 @@ def _accumulation(callback: Any, config: RunConfig) -> Settings:
         "--workload.weights RUN"
         raise _refused_option(callback, "scheduling", callback.scheduling, allowed, hint)
     (number,) = numbers
-    replicas = config.scale.max_workers // config.model_parallel_size
+    replicas = config.degrees().data
     return {} if number == 1 else {"batch.micro_size": math.ceil(config.batch.global_size / (number * replicas))}
 
 

@@ -1,4 +1,5 @@
-"""Tensor parallelism: neighbouring workers hold a part of each layer, by the workload's plan; FSDP is applied on top.
+"""Tensor parallelism: neighbouring workers hold a part of each layer, by the workload's plan; FSDP is applied on top,
+or the layers become stages of a pipeline.
 
 Workers of one group have the same rows and compute the same loss. The plan's styles define their communication in
 forward and backward passes (torch.distributed.tensor.parallel)."""
@@ -6,7 +7,7 @@ forward and backward passes (torch.distributed.tensor.parallel)."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from scaleray.common.equal_models import dense_buffers
@@ -23,7 +24,7 @@ from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
 from scaleray.strategies.contract.parallel import OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
-from scaleray.strategies.fsdp import Root, check_one_dtype, mixed_precision, shard_statistics, with_output
+from scaleray.strategies.fsdp import Root, check_one_dtype, mixed_precision, shard_statistics, total_norm, with_output
 from scaleray.strategies.sharding.counted_passes import CountedPasses
 from scaleray.strategies.sharding.unsharding import unshard_for_good
 from scaleray.workload import call_user_code
@@ -32,19 +33,17 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Split `model` over `mesh["tp"]` as `workload.tensor_plan` says; fully_shard that over `mesh["dp"]`.
+    """Split `model` over `mesh["tp"]` as `workload.tensor_plan` says; fully_shard that over the data axes.
 
     Collective. A module that the plan leaves out computes the same on every worker of a group. Raises WorkloadError
     without a plan, or for one that does not fit. Sources: Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism:
     Korthikanti et al. 2022, arXiv:2205.05198.
     """
     if mesh is None:
-        raise ValueError("tensor needs a device mesh with the axes 'dp' and 'tp'")
-    groups, replicas = mesh["tp"], mesh["dp"]
-    plan = _plan(model, config, workload, size=groups.size())
-    notes = [f"tensor: {len(plan)} entries of the plan, each layer on {groups.size()} workers"]
-    hooks = _Hooks(model)
-    _split_layers(model, groups, plan, sequence_parallel=config.tensor.sequence_parallel)
+        raise ValueError("tensor needs a device mesh with the axis 'tp' and those of the data")
+    replicas = data_axes(mesh)
+    split = SplitLayers(model, mesh["tp"], config, workload)
+    notes = [split.note]
     root = None
     if replicas.size() > 1:
         notes += _shard(model, replicas, config, workload)
@@ -52,7 +51,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     else:
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_complete)
+                parameter.register_post_accumulate_grad_hook(complete)
     passes = CountedPasses(model, root or OnModel(model), mesh)
     if root is not None:
         passes.count_units()
@@ -72,11 +71,11 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
             unshard_for_good(root or model, keeps_shards=True)
         for parameter in model.parameters():
             parameter.grad = None
-        hooks.take_off()
+        split.take_off()
 
     def close() -> None:
         let_go()
-        _make_plain(model)
+        split.make_plain()
 
     return Parallel(
         model=root or model,
@@ -87,7 +86,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         weights=weights,
         close=close,
         let_go=let_go,
-        total_norm=lambda gradients: total_norm(gradients, device=torch.device(mesh.device_type)),
+        total_norm=total_norm,
         forward_is_collective=True,
         run_micro_batches=passes.run,
         counts_loss=mesh.get_local_rank("tp") == 0,
@@ -100,31 +99,38 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     )
 
 
-def total_norm(gradients: Sequence[torch.Tensor], *, device: torch.device) -> torch.Tensor:
-    """Norm of whole gradients, of which this rank has parts: plain ones, or DTensors on any meshes. Collective.
+class SplitLayers:
+    """Layers of a model split over `mesh`, in place: every parameter is a DTensor, as its style says or whole on each
+    worker. Frozen and tied parameters stay so. Collective. Raises WorkloadError without a plan, or for one that does
+    not fit."""
 
-    A plain gradient, and a replicated one, is counted once; shards are summed over the axes that they are cut along.
-    """
-    by_axes: dict[tuple[str, ...], tuple[list[dist.ProcessGroup], list[torch.Tensor]]] = {}
-    for gradient in gradients:
-        axes: list[dist.ProcessGroup] = []
-        local = gradient
-        if isinstance(gradient, DTensor):
-            if any(isinstance(p, Partial) for p in gradient.placements):
-                gradient = gradient.redistribute(placements=_completed(gradient))
-            # not "is Shard": the shards of shards that FSDP makes of a part are of a kind of their own
-            cut = [dim for dim, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)]
-            axes = [gradient.device_mesh.get_group(dim) for dim in cut]
-            local = gradient.to_local()
-        key = tuple(group.group_name for group in axes)
-        by_axes.setdefault(key, (axes, []))[1].append(local)
-    squared = torch.zeros((), dtype=torch.float64, device=device)
-    for _, (axes, parts) in sorted(by_axes.items()):
-        part = torch.nn.utils.get_total_norm([p for p in parts if p.numel()]).to(device, torch.float64) ** 2
-        for group in axes:
-            dist.all_reduce(part, group=group)
-        squared += part
-    return squared.sqrt()
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> None:
+        self._model, self._hooks = model, _Hooks(model)
+        plan = _plan(model, config, workload, size=mesh.size())
+        self.note = f"tensor: {len(plan)} entries of the plan, each layer on {mesh.size()} workers"
+        trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
+        ties = _ties(model)
+        with warnings.catch_warnings():  # torch warns of keys that match nothing, which is an error here
+            warnings.simplefilter("error", UserWarning)
+            parallelize_module(model, mesh, dict(plan))
+        _replicate_the_rest(model, mesh, sequence_parallel=config.tensor.sequence_parallel)
+        _refuse_uneven_cuts(model, mesh, plan)
+        _tie_again(model, ties)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            parameter.requires_grad_(trained[name])  # styles of norms make every parameter a trained one
+
+    def take_off(self) -> None:
+        """Remove the styles' hooks from the model."""
+        self._hooks.take_off()
+
+    def make_plain(self) -> None:
+        """Make all parameters and buffers of the model whole and plain again. Collective."""
+        _make_plain(self._model)
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of the mesh whose workers have samples of their own: `dp`, or `replicate` and `shard`."""
+    return mesh["replicate", "shard"] if "replicate" in (mesh.mesh_dim_names or ()) else mesh["dp"]
 
 
 class Replicated(ParallelStyle):
@@ -174,23 +180,6 @@ def _plan(model: nn.Module, config: RunConfig, workload: Any, *, size: int) -> M
                 "it must be a style of torch.distributed.tensor.parallel",
             )
     return plan
-
-
-def _split_layers(
-    model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle], *, sequence_parallel: bool
-) -> None:
-    """Make every parameter a DTensor: as its style says, or whole on each worker. Frozen and tied parameters stay
-    so."""
-    trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
-    ties = _ties(model)
-    with warnings.catch_warnings():  # torch warns of keys that match nothing, which is an error here
-        warnings.simplefilter("error", UserWarning)
-        parallelize_module(model, mesh, dict(plan))
-    _replicate_the_rest(model, mesh, sequence_parallel=sequence_parallel)
-    _refuse_uneven_cuts(model, mesh, plan)
-    _tie_again(model, ties)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameter.requires_grad_(trained[name])  # styles of norms make every parameter a trained one
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> list[str]:
@@ -277,15 +266,11 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
             model.get_submodule(path).register_parameter(last, shared)
 
 
-def _completed(gradient: DTensor) -> list[Any]:
-    return [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
-
-
-def _complete(parameter: torch.Tensor) -> None:
-    """Sum a gradient that came from parts of the sequence, after each backward pass."""
+def complete(parameter: torch.Tensor) -> None:
+    """Sum a gradient that came from parts of the sequence, after each backward pass, and cut it as its parameter is."""
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and any(isinstance(p, Partial) for p in gradient.placements):
-        parameter.grad = gradient.redistribute(placements=_completed(gradient))
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 class _Hooks:

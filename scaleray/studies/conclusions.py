@@ -52,7 +52,7 @@ def planner_law(
         sharding=TRAITS[largest.strategy].sharding,
         precision=_precision(config),
         is_mixed=config.precision.dtype != "fp32",
-        data=config.fsdp.replicas,
+        data=config.degrees(largest.workers).replicate,
         gradient_bytes=GRADIENT_BYTES[config.compression.name],
         gather_bits=16 if config.gathered_dtype in ("bf16", "fp16") else 32,
         reduces_every_micro_batch=config.fsdp.accumulate == "sharded" and largest.strategy == "fsdp",

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from scaleray.common.seeding import same_switches
 from scaleray.config.batch_noise_scale import NoiseScaleSettings
 from scaleray.config.compression import CompressionSettings
+from scaleray.config.parallel import Degrees
 from scaleray.config.strategy import SharesSettings
 from scaleray.config.strategy_traits import traits_of
 from scaleray.data import RankBatch, Sources
@@ -145,7 +146,7 @@ def emit_to(
 def _step_alone(job: TrainJob, place: Place, sources: Sources) -> list[float] | None:
     """[mean, largest] over the workers of the seconds of a step's work without communication; medians over
     the steps. Collective."""
-    if place.world_size == 1 or traits_of(job.recipe.strategy).splits_replica or job.config.model_parallel_size > 1:
+    if place.world_size == 1 or job.degrees.model > 1:
         return None
     if not _fits_whole(job, place):
         return None
@@ -172,7 +173,7 @@ def alone(job: TrainJob, rank: int) -> TrainJob:
         "per_worker_batch_size": rows,
         "worker_shares": None,
         "measure_shares_every_steps": None,
-        "model_parallel_size": 1,
+        "degrees": Degrees(),
         "total_steps": max(LEAST_ALONE_STEPS, recipe.total_steps // 2),
         "accumulation_steps": math.ceil(rows / recipe.micro_batch_size),
     }

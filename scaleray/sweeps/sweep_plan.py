@@ -246,7 +246,7 @@ def _check_batch_sizes(base: RunConfig, question: SweepQuestion) -> None:
     if base.batch.unit != "samples":
         return
     sizes = question.space.choices.get(BATCH_SIZE, ())
-    shares = question.workers_per_trial // base.model_parallel_size or 1
+    shares = base.degrees(question.workers_per_trial).data
     bad = [size for size in sizes if size % shares]
     if bad and (question.batch_sizes_are_listed or len(bad) == len(sizes)):
         near = " or ".join(str(n) for n in nearest_multiples(bad[0], shares))

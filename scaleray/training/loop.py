@@ -94,7 +94,7 @@ def run(
     rank, node and step; errors that the user can mend (UsageError) come as they are.
     """
     progress = progress or Progress()
-    place = dataclasses.replace(place, model_parallel_size=job.config.model_parallel_size)
+    place = dataclasses.replace(place, degrees=job.degrees)
     CollectiveLimits(progress, job.config.scale.collective_timeout_s).apply()
     first_step = 0
     if checkpointing is not None:

@@ -260,7 +260,7 @@ class _Group:
     def _masks_broken(self, variant: Variant, trace: Trace) -> Found | None:
         # one worker goes on with the generator in the checkpoint of the reference, which draws no masks
         after = self.runs.resumes_after(variant) if self.place.world_size == 1 else None
-        return masks_broken(trace, self._replica_size(variant), generators_of_others_after=after)
+        return masks_broken(trace, variant.job.degrees, generators_of_others_after=after)
 
     def _evaluated_wrongly(self, variant: Variant, key: Key, watched: Watched) -> Found | None:
         """First evaluation that is not that of the replicas' mean. On rank 0."""
@@ -346,9 +346,6 @@ class _Group:
             is_right_without_accumulation=is_right,
             draws_by_itself=variant.strategy == "pipeline",
         )
-
-    def _replica_size(self, variant: Variant) -> int:
-        return variant.job.config.model_parallel_size if self.place.world_size > 1 else 1
 
     def _with(self, outcome: Outcome, found: Found | None) -> Outcome:
         return (

@@ -210,7 +210,7 @@ def strategy_names(options: VerifyOptions) -> list[str]:
 
 def default_world_sizes(config: RunConfig) -> tuple[int, ...]:
     """Numbers of workers that are compared where none are named: one, and the fewest above that the config can have."""
-    return 1, max(2, config.model_parallel_size)
+    return 1, max(2, config.parallel.least_workers(config.strategy.name))
 
 
 def course(plan: Plan) -> dict[str, int]:
@@ -285,6 +285,7 @@ def on_workers(config: RunConfig, strategy: str, world_size: int) -> RunConfig:
         "scale.workers": world_size,
         "scale.cpus_per_worker": min(CPUS_PER_WORKER, config.scale.cpus_per_worker),
         "scale.max_failures": 0,
+        "parallel": config.parallel if strategy == config.strategy.name else config.parallel.within(strategy),
         "strategy.name": strategy,  # not checked: one of the table need not be one that a config file may name
         "batch.micro_size": None,
     }

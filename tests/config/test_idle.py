@@ -9,8 +9,8 @@ from scaleray.config.strategy_traits import TRAITS
 STRATEGIES = set(TRAITS)
 CHANGED = {
     "strategy.bucket_size_mib": 1, "strategy.gradient_as_bucket_view": False, "strategy.static_graph": True,
-    "strategy.find_unused_parameters": True, "fsdp.prefetch": 2, "fsdp.cpu_offload": True, "fsdp.replicas": 2, "fsdp.wrap": "size",
-    "fsdp.reshard_after_forward": False, "tensor.size": 4, "tensor.sequence_parallel": False, "pipeline.size": 4,
+    "strategy.find_unused_parameters": True, "fsdp.prefetch": 2, "fsdp.cpu_offload": True, "fsdp.wrap": "size",
+    "fsdp.reshard_after_forward": False,
     "pipeline.schedule": "gpipe", "local_sgd.sync_every": 2, "local_sgd.average_momentum": False,
     "local_sgd.outer_learning_rate": 1, "local_sgd.outer_momentum": 0.5, "gossip.graph": "ring", "gossip.is_asynchronous": True,
     "gossip.max_staleness": 1, "gossip.meet_every": 5,
@@ -20,7 +20,7 @@ USED = {
     "ddp": {"strategy"},
     "zero1": {"strategy"},
     "fsdp": {"fsdp"},
-    "tensor": {"tensor", "fsdp.reshard_after_forward"},
+    "tensor": {"fsdp.reshard_after_forward"},
     "pipeline": {"pipeline"},
     "local_sgd": {"strategy", "local_sgd.sync_every", "local_sgd.average_momentum"},
     "diloco": {"strategy", "local_sgd.sync_every", "local_sgd.outer_learning_rate", "local_sgd.outer_momentum"},
@@ -57,6 +57,8 @@ def test_nothing_is_said_of_defaults(strategy):
     [
         ({"gossip.max_staleness": 2, "strategy.name": "gossip"}, "without gossip.is_asynchronous"),
         ({"fsdp.wrap_min_parameters": 9, "strategy.name": "fsdp"}, "without fsdp.wrap size"),
+        ({"tensor.sequence_parallel": False, "strategy.name": "fsdp"}, "with strategy fsdp"),
+        ({"tensor.sequence_parallel": False, "strategy.name": "pipeline"}, "without parallel.tensor"),
         ({"shares.measure_every": 7}, "without shares.by speed"),
         ({"shares.smallest": 0.5}, "with equal shares"),
         ({"precision.initial_loss_scale": 2}, "without precision.dtype fp16"),

@@ -42,7 +42,7 @@ def judged_with_a_plan(place, flags):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_with_a_plan_its_layers_are_split_over_workers(gloo, world_size):
-    outcome = gloo.run(world_size, judged_with_a_plan, {"strategy.name": "tensor", "tensor.size": 2})[0]
+    outcome = gloo.run(world_size, judged_with_a_plan, {"strategy.name": "tensor", "parallel.tensor": 2})[0]
     assert outcome.verdict == "equal" and outcome.comparison.largest < 1e-12, outcome
 
 
@@ -54,9 +54,9 @@ def refused(place, has_plan, flags):
 
 
 def test_strategies_that_cannot_take_it_are_refused_by_name(gloo):
-    (message, _) = gloo.run(2, refused, False, {"strategy.name": "tensor", "tensor.size": 2})
+    (message, _) = gloo.run(2, refused, False, {"strategy.name": "tensor", "parallel.tensor": 2})
     assert "lacks tensor_plan()" in message and "fsdp" in message
-    (message, _) = gloo.run(2, refused, True, {"strategy.name": "pipeline", "pipeline.size": 2})
+    (message, _) = gloo.run(2, refused, True, {"strategy.name": "pipeline", "parallel.pipeline": 2})
     assert "in a pipeline" in message and "lit_modules.py:" in message and "--strategy.name fsdp" in message
 
 

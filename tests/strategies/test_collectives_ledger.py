@@ -74,7 +74,7 @@ BUCKETS = {"strategy.bucket_size_mib": 1e-4}
         (Classify(64), {"strategy.name": "fsdp", "batch.micro_size": 2}, 2, {"all_gather", "reduce_scatter"}),
         (
             Classify(64),
-            {"strategy.name": "fsdp", "fsdp.replicas": 2},
+            {"strategy.name": "fsdp", "parallel.replicate": 2},
             4,
             {"all_gather", "reduce_scatter", "all_reduce"},
         ),

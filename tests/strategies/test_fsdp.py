@@ -48,8 +48,8 @@ OPTIONS = {
     "sharded accumulation": {"fsdp.accumulate": "sharded"},
     "unused as zero": {"fsdp.reduce_unused": True},
     "built in pages": {"fsdp.build_gib": 1e-9},
-    "HSDP": {"fsdp.replicas": 2},
-    "HSDP, sharded accumulation": {"fsdp.replicas": 2, "fsdp.accumulate": "sharded"},
+    "HSDP": {"parallel.replicate": 2},
+    "HSDP, sharded accumulation": {"parallel.replicate": 2, "fsdp.accumulate": "sharded"},
 }
 CLIPPED = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.3}
 
@@ -116,8 +116,8 @@ TENSOR, PIPELINE = {"strategy.name": "tensor"}, {"strategy.name": "pipeline"}
 @pytest.mark.parametrize(("flags", "expected"), [
     ({"precision.dtype": "bf16", **FSDP}, "bf16"), ({"precision.dtype": "fp16", **FSDP}, "fp16"), ({"precision.dtype": "fp32", **FSDP}, None),
     ({"precision.dtype": "fp64", **FSDP}, None), ({"precision.dtype": "bf16", "fsdp.parameter_dtype": "fp32", **FSDP}, "fp32"),
-    ({"precision.dtype": "bf16", **TENSOR}, "bf16"), ({"precision.dtype": "bf16", **TENSOR, "tensor.size": 4}, None),
-    ({"precision.dtype": "bf16", **PIPELINE, "pipeline.data_axis": "fsdp"}, "bf16"), ({"precision.dtype": "bf16", **PIPELINE}, None),
+    ({"precision.dtype": "bf16", **TENSOR}, "bf16"), ({"precision.dtype": "bf16", **TENSOR, "parallel.tensor": 4}, None),
+    ({"precision.dtype": "bf16", **PIPELINE, "parallel.shard": "auto"}, "bf16"), ({"precision.dtype": "bf16", **PIPELINE}, None),
     ({"precision.dtype": "bf16", "strategy.name": "zero1"}, None),
 ])  # fmt: skip
 def test_the_record_says_in_which_type_parameters_are_gathered(flags, expected):
@@ -135,7 +135,7 @@ def statistics(place, flags):
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
     [(2, FSDP), (2, {**FSDP, "fsdp.wrap": "class", "fsdp.wrap_classes": ["BatchNorm1d", "Linear"]}), (4, TENSOR),
-     (4, {**PIPELINE, "pipeline.data_axis": "fsdp"})],
+     (4, {**PIPELINE, "parallel.shard": "auto"})],
 )  # fmt: skip
 def test_running_statistics_and_their_layers_keep_their_type_when_others_are_gathered_in_16_bits(
     gloo, world_size, strategy, dtype
@@ -158,8 +158,8 @@ def test_types_that_do_not_go_with_the_precision_are_refused(key):
 
 
 @pytest.mark.parametrize(("flags", "workers", "says"), [
-    ({"fsdp.replicas": 3}, 4, "divide the 4 workers"), ({"fsdp.replicas": 4}, 4, "would each hold everything"),
-    ({"fsdp.cpu_offload": True}, 2, "no GPU"), ({"fsdp.replicas": 2, "scale.workers": {"min": 2, "max": 4}}, None, "elastic"),
+    ({"parallel.replicate": 3}, 4, "divide the 4 workers"), ({"parallel.replicate": 4}, 4, "would each hold everything"),
+    ({"fsdp.cpu_offload": True}, 2, "no GPU"), ({"parallel.replicate": 2, "scale.workers": {"min": 2, "max": 4}}, None, "elastic"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused_before_anything_starts(flags, workers, says):
     with pytest.raises(ConfigError, match=says):

@@ -114,7 +114,7 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_pa
     whole = gloo.run(1, run_part, workload, flags, None, None)[0]
     for number, leg in enumerate(legs):
         name, _, workers = leg.split()
-        strategy = {"HSDP": {"strategy.name": "fsdp", "fsdp.replicas": 2}}.get(name, {"strategy.name": name})
+        strategy = {"HSDP": {"strategy.name": "fsdp", "parallel.replicate": 2}}.get(name, {"strategy.name": name})
         kill_at = None if number == len(legs) - 1 else 2 * number + 3
         run = gloo.run(int(workers), run_part, workload, {**flags, **strategy}, str(tmp_path), kill_at)[0]
         steps = slice(2 * number, 2 * number + 3)

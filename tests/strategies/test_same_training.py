@@ -24,7 +24,7 @@ TRAININGS = [
     ("ddp", 2, rows(WithDropout, **EVALUATED), {"compression.name": "topk", "compression.density": 0.2}),
     ("ddp", 2, rows(Tokens), {**CLIPPED, "pruning.method": "magnitude", "pruning.start_step": 2}),
     ("fsdp", 2, rows(Classify, **EVALUATED), {**ADAMW, **CLIPPED, **AVERAGED}),
-    ("fsdp", 4, rows(WithBatchNorm, **EVALUATED), {"fsdp.replicas": 2}),
+    ("fsdp", 4, rows(WithBatchNorm, **EVALUATED), {"parallel.replicate": 2}),
     ("zero1", 2, rows(WithDropout, **EVALUATED), {**ADAMW, **CLIPPED, **AVERAGED}),
     ("tensor", 2, rows(WithDropout, **EVALUATED), CLIPPED),
     ("tensor", 2, rows(SmallTransformer), {**ADAMW, **AVERAGED}),

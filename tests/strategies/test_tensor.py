@@ -1,5 +1,7 @@
 """Tensor parallelism, alone and under FSDP: the training of one process, in every split that the reference transformer has."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small_runs import Classify, largest_difference, make_job, relative_differences, train, train_in_plain_torch
@@ -9,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from scaleray.errors import ConfigError, WorkloadError
-from scaleray.strategies.tensor import total_norm
+from scaleray.strategies.fsdp import total_norm
 from scaleray.training.setup.model_setup import prepare
 
 TENSOR = {"strategy.name": "tensor"}
@@ -43,7 +45,7 @@ def test_a_transformer_equals_one_process(gloo, tie_head, sequence_parallel, wor
 def test_heads_that_share_keys(gloo, size, num_kv_heads):
     recipe = {**ADAMW, "stop.after": "3 steps"}
     workload = SmallTransformer(num_heads=4, num_kv_heads=num_kv_heads, width=32, num_blocks=1)
-    finished = gloo.run(size, train, workload, {**recipe, **TENSOR, "tensor.size": size})[0]
+    finished = gloo.run(size, train, workload, {**recipe, **TENSOR, "parallel.tensor": size})[0]
     assert_same_training(finished, train_in_plain_torch(workload, recipe))
 
 
@@ -61,7 +63,7 @@ def test_a_replica_with_a_row_less_takes_part_in_every_pass(gloo):
 
 def placements(place, flags):
     job, _ = make_job(SmallTransformer(), {**TENSOR, **flags}, world_size=place.world_size)
-    setup = prepare(job.workload, job.config, job.recipe, place)
+    setup = prepare(job.workload, job.config, job.recipe, replace(place, degrees=job.degrees))
     found = {n: (tuple(p.shape), tuple(p.to_local().shape)) for n, p in setup.parallel.module.named_parameters()}
     setup.parallel.close()
     plain = [type(p) for p in setup.parallel.module.parameters()]
@@ -98,7 +100,7 @@ def norms(place):
         distribute_tensor(whole[4], mesh, [Shard(1), Shard(0)]),
     ]
     assert isinstance(parts[4], DTensor)
-    return total_norm(parts, device=torch.device("cpu")).item(), torch.nn.utils.get_total_norm(whole).item()
+    return total_norm(parts).item(), torch.nn.utils.get_total_norm(whole).item()
 
 
 def test_the_norm_counts_every_element_once_whatever_it_lies_on(gloo):

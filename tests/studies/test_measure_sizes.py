@@ -164,7 +164,7 @@ def test_emulated_models_and_parts_of_a_step_that_cannot_be_taken_alone_are_told
     (told,) = gloo.run(1, measure, (rung(1, workload),), workload)
     assert [turn.is_emulated for _, turn in told] == [True]
     workload = Classify(num_rows=48)
-    flags = {"strategy.name": "tensor", "tensor.size": 2}
+    flags = {"strategy.name": "tensor", "parallel.tensor": 2}
     told, _ = gloo.run(2, in_pool, measure, (rung(2, workload, flags=flags),), workload)
     assert [turn.alone_s for turn in kind_of(told, Turn)] == [None]
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from test_compare_traces import step, trace
 
+from scaleray.config.parallel import Degrees
 from scaleray.verification.repeatable.dropout_masks import masks_broken
 
 
@@ -15,6 +16,11 @@ def drawing(*by_step, num_pieces=1):
         draws = tuple(tuple(("drop", state.encode()) for state in states) for states in ranks)
         steps.append(dataclasses.replace(step(number), draws=draws, num_pieces=(num_pieces,) * len(draws)))
     return trace(steps=tuple(steps))
+
+
+def degrees(replica_size):
+    """Of two replicas, of so many neighbouring workers each."""
+    return Degrees(replicate=2, tensor=replica_size)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +35,7 @@ def drawing(*by_step, num_pieces=1):
     ],
 )
 def test_masks_that_are_as_they_should_be_are_no_mismatch(run, replica_size):
-    assert masks_broken(run, replica_size) is None
+    assert masks_broken(run, degrees(replica_size)) is None
 
 
 @pytest.mark.parametrize(
@@ -43,13 +49,13 @@ def test_masks_that_are_as_they_should_be_are_no_mismatch(run, replica_size):
     ],
 )
 def test_masks_that_are_equal_or_differ_by_mistake_are_found(run, replica_size, at, words):
-    divergence, finding = masks_broken(run, replica_size)
+    divergence, finding = masks_broken(run, degrees(replica_size))
     assert (divergence.step, finding.cause) == (at, "dropout or random numbers")
     assert words in finding.why
 
 
 def test_generators_of_another_run_may_draw_again_what_was_drawn_before_them_and_nothing_else():
     again = drawing((["a"],), (["b"],), (["a"],), (["b"],))
-    assert masks_broken(again, 1, generators_of_others_after=2) is None
-    divergence, _ = masks_broken(again, 1, generators_of_others_after=1)
+    assert masks_broken(again, Degrees(), generators_of_others_after=2) is None
+    divergence, _ = masks_broken(again, Degrees(), generators_of_others_after=1)
     assert divergence.step == 4

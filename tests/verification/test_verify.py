@@ -107,7 +107,8 @@ def test_by_default_the_configs_own_strategy_is_planned(tmp_path, strategy, labe
 
 
 @pytest.mark.parametrize(
-    ("strategy", "sizes"), [({}, (1, 2)), ({"strategy.name": "tensor", "tensor.size": 4, "scale.workers": 4}, (1, 4))]
+    ("strategy", "sizes"),
+    [({}, (1, 2)), ({"strategy.name": "tensor", "parallel.tensor": 4, "scale.workers": 4}, (1, 4))],
 )
 def test_by_default_as_many_workers_are_compared_as_hold_one_model(tmp_path, strategy, sizes):
     assert default_world_sizes(config(tmp_path, **strategy)) == sizes

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from scaleray.common.printed import quantity
 from scaleray.config import RunConfig
+from scaleray.config.parallel import Degrees
 from scaleray.config.recipe.shares import shares_by_speed
 from scaleray.config.recipe.values import DataSize, nearest_multiples
 from scaleray.config.strategy_traits import names_with, traits_of
@@ -54,21 +56,13 @@ def _packed_batch_size(config: RunConfig, data: DataSize, steps: int, why: dict[
     return -(-data.num_samples // steps)
 
 
-def model_parallel_size_of(config: RunConfig, workers: int, why: dict[str, str]) -> int:
-    """Workers that hold one replica of the model between them. Raises ConfigError."""
-    size = config.model_parallel_size
-    if workers % size:
-        name = config.strategy.name
-        near = " or ".join(str(n) for n in nearest_multiples(workers, size))
-        raise ConfigError(
-            f"{name}.size", size, f"{workers} workers is not a multiple of it", f"use {near} workers, or another size"
-        )
-    if size > 1 and config.scale.is_elastic:
-        raise ConfigError(
-            "scale.workers", str(config.scale.workers), f"with {config.strategy.name} the number is fixed"
-        )
-    why["model_parallel_size"] = f"{config.strategy.name}.size" if size > 1 else "every worker has a whole model"
-    return size
+def degrees_on(config: RunConfig, workers: int, why: dict[str, str]) -> Degrees:
+    """Numbers of workers along each axis of the mesh. Raises ConfigError."""
+    found = config.degrees(workers)
+    if config.scale.is_elastic and (found.model > 1 or (found.replicate > 1 and found.shard > 1)):
+        raise ConfigError("scale.workers", str(config.scale.workers), f"with {found.text()} the number is fixed")
+    why["degrees"] = f"strategy.name {config.strategy.name} and parallel, {quantity(workers, 'worker')}"
+    return found
 
 
 def cut_batch(

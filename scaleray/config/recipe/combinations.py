@@ -117,7 +117,7 @@ def check_fine_tuning(config: RunConfig) -> None:
         )
     if not settings.lora_layers:
         raise ConfigError("fine_tuning.lora_layers", [], "adapters need layers", "for example [query, value]")
-    if config.strategy.name == "tensor":
+    if config.degrees().tensor > 1:
         raise ConfigError(
             "fine_tuning.lora_rank",
             settings.lora_rank,
@@ -182,22 +182,15 @@ def check_compression(config: RunConfig, strategy: str) -> None:
 
 
 def check_fsdp(config: RunConfig, workers: int) -> None:
-    """Check that replicas divide the workers, and that offloading has a GPU to offload from."""
-    replicas = config.fsdp.replicas
-    if replicas > 1 and config.scale.is_elastic:
-        raise ConfigError(
-            "fsdp.replicas", replicas, "an elastic number of workers may not be a multiple of it", "use 1"
-        )
-    if workers % replicas or replicas == workers > 1:
+    """Check that workers share out the state, and that offloading has a GPU to offload from."""
+    degrees = config.degrees(workers)
+    if degrees.shard == 1 < workers:
         near = [n for n in range(1, workers) if workers % n == 0]
         raise ConfigError(
-            "fsdp.replicas",
-            replicas,
-            f"it must divide the {workers} workers"
-            if workers % replicas
-            else f"{workers} workers would each hold everything",
-            f"there is {', '.join(map(str, near))}"
-            + ("; strategy.name ddp holds everything" if replicas == workers else ""),
+            "parallel.replicate",
+            degrees.replicate,
+            f"{workers} workers would each hold everything",
+            f"there is {', '.join(map(str, near))}; strategy.name ddp holds everything",
         )
     if config.fsdp.cpu_offload and not config.scale.may_have_gpus:
         raise ConfigError(
@@ -248,16 +241,15 @@ def check_float8(config: RunConfig, strategy: str) -> None:
 
 def check_schedule(config: RunConfig, accumulation: int) -> None:
     """Check that the schedule can order the micro-batches of a full step. accumulation: their number."""
-    settings = config.pipeline
-    if suits(settings.schedule, num_workers=settings.size, num_micro_batches=accumulation):
+    schedule, workers = config.pipeline.schedule, config.degrees().pipeline
+    if suits(schedule, num_workers=workers, num_micro_batches=accumulation):
         return
-    rounds = accumulation // settings.size
     raise ConfigError(
         "batch.micro_size",
         config.batch.micro_size,
-        f"a step has {accumulation} micro-batches, and {settings.schedule} on {settings.size} workers "
-        f"orders them in {rounds} equal rounds",
-        f"choose one that gives a multiple of {settings.size} micro-batches, or the schedule 1f1b",
+        f"a step has {accumulation} micro-batches, and {schedule} on {workers} workers "
+        f"orders them in {accumulation // workers} equal rounds",
+        f"choose one that gives a multiple of {workers} micro-batches, or the schedule 1f1b",
     )
 
 

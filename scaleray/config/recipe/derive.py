@@ -11,13 +11,7 @@ import math
 from scaleray.common.printed import quantity
 from scaleray.config import RunConfig
 from scaleray.config.optimizer_schedule import missing_rate
-from scaleray.config.recipe.batches import (
-    check_data_fills,
-    cut_batch,
-    global_batch_size_of,
-    model_parallel_size_of,
-    uneven_shares,
-)
+from scaleray.config.recipe.batches import check_data_fills, cut_batch, degrees_on, global_batch_size_of, uneven_shares
 from scaleray.config.recipe.combinations import (
     check_averaging,
     check_compression,
@@ -49,8 +43,8 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     why: dict[str, str] = {}
     workers = workers or config.scale.max_workers
     global_batch_size = global_batch_size_of(config, data, why)
-    model_parallel_size = model_parallel_size_of(config, workers, why)
-    data_parallel_size = workers // model_parallel_size
+    degrees = degrees_on(config, workers, why)
+    data_parallel_size = degrees.data
     per_worker, micro_size, accumulation_steps = cut_batch(config, data, global_batch_size, data_parallel_size, why)
     why["evaluation_micro_batch_size"] = "evaluation.micro_size" if config.evaluation.micro_size else "as in training"
     check_data_fills(config, data, global_batch_size, workers)
@@ -71,7 +65,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     _check(config, strategy, workers)
     check_static_graph(config, strategy, accumulation=accumulation_steps, per_worker=per_worker)
     check_cuda_graphs(config, accumulation_steps)
-    is_sharded = strategy == config.strategy.name and config.shards_replicas
+    is_sharded = degrees.shard > 1
     own_dtype = "fsdp.parameter_dtype" if config.fsdp.parameter_dtype else "that of precision.dtype"
     why["parameter_dtype"] = own_dtype if is_sharded else "nothing is sharded"
     shares, measure_every = uneven_shares(config, strategy, global_batch_size, workers, why)
@@ -83,7 +77,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         micro_batch_size=micro_size,
         evaluation_micro_batch_size=config.evaluation.micro_size or micro_size,
         accumulation_steps=accumulation_steps,
-        model_parallel_size=model_parallel_size,
+        degrees=degrees,
         **vars(lengths),
         learning_rate=None if math.isnan(scaled.learning_rate) else scaled.learning_rate,
         betas=scaled.betas,
@@ -145,5 +139,5 @@ def _check(config: RunConfig, strategy: str, workers: int) -> None:
     check_float8(config, strategy)
     if strategy == "fsdp":
         check_fsdp(config, workers)
-    if strategy == config.strategy.name and config.shards_replicas:
+    if config.degrees(workers).shard > 1:
         check_shard_dtypes(config)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scaleray.config import RunConfig
+from scaleray.config.parallel import Degrees
 from scaleray.errors import ConfigError
 
 
@@ -73,7 +74,7 @@ class Recipe:
     betas: tuple[float, float]
     epsilon: float
     strategy: str
-    model_parallel_size: int = 1
+    degrees: Degrees = dataclasses.field(default_factory=Degrees)
     worker_shares: tuple[int, ...] | None = None
     """Samples of a full global batch for each worker; None: equal shares, at least at first."""
     measure_shares_every_steps: int | None = None

@@ -51,8 +51,8 @@ def announcement(
 
 def _global_batch(config: RunConfig, recipe: Recipe) -> str:
     """Parts of the global batch: replicas of the model, micro-batches of each, and their rows."""
-    replicas = config.scale.max_workers // recipe.model_parallel_size
-    name = "worker" if recipe.model_parallel_size == 1 else "replica"
+    replicas = recipe.degrees.data
+    name = "worker" if recipe.degrees.model == 1 else "replica"
     micro_batches, rows = recipe.accumulation_steps, recipe.micro_batch_size
     most = "" if replicas * micro_batches * rows == recipe.global_batch_size else "at most "
     return (

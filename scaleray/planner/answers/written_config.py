@@ -42,23 +42,16 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
         keys["compilation"] = {"what": "blocks"}
     if layout.pipeline > 1:
         schedule = {"interleaved": "interleaved_1f1b"}.get(layout.schedule, layout.schedule)
+        keys["pipeline"] = {"schedule": schedule, "stages_per_worker": layout.chunks}
         # gathered and reduced once a step, as the planner counts ZeRO-1
-        axis = "ddp" if layout.sharding == "none" else "fsdp"
-        keys["pipeline"] = {
-            "size": layout.pipeline,
-            "schedule": schedule,
-            "stages_per_worker": layout.chunks,
-            "data_axis": axis,
-        }
+        shard = 1 if layout.sharding == "none" else layout.data
+        keys["parallel"] = {"pipeline": layout.pipeline, "shard": shard}
     elif layout.tensor > 1:
-        keys["tensor"] = {"size": layout.tensor, "sequence_parallel": layout.sequence_parallel}
+        keys["parallel"] = {"tensor": layout.tensor}
+        keys["tensor"] = {"sequence_parallel": layout.sequence_parallel}
     elif layout.sharding in ("zero2", "zero3") and layout.data > 1:
-        replicas = layout.data // layout.shard if layout.shard > 1 else 1
-        keys["fsdp"] = {
-            "replicas": replicas,
-            "reshard_after_forward": layout.sharding == "zero3",
-            "cpu_offload": layout.offloads,
-        }
+        keys["parallel"] = {"replicate": layout.data // layout.shard if layout.shard > 1 else 1}
+        keys["fsdp"] = {"reshard_after_forward": layout.sharding == "zero3", "cpu_offload": layout.offloads}
         if layout.accumulation > 1 and not layout.accumulates_whole:
             keys["fsdp"]["accumulate"] = "sharded"
     return keys

@@ -60,14 +60,14 @@ def about_communication(facts: Facts) -> Advice:
         first = (
             "larger micro-batches (batch.micro_size), as each gathers again, " if facts.accumulation_steps > 1 else ""
         )
-        keys = ("fsdp.replicas", "fsdp.reshard_after_forward", "fsdp.prefetch")
+        keys = ("parallel.replicate", "fsdp.reshard_after_forward", "fsdp.prefetch")
         return Advice(
-            f"{first}HSDP (fsdp.replicas), gathering further ahead (fsdp.prefetch), "
+            f"{first}HSDP (parallel.replicate), gathering further ahead (fsdp.prefetch), "
             "or fsdp.reshard_after_forward false where memory allows",
             (*keys, "batch.micro_size") if first else keys,
         )
     if facts.strategy == "tensor":
-        return Advice("a tensor.size that stays within a node, and replicas beyond it", ("tensor.size",))
+        return Advice("a parallel.tensor that stays within a node, and replicas beyond it", ("parallel.tensor",))
     if facts.strategy == "pipeline":
         return Advice("more micro-batches in a step, or pipeline.schedule interleaved_1f1b", ("pipeline.schedule",))
     if facts.strategy and traits_of(facts.strategy).averages_now_and_then:

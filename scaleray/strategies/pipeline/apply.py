@@ -43,12 +43,13 @@ Autocast = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload: Any) -> Parallel:
-    """Keep this worker's stages of `model`, over `mesh["pp"]`; replicas of a stage share gradients over `mesh["dp"]`.
+    """Keep this worker's stages of `model`, over `mesh["pp"]`; replicas of a stage share gradients over the data axes,
+    and the workers of `mesh["tp"]` hold a part of each layer.
 
     Collective. `model` itself is unchanged; its parameters on this worker are trained. Raises WorkloadError for a model
     that cannot be cut, at set-up or with the first rows."""
     if mesh is None:
-        raise ValueError("pipeline needs a device mesh with the axes 'dp' and 'pp'")
+        raise ValueError("pipeline needs a device mesh with the axis 'pp' and those of the data")
     parts = Parts(model, mesh, config, workload)
     pipeline, whole = Pipeline(parts, config, workload, replica=mesh["dp"].get_local_rank()), Whole(parts)
     return Parallel(
@@ -63,7 +64,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         is_partitioned=True,
         parameter_names=tuple(parts.names),
         run_micro_batches=pipeline.run_micro_batches,
-        counts_loss=parts.has_last,
+        counts_loss=parts.has_last and parts.part == 0,
         alone=lambda computation: computation(whole),
         bytes_sent=lambda: parts.sent.num_bytes,
         collectives=parts.sent.rows,
@@ -71,7 +72,7 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
         tell_phases=pipeline.tell_phases,
         before_step=pipeline.before_step,
         metrics=pipeline.metrics,
-        notes=[parts.note()],
+        notes=[*([parts.split.note] if parts.split else []), parts.note()],
     )
 
 

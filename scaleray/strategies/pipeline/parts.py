@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from scaleray.config import RunConfig
 from scaleray.config.recipe.pipeline_bubble import bubble_share
@@ -32,6 +33,7 @@ from scaleray.strategies.pipeline.stages import (
     make_stage,
     stage_of_block,
 )
+from scaleray.strategies.tensor import SplitLayers, complete, data_axes
 from scaleray.strategies.wire.ledger import Ledger
 
 
@@ -46,14 +48,18 @@ class Parts:
     def __init__(self, model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> None:
         settings = config.pipeline
         self.group: dist.ProcessGroup = mesh.get_group("pp")
-        self.replicas: dist.ProcessGroup | None = mesh.get_group("dp") if mesh["dp"].size() > 1 else None
-        self._ranks: list[list[int]] = mesh.mesh.tolist()  # by replica and worker
+        data = mesh["dp"]
+        self.replicas: dist.ProcessGroup | None = data.get_group() if data.size() > 1 else None
+        self._ranks: list[list[int]] = mesh.mesh.flatten(1).T.tolist()  # of each stage's copies and parts, by worker
         self.num_workers, self.worker = mesh["pp"].size(), mesh.get_local_rank("pp")
         self.num_stages = self.num_workers * settings.stages_of_each_worker
         self.device = next(model.parameters()).device
         self.config, self.sent = config, Ledger()
         self.sends = self.sent.entry("pp", self.num_workers, SEND)
-        blocks, self.units = cut(model, config, workload)
+        self.split, self.part = None, 0
+        if "tp" in (mesh.mesh_dim_names or ()):
+            self.split, self.part = SplitLayers(model, mesh["tp"], config, workload), mesh.get_local_rank("tp")
+        blocks, self.units = cut(model, config, workload, self.num_workers)
         costs = counted_costs(self.units, len(blocks))
         if settings.split == "measured":
             costs = measured_costs(model, self.units, len(blocks), config=config, workload=workload)
@@ -71,13 +77,13 @@ class Parts:
         self.stages = [stage for stage in everything if self.owner(stage.index) == self.worker]
         self._unchecked: tuple[nn.Module, list[Stage]] | None = (model, everything)
         self._original = weakref.ref(model)
-        self._shared = self._shared_parameters(held, mesh)
+        self._shared = self._shared_parameters(held)
         mine = dict(self.module.named_parameters())
         first = {name: next(w for w, names in enumerate(held) if name in names) for name in self.names}
         self._counted_elsewhere = [p for name, p in mine.items() if first[name] != self.worker]
         self.shards: Shards | None = None
-        if settings.data_axis == "fsdp" and self.replicas is not None:  # last, as it replaces parameters
-            self.shards = self._shard(held, mesh["dp"])
+        if config.degrees(mesh.size()).shard > 1:  # last, as it replaces parameters
+            self.shards = self._shard(held, data_axes(mesh))
         self._whole_ids = {id(p) for p in self.module.parameters()} - (self.shards.sharded if self.shards else set())
 
     def gathered(self) -> contextlib.AbstractContextManager[None]:
@@ -127,6 +133,9 @@ class Parts:
         One all-reduce at the end of the step, of all gradients of a type in one piece, or one reduce-scatter for each
         part that is sharded; it does not overlap with computation.
         """
+        if self.split is not None:
+            for parameter in self._whole_parameters:
+                complete(parameter)
         if self.replicas is not None:
             self._sum([p for p in self._whole_parameters if p.requires_grad], self.replicas)
         if self.shards is not None:
@@ -142,7 +151,7 @@ class Parts:
         saved = self.module.state_dict(keep_vars=True)
         for name, buffer in self.module.named_buffers():
             if name in saved and buffer.layout == torch.strided:
-                dist.broadcast(buffer, group=self.replicas, group_src=0)
+                dist.broadcast(_local(buffer), group=self.replicas, group_src=0)
 
     def total_norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """Norm of the gradient over all stages, a shared parameter counted once. Collective over the replica."""
@@ -150,7 +159,8 @@ class Parts:
         own = [g for g in gradients if id(g) not in skipped]
         squared = torch.zeros((), dtype=torch.float64, device=self.device)
         if own:
-            squared += (total_norm if self.shards is not None else torch.nn.utils.get_total_norm)(own).double() ** 2
+            is_plain = self.shards is None and self.split is None
+            squared += (torch.nn.utils.get_total_norm if is_plain else total_norm)(own).double() ** 2
         dist.all_reduce(squared, group=self.group)
         return squared.sqrt()
 
@@ -173,6 +183,8 @@ class Parts:
         """Remove the sharding from the stages if the model is no longer needed. Not collective."""
         if self.shards is not None:
             self.shards.close(self.module, keeps_shards=True)
+        if self.split is not None:
+            self.split.take_off()
 
     def give_back(self) -> None:
         """Copy all stages' values into the original model, if every worker of the replica still has it. Collective."""
@@ -189,8 +201,14 @@ class Parts:
         for name, tensor in whole.state_dict().items():
             if isinstance(tensor, torch.Tensor):
                 dist.broadcast(
-                    tensor, group=self.group, group_src=next(w for w, held in enumerate(everyone) if name in held)
+                    _local(tensor),
+                    group=self.group,
+                    group_src=next(w for w, held in enumerate(everyone) if name in held),
                 )
+
+        if self.split is not None:
+            self.split.take_off()
+            self.split.make_plain()
 
     def note(self) -> str:
         """Text on the cuts, their evenness, and the expected idle share."""
@@ -224,7 +242,8 @@ class Parts:
         kept = {id(p) for name, p in self.module.named_parameters() if name in elsewhere}
         kept |= {id(p) for container in self._containers for p in container.parameters(recurse=False)}
         here = {id(unit.module): unit.module for unit in self.units if self._owner_of(unit) == self.worker}
-        return Shards(list(here.values()), replicas, self.config, kept_whole=kept, sent=self.sent)
+        assert self.replicas is not None
+        return Shards(list(here.values()), replicas, self.replicas, self.config, kept_whole=kept, sent=self.sent)
 
     @property
     def _whole_parameters(self) -> list[nn.Parameter]:
@@ -246,12 +265,10 @@ class Parts:
                 "the pipeline",
                 f"has no trained parameter on worker {idle[0]} of {self.num_workers}: "
                 "each must have something to train",
-                "use a smaller pipeline.size, or freeze less of the model",
+                "use a smaller parallel.pipeline, or freeze less of the model",
             )
 
-    def _shared_parameters(
-        self, held: list[set[str]], mesh: DeviceMesh
-    ) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
+    def _shared_parameters(self, held: list[set[str]]) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
         """Trained parameters that are on several workers of this replica, with the group of these. Collective over the
         mesh."""
         mine = dict(self.module.named_parameters())
@@ -262,7 +279,7 @@ class Parts:
                 by_workers.setdefault(workers, []).append(name)
         found = []
         for workers, names in sorted(by_workers.items()):
-            for replica in mesh.mesh.tolist():  # every worker of all replicas takes part in making a group
+            for replica in self._ranks:  # every worker of all replicas takes part in making a group
                 group = dist.new_group([replica[w] for w in workers])
                 if dist.get_rank() in replica and self.worker in workers:
                     found.append(([mine[n] for n in names if mine[n].requires_grad], group))
@@ -279,7 +296,7 @@ class Parts:
             if is_present:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                by_type.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+                by_type.setdefault(parameter.grad.dtype, []).append(_local(parameter.grad))
         for gradients in by_type.values():
             flat = torch.cat([g.reshape(-1) for g in gradients])
             name = "dp" if group is self.replicas else "shared parameters"
@@ -289,7 +306,12 @@ class Parts:
                 gradient.copy_(total.view_as(gradient))
 
 
-def cut(model: nn.Module, config: RunConfig, workload: Any) -> tuple[list[nn.Module], list[Unit]]:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This worker's part of a tensor that may be split."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def cut(model: nn.Module, config: RunConfig, workload: Any, num_workers: int) -> tuple[list[nn.Module], list[Unit]]:
     """The blocks of a model and what is around them. Raises WorkloadError if they cannot form stages."""
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True:
@@ -297,20 +319,21 @@ def cut(model: nn.Module, config: RunConfig, workload: Any) -> tuple[list[nn.Mod
                 f"the model's {name}", "has sparse gradients: a pipeline sums dense ones", "use sparse=False"
             )
     blocks, each = find_blocks(model, workload), config.pipeline.stages_of_each_worker
-    if len(blocks) < config.pipeline.size * each:
+    if len(blocks) < num_workers * each:
         raise WorkloadError(
             "the model",
             f"made of {len(blocks)} blocks",
-            f"{config.pipeline.size} workers with {each} stages each need {config.pipeline.size * each}",
-            "use a smaller pipeline.size or pipeline.stages_per_worker",
+            f"{num_workers} workers with {each} stages each need {num_workers * each}",
+            "use a smaller parallel.pipeline or pipeline.stages_per_worker",
         )
     return blocks, find_units(model, blocks)
 
 
 def all_stages(model: nn.Module, config: RunConfig, workload: Any) -> list[Stage]:
     """All stages of a model on this worker, balanced by counted operations."""
-    blocks, units = cut(model, config, workload)
-    num_stages = config.pipeline.size * config.pipeline.stages_of_each_worker
+    num_workers = config.parallel.pipeline if isinstance(config.parallel.pipeline, int) else 2
+    blocks, units = cut(model, config, workload, num_workers)
+    num_stages = num_workers * config.pipeline.stages_of_each_worker
     stage_of = stage_of_block(balanced_bounds(counted_costs(units, len(blocks)), num_stages), len(blocks))
     return [make_stage(model, units, stage_of, index) for index in range(num_stages)]
 

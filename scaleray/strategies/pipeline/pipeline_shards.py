@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from scaleray.config import RunConfig
-from scaleray.profiling.collectives import ALL_GATHER, REDUCE_SCATTER
+from scaleray.profiling.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from scaleray.strategies.contract.later import on_device
 from scaleray.strategies.fsdp import check_one_dtype, has_statistics, mixed_precision
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter
@@ -31,15 +31,23 @@ from scaleray.strategies.wire.ledger import Ledger
 
 class Shards:
     """Parts of a stage whose parameters are shards between steps. Collective over the replicas unless noted. modules:
-    modules that are whole on this worker. kept_whole: ids of parameters that stay as they are. So do single numbers,
+    modules that are whole on this worker. mesh: one axis, or two of which the first replicates. group: of all its
+    workers. kept_whole: ids of parameters that stay as they are. So do single numbers,
     parameters that are not contiguous or that several of the modules use, and those of layers with running statistics
     where others are gathered in a narrower type; gradients of all these are summed by an all-reduce. sent: counts the
     collectives. Raises WorkloadError."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], mesh: DeviceMesh, config: RunConfig, *, kept_whole: set[int], sent: Ledger
+        self,
+        modules: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+        config: RunConfig,
+        *,
+        kept_whole: set[int],
+        sent: Ledger,
     ) -> None:
-        self.group: dist.ProcessGroup = mesh.get_group()
+        self.group = group
         self.is_gathered = False
         uses = Counts(id(p) for module in modules for p in module.parameters())
         self.sharded: set[int] = set()
@@ -66,8 +74,11 @@ class Shards:
         for unit in self._wrapped:
             unit.set_gradient_divide_factor(1.0)  # the sum, as an all-reduce gives it
             unit.set_force_sum_reduction_for_comms(True)  # no product with 1 on the way, which gloo cannot do
-            unit.set_custom_all_gather(CountedAllGather(sent.entry("dp", mesh.size(), ALL_GATHER)))
-            unit.set_custom_reduce_scatter(CountedReduceScatter(sent.entry("dp", mesh.size(), REDUCE_SCATTER)))
+            axis, shards = (mesh.mesh_dim_names or ("dp",))[-1], mesh.size(-1)
+            unit.set_custom_all_gather(CountedAllGather(sent.entry(axis, shards, ALL_GATHER)))
+            unit.set_custom_reduce_scatter(CountedReduceScatter(sent.entry(axis, shards, REDUCE_SCATTER)))
+            if mesh.ndim == 2:
+                unit.set_all_reduce_hook(sent.entry("replicate", mesh.size(0), ALL_REDUCE).add)
             state = unit._get_fsdp_state()
             state._pre_forward_hook_handle.remove()
             state._post_forward_hook_handle.remove()

@@ -9,6 +9,7 @@ from typing import Any
 
 from scaleray.config import Duration, RunConfig
 from scaleray.config.checkpoint import NOTHING_SAVED
+from scaleray.config.parallel import Degrees
 from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN, Split, StepPlan
@@ -121,9 +122,14 @@ class TrainJob:
         return self.workers or self.config.scale.max_workers
 
     @property
+    def degrees(self) -> Degrees:
+        """Numbers of workers along each axis."""
+        return self.recipe.degrees
+
+    @property
     def data_parallel_size(self) -> int:
         """Number of shares into which a global batch is cut."""
-        return self.world_size // self.recipe.model_parallel_size
+        return self.degrees.data
 
     def on(self, workers: int) -> TrainJob:
         """The same training on as many workers as an elastic run has now."""

@@ -27,6 +27,7 @@ from scaleray.common.equal_models import (
 from scaleray.common.seeding import seed_everything, stream_seed, use_deterministic_algorithms
 from scaleray.config import RunConfig
 from scaleray.config.averaging_pruning_fine_tuning import AveragingSettings
+from scaleray.config.parallel import Degrees
 from scaleray.config.recipe.values import Recipe
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.strategies import STRATEGIES, Parallel
@@ -43,24 +44,24 @@ from scaleray.training.setup.weighted_losses import check_batch_loss, losses_of
 from scaleray.workload import built_model
 
 
-def build_mesh(config: RunConfig, strategy: str, world_size: int, device_type: str) -> DeviceMesh:
-    """The mesh of all workers. Collective. Axes: `dp`; `replicate` and `shard` for HSDP; `dp` and `tp` or `pp`.
-
-    The axis with the most communication is the innermost, whose workers are neighbours on a node.
-    """
+def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
+    """The mesh of all workers. Collective. Axes from the outside in: `pp` for pipeline; `dp` for workers with samples
+    of their own, or `replicate` and `shard` where both are above 1, with `dp` over them; `tp` for tensor."""
     # DTensor keeps the results of its planning by the layout of a mesh, process groups included: in a process that has
     # left its group and joined another, as between two sizes of `verify`, they would name groups that are gone
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
-    parts = config.model_parallel_size
-    if strategy == "tensor":
-        return init_device_mesh(device_type, (world_size // parts, parts), mesh_dim_names=("dp", "tp"))
-    if strategy == "pipeline":
-        return init_device_mesh(device_type, (world_size // parts, parts), mesh_dim_names=("dp", "pp"))
-    if strategy == "fsdp" and config.fsdp.replicas > 1:
-        shape = (config.fsdp.replicas, world_size // config.fsdp.replicas)
-        return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))
+    both = degrees.shard > 1 if strategy != "tensor" else True
+    data = {"replicate": degrees.replicate, "shard": degrees.shard} if degrees.replicate > 1 and both else {}
+    axes = {
+        **({"pp": degrees.pipeline} if strategy == "pipeline" else {}),
+        **(data or {"dp": degrees.data}),
+        **({"tp": degrees.tensor} if strategy == "tensor" or degrees.tensor > 1 else {}),
+    }
+    mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    if data and len(axes) > 2:
+        mesh["replicate", "shard"]._flatten("dp")
+    return mesh
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ def _spread_model(
         compilation = undo.enter_context(compiled(model, config, workload))
         # before each rank cuts its part out of its own model: afterwards nobody could tell
         digests = _check_equal_before_sharding(model, pages, config, recipe, place)
-        mesh = build_mesh(config, recipe.strategy, place.world_size, place.device.type) if place.group else None
+        mesh = build_mesh(place.mesh, recipe.strategy, place.device.type) if place.group else None
         parallel = STRATEGIES[recipe.strategy](model, mesh, _with_fixed_buckets(config), workload)
         parallel.notes.extend(notes)
     if config.memory.on_out_of_memory == "halve" and parallel.abandon is None:
@@ -263,7 +264,7 @@ def _check_equal_before_sharding(
     model: nn.Module, pages: PagedBuild | None, config: RunConfig, recipe: Recipe, place: Place
 ) -> Digests | None:
     """Check that all ranks drew the same parameters, where each will keep a part of them alone. Collective."""
-    is_sharded = recipe.strategy == "fsdp" or (recipe.strategy == "pipeline" and config.pipeline.data_axis == "fsdp")
+    is_sharded = recipe.strategy in ("fsdp", "pipeline") and place.mesh.shard > 1
     if not is_sharded or place.group is None:
         return None
     if pages is None:

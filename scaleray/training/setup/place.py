@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from scaleray.config.parallel import Degrees
+
 
 @dataclass(frozen=True)
 class Place:
@@ -19,18 +21,23 @@ class Place:
     local_world_size: int = 1
     node: str = "local"
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - torch.device is immutable
-    model_parallel_size: int = 1
-    """Number of neighbouring workers that hold one replica of the model between them."""
+    degrees: Degrees | None = None
+    """Numbers of workers along each axis; None: all compute samples of their own."""
+
+    @property
+    def mesh(self) -> Degrees:
+        """Numbers of workers along each axis."""
+        return self.degrees or Degrees(replicate=self.world_size)
 
     @property
     def data_rank(self) -> int:
         """Number of the share of the global batch that this worker trains on; workers of one replica have the same."""
-        return self.rank // self.model_parallel_size
+        return self.mesh.data_rank(self.rank)
 
     @property
     def data_parallel_size(self) -> int:
         """Number of shares into which the global batch is cut."""
-        return self.world_size // self.model_parallel_size
+        return self.mesh.data
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -50,17 +50,17 @@ def check_same_structure(batch: Any, place: Place, collate: Any) -> None:
             "its batches must have the same names, types and numbers of dimensions for all rows",
             "make every column for every micro-batch, whatever its rows hold; lengths may differ",
         )
-    if place.model_parallel_size == 1:
+    if place.mesh.model == 1:
         return
     everyone = place.gathered(structure(batch, with_sizes=True))
     for rank, theirs in enumerate(everyone):
-        first = rank // place.model_parallel_size * place.model_parallel_size
+        first = place.mesh.replica(place.mesh.data_rank(rank))[0]
         if theirs != everyone[first]:
             raise _different(
                 collate,
                 (first, everyone[first]),
                 (rank, theirs),
-                f"the {place.model_parallel_size} workers of a replica have the same rows, and need the same batch",
+                f"the {place.mesh.model} workers of a replica have the same rows, and need the same batch",
                 "make it of the rows alone, and not of the rank",
             )
 

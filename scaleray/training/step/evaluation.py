@@ -90,8 +90,8 @@ class OwnEvaluation:
         if self._evaluate is None:
             return {}
         evaluate, place = self._evaluate, self.place
-        size = place.model_parallel_size
-        used = itertools.islice(batches, place.rank % size, None, size)
+        replica = place.mesh.replica(place.data_rank)
+        used = itertools.islice(batches, replica.index(place.rank), None, len(replica))
 
         def measure(model: nn.Module) -> Any:
             return evaluate(model, used, split=split, rank=place.rank, world_size=place.world_size)

@@ -40,7 +40,7 @@ class MetricObjects:
 
     def update(self, name: str, given: Any, *, counts: bool) -> None:
         """Give a metric what metrics() gave for it: arguments by place or by name. counts: whether the rows do."""
-        if not counts or self.place.rank % self.place.model_parallel_size:
+        if not counts or self.place.rank != self.place.mesh.replica(self.place.data_rank)[0]:
             return  # a placeholder, or the same rows as another rank's
         metric, what = self._objects[name], f"metrics()[{name!r}]"
         if not isinstance(given, (tuple, list, Mapping)):

@@ -45,7 +45,7 @@ def gathered_rows(outputs: Mapping[str, torch.Tensor], place: Place) -> tuple[di
         everyone = place.gathered(kinds)
         other = next(each for each in everyone if each != everyone[0])
         raise _unequal("workers", everyone[0], other)
-    found, shares = {}, range(0, place.world_size, place.model_parallel_size)  # workers of a replica have the same rows
+    found, shares = {}, [ranks[0] for ranks in place.mesh.replicas]  # workers of a replica have the same rows
     for name, tensor in own.items():
         padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
         padded[:rows] = tensor

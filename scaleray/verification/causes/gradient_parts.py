@@ -54,10 +54,9 @@ class GradientParts:
         *,
         whole: Collect,
         gather: Collect,
-        replica_size: int,
     ) -> None:
         self.job, self.place, self.setup, self.names, self.step = job, place, setup, names, step
-        self._whole, self._gather, self._replica_size = whole, gather, replica_size
+        self._whole, self._gather = whole, gather
         self.shares: tuple[np.ndarray, np.ndarray] | None = None
         self.stale = 0.0
         self.relations: dict[str, Relation] = {}
@@ -107,7 +106,8 @@ class GradientParts:
         if self.number != self.step:
             return
         mine = (*self._pieces, self._found, self._before, (self._left, self._lost))
-        everyone = self._gather(mine)[:: self._replica_size]
+        gathered = self._gather(mine)
+        everyone = [gathered[ranks[0]] for ranks in self.place.mesh.replicas]
         self.shares = self._solved(everyone)
         if self._left is not None:
             total = sum(sum(counts) for _, counts, *_ in everyone)

@@ -18,6 +18,7 @@ from scaleray.common.seeding import same_switches
 from scaleray.config import RunConfig
 from scaleray.config.brought import with_brought
 from scaleray.config.checkpoint import NOTHING_SAVED
+from scaleray.config.parallel import Degrees
 from scaleray.config.recipe.derive import derive
 from scaleray.data import TRAIN, Split, load_sources
 from scaleray.data.iterable import ENDLESS
@@ -124,7 +125,7 @@ class _Check:
         here = {"scale.workers": 1, "scale.gpus_per_worker": 0, "strategy.name": "auto", **NOTHING_SAVED}
         config = self.config.changed(here)
         splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
-        alone = replace(recipe, strategy="single", model_parallel_size=1)
+        alone = replace(recipe, strategy="single", degrees=Degrees())
         job = TrainJob(config, alone, workload, splits, steady_time())
         self.record.figures["global_batch_size"] = recipe.global_batch_size
         self.record.figures["micro_batch_size"] = recipe.micro_batch_size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from scaleray.config.parallel import Degrees
 from scaleray.records.certificate import Divergence
 from scaleray.verification.causes.cause_classes import Cause, Finding
 from scaleray.verification.traces.run_trace import StepTrace, Trace
@@ -16,16 +17,16 @@ WHOLE_STEP = ""
 
 
 def masks_broken(
-    trace: Trace, replica_size: int, *, generators_of_others_after: int | None = None
+    trace: Trace, degrees: Degrees, *, generators_of_others_after: int | None = None
 ) -> tuple[Divergence, Finding] | None:
-    """First step in which masks are not what they should be; None if there is none. replica_size: number of
-    neighbouring workers that are one replica. generators_of_others_after: the step after which the run has gone on with
+    """First step in which masks are not what they should be; None if there is none. degrees: of the
+    workers. generators_of_others_after: the step after which the run has gone on with
     the generators of another run, which may draw from states of before again."""
     seen: dict[tuple[int, str, bytes], int] = {}
     for step in trace.steps:
         if generators_of_others_after is not None and step.step == generators_of_others_after + 1:
             seen.clear()
-        why = _within(step, replica_size) or _between(step, replica_size) or _again(step, seen)
+        why = _within(step, degrees) or _between(step, degrees) or _again(step, seen)
         if why:
             return Divergence(step.step, "masks", math.inf), Finding(Cause.RANDOMNESS, why)
     return None
@@ -41,9 +42,9 @@ def _layers(step: StepTrace, rank: int) -> dict[str, list[bytes]]:
     return found
 
 
-def _within(step: StepTrace, replica_size: int) -> str:
+def _within(step: StepTrace, degrees: Degrees) -> str:
     for rank in range(len(step.draws)):
-        first = rank // replica_size * replica_size
+        first = degrees.replica(degrees.data_rank(rank))[0]
         ours, theirs = _layers(step, first), _layers(step, rank)
         for layer in ours.keys() & theirs.keys():
             if ours[layer] != theirs[layer]:
@@ -51,13 +52,13 @@ def _within(step: StepTrace, replica_size: int) -> str:
     return ""
 
 
-def _between(step: StepTrace, replica_size: int) -> str:
+def _between(step: StepTrace, degrees: Degrees) -> str:
     drawn: dict[tuple[str, bytes], int] = {}
     for rank in range(len(step.draws)):
         for layer, states in _layers(step, rank).items():
             for state in states:
                 other = drawn.setdefault((layer, state), rank)
-                if other // replica_size != rank // replica_size:
+                if degrees.data_rank(other) != degrees.data_rank(rank):
                     return (
                         f"replicas of ranks {other} and {rank} draw the same dropout masks{_of(layer)}, "
                         "the same units on each"

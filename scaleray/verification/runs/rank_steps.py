@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scaleray.config.parallel import Degrees
 from scaleray.verification.bounds import SMALL_GRADIENT
 from scaleray.verification.repeatable.repeatable_workload import Draw
 from scaleray.verification.traces.compare_traces import signature_differences
@@ -72,17 +73,17 @@ def trace_of(
     everyone: Sequence[SeenStep],
     *,
     step: int,
-    replica_size: int,
+    degrees: Degrees,
     updates: tuple[tuple[float, ...], ...],
     gradient_formats: tuple[str, ...],
     due_factor: float | None,
 ) -> StepTrace:
     """The trace of a step on the rank that saw `own`, from what all ranks saw, in their order.
 
-    replica_size: number of ranks that hold one replica together.
+    degrees: of the ranks.
     """
     first = everyone[0]
-    replicas = everyone[::replica_size]  # their workers have the same rows and random numbers
+    replicas = [everyone[ranks[0]] for ranks in degrees.replicas]  # their workers have the same rows and random numbers
     loss, count = own.loss, own.count
     if own.is_own:  # replicas train apart; gradients are rank 0's own then, too
         loss_sum, count = sum(seen.loss * seen.count for seen in everyone), sum(seen.count for seen in everyone)
@@ -105,7 +106,7 @@ def trace_of(
         shares_random_state=len({seen.random_before for seen in replicas}) < len(replicas),
         changes_buffers=any(seen.changes_buffers for seen in everyone),
         rows_agree=all(
-            np.array_equal(seen.rows, replicas[rank // replica_size].rows) for rank, seen in enumerate(everyone)
+            np.array_equal(seen.rows, replicas[degrees.data_rank(rank)].rows) for rank, seen in enumerate(everyone)
         ),
         used_norms=tuple(seen.used_norm for seen in everyone),
         due_factor=due_factor,
@@ -119,9 +120,7 @@ def trace_of(
         formats=widest(seen.formats for seen in everyone),
         layers=alike(seen.layers for seen in everyone),
         inputs=_inputs(everyone),
-        inputs_agree=all(
-            _same_inputs(everyone[first : first + replica_size]) for first in range(0, len(everyone), replica_size)
-        ),
+        inputs_agree=all(_same_inputs([everyone[rank] for rank in ranks]) for ranks in degrees.replicas),
         evaluates_in_training=any(seen.evaluates_in_training for seen in everyone),
     )
 

@@ -116,7 +116,6 @@ class TraceProbe:
                 self.take_apart_at,
                 whole=self._whole,
                 gather=self.place.gathered,
-                replica_size=self._replica_size,
             )
         self._updates: list[tuple[float, ...]] = []
         setup.optimizer.register_step_post_hook(self._after_update)
@@ -182,7 +181,7 @@ class TraceProbe:
             mine,
             self.place.gathered(mine),
             step=self._step,
-            replica_size=self._replica_size,
+            degrees=self.place.mesh,
             updates=tuple(self._updates),
             gradient_formats=self._formats,
             due_factor=self._due_factor(),
@@ -348,10 +347,6 @@ class TraceProbe:
         if self.place.rank == 0:
             self.values[self._step] = everyone
 
-    @property
-    def _replica_size(self) -> int:
-        return self.job.config.model_parallel_size if self.place.world_size > 1 else 1
-
     def _signatures(self) -> np.ndarray:
         return self._in_order({name: self._sign(name, full(p.detach())) for name, p in self._parameters.items()})
 
@@ -366,9 +361,9 @@ class TraceProbe:
         case."""
         if not self._has_parts:
             return mine
-        everyone, size = self.place.gathered(mine), self._replica_size
-        first = self.place.rank // size * size
-        return {name: value for theirs in reversed(everyone[first : first + size]) for name, value in theirs.items()}
+        everyone = self.place.gathered(mine)
+        ours = [everyone[rank] for rank in self.place.mesh.replica(self.place.data_rank)]
+        return {name: value for theirs in reversed(ours) for name, value in theirs.items()}
 
     def _keep_final(self) -> None:
         tensors = {**self._parameters, **dict(self._setup.parallel.module.named_buffers())}

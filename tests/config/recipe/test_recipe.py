@@ -57,7 +57,7 @@ def test_a_recipe_of_a_plain_config():
         "strategy": "single",
         "checkpoint_every_steps": None,
         "keep_checkpoint_every_steps": None,
-        "model_parallel_size": 1,
+        "degrees": {"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1},
         "worker_shares": None,
         "measure_shares_every_steps": None,
         "parameter_dtype": None,
@@ -86,6 +86,7 @@ def test_the_training_is_the_same_for_every_number_of_workers(workers, accumulat
         "evaluation_micro_batch_size",
         "accumulation_steps",
         "strategy",
+        "degrees",
     }
     assert {k: v for k, v in many.values().items() if k not in shares} == {
         k: v for k, v in one.values().items() if k not in shares

@@ -51,7 +51,7 @@ def sharded(cluster):
 def train_sharded(ray, name, layout):
     layout.mkdir()
     options = {**of_sharded(layout), "scale.workers": "4", "scale.label-selector": "{kind: worker}"}
-    fsdp = {"strategy.name": "fsdp", "fsdp.replicas": "2", "fsdp.wrap": "class", "fsdp.wrap-classes": "[Linear]"}
+    fsdp = {"strategy.name": "fsdp", "parallel.replicate": "2", "fsdp.wrap": "class", "fsdp.wrap-classes": "[Linear]"}
     process = ray.train(ray.head, name, {**options, **fsdp})
     assert process.wait(timeout=500) == 0, ray.said(name)
 

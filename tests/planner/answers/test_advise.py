@@ -163,18 +163,18 @@ def test_what_is_written_of_a_layout_is_what_train_reads(name):
         layout.num_gpus,
         layout.global_batch,
     )
-    assert config.model_parallel_size == layout.tensor * layout.pipeline
+    assert config.degrees().model == layout.tensor * layout.pipeline
     recipe = derive(config, DataSize(num_samples=1000))
     assert (recipe.micro_batch_size, recipe.accumulation_steps) == (layout.micro_batch, layout.accumulation)
-    if config.shards_replicas:  # 16 bits are gathered and used, as time and memory are counted
+    if config.degrees().shard > 1:  # 16 bits are gathered and used, as time and memory are counted
         assert (recipe.parameter_dtype, layout.gather_bits, layout.is_mixed) == (layout.precision, 16, True)
     if layout.pipeline > 1:
-        assert (config.pipeline.data_axis == "fsdp") == (layout.sharding != "none")
+        assert (config.parallel.shard != 1) == (layout.sharding != "none")
         assert config.pipeline.stages_of_each_worker == layout.chunks
         schedule = config.pipeline.schedule
         assert suits(schedule, num_workers=layout.pipeline, num_micro_batches=layout.accumulation)
     if strategy == "fsdp":
-        assert config.fsdp.replicas == (layout.data // layout.shard if layout.sharding == "zero3" else 1)
+        assert config.degrees().replicate == (layout.data // layout.shard if layout.sharding == "zero3" else 1)
         assert config.fsdp.reshard_after_forward == (layout.sharding == "zero3")
 
 

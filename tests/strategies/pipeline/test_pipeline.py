@@ -1,5 +1,7 @@
 """Pipelines: every schedule is the training of one process, wherever the cuts lie and whatever the model shares across them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,6 @@ from torch import nn
 from scaleray.config.strategy import PipelineSettings
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
 
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "optimizer.clip_norm": 0.5}
@@ -77,7 +78,7 @@ def test_a_transformer_equals_one_process(gloo, schedule, tie_head):
 def test_four_stages_on_four_workers_and_a_rest_of_odd_size(gloo):
     # 27 rows in batches of 12: the last has 3, so with micro-batches of 2 there are a whole one and a half
     recipe, workload = {**ADAMW, "batch.global_size": 12, "batch.micro_size": 2}, SmallTransformer(num_rows=27)
-    flags = {**recipe, "strategy.name": "pipeline", "pipeline.size": 4}
+    flags = {**recipe, "strategy.name": "pipeline", "parallel.pipeline": 4}
     assert_same_training(gloo.run(4, train, workload, flags)[0], train_in_plain_torch(workload, recipe))
 
 
@@ -173,7 +174,7 @@ def test_stages_split_by_measured_time_train_the_same(gloo):
 
 def held(place, workload):
     job, _ = make_job(workload, {"strategy.name": "pipeline"}, world_size=place.world_size)
-    setup = prepare(job.workload, job.config, job.recipe, place)
+    setup = prepare(job.workload, job.config, job.recipe, replace(place, degrees=job.degrees))
     names = [name for name, _ in setup.parallel.module.named_parameters()]
     setup.parallel.close()
     return names
@@ -217,7 +218,7 @@ def dropped(place):
 def test_random_numbers_are_alike_around_the_blocks_and_differ_between_blocks_steps_and_replicas(gloo):
     seen = gloo.run(4, dropped)
     # the checks of the first batch come first; of a step: the loss's own mask, then that of the worker's layer
-    first, second, other_replica = seen[0][-4:], seen[1][-4:], seen[2][-4:]
+    first, other_replica, second = seen[0][-4:], seen[1][-4:], seen[2][-4:]
     masks = [first[0], first[2], second[0], second[2]]
     assert torch.equal(masks[0], masks[2]) and torch.equal(masks[1], masks[3])
     assert not torch.equal(masks[0], masks[1]), "another step"
@@ -237,7 +238,7 @@ def test_statistics_of_replicas_are_those_of_the_first(gloo):
 def batch_norm_buffers(place):
     workload = WithBatchNorm(num_rows=24)
     job, sources = make_job(workload, {"strategy.name": "pipeline"}, world_size=place.world_size)
-    place = type(place)(place.rank, place.world_size, model_parallel_size=2)
+    place = replace(place, degrees=job.degrees)
     setup = prepare(job.workload, job.config, job.recipe, place)
     from scaleray.data import RankBatch
     from scaleray.training.step.step import TrainStep
@@ -266,7 +267,6 @@ def keep_model(place):
         return seen["model"]
 
     workload.build_model = build_model
-    place = Place(place.rank, place.world_size, model_parallel_size=2)
     stepper = Stepper(place, workload, {"strategy.name": "pipeline", "scale.workers": 2})
     stepper(1)
     weights = stepper.parallel.weights().tensors
@@ -360,12 +360,17 @@ def test_micro_batches_that_make_no_equal_rounds_are_refused_before_anything_run
     [
         ({"schedule": "gpipe", "stages_per_worker": 2}, "one stage a worker"),
         ({"schedule": "interleaved_1f1b", "stages_per_worker": 1}, "is 1f1b"),
-        ({"size": 1}, "greater than or equal to 2"),
     ],
 )
 def test_settings_that_fit_no_schedule_are_refused(settings, says):
     with pytest.raises(ValueError, match=says):
         PipelineSettings(**settings)
+
+
+def test_a_pipeline_of_one_worker_is_refused():
+    flags = {"strategy.name": "pipeline", "parallel.pipeline": 1}
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline is 1: a pipeline has at least two workers"):
+        make_job(Deep(), flags, world_size=2)
 
 
 class ThreeEqual(Classify):

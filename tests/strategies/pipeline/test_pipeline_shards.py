@@ -1,5 +1,7 @@
 """Pipelines whose replicas share out each stage: the training of one process, and a part of the memory between steps."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from small_runs import largest_difference, make_job, relative_differences, train, train_in_plain_torch
@@ -12,11 +14,10 @@ from torch.distributed.tensor import DTensor
 from scaleray.strategies.pipeline.pipeline_shards import Shards
 from scaleray.strategies.wire.ledger import Ledger
 from scaleray.training.setup.model_setup import prepare
-from scaleray.training.setup.place import Place
 
 pytestmark = pytest.mark.combination  # a feature that few commits touch: its tests take turns
 
-SHARDED = {"strategy.name": "pipeline", "pipeline.data_axis": "fsdp"}
+SHARDED = {"strategy.name": "pipeline", "parallel.shard": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def many_small_gradients(place, num):
     module = nn.Linear(3, 4, bias=False)
     job, _ = make_job(Deep(), {**SHARDED, "precision.dtype": "bf16"}, world_size=4)
     mesh = init_device_mesh("cpu", (place.world_size,), mesh_dim_names=("dp",))
-    shards = Shards([module], mesh["dp"], job.config, kept_whole=set(), sent=Ledger())
+    shards = Shards([module], mesh["dp"], mesh.get_group(), job.config, kept_whole=set(), sent=Ledger())
     with shards.gathered():
         for _ in range(num):
             module(torch.ones(1, 3)).sum().backward()
@@ -134,7 +135,7 @@ def held(place, workload, flags):
     job, _ = make_job(workload, {"strategy.name": "pipeline", **flags}, world_size=place.world_size)
     built, build = [], job.workload.build_model
     job.workload.build_model = lambda: built.append(build()) or built[0]
-    place = Place(place.rank, place.world_size, model_parallel_size=2)
+    place = replace(place, degrees=job.degrees)
     setup = prepare(job.workload, job.config, job.recipe, place)
     parameters = dict(setup.parallel.module.named_parameters())
     local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters.values())
@@ -148,11 +149,11 @@ def held(place, workload, flags):
 def test_a_worker_holds_its_share_of_its_stage_and_gives_a_plain_model_back(gloo):
     workload = SmallTransformer(tie_head=False)
     whole = gloo.run(4, held, workload, {})
-    sharded = gloo.run(4, held, workload, {"pipeline.data_axis": "fsdp"})
+    sharded = gloo.run(4, held, workload, {"parallel.shard": "auto"})
     for before, after in zip(whole, sharded, strict=True):
         assert after[0] == before[0] / 2 and not before[1]
         assert after[2] and after[3] == 0 and after[4] == before[4]
-    tied = gloo.run(4, held, SmallTransformer(), {"pipeline.data_axis": "fsdp"})
+    tied = gloo.run(4, held, SmallTransformer(), {"parallel.shard": "auto"})
     assert all(shards and "embedding.weight" not in shards for _, shards, *_ in tied)
 
 
@@ -191,7 +192,7 @@ def test_a_run_goes_on_under_another_strategy_and_number_of_workers(gloo, tmp_pa
 # what is said
 
 
-def test_one_replica_has_nobody_to_share_with_and_says_so(gloo):
+def test_one_replica_has_nobody_to_share_with(gloo):
     finished = gloo.run(2, train, SmallTransformer(), {**ADAMW, **SHARDED})[0]
     assert_same_training(finished, train_in_plain_torch(SmallTransformer(), ADAMW))
-    assert "pipeline.data_axis has no effect with one replica" in finished.events
+    assert not any("divided among replicas" in event for event in finished.events)

@@ -86,7 +86,7 @@ def test_sharded_accumulation_reduces_every_micro_batch(gloo):
 
 
 def test_hsdp_reduces_its_shards_once_more_between_the_replicas(gloo):
-    sent, seen, _ = gloo.run(4, one_step, {"fsdp.replicas": 2})[0]
+    sent, seen, _ = gloo.run(4, one_step, {"parallel.replicate": 2})[0]
     gathered = 4 * padded(BLOCK_SHAPES, 2) * 2 + padded(ROOT_SHAPES, 2)
     reduced = 4 * padded(BLOCK_SHAPES, 2) - padded(FROZEN_SHAPES, 2) + padded(ROOT_SHAPES, 2)
     assert sent == seen == 8 * (gathered / 2 + reduced + reduced / 2)

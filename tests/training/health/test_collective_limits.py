@@ -58,7 +58,7 @@ def all_of(found):
     [
         (2, {}),
         (2, {"compression.name": "powersgd"}),
-        (4, {"strategy.name": "tensor", "tensor.size": 2}),
+        (4, {"strategy.name": "tensor", "parallel.tensor": 2}),
         (2, {"strategy.name": "async_sgd"}),
     ],
     ids=["ddp", "a group of its own", "a mesh of two axes", "exchanges during training"],

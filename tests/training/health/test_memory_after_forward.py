@@ -85,7 +85,6 @@ def alive_before_backward(place, flags):
     workload = Wide(num_rows=16)
     parts = 2 if flags.get("strategy.name") in ("tensor", "pipeline") else 1
     replicas = place.world_size // parts
-    place = Place(place.rank, place.world_size, model_parallel_size=parts)
     found = []
     backward = torch.autograd.backward
 
@@ -125,10 +124,7 @@ BOUNDS = {
     ("tensor", 4): ({"tensor.sequence_parallel": False}, lambda wide, narrow: narrow * BESIDE),
     ("pipeline", 2): ({}, lambda wide, narrow: cast(wide, narrow, 2)),
     # gathered once a step, whole from the first micro-batch to the last
-    ("pipeline", 4): (
-        {"pipeline.data_axis": "fsdp"},
-        lambda wide, narrow: narrow * ((MATRICES + VECTORS) / 2 + BESIDE),
-    ),
+    ("pipeline", 4): ({"parallel.shard": "auto"}, lambda wide, narrow: narrow * ((MATRICES + VECTORS) / 2 + BESIDE)),
 }
 
 

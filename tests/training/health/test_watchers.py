@@ -329,8 +329,8 @@ WAYS = {
     "fsdp": {"strategy.name": "fsdp"},
     "fsdp, adam": {**ADAM, "strategy.name": "fsdp"},
     "fsdp, sharded accumulation": {"strategy.name": "fsdp", "fsdp.accumulate": "sharded", "batch.micro_size": 2},
-    "tensor, accumulation": {"strategy.name": "tensor", "tensor.size": 2, "batch.micro_size": 4},
-    "tensor, consecutive steps": {"strategy.name": "tensor", "tensor.size": 2},
+    "tensor, accumulation": {"strategy.name": "tensor", "parallel.tensor": 2, "batch.micro_size": 4},
+    "tensor, consecutive steps": {"strategy.name": "tensor", "parallel.tensor": 2},
 }
 FROM_LOOK = {"as the meter is made": 1, "in the first step": 3, "later": 6}
 

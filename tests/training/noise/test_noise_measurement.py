@@ -1,6 +1,5 @@
 """What a run measures of its gradient noise: equal to plain torch, in all ways, without touching the training."""
 
-import dataclasses
 import json
 import math
 
@@ -46,7 +45,7 @@ def measured_and_expected(place, workload, flags, at_step, whose):
     """(averages after one measurement in step `at_step`, the same from plain torch, the source). whose: parts of the batch."""
     stepper = Stepper(place, workload, {**FLAGS, **flags})
     job, setup = stepper.job, stepper.setup
-    place = dataclasses.replace(place, model_parallel_size=job.config.model_parallel_size)
+    place = stepper.place
     if setup.parallel.forward_is_collective:
         look_without_gradients(
             stepper
@@ -80,7 +79,7 @@ def _adam_roots(optimizer, named):
 def _rows(stepper, step, whose):
     """(rows of the whole batch, rows of each part)."""
     plan, place, job = stepper.plan, stepper.place, stepper.job
-    size = place.world_size // job.config.model_parallel_size
+    size = place.data_parallel_size
     shares = job.recipe.worker_shares
     ranks = [plan.rank_indices(step, rank, size, shares) for rank in range(size)]
     micro = job.recipe.micro_batch_size
@@ -135,12 +134,12 @@ CASES = {
     "fsdp, sharded accumulation": (
         2, Tokens, {"strategy.name": "fsdp", "fsdp.accumulate": "sharded", **IN_PARTS}, "micro-batches",
     ),
-    "fsdp, replicas": (4, Classify, {"strategy.name": "fsdp", "fsdp.replicas": 2}, "workers"),
+    "fsdp, replicas": (4, Classify, {"strategy.name": "fsdp", "parallel.replicate": 2}, "workers"),
     "single, accumulation": (1, Tokens, IN_PARTS, "first"),
     "local_sgd, accumulation": (
         2, Classify, {"strategy.name": "local_sgd", "local_sgd.sync_every": 4, "batch.micro_size": 3}, "own first",
     ),
-    "tensor, accumulation": (2, Classify, {"strategy.name": "tensor", "tensor.size": 2, "batch.micro_size": 4}, "first"),
+    "tensor, accumulation": (2, Classify, {"strategy.name": "tensor", "parallel.tensor": 2, "batch.micro_size": 4}, "first"),
     "ddp, adam": (2, Tokens, {**ADAM, "noise_scale.preconditioned": True}, "workers"),
     "single, accumulation, adam": (1, Classify, {**ADAM, "noise_scale.preconditioned": True, **IN_PARTS}, "first"),
     "fsdp, sharded accumulation, adam": (

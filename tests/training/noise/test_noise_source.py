@@ -17,7 +17,7 @@ BASE = {
 def recipe_and_source(flags):
     config = load_config(flags={**BASE, **flags}, environ={})
     recipe = derive(config, DataSize(240))
-    data_parallel_size = config.scale.max_workers // recipe.model_parallel_size
+    data_parallel_size = recipe.degrees.data
     return noise_source(
         config, recipe.strategy, data_parallel_size=data_parallel_size, accumulation_steps=recipe.accumulation_steps
     )

@@ -80,7 +80,7 @@ def test_weights_are_saved_as_a_plain_state_dict_to_a_path_or_a_uri(tmp_path, as
 
 
 def test_workers_that_hold_one_replica_are_one_share_of_an_evaluation():
-    flags = {"strategy.name": "tensor", "tensor.size": 2, "evaluation.micro_size": 3}
+    flags = {"strategy.name": "tensor", "parallel.tensor": 2, "evaluation.micro_size": 3}
     job, _ = make_job(Classify(num_val=30), flags, world_size=4)
     (split,) = job.evaluation_splits()
     assert job.evaluation_plan(split).global_batch_size == 2 * 3

@@ -26,7 +26,7 @@ FLAGS = {
     "checkpoint.every": "2 steps",
     "stop.after": f"{NUM_STEPS} steps",
 }
-TENSOR = {"strategy.name": "tensor", "tensor.size": 2}
+TENSOR = {"strategy.name": "tensor", "parallel.tensor": 2}
 
 
 class Masked(nn.Module):

@@ -73,7 +73,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path, make, kill_at):
 def test_two_workers_train_as_one_does(gloo, strategy):
     flags = {**FLAGS, "precision.dtype": "fp64", "deterministic": False}
     alone = train_alone(Scheduled("warm_restarts"), flags)
-    sized = {"tensor.size": 2} if strategy == "tensor" else {}
+    sized = {"parallel.tensor": 2} if strategy == "tensor" else {}
     both = gloo.run(2, train, Scheduled("warm_restarts"), {**flags, "strategy.name": strategy, **sized})[0]
     assert [s.learning_rate for s in both.steps] == [s.learning_rate for s in alone.steps]
     assert largest_difference(alone.weights, both.weights) < 1e-11

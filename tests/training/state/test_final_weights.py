@@ -33,14 +33,14 @@ from scaleray.training.state.checkpointing import Checkpointing
 
 SHARDED = {
     "fsdp": {"strategy.name": "fsdp"},
-    "tensor": {"strategy.name": "tensor", "tensor.size": 2},
-    "pipeline": {"strategy.name": "pipeline", "pipeline.size": 2},
+    "tensor": {"strategy.name": "tensor", "parallel.tensor": 2},
+    "pipeline": {"strategy.name": "pipeline", "parallel.pipeline": 2},
 }
 ON_FOUR = {
-    "hsdp": {"strategy.name": "fsdp", "fsdp.replicas": 2},
+    "hsdp": {"strategy.name": "fsdp", "parallel.replicate": 2},
     "tensor x fsdp": SHARDED["tensor"],
     "pipeline x ddp": SHARDED["pipeline"],
-    "pipeline x fsdp": {**SHARDED["pipeline"], "pipeline.data_axis": "fsdp"},
+    "pipeline x fsdp": {**SHARDED["pipeline"], "parallel.shard": "auto"},
 }
 ADAMW = {"optimizer.name": "adamw", "optimizer.learning_rate": 0.01, "batch.micro_size": 2, "stop.after": "2 steps"}
 

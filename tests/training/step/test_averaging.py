@@ -43,7 +43,7 @@ def test_the_final_weights_are_the_average_and_the_training_is_as_without(every)
 
 
 def flags_of(strategy):
-    return {**FLAGS, "strategy.name": strategy, **({"tensor.size": 2} if strategy == "tensor" else {})}
+    return {**FLAGS, "strategy.name": strategy, **({"parallel.tensor": 2} if strategy == "tensor" else {})}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
@@ -61,7 +61,7 @@ def test_two_workers_average_as_one_does(gloo, strategy):
 def test_stages_of_a_pipeline_average_as_one_worker_does(gloo, data_axis):
     """On 4 workers: two stages, of which each is shared out over two replicas or whole on both."""
     flags = {**FLAGS, "stop.after": "5 steps", "evaluation.every": "2 steps", "batch.micro_size": 2}
-    many = {**flags, "strategy.name": "pipeline", "pipeline.size": 2, "pipeline.data_axis": data_axis}
+    many = {**flags, "strategy.name": "pipeline", "parallel.pipeline": 2, "pipeline.data_axis": data_axis}
     workload = SmallTransformer(num_val=6)
     alone = train_alone(workload, flags)
     four = gloo.run(4, train, workload, many)[0]

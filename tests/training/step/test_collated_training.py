@@ -150,7 +150,7 @@ def test_a_collate_whose_lengths_differ_by_rank_is_one_clear_error_where_ranks_s
     flags = {**FLAGS, "batch.global_size": 8, "batch.micro_size": 2}
     message = r"\['real'\]: bool, 2 x 9; .* on rank 0, \['real'\]: bool, 2 x 10; .* on rank 1.*workers of a replica"
     with pytest.raises(WorkloadError, match=message):
-        gloo.run(2, train, OtherLengths(), {**flags, "strategy.name": "pipeline", "pipeline.size": 2})
+        gloo.run(2, train, OtherLengths(), {**flags, "strategy.name": "pipeline", "parallel.pipeline": 2})
     alone = train_alone(OtherLengths(), flags)  # of other rows a batch may have other lengths
     assert max(relative_differences(gloo.run(2, train, OtherLengths(), flags)[0].losses, alone.losses)) < 1e-9
 
@@ -160,7 +160,7 @@ def test_a_collate_whose_lengths_differ_by_rank_is_one_clear_error_where_ranks_s
 def test_a_pipeline_takes_batches_of_varying_width(gloo, world_size):
     flags = {**FLAGS, "batch.global_size": 8, "batch.micro_size": 2}
     alone = train_alone(Deep(), flags)
-    piped = gloo.run(world_size, train, Deep(), {**flags, "strategy.name": "pipeline", "pipeline.size": 2})[0]
+    piped = gloo.run(world_size, train, Deep(), {**flags, "strategy.name": "pipeline", "parallel.pipeline": 2})[0]
     assert max(relative_differences(piped.losses, alone.losses)) < 1e-9
     assert piped.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-9)
 

@@ -124,7 +124,7 @@ def test_one_worker_trains_as_plain_torch_does(flags):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_workers_train_what_one_does(gloo, strategy, world_size):
     flags = {**FLAGS, "optimizer.clip_norm": 0.3, "batch.micro_size": 1 if strategy != "tensor" else 2}
-    sized = {"tensor.size": world_size} if strategy == "tensor" else {}
+    sized = {"parallel.tensor": world_size} if strategy == "tensor" else {}
     alone = train_alone(Gan(num_val=10, scheduled=True), flags)
     many = gloo.run(world_size, train, Gan(num_val=10, scheduled=True), {**flags, "strategy.name": strategy, **sized})[
         0
@@ -184,7 +184,7 @@ def train_until(place, workload, flags, folder):
     ("flags", "key"),
     [
         ({"strategy.name": "local_sgd"}, "strategy.name"),
-        ({"strategy.name": "pipeline", "pipeline.size": 2}, "strategy.name"),
+        ({"strategy.name": "pipeline", "parallel.pipeline": 2}, "strategy.name"),
         ({"strategy.name": "ddp", "compression.name": "bf16"}, "compression.name"),
         ({"noise_scale.measure": True}, "noise_scale.measure"),
         ({"memory.find_micro_size": True, "memory.limit_gib": 4}, "memory.find_micro_size"),

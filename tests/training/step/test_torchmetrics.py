@@ -130,7 +130,7 @@ def test_the_value_is_that_of_one_process_on_any_number_of_workers(gloo, make, n
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
 def test_placeholders_and_ranks_of_one_replica_do_not_count(gloo, strategy):
-    flags = {**FLAGS, "strategy.name": strategy, **({"tensor.size": 2} if strategy == "tensor" else {})}
+    flags = {**FLAGS, "strategy.name": strategy, **({"parallel.tensor": 2} if strategy == "tensor" else {})}
     alone = [e.metrics for e in train_alone(Ranks(3), FLAGS).evaluations]
     for found, expected in zip(gloo.run(2, evaluations, Ranks(3), flags)[0], alone, strict=True):
         assert found == pytest.approx(expected, rel=1e-6)

@@ -124,7 +124,7 @@ def test_workers_train_what_one_does(gloo, workload, strategy, world_size, micro
     flags = {**FLAGS, "optimizer.clip_norm": 0.05, "batch.drop_last": False}
     alone = train_alone(with_loss(workload(num_val=21)), flags)
     own = {"strategy.name": strategy, "batch.micro_size": micro_size}
-    own |= {"tensor.size": world_size, "tensor.sequence_parallel": False} if strategy == "tensor" else {}
+    own |= {"parallel.tensor": world_size, "tensor.sequence_parallel": False} if strategy == "tensor" else {}
     many = gloo.run(world_size, train, with_loss(workload(num_val=21)), {**flags, **own})[0]
     assert max(relative_differences(alone.losses, many.losses)) < 1e-12
     assert max(relative_differences(alone.grad_norms, many.grad_norms)) < 1e-11
@@ -213,7 +213,7 @@ def test_the_cost_is_reported(gloo):
     ("flags", "key"),
     [
         ({"strategy.name": "local_sgd"}, "strategy.name"),
-        ({"strategy.name": "pipeline", "pipeline.size": 2}, "strategy.name"),
+        ({"strategy.name": "pipeline", "parallel.pipeline": 2}, "strategy.name"),
         ({"noise_scale.measure": True}, "noise_scale.measure"),
     ],
 )

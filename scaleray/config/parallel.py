@@ -1,0 +1,140 @@
+"""Degrees of parallelism: numbers of workers along the axes of the mesh, whose product is the number of workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from scaleray.config.base import Count, Settings
+from scaleray.config.strategy_traits import traits_of
+from scaleray.errors import ConfigError
+
+Degree = Count | Literal["auto"] | None
+AUTO = "auto"
+
+
+class ParallelSettings(Settings):
+    """Numbers of workers along each axis; their product is `scale.workers`. `auto` for one of them: the workers that
+    the others leave. A single worker has the whole model whatever they are."""
+
+    pipeline: Degree = None
+    """Workers that a replica's stages lie on. None: 2 under `strategy.name: pipeline`, else 1."""
+    replicate: Degree = None
+    """Groups of workers that each hold the whole state between them, and sum gradients over the groups. None: all that
+    the other axes leave; 1 under fsdp and tensor, where `shard` has the rest. With both, HSDP."""
+    shard: Degree = None
+    """Workers that share out the state of what they compute: parameters, gradients and the optimizer's (FSDP). In a
+    pipeline a stage's parameters are gathered once a step, and gradients reduced once; parameters of several stages (a
+    tied head) and outside the blocks stay whole. None: under fsdp and tensor the rest, else 1."""
+    tensor: Degree = None
+    """Workers that share each layer, by the workload's `tensor_plan`. None: 2 under `strategy.name: tensor`, else 1."""
+
+    def least_workers(self, strategy: str) -> int:
+        """The fewest workers above one that these degrees allow, `auto` and the rest being 1."""
+        given = [2 if value is None and strategy == axis else value for axis, value in self]
+        return math.prod(value for value in given if isinstance(value, int))
+
+    def within(self, strategy: str) -> ParallelSettings:
+        """Degrees within a replica that another strategy than the config's has as well."""
+        axes = {"pipeline", "tensor"} & set(traits_of(strategy).axes)
+        return ParallelSettings(**{axis: getattr(self, axis) for axis in axes})
+
+    @model_validator(mode="after")
+    def _one_is_auto(self) -> ParallelSettings:
+        if len(found := [name for name, value in self if value == AUTO]) > 1:
+            raise ValueError(f"{' and '.join(found)}: only one degree can be auto, the rest of the workers")
+        return self
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Numbers of workers along each axis of the mesh, from the outermost axis to the innermost: the axis with the most
+    communication is the innermost, whose workers are neighbours on a node."""
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of the mesh."""
+        return math.prod(asdict(self).values())
+
+    @property
+    def data(self) -> int:
+        """Number of shares into which the global batch is cut."""
+        return self.replicate * self.shard
+
+    @property
+    def model(self) -> int:
+        """Number of workers that hold one replica of the model between them and compute the same samples."""
+        return self.pipeline * self.tensor
+
+    def data_rank(self, rank: int) -> int:
+        """Number of the share of the global batch that a rank computes."""
+        return rank // self.tensor % self.data
+
+    def replica(self, data_rank: int) -> list[int]:
+        """Ranks that compute a share of the global batch, in order."""
+        first = [stage * self.data * self.tensor + data_rank * self.tensor for stage in range(self.pipeline)]
+        return [start + part for start in first for part in range(self.tensor)]
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """Ranks of each replica, by the share of the global batch that it computes."""
+        return [self.replica(data_rank) for data_rank in range(self.data)]
+
+    def text(self) -> str:
+        """The degrees above 1, such as `pipeline 2 x tensor 2`."""
+        return " x ".join(f"{name} {degree}" for name, degree in asdict(self).items() if degree > 1) or "1 worker"
+
+
+def short_form(parallel: Mapping[str, Any]) -> str | None:
+    """Strategy that degrees of a config ask for where none is named; None where they ask for none."""
+
+    def is_asked(axis: str) -> bool:
+        return parallel.get(axis) not in (None, 1)
+
+    axes = {"pipeline": "pipeline", "tensor": "tensor", "shard": "fsdp"}
+    return next((strategy for axis, strategy in axes.items() if is_asked(axis)), None)
+
+
+def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degrees:
+    """Degrees on so many workers. Raises ConfigError for those that do not multiply to them, or that the strategy
+    lacks."""
+    if workers == 1:
+        return Degrees()
+    traits, given = traits_of(strategy), dict(settings)
+    for axis in ("pipeline", "tensor"):
+        if given[axis] is None:
+            given[axis] = 2 if strategy == axis else 1
+    if strategy == "pipeline" and given["pipeline"] == 1:
+        raise ConfigError("parallel.pipeline", 1, "a pipeline has at least two workers", "use --strategy.name auto")
+    rest = "shard" if "shard" in traits.axes and strategy != "pipeline" else "replicate"
+    if AUTO not in given.values():
+        rest = rest if given[rest] is None else next((a for a in ("replicate", "shard") if given[a] is None), "")
+    else:
+        rest = next(axis for axis, value in given.items() if value == AUTO)
+    known = {axis: value or 1 for axis, value in given.items() if axis != rest}
+    product = math.prod(known.values())
+    if workers % product or (not rest and workers != product):
+        asked = " x ".join(f"{axis} {value}" for axis, value in known.items() if value > 1) or "1"
+        multiple = "their product" if not rest else "a multiple of their product"
+        fit = f"{product}" if not rest else f"{max(1, workers // product) * product}"
+        raise ConfigError(
+            "parallel", asked, f"scale.workers is {workers}, and must be {multiple}, {product}",
+            f"use --scale.workers {fit}, or other degrees",
+        )  # fmt: skip
+    found = Degrees(**known, **({rest: workers // product} if rest else {}))
+    for axis, degree in asdict(found).items():
+        if degree > 1 and axis not in traits.axes:
+            raise ConfigError(
+                f"parallel.{axis}", degree, f"strategy.name is {strategy}, which has no such axis",
+                "use --strategy.name auto, which follows the degrees",
+            )  # fmt: skip
+    return found

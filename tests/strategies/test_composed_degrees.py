@@ -1,0 +1,40 @@
+"""Degrees that compose: tensor within the stages of a pipeline, with data over both, repeats one process."""
+
+from __future__ import annotations
+
+import pytest
+from small_runs import largest_difference, relative_differences, train, train_in_plain_torch
+from small_transformer import SmallTransformer
+
+RECIPE = {
+    "optimizer.name": "adamw",
+    "optimizer.learning_rate": 0.01,
+    "optimizer.clip_norm": 0.5,
+    "batch.micro_size": 1,
+    "stop.after": "1 epoch",
+}
+LAYOUTS = {
+    "pipeline x tensor": (4, {"parallel.pipeline": 2, "parallel.tensor": 2}),
+    "replicate x shard x tensor": (4, {"parallel.replicate": 2, "parallel.shard": 1, "parallel.tensor": 2}),
+    "pipeline x tensor, zero bubble": (
+        4,
+        {"parallel.pipeline": 2, "parallel.tensor": 2, "pipeline.schedule": "zero_bubble"},
+    ),
+    "pipeline x replicate x shard": (4, {"parallel.pipeline": 2, "parallel.shard": 2}),
+}
+
+
+@pytest.mark.parametrize("tie_head", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_composed_layout_equals_one_process(gloo, layout, tie_head):
+    world_size, degrees = LAYOUTS[layout]
+    workload = SmallTransformer(num_val=6, tie_head=tie_head)
+    finished = gloo.run(world_size, train, workload, {**RECIPE, **degrees})[0]
+    plain = train_in_plain_torch(workload, RECIPE)
+    assert len(finished.losses) == len(plain.losses)
+    assert max(relative_differences(plain.losses, finished.losses)) <= 1e-9
+    assert max(relative_differences(plain.grad_norms, finished.grad_norms)) <= 1e-9
+    assert list(finished.weights) == list(plain.weights)
+    assert largest_difference(plain.weights, finished.weights) <= 1e-9
+    alone = gloo.run(1, train, workload, RECIPE)[0]
+    assert finished.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-12)
