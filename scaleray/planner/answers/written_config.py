@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from scaleray.config.loading import known_keys
+from scaleray.config.parallel import Degrees
 from scaleray.errors import ConfigError
 from scaleray.planner.cost.layout import Layout
 
@@ -12,14 +14,12 @@ PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "f
 
 
 def is_runnable(layout: Layout) -> bool:
-    """Whether `scaleray train` has a strategy for the layout: tensor or pipeline parallel, not both, and neither
-    context nor expert parallel."""
-    return not (layout.tensor > 1 and layout.pipeline > 1) and layout.context == 1 and layout.expert == 1
+    """Whether `scaleray train` has all axes of the layout: it has neither context nor expert parallelism."""
+    return layout.context == 1 and layout.expert == 1
 
 
 def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict[str, Any]:
-    """Sections of a config that `scaleray train` runs the layout with. Replicas of a tensor parallel layout are
-    always sharded there.
+    """Sections of a config that `scaleray train` runs the layout with.
 
     tokens_per_sample: for a config whose batch is counted in tokens. Raises ConfigError for a layout that
     is not runnable.
@@ -28,8 +28,8 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
         raise ConfigError(
             "layout",
             layout.describe(),
-            "scaleray train runs tensor or pipeline parallel, not both, and neither context nor expert parallel",
-            "plan with --strategies without tp or without pp, and without ep",
+            "scaleray train has neither context nor expert parallelism",
+            "plan with --strategies without ep",
         )
     keys: dict[str, Any] = {
         "scale": {"workers": layout.num_gpus, "gpus_per_worker": 1},
@@ -40,17 +40,18 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
     }
     if layout.compiled:
         keys["compilation"] = {"what": "blocks"}
-    if layout.pipeline > 1:
+    strategy = keys["strategy"]["name"]
+    if strategy in ("pipeline", "tensor", "fsdp"):
+        # in a pipeline gathered and reduced once a step, as the planner counts ZeRO-1
+        shard = 1 if layout.sharding == "none" else layout.shard if layout.shard > 1 else layout.data
+        degrees = Degrees(layout.pipeline, layout.data // shard, shard, layout.tensor)
+        keys["parallel"] = {axis: degree for axis, degree in asdict(degrees).items() if degree > 1}
+    if strategy == "pipeline":
         schedule = {"interleaved": "interleaved_1f1b"}.get(layout.schedule, layout.schedule)
         keys["pipeline"] = {"schedule": schedule, "stages_per_worker": layout.chunks}
-        # gathered and reduced once a step, as the planner counts ZeRO-1
-        shard = 1 if layout.sharding == "none" else layout.data
-        keys["parallel"] = {"pipeline": layout.pipeline, "shard": shard}
-    elif layout.tensor > 1:
-        keys["parallel"] = {"tensor": layout.tensor}
+    if layout.tensor > 1:
         keys["tensor"] = {"sequence_parallel": layout.sequence_parallel}
-    elif layout.sharding in ("zero2", "zero3") and layout.data > 1:
-        keys["parallel"] = {"replicate": layout.data // layout.shard if layout.shard > 1 else 1}
+    if strategy == "fsdp":
         keys["fsdp"] = {"reshard_after_forward": layout.sharding == "zero3", "cpu_offload": layout.offloads}
         if layout.accumulation > 1 and not layout.accumulates_whole:
             keys["fsdp"]["accumulate"] = "sharded"
@@ -81,10 +82,10 @@ _ACTIVATIONS: dict[str, dict[str, Any]] = {
 
 
 def _strategy(layout: Layout) -> str:
-    if layout.tensor > 1:
-        return "tensor"
     if layout.pipeline > 1:
         return "pipeline"
+    if layout.tensor > 1:
+        return "tensor"
     if layout.data == 1:
         return "single"
     return {"none": "ddp", "zero1": "zero1", "zero2": "fsdp", "zero3": "fsdp"}[layout.sharding]

@@ -23,7 +23,7 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
             "--write",
             str(path),
             "no layout that scaleray train can run fits",
-            "plan without tp or without pp, and without ep",
+            "plan without ep",
         )
     chosen = next((choice for choice in runnable if choice.fits == "fits"), runnable[0])
     given = load_yaml(config.read_text()) if config else {}

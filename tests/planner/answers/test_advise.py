@@ -144,6 +144,8 @@ WRITABLE = {
     "plain pipeline": (Layout(data=2, pipeline=2, accumulation=4), "pipeline"),
     "zero bubble": (Layout(pipeline=4, accumulation=8, schedule="zero_bubble"), "pipeline"),
     "tensor": (Layout(data=2, tensor=4, sequence_parallel=True, checkpointing="full"), "tensor"),
+    "pipeline of split layers, hybrid shards": (Layout(data=4, shard=2, tensor=2, pipeline=2, accumulation=4, sharding="zero1"), "pipeline"),
+    "whole replicas of split layers": (Layout(data=2, tensor=4), "tensor"),
     "hsdp": (Layout(data=8, shard=4, sharding="zero3", checkpointing="alternate"), "fsdp"),
     "zero2": (Layout(data=8, sharding="zero2", compiled=True), "fsdp"),
 }  # fmt: skip
@@ -169,7 +171,7 @@ def test_what_is_written_of_a_layout_is_what_train_reads(name):
     if config.degrees().shard > 1:  # 16 bits are gathered and used, as time and memory are counted
         assert (recipe.parameter_dtype, layout.gather_bits, layout.is_mixed) == (layout.precision, 16, True)
     if layout.pipeline > 1:
-        assert (config.parallel.shard != 1) == (layout.sharding != "none")
+        assert (config.degrees().shard > 1) == (layout.sharding != "none" and layout.data > 1)
         assert config.pipeline.stages_of_each_worker == layout.chunks
         schedule = config.pipeline.schedule
         assert suits(schedule, num_workers=layout.pipeline, num_micro_batches=layout.accumulation)
@@ -178,12 +180,14 @@ def test_what_is_written_of_a_layout_is_what_train_reads(name):
         assert config.fsdp.reshard_after_forward == (layout.sharding == "zero3")
 
 
-def test_tensor_and_pipeline_together_cannot_be_written():
+def test_tensor_and_pipeline_are_written_together_and_context_is_refused():
     layout = next(
         one for one in layouts(replace(LLAMA, strategies=("tp", "pp"))) if one.tensor > 1 and one.pipeline > 1
     )
-    with pytest.raises(ConfigError, match="not both"):
-        config_keys(layout)
+    degrees = config_keys(layout)["parallel"]
+    assert (degrees["tensor"], degrees["pipeline"]) == (layout.tensor, layout.pipeline)
+    with pytest.raises(ConfigError, match="neither context nor expert"):
+        config_keys(replace(layout, context=2))
 
 
 def test_sixteen_thousand_gpus_are_as_easy_as_sixteen():
