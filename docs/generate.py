@@ -174,7 +174,7 @@ OF_TORCH = (
     (
         "scaleray/strategies/pipeline/pipeline_shards.py",
         "shards the parameters of a pipeline's stage between steps",
-        "`pipeline.data_axis: fsdp` does not work",
+        "sharding within a pipeline does not work",
     ),
     (
         "scaleray/data/iterable.py",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -92,6 +93,13 @@ class Degrees:
     def text(self) -> str:
         """The degrees above 1, such as `pipeline 2 x tensor 2`."""
         return " x ".join(f"{name} {degree}" for name, degree in asdict(self).items() if degree > 1) or "1 worker"
+
+
+def all_degrees(workers: int) -> list[Degrees]:
+    """Every way to cut so many workers into degrees."""
+    divisors = [n for n in range(1, workers + 1) if workers % n == 0]
+    cuts = (Degrees(*cut) for cut in itertools.product(divisors, repeat=len(fields(Degrees))))
+    return [degrees for degrees in cuts if degrees.workers == workers]
 
 
 def short_form(parallel: Mapping[str, Any]) -> str | None:

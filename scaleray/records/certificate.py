@@ -90,6 +90,14 @@ class Outcome:
     duration_s: float = 0.0
     workers: list[dict[str, Any]] = field(default_factory=list)
     """Each kind of hardware that its workers ran on, with their device."""
+    layout: str = ""
+    """Degrees such as `pipeline 2 x tensor 2`, where several axes have more than one worker."""
+
+    @property
+    def label(self) -> str:
+        """Name of the variant, such as `ddp x 2`, with the number of micro-batches where it accumulates."""
+        more = f", {self.accumulation} micro-batches" if self.accumulation > 1 else ""
+        return (self.layout or f"{self.strategy} x {self.world_size}") + more
 
 
 @dataclass(frozen=True)

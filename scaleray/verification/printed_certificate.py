@@ -59,7 +59,7 @@ def table(certificate: EqualityCertificate, *, width: int) -> RenderableType:
     judged = [outcome for outcome in certificate.outcomes if outcome.verdict != "refused"]
     rows = tuple(
         (
-            one.strategy,
+            one.layout or one.strategy,
             str(one.world_size),
             str(one.accumulation),
             _figure(one.comparison.loss),
@@ -85,7 +85,7 @@ def lines(certificate: EqualityCertificate) -> list[str]:
     found += [f"note: {note}" for note in notes]
     for outcome in certificate.outcomes:
         if outcome.verdict == "refused":
-            found.append(f"not run: {_label(outcome)}: {outcome.words}")
+            found.append(f"not run: {outcome.label}: {outcome.words}")
     found.append(f"{certificate.verdict} ({certificate.duration_s:.0f} s, {certificate.where})")
     if certificate.tracking_uri.startswith("http"):
         found.append(f"MLflow:       {certificate.mlflow_link}")
@@ -104,7 +104,7 @@ def mismatch_lines(outcome: Outcome, mismatch: Mismatch) -> list[str]:
     what += f" of {mismatch.parameter}" if mismatch.parameter is not None else ""
     verb = "differ" if mismatch.quantity in PLURAL and mismatch.parameter is None else "differs"
     size = f" by {mismatch.difference:.1e}" if math.isfinite(mismatch.difference) else ""
-    first = f"{_label(outcome)}: {mismatch.cause}. First {where}: {what} {verb}{size}."
+    first = f"{outcome.label}: {mismatch.cause}. First {where}: {what} {verb}{size}."
     return [first, *textwrap.wrap(mismatch.why, WIDTH, initial_indent="  ", subsequent_indent="  ")]
 
 
@@ -116,11 +116,6 @@ def as_text(certificate: EqualityCertificate) -> str:
     for line in lines(certificate):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return buffer.getvalue()
-
-
-def _label(outcome: Outcome) -> str:
-    more = f", {outcome.accumulation} micro-batches" if outcome.accumulation > 1 else ""
-    return f"{outcome.strategy} x {outcome.world_size}{more}"
 
 
 def _verdict(outcome: Outcome) -> str:

@@ -142,7 +142,7 @@ class _Group:
 
     def _outcome(self, variant: Variant) -> Outcome:
         started = time.perf_counter()
-        outcome = Outcome(variant.strategy, variant.world_size, variant.accumulation, "equal", workers=self.workers)
+        outcome = dataclasses.replace(variant.outcome, workers=self.workers)
         probes: list[TraceProbe] = []
         key, promise = self._key(variant), promised(variant)
         if key.partition is not None and (why := without_statistics(variant)):
@@ -338,7 +338,9 @@ class _Group:
 
     def _layout(self, variant: Variant) -> Layout:
         is_right = any(
-            o.verdict == "equal" and o.accumulation == 1 for o in self.outcomes if o.strategy == variant.strategy
+            o.verdict == "equal" and o.accumulation == 1
+            for o in self.outcomes
+            if (o.strategy, o.layout) == (variant.strategy, variant.outcome.layout)
         )
         return Layout(
             variant.world_size,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.config.compression import CompressionSettings
+from scaleray.config.parallel import Degrees, ParallelSettings, all_degrees, short_form
 from scaleray.config.recipe.combinations import check_schedule
 from scaleray.config.recipe.derive import derive
 from scaleray.config.recipe.values import DataSize, Recipe, largest_divisor, with_micro_size
@@ -77,9 +78,9 @@ def make_plan(config: RunConfig, options: VerifyOptions, workload: Any, sources:
     trainings = _Trainings(config, later_config, options, workload, splits, size, rows, batch_size)
     groups, refused = _groups(options, trainings)
     try:
-        reference = trainings.variant("auto", 1, min(options.pieces))
+        reference = trainings.variant(Spread("auto"), 1, min(options.pieces))
     except ConfigError:
-        reference = trainings.variant("auto", 1, 1)
+        reference = trainings.variant(Spread("auto"), 1, 1)
     return Plan(reference, groups, refused)
 
 
@@ -133,13 +134,13 @@ class _Trainings:
     rows: Rows
     batch_size: int
 
-    def variant(self, strategy: str, world_size: int, accumulation: int) -> Variant:
-        """The training with this strategy. Raises ConfigError where it cannot be spread so."""
-        first = self._job(self.config, strategy, world_size, accumulation)
+    def variant(self, spread: Spread, world_size: int, accumulation: int) -> Variant:
+        """The training spread so. Raises ConfigError where it cannot be."""
+        first = self._job(self.config, spread, world_size, accumulation)
         own = with_rows(short_job(first, steps=self.options.steps), self.rows.epoch)
         later = None
         if first.recipe.total_steps > 1 and self.options.steps > 1:
-            later = self._compared(self._job(self.later_config, strategy, world_size, accumulation, at_most=True))
+            later = self._compared(self._job(self.later_config, spread, world_size, accumulation, at_most=True))
         return Variant(
             first.recipe.strategy,
             world_size,
@@ -151,16 +152,16 @@ class _Trainings:
         )
 
     def _job(
-        self, config: RunConfig, strategy: str, world_size: int, accumulation: int, *, at_most: bool = False
+        self, config: RunConfig, spread: Spread, world_size: int, accumulation: int, *, at_most: bool = False
     ) -> TrainJob:
-        spread = on_workers(config, strategy, world_size)
-        recipe = _recipe(spread, self.size, accumulation, at_most=at_most)
+        there = spread.on(config, world_size)
+        recipe = _recipe(there, self.size, accumulation, at_most=at_most)
         # explicit, as if a file said so: what is resumed is compared with it
-        a_sample = self.size.tokens_per_sample or 1 if spread.batch.unit == "tokens" else 1
+        a_sample = self.size.tokens_per_sample or 1 if there.batch.unit == "tokens" else 1
         # steps that are packed with tokens are cut by rows here, into so many parts
-        is_packed = self.size.packed_steps(spread) is not None
-        spread = spread.changed({"batch.micro_size": None if is_packed else recipe.micro_batch_size * a_sample})
-        return TrainJob(spread, recipe, self.workload, self.splits, steady_time())
+        is_packed = self.size.packed_steps(there) is not None
+        there = there.changed({"batch.micro_size": None if is_packed else recipe.micro_batch_size * a_sample})
+        return TrainJob(there, recipe, self.workload, self.splits, steady_time())
 
     def _compared(self, job: TrainJob) -> TrainJob:
         """The few steps of the job that are compared."""
@@ -174,30 +175,36 @@ def _groups(options: VerifyOptions, trainings: _Trainings) -> tuple[dict[int, li
     groups: dict[int, list[Variant]] = {1: []}  # the reference runs there, even if nothing else does
     refused: dict[tuple[str, int, str], Outcome] = {}
     first_error: ConfigError | None = None
-    own = trainings.config.strategy.name
-    named = dict.fromkeys(own if name == "own" else name for name in strategy_names(options))
-    asked = list(STRATEGIES) if "all" in named else list(named)
     for world_size in options.sizes:
         if trainings.size.packed_steps(trainings.config) is None:
             _check_world_size(world_size, trainings.batch_size)
-        found: dict[tuple[str, int], Variant] = {}
-        # `single` is for one worker, which need not be said when others were asked for too
-        for strategy in [s for s in asked if s != "single" or world_size == 1 or len(asked) == 1]:
+        found: dict[tuple[str, str, int], Variant] = {}
+        for spread in _spreads(options, trainings.config, world_size):
             for accumulation in options.pieces:
                 try:
-                    made = trainings.variant(strategy, world_size, accumulation)
-                    found.setdefault((made.strategy, made.accumulation), made)
+                    made = trainings.variant(spread, world_size, accumulation)
+                    found.setdefault((made.strategy, made.outcome.layout, made.accumulation), made)
                 except ConfigError as exc:
                     first_error = first_error or exc
                     reason = first_line(exc).removesuffix(".")
-                    refused[strategy, world_size, reason] = Outcome(
-                        strategy, world_size, accumulation, "refused", reason
+                    refused[f"{spread}", world_size, reason] = Outcome(
+                        spread.strategy, world_size, accumulation, "refused", reason, layout=spread.layout
                     )
         if found:
             groups[world_size] = list(found.values())
     if first_error is not None and not any(groups.values()):
         raise first_error
     return groups, list(refused.values())
+
+
+def _spreads(options: VerifyOptions, config: RunConfig, world_size: int) -> list[Spread]:
+    """The ways of spreading the training over so many workers that were asked for."""
+    if options.layouts == "all":
+        return [Spread(short_form(asdict(d)) or "ddp", d) for d in all_degrees(world_size)] if world_size > 1 else []
+    named = dict.fromkeys(config.strategy.name if name == "own" else name for name in strategy_names(options))
+    asked = list(STRATEGIES) if "all" in named else list(named)
+    # `single` is for one worker, which need not be said when others were asked for too
+    return [Spread(s) for s in asked if s != "single" or world_size == 1 or len(asked) == 1]
 
 
 def strategy_names(options: VerifyOptions) -> list[str]:
@@ -277,6 +284,24 @@ def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bo
     if recipe.strategy == "pipeline":
         check_schedule(config, -(-share // micro_size))
     return with_micro_size(recipe, micro_size, why=f"at most {accumulation} micro-batches in each step")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A way of spreading a training over workers. degrees: None: those of the config, or the strategy's own."""
+
+    strategy: str
+    degrees: Degrees | None = None
+
+    @property
+    def layout(self) -> str:
+        """The degrees as text, where they are given."""
+        return self.degrees.text() if self.degrees else ""
+
+    def on(self, config: RunConfig, world_size: int) -> RunConfig:
+        """The config of the training on so many workers."""
+        there = on_workers(config, self.strategy, world_size)
+        return there.changed({"parallel": ParallelSettings(**asdict(self.degrees))}) if self.degrees else there
 
 
 def on_workers(config: RunConfig, strategy: str, world_size: int) -> RunConfig:

@@ -186,7 +186,7 @@ def _survived(
             if not received or len(done) == len(left):
                 raise
             variant = left[len(done)]
-            failed = Outcome(variant.strategy, world_size, variant.accumulation, "differs", mismatch=lost(exc))
+            failed = dataclasses.replace(variant.outcome, verdict="differs", mismatch=lost(exc))
             outcomes += [*done, failed]
             advance()
             if len(outcomes) == len(assignment.variants):

@@ -92,6 +92,15 @@ def test_all_strategies_are_planned_where_they_exist(tmp_path):
     assert not made.refused
 
 
+def test_every_layout_is_planned_and_named_by_its_degrees(tmp_path):
+    made = plan(tmp_path, VerifyOptions(layouts="all", world_sizes=[1, 4], accumulation=[1]))
+    labels = {variant.label: variant.strategy for variant in made.groups[4]}
+    assert labels["ddp x 4"] == "ddp" and labels["fsdp x 4"] == "fsdp"
+    assert labels["replicate 2 x shard 2"] == "fsdp" and labels["shard 2 x tensor 2"] == "tensor"
+    assert labels["pipeline 2 x tensor 2"] == labels["pipeline 2 x shard 2"] == "pipeline"
+    assert len(labels) == 10 and not made.refused and not made.groups[1]
+
+
 @pytest.mark.parametrize(
     ("strategy", "labels"),
     [

@@ -219,11 +219,11 @@ def check_shard_dtypes(config: RunConfig) -> None:
             )
 
 
-def check_float8(config: RunConfig, strategy: str) -> None:
+def check_float8(config: RunConfig) -> None:
     settings = config.precision
     if settings.float8 == "none":
         return
-    if strategy == "tensor":
+    if config.degrees().tensor > 1:
         raise ConfigError(
             "precision.float8",
             settings.float8,

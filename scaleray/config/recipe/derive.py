@@ -136,7 +136,7 @@ def _check(config: RunConfig, strategy: str, workers: int) -> None:
     check_training_apart(config)
     check_search(config)
     check_tf32(config)
-    check_float8(config, strategy)
+    check_float8(config)
     if strategy == "fsdp":
         check_fsdp(config, workers)
     if config.degrees(workers).shard > 1:

@@ -19,12 +19,7 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
 
     runnable = [choice for choice in advice.choices if is_runnable(choice.layout)]
     if not runnable:
-        raise ConfigError(
-            "--write",
-            str(path),
-            "no layout that scaleray train can run fits",
-            "plan without ep",
-        )
+        raise ConfigError("--write", str(path), "no layout that scaleray train can run fits", "plan without ep")
     chosen = next((choice for choice in runnable if choice.fits == "fits"), runnable[0])
     given = load_yaml(config.read_text()) if config else {}
     in_tokens = (given.get("batch") or {}).get("unit") == "tokens"

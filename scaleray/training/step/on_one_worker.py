@@ -33,7 +33,7 @@ def rehearsed(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[nn
             stack.enter_context(
                 _weights_within(units, model, "fsdp frees the weights of a unit outside of its forward pass")
             )
-        if name == "tensor":
+        if name == "tensor" or config.parallel.tensor not in (None, 1):
             owners = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
             stack.enter_context(_weights_within(owners, model, "under tensor parallelism a worker holds a part of it"))
         yield Rehearsal(model, config, workload) if name == "pipeline" else model

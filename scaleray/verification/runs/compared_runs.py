@@ -22,6 +22,7 @@ from scaleray.checkpoints.catalog import Catalog
 from scaleray.checkpoints.storage import Store
 from scaleray.common.seeding import same_switches
 from scaleray.data import TRAIN, Sources, Split
+from scaleray.records.certificate import Outcome
 from scaleray.training import loop
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
@@ -64,10 +65,16 @@ class Variant:
     with_statistics: Split | None = None
 
     @property
+    def outcome(self) -> Outcome:
+        """Outcome of the variant before it is judged."""
+        axes = [degree for degree in dataclasses.asdict(self.job.degrees).values() if degree > 1]
+        layout = self.job.degrees.text() if len(axes) > 1 else ""
+        return Outcome(self.strategy, self.world_size, self.accumulation, "equal", layout=layout)
+
+    @property
     def label(self) -> str:
-        """Name of the variant, such as `ddp x 2`, with the number of micro-batches where it accumulates."""
-        more = f", {self.accumulation} micro-batches" if self.accumulation > 1 else ""
-        return f"{self.strategy} x {self.world_size}{more}"
+        """Name of the variant, as in its outcome."""
+        return self.outcome.label
 
     @property
     def resumes_after(self) -> int | None:
@@ -385,7 +392,7 @@ def _resumed(variant: Variant, half: int, *, last: int) -> tuple[TrainJob, DueRa
 
 def _name(variant: Variant) -> str:
     """Name of the folder of a variant's checkpoints."""
-    return f"{variant.strategy}-{variant.world_size}-{variant.accumulation}"
+    return variant.label.replace(" ", "-").replace(",", "")
 
 
 def _without_clipping(job: TrainJob) -> TrainJob:

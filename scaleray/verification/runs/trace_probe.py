@@ -60,7 +60,8 @@ class TraceProbe:
         last: int | None = None,
         stands_still: bool = False,
     ) -> None:
-        self.place, self.job, self.take_apart_at, self.masks, self.due = place, job, take_apart_at, masks, due
+        self.place = dataclasses.replace(place, degrees=job.degrees)
+        self.job, self.take_apart_at, self.masks, self.due = job, take_apart_at, masks, due
         self.keeps, self.stands_still = keeps, stands_still
         self.last = job.recipe.total_steps if last is None else last
         self.parts: GradientParts | None = None

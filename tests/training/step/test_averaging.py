@@ -57,11 +57,11 @@ def test_two_workers_average_as_one_does(gloo, strategy):
         assert theirs.metrics == pytest.approx(ours.metrics, rel=1e-11)
 
 
-@pytest.mark.parametrize("data_axis", ["ddp", "fsdp"])
-def test_stages_of_a_pipeline_average_as_one_worker_does(gloo, data_axis):
+@pytest.mark.parametrize("shard", [1, "auto"])
+def test_stages_of_a_pipeline_average_as_one_worker_does(gloo, shard):
     """On 4 workers: two stages, of which each is shared out over two replicas or whole on both."""
     flags = {**FLAGS, "stop.after": "5 steps", "evaluation.every": "2 steps", "batch.micro_size": 2}
-    many = {**flags, "strategy.name": "pipeline", "parallel.pipeline": 2, "pipeline.data_axis": data_axis}
+    many = {**flags, "strategy.name": "pipeline", "parallel.pipeline": 2, "parallel.shard": shard}
     workload = SmallTransformer(num_val=6)
     alone = train_alone(workload, flags)
     four = gloo.run(4, train, workload, many)[0]
