@@ -199,7 +199,7 @@ def test_an_own_evaluate_runs_as_many_passes_as_it_likes_on_a_model_that_is_shar
     """On whole copies with the weights of each evaluation; workers of one replica take its rows in turn."""
     flags = {**FLAGS, "averaging.decay": averaging, "batch.micro_size": 2, "evaluation.micro_size": 1}
     alone = [e.metrics for e in train_alone(Generates(), flags).evaluations]
-    size = {} if strategy == "fsdp" else {f"{strategy}.size": 2}
+    size = {} if strategy == "fsdp" else {f"parallel.{strategy}": 2}
     found = gloo.run(world_size, evaluations, Generates(), {**flags, "strategy.name": strategy, **size})[0]
     assert len(found) == 2 and found[0]["val/generated"] != found[1]["val/generated"]
     for ours, theirs in zip(alone, found, strict=True):
