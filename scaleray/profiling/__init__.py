@@ -1,1 +1,1 @@
-"""Arithmetic of profiles: from what workers measured to where the time went. Numpy alone, and no effects."""
+"""Profiles: attribution of time from the workers' measurements. Pure functions on numpy arrays, without effects."""

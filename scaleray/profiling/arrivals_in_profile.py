@@ -1,5 +1,5 @@
-"""Contribution of arrivals to the profile of a run: lateness, stragglers, the wait for the slowest rank, rates of
-links. Used by profiling/run_profile.
+"""Part of a run's profile that comes from arrivals: lateness, stragglers, waits for the slowest rank, link rates.
+Used by profiling/run_profile.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from scaleray.records.profile_record import (
 
 
 def with_arrivals(profile: RunProfile, measured: Sequence[RankMeasurements]) -> RunProfile:
-    """The profile with what the arrivals of its ranks tell. Without arrivals of at least two ranks, bus bandwidths
-    alone are added."""
+    """Add the results of the ranks' arrivals to the profile; only bus bandwidths if fewer than two ranks have
+    arrivals."""
     arrivals = aligned([one.arrivals for one in measured if one.arrivals is not None])
     if arrivals is None:
         return dataclasses.replace(profile, collectives=[with_bandwidth(row) for row in profile.collectives])
@@ -70,7 +70,7 @@ def _with_waits(
     whole = rank.phases.get(Phase.COMMUNICATION)
     width = steps_in_buckets(rank.steps, over.width)
     if whole is None or len(whole.series) != over.count or len(width) != over.count:
-        return rank  # a rank that took another number of steps
+        return rank  # this rank took a different number of steps
     before = np.array(whole.series)
     waited = np.minimum(_means_over_time(steps, waits, over), before)
     total = float((waited * width).sum())
@@ -86,7 +86,7 @@ def _with_waits(
 def _timed(
     row: CollectiveRow, arrivals: Arrivals, waits: np.ndarray, by_rank: dict[int, RankMeasurements]
 ) -> CollectiveRow:
-    """The row with its seconds, exposed share and bus bandwidth, as far as arrivals tell them."""
+    """Add seconds, exposed share and bus bandwidth to the row, as far as arrivals provide them."""
     if row.rank not in arrivals.ranks:
         return with_bandwidth(row)
     number, num_steps = arrivals.ranks.index(row.rank), by_rank[row.rank].num_steps + 1
@@ -115,7 +115,7 @@ def _largest(rows: Sequence[CollectiveRow]) -> float:
 
 
 def _means_over_time(steps: np.ndarray, values: np.ndarray, over: Buckets) -> np.ndarray:
-    """Mean of the steps in each bucket; where none was looked at, that of all."""
+    """Mean of the steps in each bucket; buckets without a measured step get the mean of all."""
     places = np.clip((steps - over.first_step) // over.width, 0, over.count - 1)
     counts = np.bincount(places, minlength=over.count)
     sums = np.bincount(places, weights=values, minlength=over.count)

@@ -1,7 +1,7 @@
-"""Cost of collectives: bytes on the busiest link, and the time that a rank waited for them.
+"""Cost of collectives: bytes on the busiest link, and the time that a rank waits for them.
 
-Used by profiling/run_profile (rows of a record). Bus bandwidth is that of the collective's own group, by the number of
-its ranks: it can be compared with the speed of a link for any operation. Source: NCCL tests, PERFORMANCE.md.
+Used by profiling/run_profile (rows of a record). Bus bandwidth is computed for the collective's own group size, so that
+it is comparable with the speed of a link for any operation. Source: NCCL tests, PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ BROADCAST, ALL_TO_ALL, SEND = "broadcast", "all_to_all", "send"
 
 
 def bus_bytes(operation: str, num_bytes: float, group_size: int) -> float:
-    """Bytes that the busiest link carries when each rank of a group gives `num_bytes` to a collective.
+    """Bytes on the busiest link when each rank of a group contributes `num_bytes` to a collective.
 
-    With the best algorithms: an all-reduce passes a payload on nearly twice, an all-gather passes on what the others
-    gave, a reduce-scatter and an all-to-all all but a rank's own part, a broadcast and a send all of it, once.
+    With optimal algorithms, an all-reduce sends a payload nearly twice, an all-gather forwards the payloads of the
+    others, a reduce-scatter and an all-to-all send all but a rank's own part, a broadcast and a send transfer
+    everything once.
     """
     others = group_size - 1
     if others < 1:
@@ -33,8 +34,8 @@ def bus_bytes(operation: str, num_bytes: float, group_size: int) -> float:
 
 
 def with_bandwidth(row: CollectiveRow, waited_s: float = 0.0) -> CollectiveRow:
-    """The row with its bus bandwidth. waited_s: part of its seconds in which another rank had not come yet, which says
-    nothing of the link. Those of sends are the wait for what a neighbour computes, most of all: they have none."""
+    """Add the bus bandwidth to the row. waited_s: part of its seconds before another rank arrived, which does not
+    depend on the link. Sends get none: most of their time is waiting for the neighbour's computation."""
     if row.seconds is None or row.seconds - waited_s <= 0 or row.operation == SEND:
         return row
     rate = bus_bytes(row.operation, row.num_bytes, row.group_size) / (row.seconds - waited_s)

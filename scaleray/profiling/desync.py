@@ -1,10 +1,9 @@
-"""The collective in which a training hangs, and the ranks that caused it: from each rank's record of its own last
-calls.
+"""Find the collective in which a training hangs, and the ranks that caused it, from each rank's record of last calls.
 
-Ranks of a group must call the same collectives in the same order. Their sequence numbers are compared: where two ranks
-called different things under one number, or some rank never came to a number, there the training broke. Torch's own
-analyzer (`torch.distributed.flight_recorder`) does the same for NCCL's dumps; here ranks without a dump, groups that
-wait for each other and gloo are part of it.
+Ranks of a group must call the same collectives in the same order. Their sequence numbers are compared: the training
+broke where two ranks made different calls under one number, or a rank never reached a number. Torch's own analyzer
+(`torch.distributed.flight_recorder`) does the same for NCCL's dumps; this one also handles ranks without a dump, groups
+that wait for each other, and gloo.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from enum import StrEnum
 from scaleray.records.hangs import Call, Group, RankDump, place_of
 
 UNEVEN = ("all_to_all", "all_gather_v", "reduce_scatter_v", "barrier")
-"""Beginnings of collectives whose sizes may differ between ranks, or which have none."""
+"""Prefixes of collectives whose sizes may differ between ranks, or which have none."""
 BY_OUTPUT = ("scatter",)
-"""Collectives into which one rank alone puts something."""
+"""Collectives to which only one rank contributes data."""
 
 
 class Kind(StrEnum):
-    """Kind of the fault."""
+    """Type of fault."""
 
     ABSENT = "a rank did not arrive"
     OTHER_CALL = "another collective"
@@ -35,21 +34,21 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Desync:
-    """The collective in which a training broke."""
+    """Collective in which a training broke."""
 
     kind: Kind
     group: Group
     number: int
     """Sequence number in the group."""
     calls: Mapping[int, Call]
-    """Call under this number by rank, of the ranks that came to it and say so."""
+    """Call under this number by rank, for the ranks that reached it and recorded it."""
     missing: tuple[int, ...] = ()
-    """Ranks that did not reach the call, or whose calls are not known."""
+    """Ranks that did not reach the call, or whose calls are unknown."""
     odd: tuple[int, ...] = ()
-    """Ranks that called something other than most did."""
+    """Ranks that made a different call from the majority."""
     hint: str = ""
     and_then: Desync | None = None
-    """Break at which a missing rank waits in turn, where ranks wait in a cycle."""
+    """Fault at which a missing rank itself waits, if ranks wait in a cycle."""
 
     @property
     def waiting(self) -> tuple[int, ...]:
@@ -58,13 +57,13 @@ class Desync:
 
     @property
     def call(self) -> Call:
-        """The call of most ranks."""
+        """The call made by most ranks."""
         return self.calls[next(rank for rank in self.waiting if rank not in self.odd)]
 
 
 @dataclass(frozen=True)
 class _Calls:
-    """Calls of one group through one backend: by rank and number, of ranks that say what they called."""
+    """Calls of one group through one backend, by rank and number, for ranks that recorded them."""
 
     group: Group
     of: Mapping[int, Mapping[int, Call]]
@@ -75,7 +74,7 @@ class _Calls:
 
 
 def find(dumps: Mapping[int, RankDump]) -> Desync | None:
-    """Place where the training broke; None if the dumps do not show it. dumps: by rank; some may be missing."""
+    """Return the fault, or None if the dumps do not show it. dumps: by rank; some may be missing."""
     tables = _tables(dumps)
     differences = [found for table in tables if (found := _difference(table)) is not None]
     if differences:
@@ -109,13 +108,13 @@ def _tables(dumps: Mapping[int, RankDump]) -> list[_Calls]:
 
 
 def _pending(dump: RankDump, own: Sequence[Call]) -> frozenset[int]:
-    """Numbers of the calls that a rank is still in. After an error all look done, and the last one failed."""
+    """Numbers of a rank's unfinished calls. After an error all look finished, and the last one failed."""
     newest = max((call.called_at_ns for call in dump.calls or ()), default=0)
     return frozenset(c.number for c in own if not c.is_done or (dump.is_after_error and c.called_at_ns == newest))
 
 
 def _difference(table: _Calls) -> Desync | None:
-    """The first number under which ranks called different things."""
+    """First number under which ranks made different calls."""
     known = {rank: calls for rank, calls in table.of.items() if calls}
     if len(known) < 2:
         return None
@@ -136,7 +135,7 @@ def _difference(table: _Calls) -> Desync | None:
 
 
 def _absence(table: _Calls) -> Desync | None:
-    """The number that some rank did not come to, while others did."""
+    """Number that some rank did not reach while others did."""
     if not table.of:
         return None
     lowest, highest = min(table.last.values()), max(table.last.values())
@@ -147,7 +146,7 @@ def _absence(table: _Calls) -> Desync | None:
         if not pending or not table.unknown:
             return None
         number, behind = min(pending), []
-    # where a process was ended, those behind may only have lost it: both are named
+    # if a process was killed, ranks that are behind may only have lost it: name both
     missing = tuple(sorted([*behind, *table.unknown]))
     calls = {rank: calls[number] for rank, calls in table.of.items() if number in calls}
     if not calls:
@@ -170,7 +169,7 @@ def _unfinished(table: _Calls) -> Desync | None:
 
 
 def _root(absences: Sequence[Desync]) -> Desync:
-    """Root cause among the absences, whose missing ranks wait in no other group, or a cycle if there is none."""
+    """Root cause among the absences: one whose missing ranks wait in no other group, or else a cycle."""
     ordered = sorted(absences, key=_called_at)
     for found in ordered:
         if any(not _waits(rank, found, absences) for rank in found.missing):
@@ -189,7 +188,7 @@ def _called_at(found: Desync) -> int:
 
 
 def _signature(call: Call) -> tuple[object, ...]:
-    """Parts of a call that must be equal on all ranks."""
+    """Properties of a call that must be equal on all ranks."""
     if call.operation.startswith(UNEVEN):
         return call.operation, call.dtypes[:1]
     sizes = call.output_sizes if call.operation in BY_OUTPUT else call.input_sizes
@@ -203,7 +202,7 @@ def _kind(usual: Call, odd: Call) -> Kind:
 
 
 def _order_hint(usual: Mapping[int, Call], odd: Mapping[int, Call], number: int, rank: int) -> str:
-    """Cause of a difference, from the calls before and after it."""
+    """Explanation of a difference, from the calls before and after it."""
     here, there = usual[number], odd[number]
     after, after_there = usual.get(number + 1), odd.get(number + 1)
     comes_next = after is not None and _signature(after) == _signature(there)
@@ -219,14 +218,14 @@ def _order_hint(usual: Mapping[int, Call], odd: Mapping[int, Call], number: int,
     for before in sorted((n for n in usual if n < number and n + 1 in usual), reverse=True):
         if _signature(usual[before]) == _signature(here) and _signature(usual[before + 1]) == _signature(there):
             return (
-                f"before, {there} came right after {here} on all ranks: rank {rank} skipped that one, or calls the "
+                f"before, {there} came right after {here} on all ranks: rank {rank} skipped the latter, or calls the "
                 f"two in reverse order"
             )
     return ""
 
 
 def _skip_hint(table: _Calls, absent: int, present: int) -> str:
-    """Hint that an absent rank left out a call that looks like the next one: it came from another line."""
+    """Hint that an absent rank skipped a call that looks like its next one: the source lines differ."""
     lacks, has = table.of[absent], table.of[present]
     for number in sorted(lacks):
         ours, theirs = lacks[number], has.get(number)
@@ -244,5 +243,5 @@ def _places(call: Call) -> tuple[tuple[str, int], ...]:
 
 
 def called_from(call: Call) -> str:
-    """The line of a call in brackets, where it is known."""
+    """Source line of a call in brackets, if known."""
     return f" ({place_of(call.lines)})" if call.lines else ""

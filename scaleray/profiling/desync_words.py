@@ -10,7 +10,7 @@ from scaleray.records.hangs import RankDump, place_of
 
 
 def in_words(found: Desync, dumps: Mapping[int, RankDump], *, most_lines: int = 6) -> str:
-    """The fault in a sentence, and then the line at which each rank of the group is."""
+    """Describe the fault in a sentence, followed by the source line of each rank of the group."""
     said = [_sentence(found)]
     if found.hint:
         said.append(found.hint)
@@ -29,8 +29,8 @@ def standing(dumps: Mapping[int, RankDump], *, most_lines: int = 6) -> list[str]
             why = f" ({dump.why})" if dump.calls is None and dump.why else ""
             places.setdefault((place_of(dump.stands_on), why), []).append(rank)
     found = sorted(places.items(), key=lambda item: (len(item[1]), item[1]))
-    said = [f"{ranks(at)} stand{'s' if len(at) == 1 else ''} at {where}{why}" for (where, why), at in found]
-    return said[:most_lines] + ([f"and at {len(said) - most_lines} more places"] if len(said) > most_lines else [])
+    said = [f"{ranks(at)} {'is' if len(at) == 1 else 'are'} at {where}{why}" for (where, why), at in found]
+    return said[:most_lines] + ([f"and at {len(said) - most_lines} other places"] if len(said) > most_lines else [])
 
 
 def _sentence(found: Desync) -> str:
@@ -54,7 +54,7 @@ def _sentence(found: Desync) -> str:
 
 
 def ranks(numbers: Iterable[int]) -> str:
-    """Ranks as a person writes them: rank 3, or ranks 0, 2-7."""
+    """Ranks in short form: rank 3, or ranks 0, 2-7."""
     ordered = sorted(numbers)
     runs = []
     for _, run in itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):

@@ -1,8 +1,8 @@
-"""How much of a run's time was steps that count, over all its attempts, and what became of the rest.
+"""Goodput: share of a run's time, over all attempts, spent in steps that count, and a breakdown of the rest.
 
-Filled by live/state/run_state.py with every step, evaluation and checkpoint. The classes are those of Google's
-ml-goodput-measurement, as far as they are known here; unlike there a step is productive for as long as it took, not for
-as long as an ideal one would.
+Updated by live/state/run_state.py with every step, evaluation and checkpoint. The classes follow Google's
+ml-goodput-measurement where the data allows; unlike there, a step is productive for its actual duration, not for that
+of an ideal step.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from scaleray.records.profile_record import Goodput
 PRODUCTIVE, START, RESTART, REPEATED = "productive", "start", "restart", "repeated"
 INPUT, CHECKPOINT, EVALUATION, OTHER = "input", "checkpoint", "evaluation", "other"
 CLASSES = (PRODUCTIVE, START, RESTART, REPEATED, INPUT, CHECKPOINT, EVALUATION, OTHER)
-"""Where the time of a run goes. start: to the first step, and what that took longer than the next. restart: the same
-for each further attempt, from the last sign of the one before. repeated: steps that had been taken before. input: steps
-that waited for rows. checkpoint: steps that waited for one. other: the rest, such as the end of the run."""
+"""Classes of a run's time. start: until the first step, and its excess over the next. restart: the same for each
+further attempt, from the last event of the previous one. repeated: steps taken before. input: part of steps spent
+waiting for rows. checkpoint: part spent waiting for a checkpoint. other: the rest, such as the end of the run."""
 NEWER = ("longest_without_checkpoint_s",)
-"""Keys that states of older versions lack."""
+"""Keys missing in states of older versions."""
 
 
 @dataclass
 class GoodputLedger:
-    """Seconds by class up to a moment; `add_...` take what happens, in order. Wall clocks are seconds since 1970."""
+    """Seconds by class up to a given time; `add_...` take events in order. Times are in seconds since 1970."""
 
     started_at: float
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLASSES, 0.0))
     attempts: int = 0
     repeated_steps: int = 0
     last_step: int = 0
-    """Newest step that was ever taken."""
+    """Newest step ever taken."""
     at: float = 0.0
-    """Time of the last event that the ledger has heard of, in seconds since 1970."""
+    """Time of the last recorded event, in seconds since 1970."""
     longest_without_checkpoint_s: float = 0.0
-    """Longest time of training, in any attempt, whose work no checkpoint held yet."""
+    """Longest training time in any attempt that was not saved in a checkpoint."""
     # of this attempt
     _begun_at: float = 0.0
-    _first: tuple[float, str] | None = None  # seconds of its first step, and their class
+    _first: tuple[float, str] | None = None  # seconds of its first step, and its class
     _previous_step: int | None = None
     _is_first_of_two: bool = False
-    _held_at: float = 0.0  # when the work began that no checkpoint holds
+    _held_at: float = 0.0  # start of the work that no checkpoint holds
 
     def begin(self, at: float) -> None:
-        """Begin another attempt: the run itself, or its continuation after a checkpoint. The time since the last sign
-        of the attempt before is part of the restart.
+        """Begin another attempt: the run itself, or its continuation from a checkpoint. The time since the last event
+        of the previous attempt is part of the restart.
         """
         self.attempts += 1
         self._begun_at = self.at if self.attempts > 1 else self.started_at
@@ -54,11 +54,11 @@ class GoodputLedger:
         self.at = max(self.at, at) if self.attempts == 1 else self.at
 
     def add_step(self, step: int, *, step_s: float, waited_s: float, at: float) -> None:
-        """A step has ended. step_s: with `waited_s` for input, and what it waited for a checkpoint."""
+        """Record the end of a step. step_s: includes `waited_s` for input, and the wait for a checkpoint."""
         if step == self._previous_step:
-            return  # a message that came twice
+            return  # a repeated message
         if self._previous_step is not None and step != self._previous_step + 1:
-            self.begin(at)  # workers were lost, and others go on
+            self.begin(at)  # workers were lost, and others continue
         if self._previous_step is None and self.attempts == 0:
             self.begin(at)
         if self._previous_step is None:
@@ -72,7 +72,7 @@ class GoodputLedger:
             self._is_first_of_two, self._first = False, (step_s, kind)
             self.seconds[begun] += max(0.0, at - self._begun_at)
         else:
-            if self._first is not None:  # what the first step took longer than this one stays in the start
+            if self._first is not None:  # the first step's excess over this one stays in the start
                 first_s = min(self._first[0], step_s)
                 self.seconds[begun] -= first_s
                 self.seconds[self._first[1]] += first_s
@@ -83,13 +83,13 @@ class GoodputLedger:
         self.at = max(self.at, at)
 
     def add_evaluation(self, duration_s: float, *, at: float) -> None:
-        """An evaluation between two steps has ended."""
+        """Record the end of an evaluation between two steps."""
         self.seconds[EVALUATION] += duration_s
         self.at = max(self.at, at)
 
     def add_checkpoint(self, step: int, stall_s: float, *, at: float, took_s: float = 0.0) -> None:
-        """A checkpoint of `step`, for which the training stood still, is complete: by then the next step may be, which
-        had that in its time. took_s: seconds from its beginning, whose state it holds."""
+        """Record that a checkpoint of `step`, which stalled the training, is complete. The next step, whose time
+        includes the stall, may have ended already. took_s: seconds since it began, when its state was taken."""
         if self._previous_step is not None:
             self._hold(at)
             self._held_at = at - took_s
@@ -99,12 +99,12 @@ class GoodputLedger:
         self.at = max(self.at, at)
 
     def _hold(self, at: float) -> None:
-        """Count the work until now that no checkpoint holds."""
+        """Count the work so far that no checkpoint holds."""
         self.longest_without_checkpoint_s = max(self.longest_without_checkpoint_s, at - self._held_at)
 
     def goodput(self, now: float) -> Goodput:
-        """The whole time until now. What no class explains is `other`; where clocks disagree, so that the classes have
-        more than there was, the productive steps give way."""
+        """Return the breakdown of the whole time so far. Unexplained time is `other`; if the classes exceed the total,
+        because clocks disagree, productive time is reduced."""
         elapsed_s = max(0.0, now - self.started_at)
         seconds = {name: max(0.0, value) for name, value in self.seconds.items()}
         rest = elapsed_s - sum(seconds.values())
@@ -113,18 +113,18 @@ class GoodputLedger:
                 taken = min(seconds[name], -rest)
                 seconds[name] -= taken
                 rest += taken
-        # exactly the rest, so that the classes sum to the whole
+        # exactly the rest, so that the classes sum to the total
         seconds[OTHER] = max(0.0, elapsed_s - sum(value for name, value in seconds.items() if name != OTHER))
         longest = self.longest_without_checkpoint_s or None
         return Goodput(elapsed_s, seconds, max(1, self.attempts), self.repeated_steps, longest)
 
     def state(self) -> dict[str, Any]:
-        """State from which the next attempt continues, as JSON."""
+        """Return the state from which the next attempt continues, as JSON."""
         return {name: value for name, value in asdict(self).items() if not name.startswith("_")}
 
     @classmethod
     def of(cls, state: Mapping[str, Any] | None, *, started_at: float) -> GoodputLedger:
-        """The ledger of a run that continues; without a readable state it begins with this attempt."""
+        """Return the ledger of a resumed run; without a readable state it starts with this attempt."""
         try:
             assert state is not None
             known = {name: state[name] for name in cls(0.0).state() if name in state or name not in NEWER}

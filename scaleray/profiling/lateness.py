@@ -1,8 +1,8 @@
-"""Ranks that arrive late at the collectives of a step, and the layers in which the delay arose.
+"""Ranks that arrive late at the collectives of a step, and the layers in which the delay arises.
 
-Timers of phases cannot show it: a rank that is slow in its backward pass makes all others wait in theirs, and all
-measure the same. The moments at which each rank's gradients are ready can. Used by profiling/run_profile and
-profiling/verdict; what is measured comes from training/profile/arrivals.py. All arrays have a row for each step.
+Phase timers cannot show it: a rank with a slow backward pass makes all others wait in theirs, so all measure the same.
+The times at which each rank's gradients become ready do show it. Used by profiling/run_profile and profiling/verdict;
+measured by training/profile/arrival_recording.py. All arrays have one row per step.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import numpy as np
 from scaleray.records.profile_record import Places, RankArrivals, Straggler
 
 LEAST_STEPS = 8
-"""Steps below which nothing is said of lateness; a sign test of two ranks needs a few more to be sure."""
+"""Minimum number of steps for a statement on lateness; a sign test of two ranks needs a few more."""
 MOST_BLOCKS = 30
-"""Blocks of steps that a sign test looks at: enough for thousands of ranks and places at once."""
+"""Blocks of steps in a sign test: enough for thousands of ranks and places at once."""
 ALIGNED_TOGETHER = 50
-"""Rows over which two clocks count as running alike: they drift apart by some 10 us a second."""
+"""Rows over which two clocks count as running at the same rate: they drift apart by some 10 us per second."""
 
 
 @dataclass(frozen=True)
 class Arrivals:
-    """The arrivals of all ranks on one clock. times: float64 (ranks, rows, moments), where the moments are the places
-    of the forward pass, the begin of the backward pass, and its places; met: float64 (ranks, rows)."""
+    """Arrivals of all ranks on one clock. times: float64 (ranks, rows, moments), with the places of the forward pass,
+    the start of the backward pass, and its places as moments; met: float64 (ranks, rows)."""
 
     ranks: tuple[int, ...]
     steps: np.ndarray
@@ -38,33 +38,32 @@ class Arrivals:
 
     @property
     def buckets(self) -> slice:
-        """The moments that are places of the backward pass."""
+        """Moments that are places of the backward pass."""
         return slice(1 + len(self.places.forward), None)
 
     @property
     def first_ready(self) -> np.ndarray:
-        """Time at which each rank came to the first collective of the backward pass, float64 (ranks, rows)."""
+        """Time at which each rank reached the first collective of the backward pass, float64 (ranks, rows)."""
         first = [place for place, bucket in enumerate(self.places.buckets) if bucket == 0]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a step without a gradient of it
+            warnings.simplefilter("ignore", RuntimeWarning)  # a step without its gradient
             ready: np.ndarray = np.nanmax(self.times[:, :, self.buckets][:, :, first], axis=2)
         return ready
 
     @property
     def late(self) -> np.ndarray:
-        """Seconds after the first rank at which each rank came, float64 (ranks, rows, moments)."""
+        """Seconds by which each rank arrived after the first one, float64 (ranks, rows, moments)."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # a group that no rank had in a step
+            warnings.simplefilter("ignore", RuntimeWarning)  # a group that no rank used in a step
             late: np.ndarray = self.times - np.nanmin(self.times, axis=0)
         return late
 
 
 def aligned(measured: Sequence[RankArrivals]) -> Arrivals | None:
-    """The arrivals of at least two ranks on one clock, in the steps that all have measured; None where they have
-    nothing in common.
+    """Arrivals of at least two ranks on one clock, in the steps that all have measured; None if they share none.
 
-    Clocks of different hosts, and of GPUs, are put together by the ends of the steps' common collectives, which come
-    to all ranks at the same time but for a message's latency.
+    Clocks of different hosts and GPUs are aligned by the ends of the steps' common collectives, which reach all ranks
+    simultaneously up to a message's latency.
     """
     if len(measured) < 2 or len({one.places for one in measured}) > 1:
         return None
@@ -87,21 +86,21 @@ def aligned(measured: Sequence[RankArrivals]) -> Arrivals | None:
 
 
 def waited_s(arrivals: Arrivals) -> np.ndarray:
-    """Seconds in which each rank waited for the slowest one in the collectives of its passes, float64 (ranks, rows)."""
+    """Seconds that each rank waited for the slowest one in the collectives of its passes, float64 (ranks, rows)."""
     late = _filled(arrivals.late)
     behind = late.max(axis=0) - late
     last = _last_arrival(arrivals)
     stood_still = np.maximum(0.0, arrivals.met - last)
     if arrivals.places.meets_once:
         return np.minimum(np.maximum(0.0, last.max(axis=0) - last), stood_still)
-    # each collective is waited for: whatever more the slowest is behind at it than at the one before
+    # at each collective, the wait grows by the slowest rank's additional delay since the previous one
     more = np.diff(behind, axis=2, prepend=0.0)
     return np.maximum(0.0, more).sum(axis=2)
 
 
 def in_flight_s(arrivals: Arrivals) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds from the moment when all ranks had come to the first collective of a step to the end of the last one,
-    and those of them after the last arrival; float64 (rows,) each. Between two collectives a link may have been idle.
+    """Seconds from the last rank's arrival at the first collective of a step to the end of the last collective, and the
+    part of them after the last arrival; float64 (rows,) each. A link may have been idle between two collectives.
     """
     first = arrivals.first_ready.max(axis=0)
     last, met = _last_arrival(arrivals).max(axis=0), np.median(arrivals.met, axis=0)
@@ -111,12 +110,12 @@ def in_flight_s(arrivals: Arrivals) -> tuple[np.ndarray, np.ndarray]:
 def find_stragglers(
     arrivals: Arrivals, *, step_s: float, least_share: float = 0.05, least_s: float = 0.001, alpha: float = 0.001
 ) -> list[Straggler]:
-    """Ranks that lose at least `least_share` of a step and `least_s` somewhere, with the place where each loses most;
-    the worst first. Less than a millisecond is what a host's scheduler, or rank 0's records, cost.
+    """Ranks that lose at least `least_share` of a step and `least_s` somewhere, worst first, each with the place of its
+    largest loss. Less than a millisecond is what a host's scheduler, or rank 0's recording, costs.
 
-    No rank is named only for being the last: a rank must be later than the others in block after block of steps (a sign
-    test, at the level `alpha` for all ranks and places together), and by enough. The median of blocks is what counts,
-    so that one pause of a machine names no rank, while a rank that is late in each tenth step is named in a long run.
+    A rank is not reported merely for being last: it must be later than the others in block after block of steps (a sign
+    test, at level `alpha` for all ranks and places together), and by enough. Medians over blocks are used, so that a
+    single pause of a machine has no effect, while a rank that is late in every tenth step of a long run is reported.
     """
     num_steps = len(arrivals.steps)
     if num_steps < LEAST_STEPS or step_s <= 0:
@@ -136,8 +135,8 @@ def find_stragglers(
 
 
 def _excess(arrivals: Arrivals) -> np.ndarray:
-    """How much more late a rank is at each place than at the place before, beyond what the others are (ranks, rows,
-    moments). A rank gains nothing here where others catch up by waiting."""
+    """Increase of a rank's lateness from the previous place, beyond that of the others (ranks, rows, moments). A rank
+    is not charged if others catch up by waiting."""
     grown = np.diff(_filled(arrivals.late), axis=2, prepend=0.0)
     others = (grown.sum(axis=0) - grown) / (len(arrivals.ranks) - 1)
     excess: np.ndarray = grown - np.maximum(0.0, others)
@@ -145,7 +144,7 @@ def _excess(arrivals: Arrivals) -> np.ndarray:
 
 
 def _filled(late: np.ndarray) -> np.ndarray:
-    """Lateness in which a rank keeps what it had at the place before where it did not come by."""
+    """Lateness, with gaps filled by a rank's value at the previous place."""
     late = late.copy()
     for moment in range(late.shape[2]):
         before = late[:, :, moment - 1] if moment else 0.0
@@ -172,7 +171,7 @@ def _block_means(values: np.ndarray, num_blocks: int) -> np.ndarray:
 
 
 def _sign_test(positive: int, total: int) -> float:
-    """Probability of at least so many heads in `total` throws."""
+    """Probability of at least `positive` heads in `total` tosses of a fair coin."""
     return sum(math.comb(total, heads) for heads in range(positive, total + 1)) / 2**total
 
 
@@ -183,7 +182,7 @@ def _last_arrival(arrivals: Arrivals) -> np.ndarray:
 
 
 def _put_on_one_clock(times: np.ndarray, met: np.ndarray, clocks: Sequence[str]) -> None:
-    """Move times in place so that the ends of steps fall together for all clocks; within one clock nothing moves."""
+    """Shift times in place so that the ends of steps coincide on all clocks; ranks with the same clock do not move."""
     of_clock = {name: [i for i, clock in enumerate(clocks) if clock == name] for name in dict.fromkeys(clocks)}
     if len(of_clock) == 1:
         return

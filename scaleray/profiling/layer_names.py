@@ -1,18 +1,18 @@
-"""Names of layers as a person says them: `blocks.0-3, head` for the parameters of a collective."""
+"""Short names of layers: `blocks.0-3, head` for the parameters of a collective."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 MOST_PARTS = 4
-"""Parts of a list of layers that are written out."""
+"""Most parts of a list of layers that are written out."""
 
 
 def layer_range(parameters: Iterable[str]) -> str:
-    """The layers whose parameters these are, in the order of the model; numbered ones in a row are drawn together.
+    """Layers of these parameters, in the order of the model; consecutive numbers are joined.
 
     A layer is the part of the name up to its first number (`encoder.layers.5` of `encoder.layers.5.attention.weight`),
-    else the outermost module (`head`); a parameter of the model itself counts as a layer.
+    otherwise the outermost module (`head`); a parameter of the model itself counts as a layer.
     """
     numbers: dict[str, list[int]] = {}
     for name in parameters:

@@ -1,7 +1,7 @@
-"""The slow link between two ranks: each pair is measured alone, and compared with the others.
+"""Slow link between two ranks: each pair is measured alone and compared with the others.
 
-A collective cannot show it: with an all-reduce all ranks wait for the slowest link alike, whichever it is. With two
-ranks there is one pair and nothing to compare it with. Used by profiling/run_profile and profiling/verdict.
+A collective cannot show it: in an all-reduce all ranks wait equally for the slowest link. With two ranks there is one
+pair and nothing to compare it with. Used by profiling/run_profile and profiling/verdict.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from scaleray.records.profile_record import LinkRow
 
 SLOW = 0.5
-"""Share of the median bandwidth below which a link is slow: on a machine that others use, links were seen to differ by
-less."""
+"""Share of the median bandwidth below which a link is slow; links of a shared machine were seen to vary by less."""
 
 
 EVERY_OTHER = "any"
@@ -23,18 +22,19 @@ EVERY_OTHER = "any"
 
 @dataclass(frozen=True)
 class SlowLink:
-    """A pair of ranks whose link is slow, or all pairs of one rank, of which `ranks` then has that one alone."""
+    """Pair of ranks with a slow link, or a single rank in `ranks` if all of its links are slow."""
 
     ranks: tuple[int, ...]
     bytes_per_s: float
     usual: float
     """Median bandwidth of the pairs."""
     one_way: tuple[int, int] | None = None
-    """From which rank to which it is slow, where the other way is not."""
+    """Source and destination, if only this direction is slow."""
 
 
 def slow_link(rows: Sequence[LinkRow]) -> SlowLink | None:
-    """The slowest link, if it is slow compared with the others; None if they are alike, or too few to be compared."""
+    """Return the slowest link, if it is slow compared with the others; None if they are alike, or too few to
+    compare."""
     ways = {(row.sender, row.receiver): row.bytes_per_s for row in rows}
     pairs: dict[tuple[int, int], float] = {}
     for (sender, receiver), rate in ways.items():
@@ -44,7 +44,7 @@ def slow_link(rows: Sequence[LinkRow]) -> SlowLink | None:
         return None
     usual, slowest = statistics.median(pairs.values()), min(pairs, key=lambda pair: pairs[pair])
     slow = {pair for pair, rate in pairs.items() if rate < SLOW * usual}
-    for rank in slowest:  # what all its pairs have in common, alike, is its own link
+    for rank in slowest:  # if all links of a rank are equally slow, the rank's own connection is the cause
         own = {pair: rate for pair, rate in pairs.items() if rank in pair}
         others = [rate for pair, rate in pairs.items() if pair not in own]
         best = max(own.values())
@@ -60,8 +60,8 @@ def slow_link(rows: Sequence[LinkRow]) -> SlowLink | None:
 
 
 def slowest(rows: Sequence[LinkRow]) -> tuple[str, str, float, float | None]:
-    """The slowest link there is: from which rank, to which, its bandwidth, and that of the others, None if there are
-    too few of them to compare; or, where all links of a rank are slow alike, that rank and its best one.
+    """Return the slowest link: source, destination, its bandwidth, and that of the others, or None if there are too few
+    to compare. If all links of a rank are equally slow, return that rank and its best link.
     """
     found = slow_link(rows)
     if found is not None and len(found.ranks) == 1:
@@ -73,14 +73,14 @@ def slowest(rows: Sequence[LinkRow]) -> tuple[str, str, float, float | None]:
 
 
 def in_words(found: SlowLink) -> str:
-    """The link, with its bandwidth and that of the others."""
+    """Describe the link, with its bandwidth and that of the others."""
     if len(found.ranks) == 1:
         who = f"all links of rank {found.ranks[0]} are"
     elif found.one_way is not None:
         who = f"the link from rank {found.one_way[0]} to rank {found.one_way[1]} is"
     else:
         who = f"the link of ranks {found.ranks[0]} and {found.ranks[1]} is"
-    return f"{who} slow: {_rate(found.bytes_per_s)}, where the others carry {_rate(found.usual)}"
+    return f"{who} slow: {_rate(found.bytes_per_s)}; the others reach {_rate(found.usual)}"
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -88,14 +88,14 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def why_not(rows: Sequence[LinkRow], num_ranks: int) -> str:
-    """Why no link is named."""
+    """Reason why no slow link is reported."""
     if num_ranks < 3:
-        carries = f"; it carries {_rate(min(row.bytes_per_s for row in rows))}" if rows else ""
-        return f"two ranks have one link, with no other to compare{carries}"
+        carries = f"; it reaches {_rate(min(row.bytes_per_s for row in rows))}" if rows else ""
+        return f"two ranks have only one link, so there is nothing to compare it with{carries}"
     if not rows:
         return (
             "a run measures its pairs of ranks while the alert slow_link fires, and logs an event; scaleray profile "
             "-c FILE measures them after its steps"
         )
     rates = [row.bytes_per_s for row in rows]
-    return f"none slower than the others, which carry {_rate(min(rates))} to {_rate(max(rates))}"
+    return f"none is slower than the others, which reach {_rate(min(rates))} to {_rate(max(rates))}"

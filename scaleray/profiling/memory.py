@@ -1,6 +1,6 @@
-"""Memory that an allocator holds without use, in four numbers, from its own books; and how they went over time.
+"""Memory that an allocator holds without using it, in four numbers from its statistics, and their course over time.
 
-The books are those of torch's caching allocator: `torch.cuda.memory_stats` and the segments of a snapshot.
+The statistics are those of torch's caching allocator: `torch.cuda.memory_stats` and the segments of a snapshot.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from scaleray.records.profile_record import MemoryNumbers, MemoryPeak
 SERIES = ("rounding_bytes", "cached_bytes", "stranded_bytes", "largest_hole_bytes", "resident_bytes")
 MOST_SAMPLES = 2000
 Sample = tuple[int, Mapping[str, int | None]]
-"""A step, and what was found in it by the names of SERIES."""
+"""A step, and its values under the names of SERIES."""
 
 
 def numbers_of(stats: Mapping[str, int], segments: Iterable[Mapping[str, Any]] | None = None) -> dict[str, int | None]:
-    """The four numbers, and how often the allocator had to give everything back. None for one whose books are missing:
-    older torch counts no requested bytes, and the largest hole needs the segments of a snapshot."""
+    """The four numbers, and how often the allocator had to release its cache. None for a number without statistics:
+    older versions of torch do not count requested bytes, and the largest hole needs the segments of a snapshot."""
 
     def difference(larger: str, smaller: str) -> int | None:
         first, second = stats.get(f"{larger}.all.current"), stats.get(f"{smaller}.all.current")
         return None if first is None or second is None else max(0, first - second)
 
     return {
-        # what was asked for is counted until a block is free again, as `active` is: `allocated` ends before, while the
+        # requested bytes count until a block is free again, as `active` does: `allocated` ends earlier, while the
         # block waits for another stream
         "rounding_bytes": difference("active_bytes", "requested_bytes"),
         "cached_bytes": difference("reserved_bytes", "active_bytes"),
@@ -37,20 +37,20 @@ def numbers_of(stats: Mapping[str, int], segments: Iterable[Mapping[str, Any]] |
 
 
 def largest_hole(segments: Iterable[Mapping[str, Any]]) -> int:
-    """Bytes of the largest block that is free, of all segments; 0 where none is. A block that waits for another stream
-    is not free."""
+    """Bytes of the largest free block of all segments; 0 if there is none. A block that waits for another stream is not
+    free."""
     return max((b["size"] for s in segments for b in s["blocks"] if b["state"] == "inactive"), default=0)
 
 
 def thinned(samples: list[Sample]) -> list[Sample]:
-    """Every second sample, where there are too many."""
+    """Every second sample, if there are too many."""
     return samples[::2] if len(samples) > MOST_SAMPLES else samples
 
 
 def memory_over_time(
     samples: Sequence[Sample], *, peak: MemoryPeak | None, first_step: int, width: int, count: int
 ) -> MemoryNumbers:
-    """The last of each number, and the most of it in each bucket of `width` steps; None in one without a sample."""
+    """Last and largest value of each number in each bucket of `width` steps; None in a bucket without a sample."""
     last = {name: _last(samples, name) for name in (*SERIES, "retries")}
     steps = [step for step, _ in samples]
     series: dict[str, list[float | None]] = {}

@@ -1,4 +1,4 @@
-"""The profile of a run, from what each of its workers has measured.
+"""Profile of a run, from the measurements of its workers.
 
 Used by launch/run/record.py when a run has ended.
 """
@@ -12,18 +12,18 @@ from scaleray.profiling.spreads import rounded, spread, steps_in_buckets
 from scaleray.records.profile_record import Buckets, Goodput, RankMeasurements, RankProfile, RunProfile, Spread
 
 CLOSES_WITHIN = 0.01
-"""Share of a step by which its parts may miss it."""
+"""Largest share of a step by which the sum of its parts may differ from it."""
 STEP = "step"
-"""Name of the column of whole steps, next to those of phases."""
+"""Column of whole steps, next to those of phases."""
 PAUSES = "pauses"
-"""Name of the column of the garbage collector's pauses, which fall into phases."""
+"""Column of the garbage collector's pauses, which occur within phases."""
 
 
 def run_profile(
     measured: Sequence[RankMeasurements], *, goodput: Goodput | None = None, traced_steps: int = 0
 ) -> RunProfile | None:
-    """The profile of all ranks; None where no step was measured on any of them. traced_steps: at its end, slowed by
-    a trace."""
+    """Return the profile of all ranks; None if no rank measured a step. traced_steps: number of steps at the end that a
+    trace slowed down."""
     ranks = sorted((one for one in measured if one.num_steps > 0), key=lambda one: one.rank)
     if not ranks:
         return None
@@ -46,7 +46,7 @@ def run_profile(
 
 
 def _notes(ranks: Sequence[RankMeasurements]) -> list[str]:
-    """Measurements that are missing, with the ranks if not all of them lack one."""
+    """Missing measurements, with the ranks unless all of them lack one."""
     by_note: dict[str, list[int]] = {}
     for one in ranks:
         for note in one.notes:
@@ -58,7 +58,7 @@ def _notes(ranks: Sequence[RankMeasurements]) -> list[str]:
 
 
 def rank_profile(measured: RankMeasurements) -> RankProfile:
-    """Summary of one rank's measurements. Parts that took no time in any step are left out."""
+    """Summary of one rank's measurements, without parts that took no time in any step."""
     spreads = {
         name: _spread(measured, column)
         for column, name in enumerate(measured.columns)

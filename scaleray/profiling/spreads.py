@@ -1,4 +1,4 @@
-"""Figures that every step has: summed up, and over time."""
+"""Summaries of quantities measured in every step: totals, spread, and course over time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scaleray.records.profile_record import Spread
 
 
 def spread(total: float, values: np.ndarray, series: Sequence[float] = ()) -> Spread:
-    """A figure that every step has. values: that of single steps. series: its mean in each bucket."""
+    """Summary of a quantity measured in every step. values: of single steps. series: its mean in each bucket."""
     if not len(values):
         return Spread(total, 0.0, 0.0, list(series))
     median, p90 = np.percentile(values, (50, 90))
@@ -24,5 +24,5 @@ def steps_in_buckets(num_steps: int, width: int) -> np.ndarray:
 
 
 def rounded(values: Iterable[float]) -> list[float]:
-    """The values with seven digits, which is more than a clock has: records of many ranks stay small."""
+    """The values with seven digits, beyond the precision of a clock, which keeps records of many ranks small."""
     return [float(f"{value:.7g}") for value in values]

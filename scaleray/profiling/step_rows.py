@@ -1,6 +1,6 @@
-"""Figures of every step in a space that does not grow with the run: totals of all, rows of some, sums over time.
+"""Per-step measurements in constant space: totals of all steps, rows of some, sums over time.
 
-Used by training/profile (each worker keeps its own) and run_profile (which reads them).
+Used by training/profile (each worker stores its own) and run_profile (which reads them).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import numpy as np
 from scaleray.records.profile_record import MOST_BUCKETS
 
 MOST_ROWS = 2000
-"""Rows of single steps that are kept: enough for a median within 2 %, and 96 KB a rank."""
+"""Most rows of single steps that are stored: enough for a median within 2 %, and 96 KB per rank."""
 
 
 class StepRows:
-    """A table with a row a step, of which older ones are thinned out evenly. Totals and sums have all of them."""
+    """Table with one row per step; older rows are thinned out evenly. Totals and sums cover all steps."""
 
     def __init__(self, columns: tuple[str, ...]) -> None:
         self.columns = columns
@@ -31,7 +31,7 @@ class StepRows:
 
     @property
     def series(self) -> np.ndarray:
-        """Sums over `bucket_width` steps each (buckets, columns); the last one may have fewer."""
+        """Sums over `bucket_width` steps each (buckets, columns); the last bucket may have fewer steps."""
         return self._sums[: -(-self.num_steps // self.bucket_width)]
 
     def add(self, values: np.ndarray) -> None:

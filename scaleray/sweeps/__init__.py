@@ -1,1 +1,1 @@
-"""`scaleray sweep`: many trainings with other settings, and what they say together."""
+"""`scaleray sweep`: many trainings with different settings, and their joint result."""

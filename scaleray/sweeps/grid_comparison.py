@@ -1,5 +1,4 @@
-"""Comparison of a guided sweep with the whole grid: what its choice is worth by the grid's own figures, and what it
-cost."""
+"""Comparison of a guided sweep with the whole grid: quality of its choice by the grid's figures, and its cost."""
 
 from __future__ import annotations
 
@@ -17,9 +16,8 @@ Key = tuple[int, str, float, str, str]
 class GridComparison:
     """A guided sweep compared with the whole grid.
 
-    loss: difference of the chosen setting's goodput from the grid's best, as a share of the best; infinite
-    where the chosen one missed the target in the grid. samples_share: samples of the guided sweep's trials
-    over those of the grid's.
+    loss: relative difference of the chosen setting's goodput from the grid's best; infinite if the chosen setting
+    missed the target in the grid. samples_share: samples of the guided sweep's trials divided by those of the grid's.
     """
 
     chosen: Key
@@ -37,8 +35,10 @@ class GridComparison:
 
 
 def compare_with_grid(guided: SweepRecord, grid: SweepRecord) -> GridComparison:
-    """Compare a guided sweep with the whole grid. Raises ConfigError for sweeps of another target, or a grid
-    without the chosen setting."""
+    """Compare a guided sweep with the whole grid.
+
+    Raises ConfigError if the sweeps have different targets or the grid lacks the chosen setting.
+    """
     for what, ours, theirs in (
         ("the target", guided.target, grid.target),
         ("the training", guided.conditions.config_hash, grid.conditions.config_hash),
@@ -46,12 +46,12 @@ def compare_with_grid(guided: SweepRecord, grid: SweepRecord) -> GridComparison:
     ):
         if ours != theirs:
             raise ConfigError(
-                "--against-grid", grid.name, f"{what} is {theirs} there and {ours} here", "give a grid like it"
+                "--against-grid", grid.name, f"{what} is {theirs} there and {ours} here", "give a matching grid"
             )
     times = _times_to_target(grid.trials)
     own = _times_to_target(guided.trials)
     if not own or not times or min(times.values()) == math.inf:
-        raise ConfigError("--against-grid", grid.name, "one of the two sweeps never reached the target")
+        raise ConfigError("--against-grid", grid.name, "one of the two sweeps did not reach the target")
     chosen, best = min(own, key=own.__getitem__), min(times, key=times.__getitem__)
     if chosen not in times:
         raise ConfigError("--against-grid", grid.name, f"it has no trial of batch {chosen[0]} with rule {chosen[1]}")
@@ -62,8 +62,10 @@ def compare_with_grid(guided: SweepRecord, grid: SweepRecord) -> GridComparison:
 
 
 def _times_to_target(trials: list[Trial]) -> dict[Key, float]:
-    """Seconds to the target, by setting: samples to the target at the throughput of all trials of that batch
-    size. Medians over seeds."""
+    """Seconds to the target by setting: samples to the target, at the throughput of all trials of that batch size.
+
+    Values are medians over seeds.
+    """
     rates: dict[int, list[float]] = {}
     for trial in trials:
         if trial.samples_per_s and trial.same_as is None:

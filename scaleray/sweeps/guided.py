@@ -1,8 +1,7 @@
-"""`sweep --guided`: two trainings measure noise and throughput, and further trials run only where goodput is highest.
+"""`sweep --guided`: measure noise and throughput in two trainings, then run trials only where goodput is highest.
 
-The next trials are chosen from the records of the trials alone, so that an interrupted sweep continues as it would
-have. Trials that do not depend on each other start together: on a shared machine their throughputs compare with each
-other.
+The next trials are chosen from the trials' records alone, so that an interrupted sweep continues as it would have.
+Independent trials start together: on a shared machine, their throughputs are then comparable.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ THEORY = {
 }
 """Learning-rate rules in the order in which they are tried, by optimizer."""
 MEASUREMENTS = 128
-"""Number of measurements of the noise in a whole training, at least."""
+"""Minimum number of noise measurements in a whole training."""
 
 
 def check_guided(base: RunConfig, question: SweepQuestion) -> None:
-    """Raises ConfigError for a sweep that cannot be guided."""
+    """Raise ConfigError if the sweep cannot be guided."""
     if base.stop.at is None:
         raise ConfigError(
             "stop.at",
@@ -55,9 +54,9 @@ def check_guided(base: RunConfig, question: SweepQuestion) -> None:
 
 
 class GuidedTrials:
-    """The trials of a guided sweep: which to run, and what they say at the end.
+    """Trials of a guided sweep: selection, execution and conclusion.
 
-    against: the record of the whole grid.
+    against: record of the whole grid.
     """
 
     def __init__(self, plan: SweepPlan, *, share: float, against: SweepRecord | None = None) -> None:
@@ -65,7 +64,7 @@ class GuidedTrials:
         self.guide = make_guide(plan, share=share)
 
     def measured_plan(self) -> SweepPlan:
-        """The plan whose trials measure gradient noise as well."""
+        """Plan whose trials also measure gradient noise."""
         candidates = list(self.plan.candidates)
         for cell in self.guide.cells:
             for number in cell.numbers:
@@ -78,7 +77,7 @@ class GuidedTrials:
         run_numbers: Callable[[list[int]], None],
         say: Callable[[str], None],
     ) -> None:
-        """Run trials until none is worth it any more. run_numbers: runs those that have no record yet."""
+        """Run trials until none is worthwhile. run_numbers: runs those that have no record yet."""
         said = ""
         while cells := self.guide.next_cells(get_trials()):
             outlook = self.guide.outlook(get_trials())
@@ -92,7 +91,7 @@ class GuidedTrials:
             run_numbers(numbers)
 
     def conclude(self, record: SweepRecord) -> SweepRecord:
-        """The record with goodput by batch size, that of each trial, and the choice in words."""
+        """Return the record with the goodput of each batch size and trial, and the choice in sentences."""
         outlook = self.guide.outlook(record.trials)
         if outlook is None:
             spent = self.guide.spent(record.trials)
@@ -113,7 +112,7 @@ class GuidedTrials:
 
 
 def make_guide(plan: SweepPlan, *, share: float) -> Guide:
-    """The grid of a plan as cells. Arms are combinations of everything but batch size and seed."""
+    """Return the grid of a plan as cells. An arm is a combination of everything except batch size and seed."""
     groups: dict[tuple[int, str], list[int]] = {}
     for number, settings in enumerate(plan.candidates):
         groups.setdefault((settings[BATCH_SIZE], _arm(settings)), []).append(number)
@@ -125,7 +124,7 @@ def make_guide(plan: SweepPlan, *, share: float) -> Guide:
     guide = Guide(cells, ordered, round(plan.reference_batch_size * in_samples), workers=plan.workers, share=share)
     if plan.workers > 1 or plan.base.batch.micro_size is not None:
         return guide
-    # a worker alone sees noise between micro-batches: in the first trainings, as it is the slower way
+    # one worker observes noise only between micro-batches, which is slower: measure in the first trainings only
     split = {
         cell: dataclasses.replace(cell, micro_size=cell.batch_size // 2)
         for cell in guide.first_cells()
@@ -142,11 +141,11 @@ def _cell(plan: SweepPlan, numbers: list[int]) -> Cell:
 
 
 def _measuring(plan: SweepPlan, settings: Settings, cell: Cell) -> Settings:
-    """Settings that make a trial measure its noise: alone, a worker needs two micro-batches for that."""
+    """Settings with which a trial measures its noise; a single worker needs two micro-batches for that."""
     total = plan.job(settings).recipe.total_steps
     every = max(1, min(plan.base.noise_scale.every_steps, total // MEASUREMENTS))
     found: Settings = {"noise_scale.measure": "auto", "noise_scale.every_steps": every}
-    # half of the batch, in the unit in which that was asked for
+    # half of the batch, in the requested unit
     return {**found, "batch.micro_size": int(settings[BATCH_SIZE]) // 2} if cell.micro_size is not None else found
 
 
@@ -155,8 +154,7 @@ def _arm(settings: Settings) -> str:
 
 
 def _rank(plan: SweepPlan, settings: Settings) -> tuple[Any, ...]:
-    """Sort key: the config's own optimizer first, then theory's own rule, then the learning rate nearest to the
-    config's."""
+    """Sort key: the config's optimizer first, then the rule that theory suggests, then the nearest learning rate."""
     optimizer = settings.get(OPTIMIZER, plan.base.optimizer.name)
     order = THEORY.get(optimizer, ())
     rule = settings.get(RULE, plan.base.optimizer.rule)
@@ -175,7 +173,7 @@ def _rank(plan: SweepPlan, settings: Settings) -> tuple[Any, ...]:
 
 def _prediction(outlook: Outlook) -> str:
     best = max(outlook.points, key=lambda p: p.goodput.value)
-    is_far = "" if best.is_trusted else ", beyond what was measured"
+    is_far = "" if best.is_trusted else ", extrapolated"
     return (
         f"goodput is highest at batch {best.batch_size} ({best.goodput} samples/s of the reference batch{is_far}); "
         f"fastest so far: batch {outlook.fastest.cell.batch_size}"
@@ -218,14 +216,14 @@ def _words(guide: Guide, outlook: Outlook, record: SweepRecord) -> list[str]:
     far = [str(p.batch_size) for p in outlook.points if not p.is_trusted]
     if far:
         found.append(
-            f"Goodput at batch {', '.join(far)} is a guess: noise grows with the batch and was not measured within 4 "
+            f"Goodput at batch {', '.join(far)} is uncertain: noise grows with the batch and was not measured within 4 "
             f"times of it."
         )
     return found
 
 
 def _noise_in_words(noises: list[Result]) -> str:
-    known: dict[int, Estimate] = {}  # the surest at each batch size
+    known: dict[int, Estimate] = {}  # the most certain one at each batch size
     for result in sorted(noises, key=lambda r: r.cell.batch_size):
         size, noise = result.cell.batch_size, result.noise
         if noise is not None and (size not in known or noise.high - noise.low < known[size].high - known[size].low):
@@ -235,7 +233,7 @@ def _noise_in_words(noises: list[Result]) -> str:
 
 
 def _gain_in_words(guide: Guide, chosen: Result, noises: list[Result], *, optimizer: str) -> list[str]:
-    """Prediction of theory for the learning rate at the chosen batch, if it is larger than the reference."""
+    """Learning rate that theory predicts at the chosen batch, if that is larger than the reference."""
     size = chosen.cell.batch_size
     nearest = min(noises, key=lambda r: abs(math.log(r.cell.batch_size / size)))
     kappa = size / guide.reference
@@ -243,7 +241,7 @@ def _gain_in_words(guide: Guide, chosen: Result, noises: list[Result], *, optimi
         return []
     gain = adascale_gain(kappa, square=1.0, trace=nearest.noise.value / guide.reference)
     is_adam = optimizer in ("adamw", "lamb")
-    factor = f"{math.sqrt(gain):.2f} x, the root of it, for Adam" if is_adam else f"{gain:.2f} x"
+    factor = f"{math.sqrt(gain):.2f} x, its square root, for Adam" if is_adam else f"{gain:.2f} x"
     return [
         f"By AdaScale a step of batch {size} is worth {gain:.2f} of the reference's {guide.reference}, "
         f"and the learning rate should grow {factor}."

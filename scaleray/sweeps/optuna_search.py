@@ -1,5 +1,5 @@
-"""Ray Tune's schedulers and searches as a sweep uses them: by samples or evaluations, and for candidates that can
-run."""
+"""Ray Tune's schedulers and searchers for a sweep: counted in samples or evaluations, limited to feasible
+candidates."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from scaleray.sweeps.search_space import LEARNING_RATE, SEED, LogUniform, Settin
 from scaleray.sweeps.sweep_plan import SweepPlan
 from scaleray.sweeps.trial import NUMBER, RATE, SETTINGS, VALUE
 
-MOST_ASKS = 200  # times that Optuna is asked for one suggestion that can run
-MOST_KNOWN = 8  # suggestions of known trainings, before one is chosen that is not known
+MOST_ASKS = 200  # most attempts to get one feasible suggestion from Optuna
+MOST_KNOWN = 8  # most suggestions of known trainings before an unknown one is chosen
 
 
 def listed(plan: SweepPlan, numbers: Sequence[int]) -> dict[str, Any]:
-    """Tune's search space for trials that are known by their numbers."""
+    """Tune's search space for trials identified by their numbers."""
     space: dict[str, Any] = {NUMBER: tune.grid_search(list(numbers))}
     if plan.question.scheduler == "pbt":
         rates = {number: plan.candidates[number][LEARNING_RATE] for number in numbers}
@@ -36,9 +36,9 @@ def listed(plan: SweepPlan, numbers: Sequence[int]) -> dict[str, Any]:
 
 @dataclass
 class _Training:
-    """Training that one or several combinations come to.
+    """Training that one or more combinations lead to.
 
-    asked: Optuna's trial that runs it, if one does; others: Optuna's trials that wait for it.
+    asked: Optuna trial that runs it, if any; others: Optuna trials that wait for its result.
     """
 
     asked: Any = None
@@ -48,15 +48,15 @@ class _Training:
 
     @property
     def mean(self) -> float | None:
-        """Mean of the values of all seeds; None where one came to no value."""
+        """Mean of the values of all seeds; None if a seed has no value."""
         return sum(self.values) / len(self.values) if all(map(math.isfinite, self.values)) else None
 
 
 class OptunaSearcher(Searcher):
-    """Asks Optuna for combinations, each of which runs with every seed; Optuna hears the mean.
+    """Request combinations from Optuna, run each with every seed, and report the mean to Optuna.
 
-    A combination whose training is that of another one takes no trial: Optuna hears the other's value.
-    known: (settings, value) of trials that are done already. first_number: number of the first trial to suggest.
+    A combination with the same training as another one is not run; Optuna receives the other's value.
+    known: (settings, value) of finished trials. first_number: number of the first trial to suggest.
     """
 
     def __init__(
@@ -74,14 +74,15 @@ class OptunaSearcher(Searcher):
         self.number = first_number
         self.refused: dict[str, tuple[Settings, str]] = {}
         self.same: list[Settings] = []
-        """Settings, for every seed, of suggested combinations that were not run: another one is the same training."""
+        """Settings, for every seed, of suggested combinations that were not run because another has the same
+        training."""
         self._trainings: dict[str, _Training] = {}
         self._said: set[str] = set()
         self.num_known = 0
-        """Suggestions whose training was known already."""
+        """Number of suggestions whose training was already known."""
         self._waiting: list[tuple[Any, Settings]] = []
         self._running: dict[str, Any] = {}
-        # concurrent trials: what runs counts as bad until it is known, so that it is not suggested again
+        # concurrent trials: a running one counts as bad until it ends, so that it is not suggested again
         sampler = self.optuna.samplers.TPESampler(seed=plan.base.seed, constant_liar=True)
         self.study = self.optuna.create_study(
             direction="minimize" if plan.direction == "min" else "maximize", sampler=sampler
@@ -90,11 +91,11 @@ class OptunaSearcher(Searcher):
             self._add_known(settings, value)
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: dict[str, Any], **spec: Any) -> bool:
-        """Accept what Tune says; nothing of it is used."""
+        """Accept Tune's properties; none of them is used."""
         return True
 
     def suggest(self, trial_id: str) -> Any:
-        """The next trial's config, or FINISHED."""
+        """Return the next trial's config, or FINISHED."""
         if not self._waiting and not self._ask():
             return Searcher.FINISHED
         asked, settings = self._waiting.pop(0)
@@ -103,7 +104,7 @@ class OptunaSearcher(Searcher):
         return {NUMBER: number, SETTINGS: json.dumps(settings)}
 
     def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
-        """Tell Optuna once all seeds of a combination are done."""
+        """Report to Optuna once all seeds of a combination are done."""
         asked = self._running.pop(trial_id, None)
         if asked is None:
             return
@@ -118,11 +119,11 @@ class OptunaSearcher(Searcher):
 
     @property
     def has_running(self) -> bool:
-        """Whether suggestions are out, or wait for their turn."""
+        """Whether suggestions are running or queued."""
         return bool(self._running or self._waiting)
 
     def save(self, checkpoint_path: str) -> None:
-        """Save nothing: a sweep is continued from its own records."""
+        """Save nothing: a sweep continues from its own records."""
 
     def restore(self, checkpoint_path: str) -> None:
         """Restore nothing; see `save`."""
@@ -135,7 +136,7 @@ class OptunaSearcher(Searcher):
             if self._take(self.study.ask()):
                 return True
             if self.space.is_finite and self.num_known - known >= MOST_KNOWN:
-                break  # a sampler that has found the best of a few combinations suggests nothing else
+                break  # a sampler that has found the best of a few combinations keeps suggesting it
         for params in self._untried():
             self.study.enqueue_trial(params)
             if self._take(self.study.ask()):
@@ -143,7 +144,7 @@ class OptunaSearcher(Searcher):
         return False
 
     def _take(self, asked: Any) -> bool:
-        """Take a suggestion of Optuna; true where it is to be trained."""
+        """Accept a suggestion from Optuna; return whether it has to be trained."""
         settings = self._settings(asked)
         name = self._name(settings)
         is_new = name not in self._said
@@ -177,7 +178,7 @@ class OptunaSearcher(Searcher):
             self.study.tell(asked, value)
 
     def _untried(self) -> Iterator[dict[str, Any]]:
-        """Optuna's parameters of combinations that were never suggested, where all can be listed."""
+        """Optuna parameters of the combinations not suggested so far, if all can be listed."""
         rates = self.space.learning_rates
         if isinstance(rates, LogUniform):
             return
@@ -192,7 +193,7 @@ class OptunaSearcher(Searcher):
         return json.dumps([settings.get(key) for key in (*self.space.choices, LEARNING_RATE)], default=str)
 
     def _settings(self, asked: Any) -> Settings:
-        # places in the lists, as Optuna's categories can only be plain values
+        # indices into the lists, as Optuna's categories can only be plain values
         settings = {
             key: values[asked.suggest_categorical(key, list(range(len(values))))]
             for key, values in self.space.choices.items()
@@ -206,7 +207,7 @@ class OptunaSearcher(Searcher):
 
     def _add_known(self, settings: Settings, value: float | None) -> None:
         self._said.add(self._name(settings))
-        with contextlib.suppress(ScaleRayError):  # settings of an older sweep, no longer allowed
+        with contextlib.suppress(ScaleRayError):  # settings of an older sweep may no longer be allowed
             training = self._trainings.setdefault(
                 training_key(self.plan, without_seed(settings)), _Training(is_done=True)
             )
@@ -238,7 +239,7 @@ class OptunaSearcher(Searcher):
 
 
 def import_optuna() -> Any:
-    """Optuna, quiet. Raises ConfigError where it is not installed."""
+    """Return Optuna with its logging silenced. Raises ConfigError if it is not installed."""
     try:
         import optuna
     except ImportError:

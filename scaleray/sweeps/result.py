@@ -1,9 +1,8 @@
-"""Result of a sweep, in sentences: the fastest and the cheapest batch size, the knee, and where each rule stopped
-holding.
+"""Result of a sweep in sentences: the fastest and the cheapest batch size, the knee, and the limit of each rule.
 
-A setting counts by the median over its seeds. Steps and samples to the target at several batch sizes give the critical
-batch size, where both are twice their least (McCandlish et al. 2018, arXiv:1812.06162, equation 2.11); that is the
-knee.
+The value of a setting is the median over its seeds. Steps and samples to the target at several batch sizes give the
+critical batch size, at which both are twice their minimum (McCandlish et al. 2018, arXiv:1812.06162, equation 2.11);
+that is the knee.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from scaleray.sweeps.search_space import in_words
 from scaleray.training.noise.statistical_efficiency import fit_trade_off
 
 NOT_STARTED, FAILED, DIVERGED, STOPPED = "never fits", "failed", "diverged", "stopped early"
-COARSE = 0.2  # share of the way to the target between two evaluations above which they are too coarse
-MOST_SHARED = 4  # largest number of trainings that are named
+COARSE = 0.2  # evaluations further apart than this share of the way to the target are too coarse
+MOST_SHARED = 4  # most trainings that are named
 
 
 @dataclasses.dataclass(frozen=True)
 class Knee:
-    """The critical batch size of the trials, and whether it lies `below`, `within` or `above` the sizes that reached
-    the target."""
+    """Critical batch size of the trials, and whether it is `below`, `within` or `above` the sizes that reached the
+    target."""
 
     batch_size: float
     smallest: int
@@ -44,11 +43,11 @@ class Knee:
 
 @dataclasses.dataclass(frozen=True)
 class RuleRange:
-    """Batch sizes from the reference on at which a rule reached the target.
+    """Batch sizes, from the reference up, at which a rule reached the target.
 
-    held_up_to: the largest batch size before the first that did not reach it. missed_at: that first one, where its
-    trials ran to their end. stopped_at: the same, where a scheduler stopped its trials before the answer was known.
-    refused_at: the first batch size that the rule itself does not allow.
+    held_up_to: largest batch size before the first that did not reach it. missed_at: that first one, if its trials ran
+    to their end. stopped_at: the same, if a scheduler stopped its trials before the answer was known. refused_at: first
+    batch size that the rule itself does not allow.
     """
 
     rule: str
@@ -60,9 +59,9 @@ class RuleRange:
 
 
 def with_common_target(record: SweepRecord) -> SweepRecord:
-    """A record without a target compared at the median of the final values, which half of the trials reached.
+    """Give a record without a target one: the median of the final values, which half of the trials reached.
 
-    A record that has one, or no curves, comes back as it is.
+    A record that has a target, or has no curves, is returned unchanged.
     """
     finals = [t.value for t in trained(record) if t.value is not None and math.isfinite(t.value)]
     if record.target is not None or len(finals) < 2:
@@ -75,13 +74,13 @@ def with_common_target(record: SweepRecord) -> SweepRecord:
 
 
 def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size: int) -> list[str]:
-    """The result of a sweep in sentences. has_own_target: whether the config names a target; else
-    `with_common_target` found it."""
+    """Result of a sweep in sentences. has_own_target: whether the config has a target; otherwise `with_common_target`
+    chose it."""
     found: list[str] = []
     if record.target is not None and not has_own_target:
         found.append(
             f"No target was given, so trials are compared at {record.target}, which half of them reached; "
-            "stop.at gives one."
+            "set stop.at to choose one."
         )
     tried = settings(record)
     reached = [setting for setting in tried if setting.samples_to_target is not None]
@@ -107,14 +106,14 @@ def sentences(record: SweepRecord, *, has_own_target: bool, reference_batch_size
 
 
 def rule_sentences(record: SweepRecord, *, reference_batch_size: int) -> list[str]:
-    """A sentence for each rule that says where it stopped holding and what theory predicts."""
+    """One sentence for each rule: where it stopped holding, and the prediction of theory."""
     knee = find_knee(record)
     ranges = [rule_range(record, rule, reference_batch_size=reference_batch_size) for rule in _rules(record)]
     return [_rule_in_words(record, each, knee, reference_batch_size) for each in ranges if each.num_sizes]
 
 
 def find_knee(record: SweepRecord) -> Knee | None:
-    """The critical batch size of the best setting at each batch size; None below two sizes that reached the target."""
+    """Critical batch size of the best setting at each batch size; None if fewer than two sizes reached the target."""
     best_of: dict[int, Setting] = {}
     for batches in best_by_batch(record).values():
         for size, setting in batches.items():
@@ -129,7 +128,7 @@ def find_knee(record: SweepRecord) -> Knee | None:
 
 
 def rule_range(record: SweepRecord, rule: str, *, reference_batch_size: int) -> RuleRange:
-    """Where a rule held, from the smallest batch that is at least the reference on, without a gap."""
+    """Contiguous range of batch sizes at which a rule held, from the smallest that is at least the reference."""
     batches = best_by_batch(record).get(rule, {})
     own = [t for t in record.trials if t.rule == rule and t.batch_size >= reference_batch_size]
     held = {size for size, setting in batches.items() if setting.samples_to_target is not None}
@@ -148,7 +147,7 @@ def rule_range(record: SweepRecord, rule: str, *, reference_batch_size: int) -> 
 
 
 def common_causes(trials: Sequence[Trial]) -> list[tuple[str, int]]:
-    """Reasons why trials failed, most frequent first: the first line of each error with its count."""
+    """First lines of the trials' errors with their counts, most frequent first."""
     return Counter(_first_line(t.error) for t in trials if t.status in (FAILED, DIVERGED)).most_common()
 
 
@@ -180,8 +179,7 @@ def _choices(record: SweepRecord, reached: list[Setting], reference: int) -> lis
 
 
 def _resolution(record: SweepRecord, reached: list[Setting]) -> list[str]:
-    """A sentence on how much of the way to the target lies between two evaluations, where that is too much for a
-    comparison."""
+    """Sentence on the distance between two evaluations, if it is too coarse for a comparison."""
     apart = [after - before for t in trained(record) for (before, *_), (after, *_) in itertools.pairwise(t.curve)]
     way = statistics.median(s.samples_to_target or 0 for s in reached)
     if not apart or not way or statistics.median(apart) <= COARSE * way:
@@ -189,7 +187,7 @@ def _resolution(record: SweepRecord, reached: list[Setting]) -> list[str]:
     share = statistics.median(apart) / way
     return [
         f"Evaluations are {statistics.median(apart):,.0f} samples apart, {share:.0%} of the median way to the "
-        f"target. Samples and times to it are no finer; evaluate more often (evaluation.every) to tell settings apart."
+        f"target, which limits their precision; evaluate more often (evaluation.every) to tell settings apart."
     ]
 
 
@@ -236,7 +234,7 @@ def _rule_in_words(record: SweepRecord, found: RuleRange, knee: Knee | None, ref
 
 
 def theory(record: SweepRecord, rule: str, knee: Knee | None, reference: int) -> str:
-    """How far a rule should hold, as the end of a sentence. reference: batch size at which the learning rate was
+    """Predicted range of a rule, as the end of a sentence. reference: batch size for which the learning rate was
     tuned."""
     critical = "the critical batch size"
     if knee is not None:
@@ -254,7 +252,7 @@ def theory(record: SweepRecord, rule: str, knee: Knee | None, reference: int) ->
         "linear": f"it holds for SGD well below {critical}",
         "sqrt": f"it keeps the noise level of Adam while noise dominates, which is up to {critical}",
         "legw": f"it is a square root with a warm-up that grows with the batch, for batches up to {critical}",
-        "none": "the learning rate is then too small for a larger batch, so that samples to the target grow with it",
+        "none": "the learning rate is too small for a larger batch, so samples to the target grow with it",
     }.get(rule, f"it holds up to {critical}")
 
 
@@ -299,7 +297,7 @@ def _reaching(trial: Trial, value: float, *, direction: str) -> Trial:
 
 
 def _rounded(value: float, *, up: bool) -> float:
-    """The value rounded to three digits, up or down: to the side that is easier to reach."""
+    """The value rounded to three digits, up or down, towards the side that is easier to reach."""
     if value == 0:
         return 0.0
     unit = 10.0 ** (math.floor(math.log10(abs(value))) - 2)

@@ -8,8 +8,7 @@ from scaleray.sweeps.result import RuleRange, find_knee, rule_range, theory
 
 
 def rule_limits(record: SweepRecord) -> dict[str, RuleRange]:
-    """The batch sizes at which each rule reached the target, from the reference on. Empty where no
-    reference is known."""
+    """Batch sizes at which each rule reached the target, from the reference up; empty if the reference is unknown."""
     reference = record.reference_batch_size
     if reference is None or not any(trial.samples_to_target is not None for trial in record.trials):
         return {}
@@ -21,13 +20,13 @@ def rule_limits(record: SweepRecord) -> dict[str, RuleRange]:
 
 
 def ended_at(limit: RuleRange | None) -> int | None:
-    """The first batch size at which a rule's trials ran to their end without the target, or which it does not allow."""
+    """First batch size at which a rule is not allowed or its trials ran to their end without reaching the target."""
     ends = [] if limit is None else [size for size in (limit.missed_at, limit.refused_at) if size is not None]
     return min(ends, default=None)
 
 
 def rule_table(record: SweepRecord) -> Table:
-    """A row for each rule."""
+    """Table with one row per rule."""
     reference, knee = record.reference_batch_size, find_knee(record)
     rows = []
     for rule, limit in rule_limits(record).items():
@@ -42,7 +41,7 @@ def _ending(limit: RuleRange) -> str:
     if limit.missed_at is not None:
         found.append(f"missed the target at {limit.missed_at}")
     if limit.stopped_at is not None:
-        found.append(f"stopped by the scheduler at {limit.stopped_at}, too early to tell")
+        found.append(f"stopped by the scheduler at {limit.stopped_at}, before a result")
     if limit.refused_at is not None:
         found.append(f"does not exist from {limit.refused_at} up")
     return "; ".join(found) or "held up to the largest batch tried"

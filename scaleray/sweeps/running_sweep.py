@@ -1,4 +1,4 @@
-"""A sweep under way: its trials run, each is kept on disk and in MLflow as it ends, and the record is made of all."""
+"""A running sweep: runs its trials, stores each on disk and in MLflow as it ends, and makes the final record."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from scaleray.sweeps.sweep_plan import SweepPlan
 from scaleray.sweeps.trial_records import make_trial, trial_line
 from scaleray.sweeps.tune import remove_scraps, run_experiment
 
-MAX_SHOWN = 50  # lines about trials that never fit
+MAX_SHOWN = 50  # most lines about trials that cannot run
 
 
 class RunningSweep(Campaign):
-    """A sweep between its beginning and its record: runs candidates, keeps each trial's record, and concludes.
+    """A sweep from its start to its record: runs candidates, stores each trial's record, and concludes.
 
-    against: the record of the whole grid, for a guided sweep.
+    against: record of the whole grid, for a guided sweep.
     """
 
     kind = "sweep"
@@ -79,7 +79,7 @@ class RunningSweep(Campaign):
         for trial in self.trials:
             self.mlflow.log_trial(trial)
         self._announce()
-        for trial in list(self.trials):  # the sweep was interrupted before the record of another name
+        for trial in list(self.trials):  # the sweep may have been interrupted between the records of one training
             self._count_for_others(trial)
         if not self.trials:
             for number, (settings, reason) in enumerate(self.asked.refused, start=len(plan.candidates)):
@@ -99,7 +99,7 @@ class RunningSweep(Campaign):
         self.folder.complete()
 
     def run_all(self) -> None:
-        """Run every trial that has no record yet, or those that a guided sweep chooses."""
+        """Run every trial that has no record yet, or those chosen by a guided sweep."""
         if self.guided is not None:
             self.guided.run(lambda: self.trials, self.run_numbers, self.say)
             return
@@ -110,9 +110,9 @@ class RunningSweep(Campaign):
         self.run_numbers([n for n in range(len(self.plan.candidates)) if n not in done])
 
     def run_numbers(self, numbers: list[int]) -> None:
-        """Run these of the plan's candidates, each training once.
+        """Run the given candidates of the plan, each training once.
 
-        Raises KeyboardInterrupt when stopped before all were done.
+        Raises KeyboardInterrupt if stopped before all were done.
         """
         numbers = self.same.to_train(numbers, self.trials)
         if not numbers:
@@ -126,11 +126,11 @@ class RunningSweep(Campaign):
             raise KeyboardInterrupt
 
     def finish(self) -> SweepRecord:
-        """Conclude, and write the record and the report.
+        """Conclude the sweep, and write the record and the report.
 
-        Raises RunFailedError when no trial came to a result.
+        Raises RunFailedError if no trial has a result.
         """
-        from scaleray.sweeps.sweep_page import write_sweep_report  # it imports matplotlib
+        from scaleray.sweeps.sweep_page import write_sweep_report  # imports matplotlib
 
         record = self._record()
         started = [t for t in self.trials if t.status != NOT_STARTED]
@@ -184,14 +184,14 @@ class RunningSweep(Campaign):
             return run_experiment(self.plan, self.nodes, folder=self.folder.path, on_trial=self._keep, **options)
 
     def measured(self) -> Measured:
-        """Trials so far."""
+        """Results of the trials so far."""
         now, config = self.under_way, self.config
         return Measured(
             "sweep", now.done, now.total, trials=self.trials, workers=self.plan.workers, strategy=config.strategy.name
         )
 
     def _keep(self, trial: Trial, *, is_said: bool = True) -> None:
-        """Keep a trial's record: on disk first, then in MLflow, then on the terminal."""
+        """Store a trial's record: on disk first, then in MLflow, then on the terminal."""
         self.files.write_trial(trial)
         self.trials = sorted([*self.trials, trial], key=lambda t: t.number)
         self.mlflow.log_trial(trial)

@@ -1,6 +1,6 @@
-"""Which trials of a sweep are one training under several names: all rules at the reference batch, one learning rate by
-two ways, one warm-up in two units. It is trained once and counted for each, so that noise is no difference between
-rules."""
+"""Trials of a sweep that share one training: all rules at the reference batch, one learning rate reached in two ways,
+one warm-up in two units. The training runs once and counts for each, so that noise does not separate the rules.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ DERIVED = {
     "schedule": ("warmup", "length"), "stop": ("after",), "evaluation": ("every", "micro_size"),
     "batch": ("global_size", "unit", "micro_size"), "strategy": ("name",),
 }  # fmt: skip
-"""Keys of the config that reach a training only through the values derived from them."""
+"""Config keys that affect a training only through values derived from them."""
 WITHOUT_BETAS = ("sgd", "lars")
 DIGITS = 12
-"""Significant digits of derived numbers that are compared: two ways to the same one may differ in the last bit."""
+"""Significant digits of derived numbers that are compared: two ways to the same number may differ in the last bit."""
 
 
 def training_key(plan: SweepPlan, settings: Settings) -> str:
-    """Key that is equal for settings whose trainings are the same, the seed included.
+    """Key that is equal for settings with the same training, the seed included.
 
-    Raises ConfigError or DataError for what does not fit.
+    Raises ConfigError or DataError for invalid settings.
     """
     job = plan.job(settings)
     config = {section: values for section, values in job.config.to_dict().items() if not is_beside_training(section)}
@@ -45,33 +45,33 @@ def training_key(plan: SweepPlan, settings: Settings) -> str:
 
 
 class SameTrainings:
-    """Groups of a plan's trials that are one training.
+    """Groups of a plan's trials that share one training.
 
-    A population's trials are each their own, as they change on the way.
+    The trials of a population are never grouped, as they change during training.
     """
 
     def __init__(self, plan: SweepPlan) -> None:
         self.plan = plan
         self.groups: dict[int, list[int]] = {}
-        """Numbers of the trials that share one training, by the number of each of them."""
+        """Numbers of the trials that share a training, by the number of each of them."""
         if (
             plan.question.scheduler == "pbt" or plan.question.search == "optuna"
-        ):  # it asks for other trials than the plan's
+        ):  # pbt requests other trials than the plan's
             return
         by_key: dict[str, list[int]] = {}
         for number, settings in enumerate(plan.candidates):
-            # settings of an older sweep may be no longer allowed: the trial will say so
+            # settings of an older sweep may no longer be allowed: the trial reports it
             with contextlib.suppress(ScaleRayError):
                 by_key.setdefault(training_key(plan, settings), []).append(number)
         self.groups = {number: group for group in by_key.values() if len(group) > 1 for number in group}
 
     @property
     def num_shared(self) -> int:
-        """Trials that need no training of their own."""
+        """Number of trials that need no training of their own."""
         return len(self.groups) - len({group[0] for group in self.groups.values()})
 
     def to_train(self, numbers: Iterable[int], trials: Sequence[Trial]) -> list[int]:
-        """Choose from `numbers` the trials to train: one of each training that none of the trials has been."""
+        """Choose from `numbers` the trials to train: one for each training that none of the trials has run."""
         known = {trial.number for trial in trials}
         chosen: list[int] = []
         for number in numbers:
@@ -82,7 +82,7 @@ class SameTrainings:
         return chosen
 
     def counted(self, trial: Trial, trials: Sequence[Trial]) -> list[Trial]:
-        """Records of other trials that this one's training counts for too, where they have none yet."""
+        """Return records of other trials that share this one's training and have none yet."""
         if trial.same_as is not None:
             return []
         known = {other.number for other in trials} | {trial.number}
@@ -91,7 +91,7 @@ class SameTrainings:
 
 
 def counted_for(plan: SweepPlan, trained: Trial, number: int, settings: Settings) -> Trial:
-    """The record of the trial `number`, whose training was that of `trained`: its figures, without time of workers."""
+    """Record of trial `number`, which shares the training of `trained`: the same results, without worker time."""
     own = make_trial(plan, number, settings, status=trained.status)
     return dataclasses.replace(
         trained,
@@ -109,7 +109,7 @@ def counted_for(plan: SweepPlan, trained: Trial, number: int, settings: Settings
 
 
 def trained_by_key(plan: SweepPlan, trials: Iterable[Trial]) -> dict[str, Trial]:
-    """The trials that were trained, by what they trained."""
+    """Trained trials, by the key of their training."""
     found: dict[str, Trial] = {}
     for trial in trials:
         if trial.same_as is None:
@@ -119,7 +119,7 @@ def trained_by_key(plan: SweepPlan, trials: Iterable[Trial]) -> dict[str, Trial]
 
 
 def without_seed(settings: Settings) -> Settings:
-    """The settings under the base's own seed."""
+    """The settings with the base config's seed."""
     return {key: value for key, value in settings.items() if key != SEED}
 
 

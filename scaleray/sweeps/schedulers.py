@@ -1,4 +1,4 @@
-"""Ray Tune's schedulers as a sweep uses them: which trials are stopped early, by samples or evaluations."""
+"""Ray Tune's schedulers for a sweep: stop trials early, by samples or evaluations."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from scaleray.sweeps.search_space import LEARNING_RATE, Settings
 from scaleray.sweeps.sweep_plan import SweepPlan
 from scaleray.sweeps.trial import EVALUATION, RATE, SAMPLES
 
-REDUCTION_FACTOR = 3  # ASHA's and HyperBand's: a third of the trials goes on
+REDUCTION_FACTOR = 3  # of ASHA and HyperBand: a third of the trials continues
 
-MUTATION_SPAN = 4.0  # how far beyond the first learning rates a population may go, as a factor
+MUTATION_SPAN = 4.0  # factor by which a population may leave the range of the initial learning rates
 
-PERTURBATIONS = 5  # number of times that a population is perturbed over a training
+PERTURBATIONS = 5  # number of times that a population is perturbed during a training
 
 
 def make_scheduler(plan: SweepPlan, candidates: Sequence[Settings]) -> TrialScheduler:
-    """The scheduler that the question names, in units of these trainings.
+    """Return the scheduler named in the question, in units of these trainings.
 
-    Each counts what only grows, also when a trial is taken up again.
+    Each counts a quantity that only grows, also when a trial is resumed.
     """
     name = plan.question.scheduler
     if name == "fifo":
@@ -44,12 +44,12 @@ def make_scheduler(plan: SweepPlan, candidates: Sequence[Settings]) -> TrialSche
             max_t=max(total, first + 1),
             grace_period=first,
             reduction_factor=REDUCTION_FACTOR,
-            stop_last_trials=False,  # a training has an end of its own
+            stop_last_trials=False,  # trainings end by themselves
         )
     if name == "hyperband":
         return HyperBandScheduler(time_attr=EVALUATION, max_t=evaluations, reduction_factor=REDUCTION_FACTOR)
     if name == "median":
-        # its slices would set trials aside where too few are there to compare with
+        # its time slices would pause trials before there are enough to compare
         return MedianStoppingRule(time_attr=SAMPLES, grace_period=first, min_time_slice=math.inf)
     low, high = _rates(candidates)
     return PopulationBasedTraining(

@@ -1,7 +1,6 @@
-"""Variables of a sweep, and the trials that follow: batch sizes, rules, learning rates, and any other key of the
-config.
+"""Variables of a sweep and the resulting trials: batch sizes, rules, learning rates, and any other config key.
 
-A candidate is a mapping of dotted keys to values. Those that can never run are kept apart with the reason.
+A candidate is a mapping of dotted keys to values. Candidates that cannot run are listed separately with the reason.
 """
 
 from __future__ import annotations
@@ -21,25 +20,25 @@ BATCH_SIZE, RULE, LEARNING_RATE = "batch.global_size", "optimizer.rule", "optimi
 WARMUP, OPTIMIZER, SEED = "schedule.warmup", "optimizer.name", "seed"
 
 NAMED = (BATCH_SIZE, RULE, LEARNING_RATE, WARMUP, OPTIMIZER, SEED)
-"""Keys that every trial's record has a field for."""
+"""Keys with a field of their own in every trial's record."""
 MUTATIONS = "mutations"
-"""Additional key of a population's trial: how its learning rate changed."""
+"""Additional key of a population's trial: the changes of its learning rate."""
 
 Settings = dict[str, Any]
-"""Dotted keys of the config and their values."""
+"""Dotted config keys and their values."""
 Refuse = Callable[[Settings], str | None]
-"""Function that gives the reason why a candidate can never run; None where it can."""
+"""Function that returns the reason why a candidate cannot run, or None."""
 
 
 @dataclass(frozen=True)
 class LogUniform:
-    """Any value between two, every doubling as likely as the other. Written `1e-4..1e-2`."""
+    """Any value in a range, uniform on a logarithmic scale. Written `1e-4..1e-2`."""
 
     low: float
     high: float
 
     def draw(self, chance: random.Random) -> float:
-        """A value, rounded to three digits: more would only be hard to read."""
+        """Return a random value, rounded to three digits for readability."""
         value = math.exp(chance.uniform(math.log(self.low), math.log(self.high)))
         return min(self.high, max(self.low, float(f"{value:.3g}")))
 
@@ -48,8 +47,8 @@ class LogUniform:
 class Space:
     """The space of a sweep's trials.
 
-    choices: the values of each key, in the order in which they were given. learning_rates: as tuned at the reference
-    batch, before the rule. num_seeds: repeats of each combination.
+    choices: values of each key, in the given order. learning_rates: as tuned at the reference batch, before the rule is
+    applied. num_seeds: number of runs of each combination.
     """
 
     choices: Mapping[str, tuple[Any, ...]]
@@ -69,8 +68,10 @@ class Space:
         return not isinstance(self.learning_rates, LogUniform)
 
     def combinations(self) -> list[Settings]:
-        """All combinations, without the seeds; where learning rates are a range, without learning rates. Raises
-        ConfigError for too many."""
+        """All combinations, without the seeds and, if learning rates are a range, without learning rates.
+
+        Raises ConfigError if there are too many.
+        """
         choices = dict(self.choices)
         if not isinstance(self.learning_rates, LogUniform):
             choices[LEARNING_RATE] = self.learning_rates
@@ -87,19 +88,19 @@ class Space:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The trials to run in their order, and those that never fit, each with the reason."""
+    """Trials to run, in order, and those that cannot run, each with the reason."""
 
     chosen: list[Settings]
     refused: list[tuple[Settings, str]] = field(default_factory=list)
     num_possible: int | None = None
-    """Number of combinations that could run; None where a value has a whole range."""
+    """Number of combinations that can run; None if a value has a continuous range."""
 
 
 def choose(space: Space, *, search: str, num_trials: int | None, refuse: Refuse, seed: int) -> Candidates:
-    """The candidates of a grid, or of a random draw without repeats, seeds included.
+    """Return the candidates of a grid, or of a random draw without repeats, seeds included.
 
-    The order is drawn too: a machine that becomes slower, or a scheduler that learns on the way, then favours none.
-    num_trials: number of combinations, each of which runs once for every seed. Raises ConfigError.
+    The order is random too, so that a machine that slows down, or a scheduler that learns, does not favour any.
+    num_trials: number of combinations, each of which runs once per seed. Raises ConfigError.
     """
     chance = random.Random(seed)
     combinations = space.combinations()
@@ -136,7 +137,7 @@ def _draw(
     open_ones = list(combinations)
     while open_ones and len(chosen) < num_trials:
         chance.shuffle(open_ones)
-        for combination in list(open_ones):  # each once before any comes again
+        for combination in list(open_ones):  # each once before any is repeated
             if len(chosen) == num_trials:
                 break
             settings = {**combination, LEARNING_RATE: space.learning_rates.draw(chance)}
@@ -158,15 +159,16 @@ def _with_seeds(chosen: Iterable[Settings], space: Space) -> list[Settings]:
 
 
 def in_words(settings: Mapping[str, Any]) -> str:
-    """Settings of a trial in addition to the keys that every trial has, as text such as `strategy.name fsdp`; pure
-    measurements are left out.
+    """Settings of a trial other than the keys that every trial has, as text such as `strategy.name fsdp`.
+
+    Settings that only control measurements are omitted.
     """
     shown = {k: v for k, v in settings.items() if k not in (*NAMED, MUTATIONS) and not k.startswith("noise_scale.")}
     return ", ".join(f"{key} {value}" for key, value in shown.items())
 
 
 def parse_sizes(option: str, text: str) -> tuple[int, ...]:
-    """Read batch sizes. `32..2048`: 32 and every doubling up to 2048; or `32,48,64`. Raises ConfigError."""
+    """Parse batch sizes. `32..2048`: 32 and every doubling up to 2048; or `32,48,64`. Raises ConfigError."""
     example = "such as 32..2048, which doubles, or 32,64,256"
     if match := re.fullmatch(r"\s*(\d{1,12})\s*\.\.\s*(\d{1,12})\s*", text):
         low, high = int(match[1]), int(match[2])
@@ -180,8 +182,8 @@ def parse_sizes(option: str, text: str) -> tuple[int, ...]:
 
 
 def parse_rates(option: str, text: str) -> tuple[float, ...] | LogUniform:
-    """Read learning rates. `1e-4..1e-2`: any value between; or `1e-3,2e-3`. Raises ConfigError."""
-    example = "such as 1e-4..1e-2, which is any value between, or 1e-3,2e-3,4e-3"
+    """Parse learning rates. `1e-4..1e-2`: any value in the range; or `1e-3,2e-3`. Raises ConfigError."""
+    example = "such as 1e-4..1e-2, which is any value in the range, or 1e-3,2e-3,4e-3"
     low, dots, high = text.partition("..")
     rates = _parse_list(option, f"{low},{high}" if dots else text, float, example)
     if not all(0 < rate < math.inf for rate in rates) or (dots and (len(rates) != 2 or rates[0] >= rates[1])):
@@ -190,7 +192,7 @@ def parse_rates(option: str, text: str) -> tuple[float, ...] | LogUniform:
 
 
 def parse_names(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Read names separated by commas, each one of `allowed`. Raises ConfigError."""
+    """Parse names separated by commas, each one of `allowed`. Raises ConfigError."""
     names = _parse_list(option, text, str, f"there are {', '.join(allowed)}")
     unknown = [name for name in names if name not in allowed]
     if unknown:

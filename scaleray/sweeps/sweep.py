@@ -1,7 +1,7 @@
 """`sweep`: many trainings of one recipe under Ray Tune, and their joint result.
 
-Everything that can be refused is refused before workers start. The driver alone writes records and MLflow; a sweep that
-was interrupted continues with the trials that have no record yet.
+All input is checked before workers start. Only the driver writes records and MLflow; an interrupted sweep continues
+with the trials that have no record yet.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def sweep(
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys or sections; None with `continue_`, as a sweep
     continues with its own. workload: a class or an object; None loads the config's. tracking_uri: address of MLflow, if
-    it is not the config's. say: called with lines on the progress. base_dir: folder in which paths of a RunConfig
-    begin. command: command that repeats the sweep, for its record.
+    it differs from the config's. say: called with lines on the progress. base_dir: folder to which relative paths of a
+    RunConfig refer. command: command that repeats the sweep, for its record.
 
-    Raises UsageError for what the user can mend, RunFailedError when all trials failed (the record is written all the
-    same), KeyboardInterrupt when stopped.
+    Raises UsageError for invalid input, RunFailedError if all trials failed (the record is still written),
+    KeyboardInterrupt if stopped.
     """
     continue_folder = options.continue_
     against = grid_record(options.against_grid) if options.against_grid is not None else None
@@ -150,12 +150,12 @@ def _check(config: RunConfig, question: SweepQuestion) -> None:
 def _asked(
     plan: SweepPlan, refused: list[tuple[Settings, str]], command: str, base_dir: Path | None, started_at: float
 ) -> AskedSweep:
-    """Description of a new sweep, before it has an MLflow run."""
+    """Describe a new sweep before it has an MLflow run."""
     return AskedSweep(
         config=plan.base.to_dict(),
         question=plan.question,
         candidates=plan.candidates,
-        # Optuna meets them, or does not
+        # Optuna may or may not suggest them
         refused=refused if plan.question.search != "optuna" else [],
         command=command,
         base_dir=str(base_dir) if base_dir else None,
@@ -166,7 +166,7 @@ def _asked(
 
 
 def _load_workloads(config: RunConfig, question: SweepQuestion, given: Any, base_dir: Path | None) -> dict[str, Any]:
-    """The workload with each of its arguments."""
+    """The workload, created once for each combination of its arguments."""
     workloads = {}
     for args in all_args(config, question.space):
         if given is not None and not isinstance(given, type) and args != dict(config.workload.args):
@@ -182,9 +182,9 @@ def _data_hashes(materials: Mapping[str, Material]) -> dict[str, str | None]:
 
 
 def check_data_of(before: AskedSweep, now: Mapping[str, str | None]) -> None:
-    """Raise DataError where the training data is not what the interrupted sweep read.
+    """Raise DataError if the training data differs from the data of the interrupted sweep.
 
-    now: its SHA-256 by the workload's arguments.
+    now: SHA-256 of the data, by the workload's arguments.
     """
     for key, digest in before.data.items():
         advice = "continue with the same data, or start a new sweep"

@@ -1,4 +1,4 @@
-"""The figures of a sweep. What a thousand trials would make unreadable is thinned, and the caption says so."""
+"""Figures of a sweep. Large numbers of trials are thinned to stay readable, and the caption states it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from scaleray.reports.page.drawing import BLUE, GREEN, MUTED, Drawing, draw
 from scaleray.sweeps.sweep_maps import MOST_MARKS, maps
 
 MOST_LINES = 60
-"""Curves of one figure."""
+"""Most curves in one figure."""
 MOST_CURVE_POINTS = 60
-"""Evaluations of one line."""
+"""Most evaluations in one line."""
 MOST_BESIDE = 3.0
-"""Factor by which the frame of noise scales goes beyond the measured ones, however wide their intervals are."""
+"""Factor by which the frame of noise scales extends beyond the measured ones, however wide their intervals are."""
 MOST_ARROWS = 60
-"""Trials of one figure whose intervals end in an arrow where they extend beyond it."""
+"""Most trials in a figure whose intervals end in an arrow if they extend beyond it."""
 
 
 def sweep_drawings(record: SweepRecord) -> list[Drawing]:
-    """All figures for which there are figures."""
+    """All figures for which the record has data."""
     with_curve = [t for t in trained(record) if t.curve]
     by_batch = best_by_batch(record)
     made = maps(record)
@@ -41,7 +41,7 @@ def sweep_drawings(record: SweepRecord) -> list[Drawing]:
 
 
 def to_target(record: SweepRecord, what: str) -> Drawing:
-    """Samples or seconds to the target over the batch size, a line for each rule."""
+    """Samples or seconds to the target over the batch size, one line for each rule."""
     by_batch = best_by_batch(record)
     colours = drawing.colours_of(list(by_batch))
     batches = sorted({b for found in by_batch.values() for b in found})
@@ -90,7 +90,7 @@ def to_target(record: SweepRecord, what: str) -> Drawing:
 
 
 def curves(record: SweepRecord, against: str) -> Drawing:
-    """The metric over samples or seconds, coloured by batch size: the best trial of each rule and batch size first."""
+    """The metric over samples or seconds, coloured by batch size; the best trial of each rule and batch size first."""
     with_curve = [t for t in trained(record) if t.curve]
     chosen = _chosen(record, with_curve)
     batches = sorted({t.batch_size for t in chosen})
@@ -106,7 +106,7 @@ def curves(record: SweepRecord, against: str) -> Drawing:
                 color=shade[t.batch_size],
                 linewidth=1.2,
                 alpha=0.8,
-                marker="o" if len(few) == 1 else None,  # a trial that was evaluated once has no line
+                marker="o" if len(few) == 1 else None,  # a trial with a single evaluation has no line
             )
         values = [row[2] for t in chosen for row in t.curve if math.isfinite(row[2])]
         if values and min(values) > 0 and max(values) / min(values) > 20:
@@ -131,7 +131,7 @@ def curves(record: SweepRecord, against: str) -> Drawing:
     return draw(
         f"curves-{against}",
         f"{record.metric} against {against}",
-        f"One line for each trial, coloured by batch size.{left}",
+        f"One line per trial, coloured by batch size.{left}",
         paint,
         marks=record.marks,
     )
@@ -182,7 +182,7 @@ def goodput(record: SweepRecord) -> Drawing:
 
 
 def _goodput_line(ax: Any, points: Sequence[GoodputPoint], name: str, *, colour: str) -> float:
-    """Draw one figure of all points with its band, in percent of its largest value; where the line ends."""
+    """Draw one quantity of all points with its band, in percent of its largest value; return where the line ends."""
     batches = [p.batch_size for p in points]
     estimates = [getattr(p, name) for p in points]
     most = max((e.value for e in estimates), default=1.0) or 1.0
@@ -209,7 +209,7 @@ def _goodput_line(ax: Any, points: Sequence[GoodputPoint], name: str, *, colour:
 
 
 def noise(record: SweepRecord) -> Drawing:
-    """The noise scale of each trial with its interval, over the samples that it had trained on."""
+    """Noise scale of each trial with its interval, over the number of samples trained on."""
     measured = [t for t in trained(record) if (t.noise_scale or t.noise_interval) and t.samples]
     shown = thinned(measured, MOST_MARKS // 3)
     batches = sorted({t.batch_size for t in shown})

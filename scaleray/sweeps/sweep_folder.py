@@ -1,7 +1,6 @@
-"""The files of a sweep: its question, a small file for each trial that has ended, and the record at the end.
+"""Files of a sweep: its question, a small file for each trial that has ended, and the final record.
 
-A trial's file appears whole or not at all, so that an interrupted sweep continues with exactly the trials that have
-none.
+A trial's file is written atomically, so that an interrupted sweep continues with exactly the trials that have none.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AskedSweep:
-    """Everything to run a sweep again, or the rest of it.
+    """Everything needed to repeat a sweep, or to run the rest of it.
 
-    candidates: in the order of their numbers. run_id: id of the MLflow run.
+    candidates: ordered by number. run_id: id of the MLflow run.
     """
 
     config: dict[str, Any]
@@ -55,7 +54,7 @@ class SweepFolder:
         self.store = Store(folder.path)
 
     def write_asked(self, asked: AskedSweep) -> None:
-        """Write what was asked, before the first trial."""
+        """Write the question, before the first trial."""
         self.store.write_text(
             ASKED_FILE, json.dumps({"format": FORMAT, **jsonable(dataclasses.asdict(asked))}, indent=1)
         )
@@ -65,7 +64,7 @@ class SweepFolder:
         self.store.write_text(f"{TRIALS}/{trial.number:05d}.json", json.dumps(jsonable(dataclasses.asdict(trial))))
 
     def read_trials(self) -> list[Trial]:
-        """Trials that have ended, by number. Raises ConfigError for a damaged file."""
+        """Return the trials that have ended, by number. Raises ConfigError for a damaged file."""
         adapter = TypeAdapter(Trial)
         found = []
         for name in self.store.names(TRIALS):
@@ -85,31 +84,31 @@ class SweepFolder:
 
 
 def finished_record(path: str, *, option: str = "--continue") -> SweepRecord | None:
-    """The record of a sweep that is finished; None for one that is not.
+    """Return the record of a finished sweep; None if the sweep is not finished.
 
-    Raises ConfigError, in the name of `option`, for a damaged one.
+    Raises ConfigError, with the name of `option`, for a damaged record.
     """
     try:
         return TypeAdapter(SweepRecord).validate_json(Store(path).read(FILE))
     except ValidationError as exc:
         file = Store(path).path(FILE)
         raise ConfigError(option, file, f"it is not a sweep's record: {first_line(exc)}") from exc
-    except (OSError, ValueError):  # a URI of an unknown kind, of which `read_asked` says so
+    except (OSError, ValueError):  # a URI of an unknown kind: `read_asked` reports it
         return None
 
 
 def grid_record(folder: str | Path) -> SweepRecord:
-    """The record of a finished sweep of a whole grid. Raises ConfigError for a folder that holds none."""
+    """Return the record of a finished sweep of a whole grid. Raises ConfigError if the folder holds none."""
     found = finished_record(absolute_path(str(folder)), option="--against-grid")
     if found is None:
         raise ConfigError(
-            "--against-grid", str(folder), "there is no sweep's record", "give the folder of a finished sweep"
+            "--against-grid", str(folder), "it holds no record of a sweep", "give the folder of a finished sweep"
         )
     return found
 
 
 def read_asked(path: str) -> AskedSweep:
-    """Question of an interrupted sweep. Raises ConfigError for a folder that holds none."""
+    """Return the question of an interrupted sweep. Raises ConfigError if the folder holds none."""
     store = Store(path)
     file = store.path(ASKED_FILE)
     try:

@@ -1,6 +1,5 @@
-"""Settings of a sweep by batch size and learning rate, and which of them reached the target: maps with a panel for each
-rule.
-"""
+"""Maps of a sweep's settings by batch size and learning rate, one panel per rule, with those that reached the
+target."""
 
 from __future__ import annotations
 
@@ -18,33 +17,33 @@ from scaleray.sweeps.result import Knee, RuleRange, find_knee
 from scaleray.sweeps.rule_limits import ended_at, rule_limits
 
 MOST_MARKS = 1500
-"""Settings of all maps together, and trials of one scatter."""
+"""Most settings in all maps together, and most trials in one scatter plot."""
 PANELS = 4
-"""Rules side by side in one map."""
+"""Most rules next to each other in one map."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Marks:
-    """The marks of all maps of a sweep, and the value that colours them."""
+    """Marks of all maps of a sweep, and the value that gives their colour."""
 
     found: Sequence[Setting]
     """Settings that are drawn."""
     failed: Sequence[Trial]
     best: Mapping[tuple[str, int], Setting]
-    """The best setting by rule and batch size."""
+    """Best setting by rule and batch size."""
     batches: Sequence[int]
     is_by_target: bool
-    """Whether colour is the samples to the target; else the metric."""
+    """Whether colour shows the samples to the target; otherwise it shows the metric."""
     metric: str
     is_low_good: bool
-    """Whether the lower of two values of the colour is the better one."""
+    """Whether lower is better for the value shown by colour."""
     limits: Mapping[str, RuleRange]
     knee: Knee | None
-    """The critical batch size, where it lies between the batch sizes that are drawn."""
+    """Critical batch size, if it is within the batch sizes drawn."""
 
     @property
     def what(self) -> str:
-        """The value that colours the marks, in words."""
+        """Name of the value that gives the marks their colour."""
         return "samples to the target" if self.is_by_target else self.metric
 
     @property
@@ -53,13 +52,12 @@ class _Marks:
         return [v for s in self.found if (v := self.value(s)) is not None]
 
     def value(self, setting: Setting) -> float | None:
-        """The value that colours a setting."""
+        """Value that gives a setting its colour."""
         return setting.samples_to_target if self.is_by_target else setting.value
 
 
 def maps(record: SweepRecord) -> list[Drawing]:
-    """Batch size by learning rate, a panel for each rule: colour is the samples to the target, or the
-    metric without one."""
+    """Batch size by learning rate, one panel per rule; colour shows the samples to the target, or else the metric."""
     found = settings(record)
     rules = list(dict.fromkeys(s.rule for s in found))
     if not rules:
@@ -128,7 +126,7 @@ def _map(record: SweepRecord, marks: _Marks, rules: Sequence[str], page: int, le
 
 
 def _paint_settings(ax: Any, marks: _Marks, rule: str, norm: Any) -> Any:
-    """Draw the settings of one rule; the coloured ones, as a colour bar takes them."""
+    """Draw the settings of one rule; return the coloured ones for the colour bar."""
     own = [s for s in marks.found if s.rule == rule]
     reached = [s for s in own if marks.value(s) is not None]
     missed = [s for s in own if marks.value(s) is None and any(t.status not in BROKEN for t in s.trials)]
@@ -176,7 +174,7 @@ def _paint_settings(ax: Any, marks: _Marks, rule: str, norm: Any) -> Any:
 
 
 def _paint_best(ax: Any, chosen: Sequence[Setting], size: float) -> None:
-    """Ring the best setting at each batch size, with a line from one to the next."""
+    """Ring the best setting at each batch size, and connect them with a line."""
     ax.plot(
         [s.batch_size for s in chosen], [s.learning_rate for s in chosen], color=INK, linewidth=1.0, alpha=0.7, zorder=4
     )
@@ -192,7 +190,7 @@ def _paint_best(ax: Any, chosen: Sequence[Setting], size: float) -> None:
 
 
 def _paint_limits(ax: Any, marks: _Marks, rule: str) -> None:
-    """Shade the batch sizes at which a rule no longer reaches the target, and dot the critical batch size."""
+    """Shade the batch sizes at which a rule missed the target, and mark the critical batch size with a dotted line."""
     right = ax.get_xlim()[1]
     if (ended := ended_at(marks.limits.get(rule))) is not None:
         ax.axvspan(ended / math.sqrt(2), right, color=PALE, alpha=0.35, linewidth=0, zorder=0)
@@ -213,7 +211,7 @@ def _colour_bar(panels: Sequence[Any], drawn: Any, what: str, *, is_log: bool) -
 
 
 def _signs(marks: _Marks, rules: Sequence[str]) -> list[str]:
-    """Meaning of each sign on a map, of those that are there."""
+    """Legend of the signs used on a map."""
     signs = ["ringed: the best at its batch size"]
     if any(marks.value(s) is None for s in marks.found):
         signs.append("hollow: " + ("missed the target" if marks.is_by_target else "no value"))

@@ -19,36 +19,37 @@ class SweepOptions:
     batch_sizes: str | None = None
     """Global batch sizes: 32..2048 is 32 and every doubling up to 2048; or 32,64,256."""
     rules: str | None = None
-    """How the learning rate follows the batch: linear, sqrt, adam, legw, none, with commas."""
+    """Rules by which the learning rate follows the batch size, with commas: linear, sqrt, adam, legw, none."""
     learning_rates: str | None = None
-    """At the reference batch: 1e-4..1e-2 is any value between (log-uniform), or 1e-3,2e-3."""
+    """Learning rates at the reference batch: 1e-4..1e-2 is any value in the range (log-uniform), or 1e-3,2e-3."""
     optimizers: str | None = None
-    """sgd, adamw, lars, lamb, with commas."""
+    """Optimizers, with commas: sgd, adamw, lars, lamb."""
     warmups: str | None = None
-    """Lengths of the warm-up with commas, such as "0 epochs,1 epoch"."""
+    """Warm-up lengths, with commas, such as "0 epochs,1 epoch"."""
     vary: Sequence[str] = ()
-    """Any other key of the config with its values: --vary optimizer.weight_decay=0,0.01. May be repeated."""
+    """Any other config key with its values: --vary optimizer.weight_decay=0,0.01. May be repeated."""
     seeds: int = 1
-    """How often each combination runs, each time with another seed."""
+    """Number of runs of each combination, each with a different seed."""
     trials: int | None = None
-    """How many combinations run. A random search draws them without repeats; a grid runs all."""
+    """Number of combinations to run. A random search draws them without repeats; a grid runs all."""
     workers_per_trial: int | None = None
-    """Workers of each trial; by default as scale.workers says."""
+    """Workers of each trial; scale.workers by default."""
     search: Search = "random"
-    """random, grid, or optuna (needs the extra `search`)."""
+    """Search: random, grid, or optuna (needs the extra `search`)."""
     scheduler: Scheduler = "fifo"
-    """fifo runs every trial to its end; asha, hyperband, median stop worse ones early; pbt hands on better weights."""
+    """Scheduler: fifo runs every trial to its end; asha, hyperband, median stop worse ones early; pbt copies better
+    weights."""
     metric: str | None = None
-    """Metric that trials are judged by, such as "val/loss min". By default that of stop.at, else the first split's
-    loss."""
+    """Metric that ranks the trials, such as "val/loss min". Default: that of stop.at, else the first split's loss."""
     guided: bool = False
-    """Run only what is worth it of the grid, by measured gradient noise and throughput. Needs a target (--stop.at)."""
+    """Run only the promising part of the grid, by measured gradient noise and throughput. Needs a target
+    (--stop.at)."""
     guided_share: float = 0.2
-    """Samples that a guided sweep may take, as a share of the whole grid's."""
+    """Most samples that a guided sweep may use, as a share of the whole grid's."""
     against_grid: str | None = None
-    """The folder of a sweep of the whole grid, to say how far the guided choice lies from its best."""
+    """Folder of a sweep of the whole grid, to report how far the guided choice is from its best."""
     continue_: str | None = None
-    """The folder of an interrupted sweep: run the trials that have no record yet."""
+    """Folder of an interrupted sweep: run the trials that have no record yet."""
 
     def __post_init__(self) -> None:
         for option, number in (
@@ -59,5 +60,5 @@ class SweepOptions:
             if number is not None and number < 1:
                 raise ConfigError(option, number, "it must be at least 1")
         if self.against_grid is not None and not self.guided and self.continue_ is None:
-            allowed = "only a guided sweep makes a choice to compare"
+            allowed = "only a guided sweep can be compared with a grid"
             raise ConfigError("--against-grid", self.against_grid, allowed, "add --guided")

@@ -1,4 +1,4 @@
-"""The report of a sweep: a page, the figures as PNG, and trials and settings as CSV."""
+"""Report of a sweep: a page, the figures as PNG, and trials and settings as CSV."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MOST_CAUSES = 8
 
 
 def write_sweep_report(record: SweepRecord, folder: str | Path) -> list[Path]:
-    """Write report.html, trials.csv, settings.csv and figures/ into the folder; returns their paths,
-    report.html first."""
+    """Write report.html, trials.csv, settings.csv and figures/ into the folder; return their paths, report.html
+    first."""
     return write(sweep_page(record), folder, rows={"trials": trial_rows(record), "settings": setting_rows(record)})
 
 
 def sweep_page(record: SweepRecord) -> Page:
-    """The page of a sweep."""
+    """Page of a sweep's report."""
     drawings, rules = sweep_drawings(record), rule_table(record)
     reference = record.reference_batch_size
-    # a table says the same of the rules
+    # the table of rules states the same
     in_table = rule_sentences(record, reference_batch_size=reference) if rules.rows and reference else []
     ways = [d for d in drawings if d.name.startswith("map")]
     to_target = [d for d in drawings if d.name.startswith(("target", "goodput"))]

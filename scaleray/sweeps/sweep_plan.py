@@ -1,4 +1,4 @@
-"""Trials of a sweep, decided before anything starts: the config of each, and those that can never run."""
+"""Trials of a sweep, planned before anything starts: the config of each, and those that cannot run."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from scaleray.training.setup.job import TrainJob
 
 ARGS = "workload.args"
 PAUSING = ("hyperband", "pbt")
-"""Schedulers that set trials aside and take them up again."""
+"""Schedulers that pause and resume trials."""
 
 
 @dataclass(frozen=True)
 class Material:
-    """Material that trials of one workload need.
+    """Workload and data that trials with the same workload arguments need.
 
-    workload: the object, or its bytes on the way to a worker. sources: the sources themselves, or object references.
+    workload: the object, or its bytes when sent to a worker. sources: the sources themselves, or object references.
     """
 
     workload: Any
@@ -52,10 +52,10 @@ class Material:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """The sweep of a base config. materials: by the workload's arguments, as `material_key` writes them.
+    """Plan of a sweep of a base config. materials: by the workload's arguments, as `material_key` writes them.
 
-    metric, direction: what trials are judged by. reference_batch_size: batch size at which the base's learning rate was
-    tuned.
+    metric, direction: criterion that ranks the trials. reference_batch_size: batch size for which the base's learning
+    rate was tuned.
     """
 
     base: RunConfig
@@ -75,11 +75,11 @@ class SweepPlan:
         return self.question.workers_per_trial
 
     def config(self, settings: Settings) -> RunConfig:
-        """The config of a trial. Raises ConfigError."""
+        """Return the config of a trial. Raises ConfigError."""
         return trial_config(self.base, settings, self.workers)
 
     def job(self, settings: Settings, *, started_at: float = 0.0) -> TrainJob:
-        """The training of a trial. Raises ConfigError or DataError for what does not fit."""
+        """Return the training of a trial. Raises ConfigError or DataError if it is invalid."""
         config = self.config(settings)
         material = self.materials[material_key(config.workload.args)]
         train = material.splits[TRAIN]
@@ -89,7 +89,7 @@ class SweepPlan:
         )
 
     def refuse(self, settings: Settings) -> str | None:
-        """Why a trial can never run; None where it can."""
+        """Return the reason why a trial cannot run, or None."""
         try:
             self.job(settings)
         except ScaleRayError as exc:
@@ -106,7 +106,7 @@ class SweepPlan:
 
 
 def trial_config(base: RunConfig, settings: Settings, workers: int) -> RunConfig:
-    """The base with a trial's settings, its number of workers, and without what only a run of its own needs."""
+    """Base config with a trial's settings and number of workers, without the settings that only a single run needs."""
     entries = _entries(base)
     args = dict(base.workload.args)
     own: Settings = {
@@ -132,7 +132,7 @@ def material_key(args: Mapping[str, Any]) -> str:
 
 
 def all_args(base: RunConfig, space: Space) -> list[dict[str, Any]]:
-    """Every combination of the workload's arguments that the space has."""
+    """All combinations of the workload's arguments in the space."""
     varied = {key: values for key, values in space.choices.items() if key.startswith(f"{ARGS}.")}
     only = Space(varied, (1.0,))
     found = [
@@ -143,7 +143,7 @@ def all_args(base: RunConfig, space: Space) -> list[dict[str, Any]]:
 
 
 def make_material(workload: Any, sources: Mapping[str, Source]) -> Material:
-    """The material of a workload and its data. Raises DataError for what trials cannot read."""
+    """Return the material of a workload and its data. Raises DataError if trials cannot read the data."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     streamed = [name for name, split in splits.items() if split.is_streamed]
     if streamed:
@@ -166,7 +166,7 @@ def make_material(workload: Any, sources: Mapping[str, Source]) -> Material:
 def make_plan(
     base: RunConfig, question: SweepQuestion, materials: Mapping[str, Material]
 ) -> tuple[SweepPlan, Candidates]:
-    """The plan with its candidates, and those that never fit. Raises UsageError for a sweep that cannot be."""
+    """Return the plan with its candidates, and those that cannot run. Raises UsageError if no sweep is possible."""
     splits = next(iter(materials.values())).splits
     metric, direction = _metric(base, question, splits)
     plan = SweepPlan(base, question, materials, metric, direction)
@@ -181,8 +181,8 @@ def make_plan(
 
 
 def check_question(base: RunConfig, question: SweepQuestion) -> None:
-    """Refuse what no data is needed for: unknown keys and values of `--vary`, of which each alone must make a config, a
-    scheduler that cannot judge, and batch sizes that the workers cannot share. Raises ConfigError."""
+    """Run the checks that need no data: unknown keys and values of `--vary`, each of which must make a valid config,
+    the scheduler, and batch sizes that the workers cannot share equally. Raises ConfigError."""
     for key, values in question.space.choices.items():
         for value in values:
             trial_config(base, {key: value, **({RULE: "none"} if key != RULE else {})}, question.workers_per_trial)
@@ -206,7 +206,7 @@ def _metric(base: RunConfig, question: SweepQuestion, splits: Mapping[str, Split
         raise ConfigError("--metric", text, "a metric and its direction are needed", "such as 'val/loss min'")
     if metric.partition("/")[0] not in evaluated:
         known = ", ".join(f"{name}/loss" for name in evaluated)
-        raise ConfigError("--metric", metric, "no evaluation measures this", f"there are: {known} ...")
+        raise ConfigError("--metric", metric, "no evaluation measures this", f"available: {known} ...")
     return metric, "max" if direction == "max" else "min"
 
 
@@ -234,7 +234,7 @@ def _check_scheduler(base: RunConfig, question: SweepQuestion) -> None:
             "--scheduler",
             "pbt",
             "trials copy weights and state from each other, so they may differ only in learning rate, not in "
-            "{', '.join(varied)}",
+            f"{', '.join(varied)}",
             "give one value each, or use asha",
         )
     if space.num_seeds == 1 and not isinstance(space.learning_rates, LogUniform) and len(space.learning_rates) < 2:
@@ -242,7 +242,7 @@ def _check_scheduler(base: RunConfig, question: SweepQuestion) -> None:
 
 
 def _check_batch_sizes(base: RunConfig, question: SweepQuestion) -> None:
-    """Refuse batch sizes, in samples, that workers cannot share equally; those in tokens depend on the data."""
+    """Reject batch sizes in samples that workers cannot share equally; those in tokens depend on the data."""
     if base.batch.unit != "samples":
         return
     sizes = question.space.choices.get(BATCH_SIZE, ())
@@ -253,7 +253,7 @@ def _check_batch_sizes(base: RunConfig, question: SweepQuestion) -> None:
         raise ConfigError(
             "--batch-sizes",
             bad[0],
-            f"{question.workers_per_trial} workers a trial need a multiple of {shares}",
+            f"{question.workers_per_trial} workers per trial need a multiple of {shares}",
             f"nearest: {near}",
         )
 
@@ -281,7 +281,7 @@ def _samples(plan: StepPlan, steps: int) -> int:
 
 
 def full_settings(plan: SweepPlan, settings: Settings) -> Settings:
-    """The settings with what the base says of the keys that every trial names."""
+    """Settings completed with the base config's values for the keys that every trial has."""
     try:
         config = plan.config(settings)
     except UsageError:

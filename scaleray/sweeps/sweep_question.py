@@ -1,4 +1,4 @@
-"""Request for a sweep: the space of its trials, and how they are searched, scheduled and judged."""
+"""Question of a sweep: the space of its trials, the search, the scheduler and the metric."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ OPTIONS = {
     WARMUP: "--warmups",
     LEARNING_RATE: "--learning-rates",
 }
-"""Keys that have a command-line option of their own, with its name."""
+"""Keys that have their own command-line option, with its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepQuestion:
-    """Request of the user. metric: metric and direction, such as `val/loss min`; None: the target's metric, or else the
-    first split's loss.
+    """Question that a sweep answers. metric: metric and direction, such as `val/loss min`; None: the target's metric,
+    or else the first split's loss.
 
-    batch_sizes_are_listed: the batch sizes were written out one by one, so that one which does not fit is a slip.
+    batch_sizes_are_listed: the batch sizes were written out one by one, so one that does not fit is a mistake.
     num_trials: number of combinations, each of which runs with every seed.
     """
 
@@ -52,14 +52,15 @@ class SweepQuestion:
     metric: str | None = None
     batch_sizes_are_listed: bool = False
     guided_share: float | None = None
-    """Largest share of the grid's samples for a guided sweep, which runs only the trials that are worth it; None: not
-    guided."""
+    """Largest share of the grid's samples for a guided sweep, which runs only promising trials; None: not guided."""
 
 
 @takes(SweepOptions)
 def question_of(config: RunConfig, *, options: SweepOptions) -> SweepQuestion:
-    """The question that the command's options ask. Keys that are not varied stay as the config says. Raises
-    ConfigError."""
+    """Return the question given by the command's options. Keys that are not varied keep the config's values.
+
+    Raises ConfigError.
+    """
     asked, names = options, get_args(OptimizerSettings.model_fields["name"].annotation)
     choices: dict[str, tuple[Any, ...]] = {
         BATCH_SIZE: (config.batch.global_size,),
@@ -112,7 +113,7 @@ def _check_guided(share: float, search: Search) -> None:
 
 
 def _check_search(space: Space, search: Search, scheduler: Scheduler, trials: int | None) -> None:
-    """Raise ConfigError for a search or a scheduler that does not suit this space or number of trials."""
+    """Raise ConfigError if the search or scheduler does not suit this space or number of trials."""
     if search == "grid" and not space.is_finite:
         raise ConfigError(
             "--search",
@@ -121,7 +122,7 @@ def _check_search(space: Space, search: Search, scheduler: Scheduler, trials: in
             "give learning rates as a list, or use --search random",
         )
     if search == "optuna" and trials is None:
-        raise ConfigError("--trials", None, "Optuna suggests without end", "for example --trials 24")
+        raise ConfigError("--trials", None, "Optuna's suggestions never end", "for example --trials 24")
     if scheduler == "pbt" and space.num_seeds > 1:
         raise ConfigError(
             "--seeds", space.num_seeds, "trials of pbt copy weights from each other", "leave it out with pbt"
@@ -139,7 +140,7 @@ def _durations(text: str) -> tuple[str, ...]:
 
 
 def _varied(text: str) -> tuple[str, tuple[Any, ...]]:
-    """Split `key=v1,v2` into a key and its values, which are read as in a YAML file: `[0.9, 0.99]` is one value."""
+    """Split `key=v1,v2` into a key and its values, which are parsed as YAML: `[0.9, 0.99]` is one value."""
     key, equals, given = text.partition("=")
     key = key.strip().removeprefix("--").replace("-", "_")
     example = "such as --vary optimizer.weight_decay=0,0.01"
@@ -158,7 +159,7 @@ def _varied(text: str) -> tuple[str, tuple[Any, ...]]:
 
 
 def _number(value: Any) -> Any:
-    """The value as a number where it is one, such as `1e-4`, which YAML takes for text."""
+    """The value as a number if it is one, such as `1e-4`, which YAML reads as text."""
     try:
         return float(value) if isinstance(value, str) and any(c.isdigit() for c in value[:2]) else value
     except ValueError:

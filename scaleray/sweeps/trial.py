@@ -1,8 +1,7 @@
-"""A trial as Ray Tune sees it: trains to its next evaluation, reports the result, and may be stopped, saved or
-continued.
+"""Ray Tune trainable of a trial: trains to its next evaluation, reports it, and can be stopped, saved and resumed.
 
-The same process, with its other workers, takes one trial after another (Tune's `reuse_actors`). Tune's checkpoint of a
-trial is a small file that names the folder where the workers wrote the state.
+The same process and its other workers run one trial after another (Tune's `reuse_actors`). Tune's checkpoint of a trial
+is a small file with the path of the folder where the workers wrote the state.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from scaleray.sweeps.sweep_plan import SweepPlan
 from scaleray.sweeps.trial_workers import LostWorkersError, TrialGroup
 from scaleray.training.state.pausable_training import Ended, Paused, StepwiseTraining
 
-# keys of a trial's config and of its results, which schedulers and the driver read
+# keys of a trial's config and results, which schedulers and the driver read
 NUMBER, SETTINGS, RATE = "number", "settings", "learning_rate"
 VALUE, SAMPLES, SECONDS, EVALUATION, STATUS, DETAIL = "value", "samples", "seconds", "evaluation", "status", "detail"
 STATE_FILE = "state.json"
@@ -34,7 +33,7 @@ STATE_FILE = "state.json"
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """Common facts of all trials of a sweep. state_path: a folder of the sweep for states of trials."""
+    """Facts shared by all trials of a sweep. state_path: folder of the sweep for states of trials."""
 
     plan: SweepPlan
     pauses: bool
@@ -42,13 +41,13 @@ class SharedPlan:
 
 
 class SweepTrial(tune.Trainable):
-    """One trial after another, in one placement group."""
+    """Runs one trial after another in one placement group."""
 
     def setup(self, config: dict[str, Any], shared: Any = None) -> None:
-        """Start the workers. shared: SharedPlan in a list of one reference, which Tune then leaves alone."""
+        """Start the workers. shared: list with one reference to a SharedPlan, which Tune does not resolve in a list."""
         import ray
 
-        for name in ("ray.tune", "ray.train"):  # they would advise what is done already, and tell of every state
+        for name in ("ray.tune", "ray.train"):  # they would give advice already followed, and log every state
             logging.getLogger(name).setLevel(logging.ERROR)
         self.shared: SharedPlan = ray.get(shared[0])
         self.group: TrialGroup | None = None
@@ -61,7 +60,7 @@ class SweepTrial(tune.Trainable):
         self._take(config)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """End what runs and take another trial, or the same one again; false where that needs new workers."""
+        """End the running trial and accept another one, or the same again; return False if that needs new workers."""
         assert self.group is not None
         if not self.group.stop():
             raise LostWorkersError("the workers of the previous trial did not return")
@@ -73,11 +72,11 @@ class SweepTrial(tune.Trainable):
         assert self.group is not None
         if self.training is None:
             self.training = self.group.begin(self.settings, pauses=self.shared.pauses, start_from=self.start_from)
-        # a LostWorkersError leaves from here, so that Tune ends this process and its workers
+        # a LostWorkersError propagates from here, so that Tune ends this process and its workers
         return self._result(self.group.advance())
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
-        """Write the trial's state, which waits after an evaluation."""
+        """Write the state of the trial, which is paused after an evaluation."""
         folder, course = self.start_from, self.course_before
         if self.training is not None:
             folder = f"{self.shared.state_path}/{self.number:05d}-{secrets.token_hex(4)}"
@@ -86,13 +85,13 @@ class SweepTrial(tune.Trainable):
         write_whole(Path(checkpoint_dir, STATE_FILE), json.dumps({"folder": folder, "course": course}))
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Begin at a saved state, maybe another trial's, under this trial's settings."""
+        """Start from a saved state, possibly another trial's, with this trial's settings."""
         state = json.loads(Path(checkpoint, STATE_FILE).read_text())
         self.start_from, self.course_before = state["folder"], state["course"]
         self.evaluation = int(self.course_before.get("evaluation", 0))
 
     def cleanup(self) -> None:
-        """Stop training and end the workers; Tune calls it at the end of this process."""
+        """Stop training and end the workers; Tune calls it when this process ends."""
         if self.group is not None:
             self.group.stop()
             self.group.close()
@@ -114,7 +113,7 @@ class SweepTrial(tune.Trainable):
         course, status, error = training.course, "", ""
         if isinstance(happened, Ended):
             status, error = _status(happened, plan, course.metrics)
-        elif plan.metric not in course.metrics:  # nor would it be after the next evaluation
+        elif plan.metric not in course.metrics:  # later evaluations would not have it either
             status, error = "failed", _unknown_metric(plan, course.metrics)
         points = [(samples, seconds, metrics.get(plan.metric), at) for samples, seconds, metrics, at in training.curve]
         self.evaluation += len(points)
@@ -158,7 +157,7 @@ def _status(ended: Ended, plan: SweepPlan, metrics: dict[str, float]) -> tuple[s
 
 
 def _noise_of(noise: dict[str, Any]) -> dict[str, Any]:
-    """The noise scale that represents the whole training, if it was long enough; None is infinite."""
+    """Noise scale of the whole training, if that was long enough; None means infinite."""
     if noise.get("effective") is None:
         return {}
     value, low, high = (noise[key] for key in ("effective", "effective_low", "effective_high"))

@@ -1,4 +1,4 @@
-"""Makes the record of each trial from Ray Tune's reports, during the sweep."""
+"""Record of each trial, made from Ray Tune's reports during the sweep."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LONGEST_ERROR = 2000
 
 @dataclass
 class _Progress:
-    """A trial on its way.
+    """Progress of a running trial.
 
-    points: (samples, seconds, value, wall clock). total_s: seconds of the parts of its life in which it had workers.
+    points: (samples, seconds, value, wall clock). total_s: seconds during which it had workers.
     """
 
     points: list[tuple[int, float, float, float]] = field(default_factory=list)
@@ -36,9 +36,9 @@ class _Progress:
 
 
 class TrialCollector(tune.Callback):
-    """Hands over each trial's record as it ends.
+    """Pass on each trial's record when it ends.
 
-    settings: those of trials that are not in the plan's list, by number.
+    settings: settings, by number, of trials that are not in the plan's list.
     """
 
     def __init__(self, plan: SweepPlan, on_trial: Callable[[Trial], None]) -> None:
@@ -53,7 +53,7 @@ class TrialCollector(tune.Callback):
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
     ) -> None:
-        """Take note of an evaluation, or of the trial's end."""
+        """Record an evaluation, or the trial's end."""
         progress = self._open.setdefault(self._number(trial), _Progress())
         detail = result[DETAIL]
         rate = detail["settings"][LEARNING_RATE]
@@ -62,7 +62,7 @@ class TrialCollector(tune.Callback):
             progress.mutations.append(f"learning rate {progress.rate:.4g} -> {rate:.4g} before evaluation {at}")
         progress.rate = rate
         points = [(n, s, v, at) for n, s, v, at in detail["points"] if v is not None]
-        if points:  # one that took over another's state goes on from that one's course
+        if points:  # a trial that copied another's state continues from that one's history
             progress.points = [p for p in progress.points if p[0] < points[0][0]] + points
         if detail["began_at"] != progress.began_at:
             progress.earlier_s += progress.last.get("part_s", 0.0)
@@ -70,18 +70,18 @@ class TrialCollector(tune.Callback):
         progress.last = {**result, "part_s": detail["now"] - detail["began_at"]}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Take note of a trial's first start, and of each time that it is taken up again."""
+        """Record each time that a trial starts or resumes."""
         self._number(trial)
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Note that the trial ended on its own, or that its scheduler stopped it."""
+        """Record that the trial ended on its own, or that its scheduler stopped it."""
         number = self._number(trial)
         progress = self._open.pop(number, _Progress())
         status = progress.last.get(STATUS) or EARLY
         self._end(number, status, progress, progress.last.get(DETAIL, {}).get("error", ""))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Take note that the trial's process was lost."""
+        """Record that the trial's process was lost."""
         number = self._number(trial)
         progress = self._open.pop(number, _Progress())
         if number in self.done:
@@ -91,12 +91,12 @@ class TrialCollector(tune.Callback):
         )
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Note that the trial begins again, or continues from its last state."""
+        """Record that the trial restarts, or resumes from its last state."""
         if trial.checkpoint is None:
             self._open.pop(self._number(trial), None)
 
     def _number(self, trial: Any) -> int:
-        # the number as it was first: a population copies the whole config of the better trial
+        # the original number: a population copies the whole config of the better trial
         return self._numbers.setdefault(trial.trial_id, trial.config[NUMBER])
 
     def _end(
@@ -131,7 +131,7 @@ class TrialCollector(tune.Callback):
 
 
 def _in_a_line(text: str) -> str:
-    """Line that says what happened, out of a traceback or of Ray's words on a lost process."""
+    """Return the line that describes the failure, from a traceback or from Ray's text on a lost process."""
     if found := re.search(
         r"Worker exit type: (\w+) Worker exit detail: (.*?)\.?( Some common causes|$)", text, re.DOTALL
     ):

@@ -1,4 +1,4 @@
-"""A trial's record, and its line on the terminal."""
+"""Record of a trial, and its line on the terminal."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def make_trial(
     mutations: Sequence[str] = (),
     ended_at: float | None = None,
 ) -> Trial:
-    """A trial's record.
+    """Return the record of a trial.
 
-    points: (samples, seconds, value) of its evaluations, and `recorded_at` their wall clock. ended_at: None is now.
+    points: (samples, seconds, value) of its evaluations; recorded_at: their wall clock. ended_at: None means now.
     """
     everything = full_settings(plan, settings)
     try:
         recipe = plan.job(settings).recipe
         batch_size, rate = recipe.global_batch_size, recipe.learning_rate or float(everything[LEARNING_RATE])
-    except ScaleRayError:  # one that never fits
+    except ScaleRayError:  # a trial that cannot run
         batch_size, rate = int(everything[BATCH_SIZE]), float(everything[LEARNING_RATE])
     hit = _target_hit(plan, points, end=(samples, seconds) if status == "target reached" else None)
     if mutations:
@@ -85,8 +85,8 @@ def make_trial(
 def _target_hit(
     plan: SweepPlan, points: Sequence[tuple[int, float, float]], *, end: tuple[int, float] | None
 ) -> tuple[int, float] | None:
-    """(samples, seconds) to the target. end: those of the whole trial, where the target ended it: they count where the
-    points are of another metric."""
+    """(samples, seconds) to the target. end: those of the whole trial if the target ended it; used if the points are of
+    another metric."""
     target = plan.base.stop.at
     if target is None or target.metric != plan.metric:
         return end
@@ -94,7 +94,7 @@ def _target_hit(
 
 
 def trial_line(trial: Trial, number: int, total: int) -> str:
-    """A trial in fixed columns."""
+    """One line for a trial, in fixed columns."""
     others = in_words(trial.settings)
     value = "-" if trial.value is None else f"{trial.value:.4g}"
     line = (

@@ -1,8 +1,7 @@
-"""The processes of one trial after another: rank 0 in the trial's own process, the other ranks as actors next to it.
+"""Processes of one trial after another: rank 0 in the trial's own process, the other ranks as separate actors.
 
-They share the trial's placement group, so that Ray gives a trial all of its workers or none, and they stay for the
-trials that come after. Each trial makes its own process group over a store of rank 0. Rows are read by the workers
-themselves.
+They share the trial's placement group, so that Ray gives a trial all of its workers or none, and they are reused by
+later trials. Each trial makes its own process group over a store of rank 0. Workers read their rows themselves.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ BEAT_S = 0.5
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where the ranks of one trial find each other."""
+    """Rendezvous of the ranks of one trial."""
 
     place: StorePlace
     name: str
@@ -56,7 +55,7 @@ class Meeting:
     timeout_s: float
     is_one_node: bool
     watched: tuple[str, str]
-    """Folder, and name in it, for what its ranks were doing when they stood still."""
+    """Folder, and name in it, for the stacks of stalled ranks."""
 
 
 def train_rank(
@@ -69,7 +68,7 @@ def train_rank(
     make_checkpointing: Callable[[TrainJob, Place], AskingCheckpointing],
     on_hang: Callable[[str], None],
 ) -> WorkerSummary:
-    """One rank's part of a trial, from its process group to its last step."""
+    """Run one rank's part of a trial, from its process group to its last step."""
     job = fresh_job(plan, settings)
     sources = plan.materials[material_key(job.config.workload.args)].sources
     progress = Progress()
@@ -104,11 +103,11 @@ def _stall_watch(progress: Progress, place: Place, meeting: Meeting | None, time
 
 
 def fresh_job(plan: SweepPlan, settings: Settings) -> TrainJob:
-    """The trial's job with a workload of its own, as a new process would have it."""
+    """Return the trial's job with a workload of its own, as a new process would have it."""
     from ray import cloudpickle
 
     job = plan.job(settings, started_at=steady_time())
-    # from the driver of this sweep, not from outside
+    # sent by the driver of this sweep, so trusted
     return job.changed(workload=cloudpickle.loads(job.workload))
 
 
@@ -118,7 +117,7 @@ def _process_group(place: Place, meeting: Meeting | None) -> Iterator[None]:
         yield
         return
     if meeting.is_one_node and sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo may pick an address that the machine cannot reach
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo may otherwise pick an unreachable address
     flight_recorder.switch_on()
     timeout = timedelta(seconds=meeting.timeout_s)
     store = open_store(meeting.place, timeout=timeout)
@@ -135,15 +134,15 @@ def _process_group(place: Place, meeting: Meeting | None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-GRACE_S = 15.0  # seconds after a rank's error for what the others have to say
+GRACE_S = 15.0  # seconds to wait, after a rank's error, for the reports of the others
 
 
 class LostWorkersError(RunFailedError):
-    """The workers of a trial cannot take another one."""
+    """The workers of a trial cannot be reused for another one."""
 
 
 def local_materials(plan: SweepPlan) -> SweepPlan:
-    """The plan with the data itself where it came with references to it."""
+    """Return the plan with the data itself in place of object references."""
     import ray
 
     materials = {
@@ -154,19 +153,19 @@ def local_materials(plan: SweepPlan) -> SweepPlan:
 
 
 class TrialWorker:
-    """An actor: one rank above 0 of every trial that comes."""
+    """Actor that runs one rank above 0 of successive trials."""
 
     def __init__(self, plan: SweepPlan) -> None:
         self.plan = local_materials(plan)
 
     def node(self) -> str:
-        """Address of the actor's node, once it is up."""
+        """Return the address of the actor's node, once it is up."""
         import ray
 
         return ray.util.get_node_ip_address()
 
     def train(self, settings: Settings, place: Place, meeting: Meeting, start_from: str | None) -> ScaleRayError | None:
-        """Train to the end of the trial; what went wrong, if anything did."""
+        """Train to the end of the trial; return the error, if any."""
 
         def make_checkpointing(job: TrainJob, place: Place) -> AskingCheckpointing:
             return AskingCheckpointing(
@@ -195,7 +194,7 @@ class TrialWorker:
 
 
 class TrialGroup:
-    """Rank 0 and the actors of the others, for one trial after another. Made inside the trial's placement group."""
+    """Rank 0 and the actors of the other ranks, for successive trials. Made inside the trial's placement group."""
 
     def __init__(self, plan: SweepPlan, workers: list[Any], nodes: list[str], path: str) -> None:
         self.plan, self._path = plan, path
@@ -206,13 +205,13 @@ class TrialGroup:
         self._answers: list[Any] = []
         self._num_trials = 0
         self._owned = OwnedStore(nodes[0]) if workers else None
-        self._store = open_store(self._owned.place) if self._owned else None  # the server, for as many trials as come
+        self._store = open_store(self._owned.place) if self._owned else None  # the server, for all trials
         self.training: StepwiseTraining | None = None
 
     @classmethod
     def start(cls, plan: SweepPlan, shared: Any, path: str) -> TrialGroup:
-        """Start the actors of the other ranks and wait for them. shared: reference of the plan, for these. path: folder
-        for what the ranks of a trial were doing when they stood still."""
+        """Start the actors of the other ranks and wait for them. shared: reference to the plan, for these. path: folder
+        for the stacks of stalled ranks."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -234,7 +233,7 @@ class TrialGroup:
         return cls(local_materials(plan), workers, [ray.util.get_node_ip_address(), *nodes], path)
 
     def begin(self, settings: Settings, *, pauses: bool, start_from: str | None) -> StepwiseTraining:
-        """Begin a new trial, which trains from the first `advance` on."""
+        """Begin a new trial, which trains at the first `advance`."""
         self._num_trials += 1
         self._answers = []
         meeting = self._meets = self._meeting()
@@ -260,7 +259,8 @@ class TrialGroup:
         return self.training
 
     def advance(self) -> Paused | Ended:
-        """Train up to the next evaluation or the end. An end with an error names its cause, whichever rank has it."""
+        """Train up to the next evaluation or the end. An end with an error has its cause, on whichever rank it
+        occurred."""
         assert self.training is not None
         happened = self.training.advance()
         if isinstance(happened, Ended):
@@ -268,7 +268,7 @@ class TrialGroup:
         return happened
 
     def stop(self) -> bool:
-        """End a trial that waits; false when its workers are lost with it."""
+        """End a paused trial; return False if its workers are lost with it."""
         if self.training is None:
             return True
         if not self.training.stop():
@@ -284,13 +284,13 @@ class TrialGroup:
         import ray
 
         for worker in self._workers:
-            with contextlib.suppress(Exception):  # it may be gone already
+            with contextlib.suppress(Exception):  # it may already be gone
                 ray.kill(worker)
 
     def _cause(self, error: BaseException | None) -> BaseException | None:
-        """The error that explains the others, once all ranks are done.
+        """Return the error that explains the others, once all ranks are done.
 
-        Raises LostWorkersError where one does not come back.
+        Raises LostWorkersError if a rank does not return.
         """
         import ray
 
@@ -300,7 +300,7 @@ class TrialGroup:
             try:
                 answers.append(ray.get(answer, timeout=GRACE_S))
             except ray.exceptions.GetTimeoutError:
-                lost.append(f"rank {rank} did not finish with the others")
+                lost.append(f"rank {rank} did not finish with the other ranks")
             except ray.exceptions.RayError as exc:
                 lost.append(f"rank {rank} was lost: {first_line(exc)}")
         self._answers = []
@@ -312,7 +312,7 @@ class TrialGroup:
         return telling[0] if telling else self._with_stalls(error)
 
     def _with_stalls(self, error: Any) -> Any:
-        """The error with what the ranks wrote down when they stood still, if they did."""
+        """Return the error with the stacks that stalled ranks wrote, if any."""
         if self._meets is None or error is None:
             return error
         return with_explanation(error, *self._meets.watched, len(self._nodes))
@@ -349,7 +349,7 @@ class TrialGroup:
 
 
 def as_own_error(exc: BaseException, rank: int) -> ScaleRayError:
-    """The error itself if it is one of ours, else its last line as one."""
+    """Return the error itself if it is a ScaleRayError, otherwise one with its last line."""
     if isinstance(exc, ScaleRayError):
         return exc
     last = traceback.format_exception_only(exc)[-1].strip()
@@ -357,5 +357,5 @@ def as_own_error(exc: BaseException, rank: int) -> ScaleRayError:
 
 
 def _device(config: RunConfig) -> torch.device:
-    # Ray shows an actor only the card that it was given
+    # Ray shows an actor only its assigned GPU
     return torch.device("cuda", 0) if config.scale.gpus else torch.device("cpu")

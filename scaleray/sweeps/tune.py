@@ -1,4 +1,4 @@
-"""One Ray Tune experiment: the requested trials, in placement groups that hold all of a trial's workers.
+"""A single Ray Tune experiment: the requested trials, in placement groups that hold all workers of a trial.
 
 Nothing here depends on Tune's own state: a sweep continues from its own records.
 """
@@ -20,17 +20,17 @@ from scaleray.launch.workers.loaded_workload import ship_user_code
 from scaleray.records.sweep_record import Trial
 from scaleray.sweeps.sweep_plan import PAUSING, Material, SweepPlan
 
-RETRIES = 1  # tries more for a trial whose process was lost
+RETRIES = 1  # additional attempts for a trial whose process was lost
 TUNE_ENVIRONMENT = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # a trial's record is ours
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # scaleray writes the trials' records
     "TUNE_DISABLE_STRICT_METRIC_CHECKING": "1",
-    "RAY_AIR_NEW_OUTPUT": "0",  # the new one prints every result, whatever `verbose` says
-    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # the driver says each, once
-    "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # a sweep is continued from its own records
+    "RAY_AIR_NEW_OUTPUT": "0",  # the new output prints every result, whatever `verbose` is
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",  # the driver prints each, once
+    "TUNE_GLOBAL_CHECKPOINT_S": "86400",  # a sweep continues from its own records
 }
 PENDING_VARIABLE = "TUNE_MAX_PENDING_TRIALS_PG"
 TUNE_FILES, STATES = "ray_tune", "states"  # sub-folders of the sweep's folder
-FEW_PENDING = "2"  # placement groups that wait; finished trials hand theirs on
+FEW_PENDING = "2"  # pending placement groups; finished trials pass theirs on
 
 
 def run_experiment(
@@ -44,7 +44,7 @@ def run_experiment(
     folder: str,
     on_trial: Callable[[Trial], None],
 ) -> set[int]:
-    """Run trials to their end, or until the user stops them; gives the numbers of those that ended.
+    """Run trials to their end, or until the user stops them; return the numbers of those that ended.
 
     space: Tune's search space, empty with a searcher. folder: the sweep's folder, for Tune's files and trials' states.
     on_trial: called with each trial's record as it ends.
@@ -66,7 +66,7 @@ def run_experiment(
             search_alg=searcher,
             num_samples=num_samples,
             reuse_actors=True,
-            # trials that are set aside count as running: with a limit they would wait for each other for ever
+            # paused trials count as running: with a limit they would wait for each other forever
             max_concurrent_trials=None if pauses else num_concurrent(plan.config(plan.candidates[0]), nodes),
             trial_name_creator=_trial_name,
             trial_dirname_creator=_trial_name,
@@ -86,7 +86,7 @@ def run_experiment(
 
 
 def _trainable(plan: SweepPlan, folder: str) -> Any:
-    """Function that Tune runs for each trial, in a placement group that holds all of its workers."""
+    """Return the function that Tune runs for each trial, in a placement group that holds all of its workers."""
     import ray
     from ray import tune
     from ray.tune.execution.placement_groups import PlacementGroupFactory
@@ -105,16 +105,15 @@ def _trainable(plan: SweepPlan, folder: str) -> Any:
 
 
 def remove_scraps(folder: str) -> None:
-    """Remove Tune's own files and the states of trials, which nothing reads any more."""
+    """Remove Tune's own files and the states of trials, which are no longer needed."""
     for name in (TUNE_FILES, STATES):
-        with contextlib.suppress(Exception):  # what is left over does no harm
+        with contextlib.suppress(Exception):  # leftover files are harmless
             Store(folder).delete_folder(name)
 
 
 @contextlib.contextmanager
 def quiet_tune() -> Iterator[None]:
-    """Keep Tune quiet in this process while the context lasts; environment and log levels are afterwards as they
-    were."""
+    """Silence Tune in this process for the duration of the context, then restore the environment and log levels."""
     before = {name: os.environ.get(name) for name in TUNE_ENVIRONMENT}
     os.environ |= TUNE_ENVIRONMENT
     loggers = {name: logging.getLogger(name) for name in ("ray.tune", "ray.train", "ray.air")}
@@ -149,8 +148,8 @@ def _restore(variables: Mapping[str, str | None]) -> None:
 
 
 def _shipped(material: Material) -> Material:
-    """The material as it travels: the workload as bytes, of which every trial makes its own, and references to the
-    data."""
+    """The material in transferable form: the workload as bytes, from which every trial makes its own, and references to
+    the data."""
     import ray
     from ray import cloudpickle
 

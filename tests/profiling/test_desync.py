@@ -80,7 +80,7 @@ def test_a_rank_of_which_nothing_is_known_is_the_one_that_did_not_come():
     assert "rank 1 left no record" in in_words(trouble, found)
     found[1] = Rank(1, 3).dump(calls=None, why="it holds Python's lock")
     assert find(found).missing == (1,)
-    assert "rank 1 stands at model.py:9 in loss: work() (it holds Python's lock)" in in_words(find(found), found)
+    assert "rank 1 is at model.py:9 in loss: work() (it holds Python's lock)" in in_words(find(found), found)
 
 
 def test_after_an_error_the_last_call_of_each_rank_is_the_one_it_was_in():
@@ -251,4 +251,4 @@ def test_many_ranks_are_told_in_few_lines():
     }
     del found[5]
     text = in_words(find(found), found)
-    assert len(text.splitlines()) == 9 and "and at 2 more places" in text and len(text) < 1000
+    assert len(text.splitlines()) == 9 and "and at 2 other places" in text and len(text) < 1000

@@ -183,7 +183,7 @@ def test_without_a_target_half_of_the_trials_reach_the_common_one(direction, tar
     found = with_common_target(record(trials, target=None, direction=direction))
     assert found.target == target
     assert {t.number for t in found.trials if t.samples_to_target is not None} == reached
-    assert "which half of them reached; stop.at gives one" in said(found, has_own_target=False)
+    assert "which half of them reached; set stop.at to choose one" in said(found, has_own_target=False)
 
 
 def test_a_record_with_a_target_or_one_trial_is_left_alone():

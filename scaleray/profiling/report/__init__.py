@@ -1,1 +1,1 @@
-"""A profile and a trace as figures and pages."""
+"""Figures and pages of profiles and traces."""

@@ -1,4 +1,4 @@
-"""Where the time of a run went, in figures: rank by time, parts of a step on every rank, one step, the whole run."""
+"""Figures of a run's time: ranks over time, parts of a step on every rank, one step, the whole run."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ GOODPUT_COLOURS = {
     "other": PALE,
 }
 MOST_BARS = 32
-"""Ranks with a bar of their own; of more, those whose steps take longest."""
+"""Most ranks with a bar of their own; those with the longest steps are chosen."""
 LEAST_SHOWN = 0.005
-"""Share of a step below which a part has no words of its own."""
+"""Share of a step below which a part has no label."""
 
 
 def profile_drawings(profile: RunProfile) -> list[Drawing]:
-    """The figures of a profile; those whose figures were not measured are left out."""
+    """Figures of a profile, without those that lack measurements."""
     found = [_parts_by_rank(profile), _waterfall(profile)]
     if len(profile.ranks) > 1 and any(len(rank.step.series) > 1 for rank in profile.ranks):
         found.insert(0, _heat_map(profile))
@@ -51,14 +51,14 @@ def profile_drawings(profile: RunProfile) -> list[Drawing]:
 
 
 def _heat_map(profile: RunProfile) -> Drawing:
-    """Rank by time: step time, and lateness where it is known."""
+    """Heat map of ranks over time: step time, and lateness if known."""
     is_late_known = any(rank.late_s is not None and rank.late_s.series for rank in profile.ranks)
     panels = [("step time in ms", _matrix(profile, [rank.step.series for rank in profile.ranks]))]
     if is_late_known:
         late = [rank.late_s.series if rank.late_s is not None else [] for rank in profile.ranks]
         panels.append(("lateness in ms", _matrix(profile, late)))
     buckets = profile.buckets
-    # an evaluation in one bucket must not flatten all others
+    # an evaluation in one bucket must not dominate the colour scale
     tops = [float(np.nanpercentile(values, 99)) for _, values in panels]
 
     def paint(axes: Any) -> None:
@@ -84,15 +84,15 @@ def _heat_map(profile: RunProfile) -> Drawing:
 
     every = f"the mean of {buckets.width} steps" if buckets.width > 1 else "a step"
     late_words = (
-        " Right: how long after the first rank each came to its collectives."
+        " Right: delay of each rank behind the first at its collectives."
         if is_late_known
         else " Lateness was not measured."
     )
     return draw(
         "ranks-over-time",
         "Ranks over time",
-        f"Each cell is {every} on one rank, with evaluations and checkpoints that followed the step before. "
-        f"The colours end at the slowest 1 %.{late_words}",
+        f"Each cell is {every} on one rank, including the evaluations and checkpoints before it. "
+        f"The colour scale is cut at the slowest 1 %.{late_words}",
         paint,
         columns=len(panels),
         is_wide=True,
@@ -101,7 +101,7 @@ def _heat_map(profile: RunProfile) -> Drawing:
 
 
 def _matrix(profile: RunProfile, series: Sequence[Sequence[float]]) -> np.ndarray:
-    """Milliseconds (ranks, buckets); not a number where there is none."""
+    """Milliseconds (ranks, buckets); NaN if there is no value."""
     values = np.full((len(series), profile.buckets.count), np.nan)
     for row, of_rank in enumerate(series):
         if len(of_rank) == profile.buckets.count:
@@ -120,7 +120,7 @@ def _shown_ranks(profile: RunProfile) -> list[RankProfile]:
 
 
 def _parts_of(rank: RankProfile) -> dict[str, float]:
-    """Mean seconds a step of each part, in order."""
+    """Mean seconds per step of each part, in order."""
     return {part: rank.phases[part].total / rank.steps for part in PARTS if part in rank.phases}
 
 
@@ -141,26 +141,26 @@ def _parts_by_rank(profile: RunProfile) -> Drawing:
         _rank_ticks(ax, [rank.rank for rank in ranks])
         ax.grid(axis="y", visible=False)
         drawing.plain_axis(ax.xaxis)
-        ax.set(xlabel="ms a step, the mean", ylabel="rank")
+        ax.set(xlabel="ms per step, mean", ylabel="rank")
         drawing.legend_beside(ax, "")
 
     left_out = f" The {len(ranks)} slowest of {len(profile.ranks)} ranks." if len(ranks) < len(profile.ranks) else ""
     closing = (
         f"The parts add up to the step within {profile.gap:.2%}."
         if profile.closes and profile.gap is not None
-        else "The parts do not add up to the step: do not trust them."
+        else "The parts do not add up to the step: they are unreliable."
     )
     return draw(
         "parts-by-rank",
         "Parts of a step",
-        f"{closing} The first step of each process is left out.{left_out}",
+        f"{closing} The first step of each process is omitted.{left_out}",
         paint,
         height_in=min(7.0, max(drawing.HEIGHT_IN, 0.9 + 0.24 * len(ranks))),
     )
 
 
 def _waterfall(profile: RunProfile) -> Drawing:
-    """One typical step of the rank whose steps take longest, part after part."""
+    """A typical step of the rank with the longest steps, part by part."""
     rank = max(profile.ranks, key=lambda one: one.step.median)
     parts = [(part, rank.phases[part].median) for part in PARTS if part in rank.phases]
     whole = sum(value for _, value in parts) or 1.0
@@ -188,15 +188,14 @@ def _waterfall(profile: RunProfile) -> Drawing:
         ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
         drawing.plain_axis(ax.xaxis)
-        ax.set(xlabel="ms, the median of each part")
+        ax.set(xlabel="ms, median of each part")
 
     missing = len(parts) - len(shown)
-    small = f" {missing} parts below {LEAST_SHOWN:.1%} are left out." if missing else ""
+    small = f" {missing} parts below {LEAST_SHOWN:.1%} are omitted." if missing else ""
     return draw(
         "one-step",
         f"One step, on rank {rank.rank}",
-        "A typical step of the rank whose steps take longest; passes of several micro-batches are drawn as one."
-        f"{small}",
+        f"A typical step of the rank with the longest steps; passes of several micro-batches are combined.{small}",
         paint,
     )
 
@@ -216,20 +215,20 @@ def _goodput(profile: RunProfile) -> Drawing:
         ax.grid(visible=False)
         ax.spines["left"].set_visible(False)
         drawing.plain_axis(ax.xaxis)
-        ax.set(xlabel="share of the time that has gone by, in %")
+        ax.set(xlabel="share of elapsed time in %")
         ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, handlelength=1.0, columnspacing=1.2)
 
     attempts = profile.goodput.attempts
     over = f" over {attempts} attempts" if attempts > 1 else ""
     again = (
-        f" {profile.goodput.repeated_steps} steps were taken again after a resume."
+        f" {profile.goodput.repeated_steps} steps were repeated after a resume."
         if profile.goodput.repeated_steps
         else ""
     )
     return draw(
         "goodput",
         "Goodput",
-        f"What became of {seconds(profile.goodput.elapsed_s)}{over}: {shares.get('productive', 0.0):.1%} were steps "
+        f"Use of {seconds(profile.goodput.elapsed_s)}{over}: {shares.get('productive', 0.0):.1%} were steps "
         f"that count.{again}",
         paint,
         is_wide=True,

@@ -1,4 +1,4 @@
-"""Section of a training's page on its time: figures, and tables of the rest."""
+"""Section on time in the page of a training: figures and tables."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from scaleray.records.text.units import memory, seconds
 from scaleray.reports.page.page import Section
 
 MOST_ROWS = 64
-"""Ranks in a table; of more, the first."""
+"""Most ranks in a table; the first ones are shown."""
 
 
 def profile_section(record: RunRecord) -> list[Section]:
-    """The section of a run's profile, with the verdict and its evidence first; none for a record without a profile."""
+    """Section of a run's profile, beginning with the verdict and its evidence; empty for a record without a profile."""
     profile = record.profile
     if profile is None:
         return []

@@ -1,4 +1,4 @@
-"""Contents of traces, as tables for a terminal and as a page: ranks, modules, operators, launches, memory."""
+"""Report of traces, as tables for a terminal and as a page: ranks, modules, operators, launches, memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_DRAWN_SEGMENTS = 40
 
 
 def trace_tables(report: TraceReport) -> list[Table]:
-    """The tables of a trace: for each rank, and of the slowest one in detail."""
+    """Tables of a trace: one for all ranks, and details of the slowest rank."""
     tables = [_ranks(report)]
     slowest = slowest_of(report)
     title = f"a step of rank {slowest.rank}" if len(report.ranks) > 1 else "of a step"
@@ -37,13 +37,13 @@ def trace_tables(report: TraceReport) -> list[Table]:
 
 
 def kernel_table(rank: RankTrace) -> Table:
-    """The kernels with most time."""
+    """Kernels with the most time."""
     rows = [(_short(each.name), str(each.count), _ms(each.device_ns, rank)) for each in rank.kernels]
-    return Table(f"Kernels of rank {rank.rank}, a step", ("kernel", "calls in all", "device"), tuple(rows))
+    return Table(f"Kernels of rank {rank.rank}, per step", ("kernel", "calls in total", "device"), tuple(rows))
 
 
 def memory_tables(snapshots: Sequence[MemorySnapshot]) -> list[Table]:
-    """Use of each device's memory, and the part that is not in use."""
+    """Use of each device's memory, and the unused part."""
     if not snapshots:
         return []
     columns = ("rank", "in use", "rounding", "cached", "stranded", "largest hole", "fragmentation")
@@ -59,7 +59,7 @@ def memory_tables(snapshots: Sequence[MemorySnapshot]) -> list[Table]:
         )
         for each in snapshots
     ]
-    notes = ["rounding: in use beyond what was asked for; stranded: cached parts of segments that cannot be returned"]
+    notes = ["rounding: in use beyond the requested size; stranded: cached parts of segments that cannot be returned"]
     if any(each.is_expandable for each in snapshots):
         notes.append("segments can grow (expandable_segments): nothing in them counts as stranded")
     categories = [
@@ -74,7 +74,8 @@ def memory_tables(snapshots: Sequence[MemorySnapshot]) -> list[Table]:
 
 
 def slowest_of(report: TraceReport) -> RankTrace:
-    """The rank that the others wait for: the one that comes last to collectives, or has least exposed ones."""
+    """The rank that the others wait for: the last to arrive at collectives, or the one with the least exposed
+    communication."""
     if report.late_ns:
         last = max(report.late_ns, key=lambda rank: report.late_ns[rank])
         return next(rank for rank in report.ranks if rank.rank == last)
@@ -84,12 +85,12 @@ def slowest_of(report: TraceReport) -> RankTrace:
 def write_trace_page(
     report: TraceReport | None, snapshots: Sequence[MemorySnapshot], folder: str | Path, *, name: str
 ) -> Path:
-    """Write report.html with its figures into the folder of the traces; returns its path."""
+    """Write report.html with its figures into the folder of the traces; return its path."""
     return write(trace_page(report, snapshots, name=name), folder, rows={})[0]
 
 
 def trace_page(report: TraceReport | None, snapshots: Sequence[MemorySnapshot], *, name: str) -> Page:
-    """The page of traces and memory snapshots."""
+    """Page of traces and memory snapshots."""
     sections: list[Section] = []
     figures: list[Fact] = []
     headline = ""
@@ -100,7 +101,7 @@ def trace_page(report: TraceReport | None, snapshots: Sequence[MemorySnapshot], 
         sections.append(Section("Where the steps went", drawings=[_bars(report)], tables=[*tables, *kernels]))
         figures = [
             Fact("Step", _ms(slowest.partition.total_ns, slowest), f"mean of {slowest.partition.num_steps} traced"),
-            Fact("Overlap", _share(slowest.overlap), "of communication behind computing"),
+            Fact("Overlap", _share(slowest.overlap), "of communication hidden behind computing"),
             Fact("MFU", _share(slowest.mfu), "of the dense peak"),
         ]
     if snapshots:
@@ -113,7 +114,7 @@ def trace_page(report: TraceReport | None, snapshots: Sequence[MemorySnapshot], 
 
 
 def sentence(report: TraceReport) -> str:
-    """The largest part of the slowest rank's steps, in words."""
+    """Sentence on the largest part of the slowest rank's steps."""
     slowest = slowest_of(report)
     parts = {part: value or 0 for part, value in slowest.partition.parts.items()}
     largest = max(parts, key=lambda part: parts[part])
@@ -143,8 +144,8 @@ def _ranks(report: TraceReport) -> Table:
     worst = max(rank.partition.closes_within for rank in report.ranks)
     notes = [f"parts sum to the steps within {100 * worst:.2g} %"]
     if several:
-        joined = "NCCL's sequence numbers" if report.by_sequence else "the order of calls"
-        notes.append(f"{report.num_meetings} collectives joined by {joined}; clocks compared by {_clocks(report)}")
+        joined = "NCCL's sequence numbers" if report.by_sequence else "call order"
+        notes.append(f"{report.num_meetings} collectives matched by {joined}; clocks aligned by {_clocks(report)}")
     traced = f"{len(report.ranks)} of {report.world_size} ranks" if report.world_size else "one process"
     title = f"{traced}, mean of {len(steps)} traced steps" if len(steps) > 1 else f"{traced}, one traced step"
     return Table(title, columns, tuple(rows), tuple(notes))
@@ -215,12 +216,12 @@ def _bars(report: TraceReport) -> Drawing:
         ax.set_xlabel("milliseconds of a step")
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.35 / max(1, 0.2 * len(ranks) + 0.8)), ncols=5)
 
-    caption = "Parts of a traced step of each rank; if several overlap, the first one counts."
+    caption = "Parts of a traced step of each rank; if several overlap, the first in the legend counts."
     return draw("trace-parts", "Parts of a step", caption, paint, is_wide=True, height_in=1.7 + 0.35 * len(ranks))
 
 
 def _map(snapshot: MemorySnapshot) -> Drawing:
-    """Every segment as a row of its blocks, largest segments first."""
+    """Drawing of every segment as a row of its blocks, largest segments first."""
     segments = sorted(snapshot.segments, key=lambda blocks: -sum(block.size for block in blocks))[:MOST_DRAWN_SEGMENTS]
 
     def paint(ax: Any) -> None:
@@ -241,7 +242,7 @@ def _map(snapshot: MemorySnapshot) -> Drawing:
 
     left_out = len(snapshot.segments) - len(segments)
     caption = "Segments of the allocator, largest first, and the use of their blocks." + (
-        f" {left_out} smaller ones are left out." if left_out else ""
+        f" {left_out} smaller ones are omitted." if left_out else ""
     )
     name = f"memory-rank{snapshot.rank if snapshot.rank is not None else ''}"
     height = 1.4 + 0.13 * len(segments)
@@ -257,7 +258,7 @@ def _part(value: int | None, rank: RankTrace) -> str:
 
 
 def _ms(value: int | None, rank: RankTrace) -> str:
-    """Nanoseconds over all traced steps as milliseconds of one."""
+    """Nanoseconds over all traced steps, shown as milliseconds per step."""
     return NOT_KNOWN if value is None else f"{value / rank.partition.num_steps / 1e6:.3g} ms"
 
 

@@ -1,1 +1,1 @@
-"""Reading traces of torch.profiler: what each rank did with its time, and how ranks met."""
+"""Analysis of torch.profiler traces: use of time on each rank, and collectives across ranks."""

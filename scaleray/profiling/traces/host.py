@@ -1,4 +1,4 @@
-"""Context of the host's events: the event around each, its own time without those within, and its module.
+"""Nesting of the host's events: the enclosing event of each, its exclusive time, and its module.
 
 Modules are named by annotations `module: NAME` (scaleray's traces) or by `nn.Module: NAME` (traces with stacks).
 Backward operators belong to the module of the forward operator with the same sequence number.
@@ -20,21 +20,21 @@ BACKWARD = "autograd::engine::evaluate_function"
 
 @dataclass(frozen=True)
 class Host:
-    """How the host's events lie within each other; columns as in the trace."""
+    """Nesting of the host's events; columns as in the trace."""
 
     parent: Ints
-    """Operator or annotation around each event, on its thread, as its place; -1 for none."""
+    """Index of the operator or annotation around each event on its thread; -1 for none."""
     own: Ints
-    """Nanoseconds of each operator without the operators within it."""
+    """Nanoseconds of each operator, excluding the operators within it."""
     module: Ints
-    """Module that an event works for, as the place of its name in `modules`; -1 for none."""
+    """Module that an event belongs to, as an index into `modules`; -1 for none."""
     modules: list[str]
     operator: Ints
-    """Operator that launched each event on a device, or that is the event itself; -1 for none."""
+    """Operator that launched each device event, or the event itself if it is an operator; -1 for none."""
 
 
 def host_of(trace: Trace) -> Host:
-    """Nesting of a trace's events."""
+    """Compute the nesting of a trace's events."""
     modules = sorted({name for name in trace.names if name.startswith(MODULE_PREFIXES)})
     number = {name: place for place, name in enumerate(modules)}
     module_of_name = np.array([number.get(name, NONE) for name in trace.names], dtype=np.int64)
@@ -59,7 +59,7 @@ def host_of(trace: Trace) -> Host:
 def _nested(trace: Trace, events: Ints, is_around: np.ndarray, is_operator: np.ndarray) -> tuple[Ints, Ints]:
     parent = np.full(len(trace.start), NONE, dtype=np.int64)
     own = np.where(is_operator, trace.duration, 0)
-    around: list[tuple[int, int]] = []  # (end, place) of what is open, outermost first
+    around: list[tuple[int, int]] = []  # (end, index) of open events, outermost first
     thread = NONE
     columns = (trace.thread[events], trace.start[events], trace.end[events], is_around[events], is_operator[events])
     for event, on, start, end, opens, operates in zip(
@@ -87,7 +87,7 @@ def _take_from_operator(own: Ints, parent: Ints, is_operator: np.ndarray, event:
 
 
 def _inherit(column: Ints, parent: Ints, events: Ints) -> None:
-    """Give each event without a value that of the event around it; `events` has the outer ones first."""
+    """Give each event without a value that of its enclosing event; `events` lists outer ones first."""
     for event in events.tolist():
         if column[event] == NONE and parent[event] != NONE:
             column[event] = column[parent[event]]
@@ -98,7 +98,7 @@ def _give_to_backward(trace: Trace, module: Ints, is_operator: np.ndarray) -> No
     numbered = is_operator & (trace.sequence != NONE)
     forward = np.flatnonzero(numbered & ~is_backward & (module != NONE))
     forward = forward[np.argsort(trace.start[forward], kind="stable")]
-    # the last operator with a number made the node of the graph; those before it only saw the counter
+    # the last operator with a number created the graph's node; those before it only read the counter
     by_number = dict(zip(trace.sequence[forward].tolist(), module[forward].tolist(), strict=True))
     for event in np.flatnonzero(numbered & is_backward & (module == NONE)).tolist():
         module[event] = by_number.get(int(trace.sequence[event]), NONE)

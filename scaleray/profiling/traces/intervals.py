@@ -1,6 +1,6 @@
-"""Sets of intervals on one time line, in whole nanoseconds.
+"""Sets of intervals on one time line, in integer nanoseconds.
 
-A set is sorted and its intervals neither overlap nor touch; rows are (start, end), and the end does not belong to it.
+A set is sorted and its intervals neither overlap nor touch; rows are (start, end), with the end excluded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ EMPTY: Intervals = np.empty((0, 2), dtype=np.int64)
 
 
 def union(start: Ints, end: Ints) -> Intervals:
-    """The times in which at least one of many intervals, in any order, is under way."""
+    """Times covered by at least one of many intervals, given in any order."""
     keep = end > start
     if not keep.any():
         return EMPTY
@@ -27,22 +27,22 @@ def union(start: Ints, end: Ints) -> Intervals:
 
 
 def length(intervals: Intervals) -> int:
-    """Nanoseconds in the set."""
+    """Total nanoseconds in the set."""
     return int((intervals[:, 1] - intervals[:, 0]).sum())
 
 
 def both(left: Intervals, right: Intervals) -> Intervals:
-    """The times that are in both sets."""
+    """Intersection of two sets."""
     return _where(left, right, lambda in_left, in_right: in_left & in_right)
 
 
 def without(left: Intervals, right: Intervals) -> Intervals:
-    """The times of the left set that are not in the right one."""
+    """Times in the left set that are not in the right one."""
     return _where(left, right, lambda in_left, in_right: in_left & ~in_right)
 
 
 def either(left: Intervals, right: Intervals) -> Intervals:
-    """The times that are in one set or the other."""
+    """Union of two sets."""
     together = np.concatenate((left, right))
     return union(together[:, 0], together[:, 1])
 

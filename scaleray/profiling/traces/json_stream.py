@@ -1,7 +1,7 @@
-"""A large JSON object read piece by piece: one of its arrays is given element by element, and never held as a whole.
+"""Incremental reader of a large JSON object: one of its arrays is passed on element by element, never held as a whole.
 
-Traces are objects of some small values and one array, `traceEvents`, which may hold millions of events. Keys may come
-before and after it. Not by `ijson`, which takes 1.9 times the CPU time for a trace of torch.profiler, and refuses
+Traces are objects with some small values and one array, `traceEvents`, which may hold millions of events. Keys may
+precede and follow it. `ijson` is not used: it takes 1.9 times the CPU time for a trace of torch.profiler, and rejects
 control characters in names and NaN.
 """
 
@@ -19,29 +19,29 @@ from scaleray.errors import TraceError
 
 PIECE_BYTES = 1 << 20
 MOST_OF_ONE_VALUE = 32 << 20
-"""Characters of one value beyond which it is taken for broken: one event has some hundred."""
+"""Characters beyond which a value is considered broken; an event has a few hundred."""
 LONGEST_WORD = len("false")
 AGAIN = "trace the run again, or copy the file again: scaleray profile -c FILE --trace"
 
 _BETWEEN = re.compile(r"[\s,]*")
-# Decimal: microseconds since 1970 with three digits behind the point do not fit into a float
+# Decimal: microseconds since 1970 with three decimals do not fit into a float
 _DECODER = json.JSONDecoder(strict=False, parse_float=Decimal)
 
 
 def read_object(file: BinaryIO, name: str, array: str, each: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Every value of the object in `file` but the array of the name `array`, whose elements go to `each` in turn.
+    """Return the object in `file` without the array named `array`, whose elements are passed to `each` in turn.
 
-    name: the file, for messages. Raises TraceError for what is no JSON object, and for one that is cut off.
+    name: the file, for messages. Raises TraceError for a file that is truncated or not a JSON object.
     """
     text = _Text(file, name)
     if text.next() != "{":
-        raise TraceError(name, "no JSON object", "a trace begins with {", "give a file that torch.profiler wrote")
+        raise TraceError(name, "not a JSON object", "a trace begins with {", "give a file written by torch.profiler")
     text.skip(1)
     values: dict[str, Any] = {}
     while text.next() != "}":
         key = text.value()
         if text.next() != ":":
-            raise text.broken("no : after a key")
+            raise text.broken("':' is missing after a key")
         text.skip(1)
         if key == array and text.next() == "[":
             text.skip(1)
@@ -52,7 +52,7 @@ def read_object(file: BinaryIO, name: str, array: str, each: Callable[[dict[str,
 
 
 class _Text:
-    """Characters of a file that are not yet decoded, with a place in them."""
+    """Text of a file, decoded piece by piece, with a read position."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         self.file, self.name = file, name
@@ -62,7 +62,7 @@ class _Text:
         self.num_elements = 0
 
     def next(self) -> str:
-        """The next character that is neither space nor comma."""
+        """Return the next character that is neither whitespace nor a comma."""
         while True:
             self.at = _BETWEEN.match(self.text, self.at).end()  # type: ignore[union-attr]
             if self.at < len(self.text):
@@ -74,7 +74,7 @@ class _Text:
         self.at += characters
 
     def value(self) -> Any:
-        """The JSON value that begins at the next character."""
+        """Return the JSON value that begins at the next character."""
         self.next()
         while True:
             try:
@@ -82,13 +82,13 @@ class _Text:
             except json.JSONDecodeError as exc:
                 self._more_or_raise(exc)
                 continue
-            if end == len(self.text) and self._more():  # a number may go on
+            if end == len(self.text) and self._more():  # a number may continue
                 continue
             self.at = end
             return value
 
     def elements(self, each: Callable[[dict[str, Any]], None]) -> None:
-        """Give all elements of an array to `each`, up to and with its end."""
+        """Pass all elements of an array to `each`, and consume its end."""
         decode, between = _DECODER.raw_decode, _BETWEEN.match
         while True:
             for element in self._decoded(decode, between):
@@ -100,7 +100,7 @@ class _Text:
             self.num_elements += 1
 
     def _decoded(self, decode: Callable[..., Any], between: Callable[..., Any]) -> Iterator[dict[str, Any]]:
-        """Elements that were read completely."""
+        """Yield the elements that were read completely."""
         text, at = self.text, self.at
         try:
             while True:
@@ -109,16 +109,16 @@ class _Text:
                 yield element
                 self.at = at
                 self.num_elements += 1
-        except json.JSONDecodeError:  # the end of the piece, or of the array
+        except json.JSONDecodeError:  # end of the piece, or of the array
             return
 
     def _more(self) -> bool:
-        """Read one piece more, if there is one."""
+        """Read another piece, if there is one."""
         if self.is_whole:
             return False
         try:
             piece = self.file.read(PIECE_BYTES)
-        except (EOFError, zlib.error) as exc:  # gzip says so of a file without its end
+        except (EOFError, zlib.error) as exc:  # gzip reports a truncated file in this way
             self.is_whole = True
             raise self._cut_off() from exc
         except OSError as exc:  # gzip's BadGzipFile
@@ -137,12 +137,9 @@ class _Text:
 
     def _cut_off(self) -> TraceError:
         return TraceError(
-            self.name,
-            f"cut off behind event {self.num_elements}",
-            "a whole trace ends with its closing brackets",
-            AGAIN,
+            self.name, f"cut off after event {self.num_elements}", "a whole trace ends with its closing brackets", AGAIN
         )
 
     def broken(self, why: str) -> TraceError:
-        """The error of a file that is not JSON."""
-        return TraceError(self.name, f"not JSON behind event {self.num_elements} ({why})", "a trace is JSON", AGAIN)
+        """Return the error for a file that is not JSON."""
+        return TraceError(self.name, f"not JSON after event {self.num_elements} ({why})", "a trace is JSON", AGAIN)

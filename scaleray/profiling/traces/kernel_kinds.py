@@ -1,7 +1,7 @@
-"""Kind of each event of a trace: computing, communicating, copying, or none of these.
+"""Kind of each event of a trace: computation, communication, copy, or none of these.
 
-On an accelerator it follows from the name of the kernel, as in Holistic Trace Analysis; on the CPU operators compute,
-and gloo's annotations communicate.
+On an accelerator it follows from the kernel's name, as in Holistic Trace Analysis; on the CPU operators compute, and
+gloo's annotations communicate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scaleray.profiling.traces.trace import ANNOTATION, CPU_OP, Trace
 
 
 class Kind(IntEnum):
-    """Part of an event in the step."""
+    """Role of an event in the step."""
 
     NONE = 0
     COMPUTE = 1
@@ -27,14 +27,14 @@ class Kind(IntEnum):
 _COMMUNICATION = re.compile(r"^nccl|^hccl|ncclKernel|ncclDev")
 _COPY = re.compile(r"^(hip)?Memcpy|^(hip)?Memset|^dma")
 _WAITING = re.compile(r"Sync$|^Stream Wait Event")
-"""Markers that some versions write among the kernels."""
+"""Markers that some versions list among the kernels."""
 _GLOO = re.compile(r"^gloo:")
 _COLLECTIVE_CALL = re.compile(r"^(c10d|_c10d_functional|_dtensor)::|^record_param_comms")
-"""Operators that hand a collective on, or wait for it: no computing."""
+"""Operators that start a collective or wait for it; they do not compute."""
 
 
 def kinds_of(trace: Trace) -> NDArray[np.int64]:
-    """The `Kind` of each event: of those on the accelerators where the trace has some, else of those on the CPU."""
+    """`Kind` of each event: of accelerator events if the trace has some, otherwise of CPU events."""
     kinds = np.zeros(len(trace.start), dtype=np.int64)
     on_device = trace.is_on_device
     if on_device.any():

@@ -1,6 +1,6 @@
-"""How kernels came onto a device: how long after their launch, how many waited in line, and why a stream paused.
+"""Kernel launches on a device: launch delays, queue lengths, and the causes of pauses in a stream.
 
-The definitions are those of Holistic Trace Analysis, so that figures can be compared.
+The definitions are those of Holistic Trace Analysis, so that results are comparable.
 """
 
 from __future__ import annotations
@@ -13,58 +13,58 @@ from scaleray.profiling.traces.intervals import Ints
 from scaleray.profiling.traces.trace import NONE, Trace
 
 SLOW_CALL_NS = 50_000
-"""A launch that takes the host longer than this is an outlier."""
+"""A launch call that takes longer than this on the host is an outlier."""
 LATE_KERNEL_NS = 100_000
-"""So is a kernel that begins later than this after its launch has returned: it stood in line."""
+"""A kernel that starts later than this after its launch call returned is an outlier: it was queued."""
 KERNEL_AFTER_KERNEL_NS = 30_000
-"""Pauses shorter than this are what two kernels in a row need."""
+"""Pauses shorter than this are the normal gap between consecutive kernels."""
 FULL_QUEUE = 1024
-"""Kernels waiting in a stream's line at which a launch waits for room."""
+"""Kernels in a stream's queue at which a launch blocks."""
 
 
 @dataclass(frozen=True)
 class Launches:
-    """How launches of one rank went. Times are those between the end of a launch call and the kernel's start."""
+    """Launch statistics of one rank. Delays are measured from the end of a launch call to the kernel's start."""
 
     count: int
     delay_median_ns: int
     delay_p90_ns: int
     delay_max_ns: int
     late_kernels: int
-    """Kernels that began more than 100 microseconds after their launch."""
+    """Number of kernels that began more than 100 microseconds after their launch."""
     slow_calls: int
-    """Launch calls of more than 50 microseconds."""
+    """Number of launch calls longer than 50 microseconds."""
     short_kernels: int
-    """Kernels that are shorter than the call that launched them."""
+    """Number of kernels shorter than the call that launched them."""
 
 
 @dataclass(frozen=True)
 class Queue:
-    """Kernels that stood in line in one stream."""
+    """Queue length of one stream."""
 
     stream: int
     mean: float
     """Mean over time."""
     longest: int
     full_ns: int
-    """Nanoseconds with 1,024 or more, at which launches wait."""
+    """Nanoseconds with 1,024 or more queued kernels, at which launches block."""
 
 
 @dataclass(frozen=True)
 class StreamPauses:
-    """Time between kernels of one stream, by the reason."""
+    """Time between kernels of one stream, by cause."""
 
     stream: int
     host_ns: int
-    """The next kernel was launched only after the one before had ended."""
+    """The next kernel was launched only after the previous one had ended."""
     kernel_ns: int
     """It was launched in time, and the pause is shorter than 30 microseconds."""
     other_ns: int
-    """It was launched in time, and began late: it waited for another stream, or for a copy."""
+    """It was launched in time and started late: it waited for another stream, or for a copy."""
 
 
 def launch_of(trace: Trace) -> Ints:
-    """The launch call of each event on a device, as its place in the columns; -1 for events without one."""
+    """Launch call of each device event, as its column index; -1 for events without one."""
     found = np.full(len(trace.start), NONE, dtype=np.int64)
     calls = np.flatnonzero(trace.is_launch & (trace.correlation != NONE))
     on_device = np.flatnonzero(trace.is_on_device & (trace.correlation != NONE))
@@ -79,13 +79,13 @@ def launch_of(trace: Trace) -> Ints:
 
 
 def launch_starts(trace: Trace) -> Ints:
-    """Time at which each event on a device was launched; -1 where the trace does not say."""
+    """Time at which each device event was launched; -1 if the trace lacks it."""
     calls = launch_of(trace)
     return np.where(calls == NONE, NONE, trace.start[calls])
 
 
 def launches_of(trace: Trace) -> Launches | None:
-    """How launches went; None where there are none, on the CPU."""
+    """Launch statistics; None if there are no launches, as on the CPU."""
     calls = launch_of(trace)
     kernels = np.flatnonzero(calls != NONE)
     if not len(kernels):
@@ -104,7 +104,7 @@ def launches_of(trace: Trace) -> Launches | None:
 
 
 def queues_of(trace: Trace) -> list[Queue]:
-    """The line of each stream: one more at a launch, one less where its kernel begins."""
+    """Queue of each stream: it grows at a launch and shrinks when a kernel begins."""
     calls = launch_of(trace)
     kernels = np.flatnonzero(calls != NONE)
     queues = []
@@ -128,7 +128,7 @@ def queues_of(trace: Trace) -> list[Queue]:
 
 
 def pauses_of(trace: Trace) -> list[StreamPauses]:
-    """Causes of the pauses of each stream between two of its kernels."""
+    """Causes of the pauses between consecutive kernels of each stream."""
     launched = launch_starts(trace)
     on_device = np.flatnonzero(trace.is_on_device)
     found = []

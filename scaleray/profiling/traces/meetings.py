@@ -1,7 +1,7 @@
-"""Collectives that ranks took part in together, found in their traces, and how late each rank came to them.
+"""Collectives matched across the traces of several ranks, and the lateness of each rank.
 
-Where NCCL's kernels carry `Seq`, it joins them: it is the same on all ranks of a group. Elsewhere the n-th call of a
-name in a group on one rank is the n-th on the others, which holds for traces of the same steps.
+If NCCL's kernels carry `Seq`, they are matched by it: it is the same on all ranks of a group. Otherwise the n-th call
+of a name in a group on one rank matches the n-th on the others, which holds for traces of the same steps.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Collective:
     """One rank's part in a collective."""
 
     event: int
-    """Its place in the trace."""
+    """Its index in the trace."""
     group: str
-    """Name of the process group; empty where the trace does not say, as for gloo."""
+    """Name of the process group; empty if the trace lacks it, as with gloo."""
     group_size: int | None
     operation: str
     sequence: int | None
     num_bytes: int | None
-    """Payload that this rank gave; None where the trace does not say."""
+    """Payload contributed by this rank; None if the trace lacks it."""
     start_ns: int
     end_ns: int
 
@@ -47,13 +47,13 @@ class Meeting:
     operation: str
     number: int
     by_sequence: bool
-    """Whether `number` is NCCL's own; else it counts calls of this name in the group."""
+    """Whether `number` is NCCL's own; otherwise it counts calls of this name in the group."""
     parts: Mapping[int, Collective]
     """Parts of the collective, by rank."""
 
 
 def collectives_of(trace: Trace) -> list[Collective]:
-    """The collectives of one rank, in the order of their starts."""
+    """Return the collectives of one rank, ordered by start."""
     found = []
     communicates = np.flatnonzero(kinds_of(trace) == Kind.COMMUNICATION)
     for event in communicates[np.argsort(trace.start[communicates], kind="stable")].tolist():
@@ -75,7 +75,7 @@ def collectives_of(trace: Trace) -> list[Collective]:
 
 
 def join(collectives: Mapping[int, list[Collective]]) -> list[Meeting]:
-    """Meetings of at least two ranks, by rank number, in the order of the first rank's starts."""
+    """Match collectives of at least two ranks, given by rank number; ordered by the first rank's starts."""
     meetings: dict[tuple[str, str, int, bool], dict[int, Collective]] = {}
     for rank in sorted(collectives):
         calls: Counter[tuple[str, str]] = Counter()
@@ -92,9 +92,9 @@ def join(collectives: Mapping[int, list[Collective]]) -> list[Meeting]:
 
 
 def lateness_ns(meetings: list[Meeting], offsets: Mapping[int, int]) -> dict[int, float]:
-    """Median of how long after the first rank each one came, over all meetings, on the clock of the first rank.
+    """Median delay of each rank behind the first one over all matched collectives, on the clock of the first rank.
 
-    offsets: nanoseconds that each rank's clock is ahead.
+    offsets: nanoseconds by which each rank's clock is ahead.
     """
     late: dict[int, list[int]] = {}
     for meeting in meetings:
@@ -106,7 +106,7 @@ def lateness_ns(meetings: list[Meeting], offsets: Mapping[int, int]) -> dict[int
 
 
 def _plain(name: str) -> str:
-    """`all_reduce` of `gloo:all_reduce`, `AllReduce` of `ncclKernel_AllReduce_RING_LL_Sum_float(...)`."""
+    """`all_reduce` for `gloo:all_reduce`, `AllReduce` for `ncclKernel_AllReduce_RING_LL_Sum_float(...)`."""
     if ":" in name.split("(")[0]:
         return name.split(":", 1)[1]
     parts = name.split("(")[0].split("_")

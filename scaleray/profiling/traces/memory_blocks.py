@@ -1,7 +1,7 @@
-"""A snapshot of a device's memory: what its blocks are for, and what of it is held without being used.
+"""Snapshot of a device's memory: purpose of its blocks, and memory that is held without being used.
 
-Two forms are read: scaleray's own JSON, and the pickles of `torch.cuda.memory._dump_snapshot`, of which containers,
-numbers and text alone are taken, so that opening one runs no code.
+Two formats are read: scaleray's own JSON, and the pickles of `torch.cuda.memory._dump_snapshot`. Only containers,
+numbers and text are loaded from these, so that opening one runs no code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer state", "activations and oth
 PICKLE_START = b"\x80"
 IN_USE = ("active_allocated", "active_awaiting_free", "active_pending_free")
 _ADVICE = "take it again: scaleray profile -c FILE --memory"
-_BY_FRAMES = {  # of a pickle, which knows no addresses of parameters: by what was running, innermost first
+_BY_FRAMES = {  # for pickles, which lack the addresses of parameters: by running code, innermost first
     "/optim/": CATEGORIES[2],
     "_engine_run_backward": CATEGORIES[1],
 }
@@ -35,22 +35,22 @@ class Block:
     is_used: bool
     category: str
     where: str
-    """The innermost frame of Python that asked for it, where it was noted."""
+    """Innermost Python frame that allocated it, if recorded."""
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """All blocks of a device at one moment, by segment, and what they sum to, in bytes."""
+    """All blocks of a device at one moment, by segment, and their totals in bytes."""
 
     file: str
     rank: int | None
     segments: list[list[Block]] = field(repr=False)
     grows: list[bool] = field(repr=False)
-    """Whether each segment grows and shrinks (expandable_segments): nothing of such a one is stranded."""
+    """Whether each segment grows and shrinks (expandable_segments); such a segment has no stranded memory."""
 
     @property
     def is_expandable(self) -> bool:
-        """Whether there are segments that grow."""
+        """Whether any segment can grow."""
         return any(self.grows)
 
     @property
@@ -67,34 +67,34 @@ class MemorySnapshot:
 
     @property
     def rounding_bytes(self) -> int:
-        """Bytes of blocks in use beyond those that were asked for."""
+        """Bytes of blocks in use beyond the requested ones."""
         return sum(block.size - block.requested for block in self.blocks if block.is_used)
 
     @property
     def cached_bytes(self) -> int:
-        """Bytes that are not in use and that the allocator keeps for the next request."""
+        """Unused bytes that the allocator keeps for later requests."""
         return self.reserved_bytes - self.active_bytes
 
     @property
     def stranded_bytes(self) -> int:
-        """Unused bytes in segments that are in use elsewhere: they cannot be given back. Segments that grow give back
-        whole pages, and torch's own count leaves them out, too."""
+        """Unused bytes in partly used segments, which cannot be returned. Segments that grow return whole pages, and
+        are excluded from torch's own count, too."""
         whole = (segment for segment, grows in zip(self.segments, self.grows, strict=True) if not grows)
         partly_used = (segment for segment in whole if any(block.is_used for block in segment))
         return sum(block.size for segment in partly_used for block in segment if not block.is_used)
 
     @property
     def largest_hole_bytes(self) -> int:
-        """The largest block that is not in use."""
+        """Size of the largest unused block."""
         return max((block.size for block in self.blocks if not block.is_used), default=0)
 
     @property
     def fragmentation(self) -> float | None:
-        """1 less the largest hole's share of all that is unused: 0 where it is in one piece; None where nothing is."""
+        """1 minus the largest hole's share of all unused bytes: 0 if they are contiguous; None if there are none."""
         return 1 - self.largest_hole_bytes / self.cached_bytes if self.cached_bytes else None
 
     def by_category(self) -> dict[str, int]:
-        """Bytes of the blocks in use by what they are for, the largest first."""
+        """Bytes of the blocks in use by purpose, largest first."""
         sums = dict.fromkeys(CATEGORIES, 0)
         for block in self.blocks:
             if block.is_used:
@@ -103,7 +103,7 @@ class MemorySnapshot:
 
 
 def read_snapshot(file: BinaryIO, name: str) -> MemorySnapshot:
-    """The snapshot in an open file, unpacked. Raises TraceError for what is none."""
+    """Read the snapshot in an open, uncompressed file. Raises TraceError if it is not a snapshot."""
     content = file.read()
     try:
         values = _unpickled(content, name) if content.startswith(PICKLE_START) else json.loads(content)
@@ -114,18 +114,18 @@ def read_snapshot(file: BinaryIO, name: str) -> MemorySnapshot:
     except Exception as exc:
         raise TraceError(
             name,
-            f"no whole memory snapshot ({type(exc).__name__}: {exc})",
-            "it has segments with blocks, as torch.cuda.memory._dump_snapshot and scaleray write them",
+            f"not a complete memory snapshot ({type(exc).__name__}: {exc})",
+            "it must have segments with blocks, as written by torch.cuda.memory._dump_snapshot or scaleray",
             _ADVICE,
         ) from exc
     if not any(blocks):
-        raise TraceError(name, "a snapshot without blocks", "a device that was used has some", _ADVICE)
+        raise TraceError(name, "a snapshot without blocks", "a used device has some", _ADVICE)
     grows = [bool(segment.get("is_expandable")) for segment in segments]
     return MemorySnapshot(name, values.get("rank"), blocks, grows)
 
 
 class _Containers(pickle.Unpickler):
-    """Reads containers, numbers and text; whatever would import something is refused, as that can run code."""
+    """Unpickler for containers, numbers and text; rejects anything that would import a module, as that can run code."""
 
     def __init__(self, file: BinaryIO, name: str) -> None:
         super().__init__(file)
@@ -135,13 +135,13 @@ class _Containers(pickle.Unpickler):
         raise TraceError(
             self.name,
             f"a pickle that imports {module}.{name}",
-            "a memory snapshot holds containers, numbers and text alone; this one could run any code",
-            "do not open it with anything else either, unless you know where it is from",
+            "a memory snapshot holds only containers, numbers and text; this file could run any code",
+            "do not open it with any other program either, unless you trust its source",
         )
 
     def persistent_load(self, pid: object) -> NoReturn:
         raise TraceError(
-            self.name, "a pickle that refers to others", "a memory snapshot refers to no other pickle", _ADVICE
+            self.name, "a pickle that refers to other pickles", "a memory snapshot refers to no other pickle", _ADVICE
         )
 
 

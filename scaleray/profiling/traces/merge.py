@@ -1,7 +1,7 @@
-"""Traces of several ranks as one, on one clock, with arrows between the parts of each collective.
+"""Merge the traces of several ranks into one, on one clock, with arrows between the parts of each collective.
 
-The result is the JSON that Perfetto and chrome://tracing open. Processes get numbers of their own, as two ranks may
-have the same, and names that begin with the rank.
+The result is JSON for Perfetto and chrome://tracing. Processes are renumbered, as numbers of two ranks may coincide,
+and their names begin with the rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def merge(
     meetings: Sequence[Meeting],
     write: Callable[[str], object],
 ) -> None:
-    """Write the traces of all ranks as one. The files are those that the traces were read from, at their beginning."""
+    """Write the traces of all ranks as one. Files: those that the traces were read from, positioned at the start."""
     first = min(int(trace.start.min()) - clocks.ahead_ns.get(rank, 0) for rank, (trace, _) in ranks.items())
     head = {
         "schemaVersion": 1,
@@ -51,9 +51,9 @@ def merge(
 
 
 def _ends(meeting: Meeting, clocks: Clocks) -> dict[int, str]:
-    """Role of each rank's part in the arrow, by the trace-event format: its start, a step on its way, or its finish.
+    """Role of each rank's part in the arrow, as in the trace-event format: start, intermediate step, or finish.
 
-    In the order in which they come on the common clock: an end that comes before the start is dropped.
+    Ordered on the common clock: an arrow that ends before its start is dropped.
     """
     came = sorted(meeting.parts, key=lambda rank: (meeting.parts[rank].start_ns - clocks.ahead_ns.get(rank, 0), rank))
     return {came[0]: "s", **dict.fromkeys(came[1:-1], "t"), came[-1]: "f"}
@@ -70,7 +70,7 @@ class _Sink:
 
 
 class _Mover:
-    """Puts one rank's events onto the common time line."""
+    """Moves one rank's events to the common time line."""
 
     def __init__(self, rank: int, place: int, shift_ns: int, sink: _Sink) -> None:
         self.rank, self.place, self.shift_ns, self.sink = rank, place, shift_ns, sink
@@ -79,14 +79,14 @@ class _Mover:
         self.named: set[Any] = set()
 
     def move(self, event: dict[str, Any]) -> None:
-        """Write an event of this rank at its place."""
+        """Write an event of this rank at its new time."""
         if "ph" not in event or event.get("cat") == "Trace" or event["ph"] == "i":
             return
         process = event.get("pid", 0)
         thread = event.get("tid", 0)
         event["pid"] = self._process(process)
         event["tid"] = thread if isinstance(thread, int) else 0
-        # a name holds for the whole trace; before its begin, Perfetto would drop it
+        # a name holds for the whole trace; Perfetto would drop it if it came before the first event
         event["ts"] = 0.0 if event["ph"] == "M" else self._moved(int(event.get("ts", 0) * 1000))
         if "id" in event:
             event["id"] = (self.place + 1) * _ARROWS_PER_RANK + int(event["id"])
@@ -97,7 +97,7 @@ class _Mover:
         self.sink.put(event)
 
     def arrow_end(self, trace: Trace, meeting: Meeting, number: int, end: str) -> None:
-        """Write this rank's end of the arrow that goes through all parts of a collective, see `_ends`."""
+        """Write this rank's end of the arrow through all parts of a collective, see `_ends`."""
         part = meeting.parts[self.rank]
         process, thread = list(self.seen)[trace.thread[part.event]]
         arrow = {
@@ -109,11 +109,11 @@ class _Mover:
             "tid": thread if isinstance(thread, int) else 0,
             "ts": self._moved(part.start_ns - trace.base_ns),
         }
-        # an arrow's last end belongs to what begins after it, unless told to be of what runs there
+        # by default an arrow's last end binds to the next event, not to the enclosing one
         self.sink.put({**arrow, "bp": "e"} if end == "f" else arrow)
 
     def name_the_rest(self) -> None:
-        """Name processes of which the trace itself says nothing."""
+        """Name the processes that the trace itself leaves unnamed."""
         for process in self.processes:
             if process not in self.named:
                 event = {"ph": "M", "name": "process_name", "pid": self._process(process), "tid": 0, "args": {}}

@@ -1,9 +1,9 @@
-"""How the time of the traced steps of one rank is divided; the parts sum to the steps.
+"""Division of the time of one rank's traced steps; the parts sum to the steps.
 
-On an accelerator, at each moment the first of these that is under way counts: computing, communicating, copying. What
-is left is idle: the host's doing where the kernel that ends the pause was launched only after the pause began (the rule
-of Holistic Trace Analysis, there per stream, here over all streams), other reasons elsewhere. On the CPU operators on
-any thread compute, and time without operator and collective belongs to Python and to waiting for input.
+On an accelerator, each moment counts for the first active part: computing, communicating, copying. The rest is idle
+time: due to the host if the kernel that ends the pause was launched only after the pause began (the rule of Holistic
+Trace Analysis, per stream there, over all streams here), otherwise for other reasons. On the CPU, operators on any
+thread compute, and time without operator or collective belongs to Python and to waiting for input.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from scaleray.profiling.traces.launches import launch_starts
 from scaleray.profiling.traces.trace import ANNOTATION, CPU_OP, STEP, Trace
 
 CLOSES_WITHIN = 0.01
-"""Share of the steps by which the sum of the parts may differ from them."""
+"""Largest share of the steps by which the sum of the parts may differ from them."""
 MISSING = 0.25
-"""Share of a step that may pass between two marks: on a busy machine a profiler itself waits there."""
+"""Largest share of a step between two marks: on a busy machine, the profiler itself waits there."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Partition:
-    """Nanoseconds of each part of the traced steps of one rank, over all of them. None: the part cannot be separated
-    here.
-    """
+    """Nanoseconds of each part over all traced steps of one rank. None: the part cannot be separated here."""
 
     num_steps: int
     total_ns: int
@@ -48,16 +46,16 @@ class Partition:
     host_idle_ns: int
     other_idle_ns: int | None
     communication_ns: int
-    """All communication, of which some runs while the rank computes."""
+    """All communication, including the part that overlaps with computation."""
 
     @property
     def overlap(self) -> float | None:
-        """Share of the communication behind which the rank computes; None without communication."""
+        """Share of the communication that overlaps with computation; None without communication."""
         return 1 - self.exposed_communication_ns / self.communication_ns if self.communication_ns else None
 
     @property
     def parts(self) -> dict[str, int | None]:
-        """Each part by its name."""
+        """Parts by name."""
         return {
             "compute": self.compute_ns,
             "exposed communication": self.exposed_communication_ns,
@@ -73,8 +71,8 @@ class Partition:
 
 
 def marked_steps(trace: Trace) -> Steps:
-    """The steps that torch.profiler has marked. Raises TraceError where there are none, and where they do not follow
-    on each other."""
+    """Return the steps marked by torch.profiler. Raises TraceError if there are none, or if they are not
+    consecutive."""
     is_mark = np.array([name.startswith(STEP) for name in trace.names])[trace.name]
     marks = np.flatnonzero(is_mark & trace.is_category(ANNOTATION, CPU_OP))
     if not len(marks):
@@ -88,7 +86,7 @@ def marked_steps(trace: Trace) -> Steps:
     start, end = trace.start[marks], trace.end[marks]
     span, marked = int(end.max() - start[0]), length(union(start, end))
     overlapping = int((end - start).sum()) - marked
-    # time between two marks is idle time of the steps; where as much as half a step is not marked, steps are missing
+    # time between two marks is idle time of the steps; gaps of half a step mean that steps are missing
     largest_gap = int(np.max(start[1:] - np.maximum.accumulate(end)[:-1], initial=0))
     if overlapping > CLOSES_WITHIN * span or largest_gap > MISSING * np.median(end - start):
         what = "overlap" if overlapping > CLOSES_WITHIN * span else "leave gaps"
@@ -96,15 +94,15 @@ def marked_steps(trace: Trace) -> Steps:
         raise TraceError(
             trace.file,
             f"a trace whose step marks {what}, by {100 * share:.0f} % of their time",
-            f"steps follow each other, with less than {MISSING:.0%} of a step between two",
-            "give one rank's trace of steps in a row; a folder of traces if there are several",
+            f"steps must be consecutive, with less than {MISSING:.0%} of a step between two",
+            "give a trace of one rank with consecutive steps, or a folder of traces for several ranks",
         )
     numbers = tuple(int(trace.name_of(mark)[len(STEP) :].split()[0]) for mark in marks.tolist())
     return Steps(numbers, int(start[0]), max(int(end.max()), _last_launched(trace, int(start[0]), int(end.max()))))
 
 
 def partition_of(trace: Trace, steps: Steps) -> Partition:
-    """Divide the traced steps of one rank. Raises TraceError where the parts do not sum to the steps."""
+    """Divide the traced steps of one rank. Raises TraceError if the parts do not sum to the steps."""
     kinds = kinds_of(trace)
     start, end = np.maximum(trace.start, steps.start_ns), np.minimum(trace.end, steps.end_ns)
     of_kind = {kind: union(start[kinds == kind], end[kinds == kind]) for kind in Kind}
@@ -136,14 +134,15 @@ def partition_of(trace: Trace, steps: Steps) -> Partition:
 
 
 def _last_launched(trace: Trace, start_ns: int, end_ns: int) -> int:
-    """End of the last kernel that was launched between two moments: the device may be behind the host."""
+    """End of the last kernel that was launched in a period: the device may be behind the host."""
     launched = launch_starts(trace)
     ours = trace.is_on_device & (launched >= start_ns) & (launched < end_ns)
     return int(trace.end[ours].max()) if ours.any() else end_ns
 
 
 def _ended_late(trace: Trace, pauses: Intervals) -> Intervals:
-    """Those pauses whose end was launched only after they had begun; the last one, which nothing ends, is one too."""
+    """Pauses whose next kernel was launched only after they had begun; a final pause, without a next kernel, counts
+    too."""
     if not len(pauses):
         return EMPTY
     on_device = np.flatnonzero(trace.is_on_device)

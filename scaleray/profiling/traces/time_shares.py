@@ -1,4 +1,4 @@
-"""Which operators, kernels and modules the time of the traced steps went to."""
+"""Time of the traced steps by operator, kernel and module."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from scaleray.profiling.traces.trace import CPU_OP, NONE, Trace
 
 # Floating-point operations of an operator, from the shapes that torch.profiler recorded with it.
 #
-# The formulas count a multiplication and an addition as two, as torch's own flop counter does. What has no formula
-# here, such as additions and normalisations, counts nothing.
+# The formulas count a multiplication and an addition as two operations, as torch's own flop counter does. Operators
+# without a formula, such as additions and normalisations, count as zero.
 
 Shape = Sequence[int]
 
 
 def flops_of(operator: str, arguments: Mapping[str, Any]) -> int:
-    """Operations of one call; 0 where no formula is known, or the shapes do not fit it."""
+    """Operations of one call; 0 if no formula is known, or if the shapes do not match it."""
     formula = _FORMULAS.get(operator)
     if formula is None:
         return 0
@@ -37,7 +37,7 @@ def flops_of(operator: str, arguments: Mapping[str, Any]) -> int:
 
 
 def _product_of(first: int, second: int) -> Callable[[Sequence[Shape], Sequence[str]], int]:
-    """Operations of the product of two inputs, matrices or batches of them, given by their places."""
+    """Operations of the product of two inputs, matrices or batches of them, given by their argument positions."""
 
     def matrices(shapes: Sequence[Shape], _: Sequence[str]) -> int:
         *batch, rows, inner = shapes[first]
@@ -73,7 +73,7 @@ def _attention(shapes: Sequence[Shape], _: Sequence[str]) -> int:
 def _attention_backward(shapes: Sequence[Shape], _: Sequence[str]) -> int:
     query, key, value = shapes[1], shapes[2], shapes[3]
     scores = math.prod(query[:-1]) * key[-2]
-    return 2 * scores * (3 * query[-1] + 2 * value[-1])  # the scores are computed again
+    return 2 * scores * (3 * query[-1] + 2 * value[-1])  # the scores are recomputed
 
 
 _ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
@@ -96,31 +96,31 @@ _PRECISIONS = {"c10::BFloat16": "bf16", "c10::Half": "fp16", "float": "fp32", "c
 
 @dataclass(frozen=True)
 class Share:
-    """An operator or a kernel over all traced steps of a rank."""
+    """Statistics of an operator or a kernel over all traced steps of a rank."""
 
     name: str
     count: int
     host_ns: int | None
-    """Nanoseconds of the host in it, without operators within it; None for a kernel."""
+    """Nanoseconds on the host, without operators within it; None for a kernel."""
     device_ns: int | None
     """Nanoseconds of the kernels and copies it launched; None without an accelerator."""
 
 
 @dataclass(frozen=True)
 class ModuleShare:
-    """A module over all traced steps of a rank, forward and backward."""
+    """Statistics of a module over all traced steps of a rank, forward and backward."""
 
     name: str
     compute_ns: int
-    """Nanoseconds of its computing kernels, summed; of its operators where there is no accelerator."""
+    """Total nanoseconds of its computing kernels, or of its operators without an accelerator."""
     flops: int | None
-    """Operations of its matrix products, convolutions and attentions; None where shapes were not recorded."""
+    """Operations of its matrix products, convolutions and attentions; None if shapes were not recorded."""
     mfu: float | None
     """Share of the peak while it computes; None without `flops` or without a peak."""
 
 
 def top_operators(trace: Trace, host: Host, steps: Steps, most: int = 10) -> list[Share]:
-    """The operators with most time on the device, or of the host where there is none."""
+    """Operators with the most time on the device, or on the host if there is none."""
     inside = _within(trace, steps)
     operators = np.flatnonzero(inside & trace.is_category(CPU_OP))
     num_names = len(trace.names)
@@ -139,7 +139,7 @@ def top_operators(trace: Trace, host: Host, steps: Steps, most: int = 10) -> lis
 
 
 def top_kernels(trace: Trace, steps: Steps, most: int = 10) -> list[Share]:
-    """The kernels and copies with most time; nothing without an accelerator."""
+    """Kernels and copies with the most time; empty without an accelerator."""
     ours = np.flatnonzero(_within(trace, steps) & trace.is_on_device)
     sums = _sums(trace.name[ours], trace.duration[ours], len(trace.names))
     counts = np.bincount(trace.name[ours], minlength=len(trace.names))
@@ -150,7 +150,7 @@ def top_kernels(trace: Trace, steps: Steps, most: int = 10) -> list[Share]:
 def top_modules(
     trace: Trace, host: Host, steps: Steps, *, peak_flops: float | None = None, most: int = 20
 ) -> list[ModuleShare]:
-    """The modules with most computing time. peak_flops: what the device can do in a second."""
+    """Modules with the most computing time. peak_flops: peak FLOP/s of the device."""
     inside = _within(trace, steps)
     has_device = bool(trace.is_on_device.any())
     counted = inside & (kinds_of(trace) == Kind.COMPUTE) & (host.module != NONE)
@@ -169,7 +169,7 @@ def top_modules(
 
 
 def total_flops(trace: Trace, steps: Steps) -> int | None:
-    """Operations of all traced steps; None where shapes were not recorded."""
+    """Operations of all traced steps; None if shapes were not recorded."""
     inside = _within(trace, steps)
     counted = [flops_of(trace.name_of(event), arguments) for event, arguments in trace.shapes.items() if inside[event]]
     return sum(counted) or None
@@ -191,7 +191,7 @@ def _sums(places: Ints, values: Ints, count: int) -> Ints:
 
 
 def precision_of(trace: Trace) -> str | None:
-    """The precision of most of the operations, as the planner names it; None where shapes were not recorded."""
+    """Precision of most of the operations, as named by the planner; None if shapes were not recorded."""
     sums: dict[str, int] = defaultdict(int)
     for event, arguments in trace.shapes.items():
         types = [_PRECISIONS.get(str(each)) for each in arguments.get("Input type") or ()]

@@ -1,7 +1,7 @@
-"""One rank's trace as columns of numbers: what ran when, on which thread or stream, and what launched it.
+"""One rank's trace in columns: times, threads or streams, and the launching call of each event.
 
-The format is that of Kineto, as torch.profiler writes it: complete events with `ts` and `dur` in microseconds, which
-may have three digits behind the point. Times here are whole nanoseconds; with `baseTimeNanoseconds` since 1970.
+The format is Kineto's, as written by torch.profiler: complete events with `ts` and `dur` in microseconds, with up to
+three decimals. Times here are integer nanoseconds; with `baseTimeNanoseconds`, since 1970.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from scaleray.profiling.traces.json_stream import read_object
 
 STEP = "ProfilerStep#"
 OWN_KEY = "scaleray"
-"""Key under which scaleray's own traces say what they are of."""
+"""Key of the additional facts in scaleray's own traces."""
 MODULE_PREFIX = "module: "
-"""Beginning of the annotations by which scaleray's own traces name modules."""
+"""Prefix of the annotations that name modules in scaleray's own traces."""
 NONE = -1
-"""Value in a column of numbers of an event that has none."""
+"""Value in a numeric column for events that have none."""
 SCHEMA = 1
-"""The only schema that Kineto has written so far."""
+"""The only schema that Kineto has used so far."""
 
 CPU_OP, ANNOTATION, PYTHON = "cpu_op", "user_annotation", "python_function"
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset", "mtia_ccp_events")
@@ -39,24 +39,24 @@ _OLD_CATEGORIES = {  # torch up to 1.12
     "Runtime": "cuda_runtime",
 }
 _SHAPED = ("mm", "conv", "attention", "linear")
-"""Parts of the names of operators whose shapes give floating-point operations."""
+"""Substrings in names of operators whose shapes determine floating-point operations."""
 _WITH_BYTES = ("gloo:", "nccl", "hccl")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Events of one rank, in the order of the file; every column has one value for each."""
+    """Events of one rank, in the order of the file; every column has one value per event."""
 
     file: str
     rank: int | None
     world_size: int | None
     backend: str
     devices: tuple[str, ...]
-    """Names of the accelerators, as their driver gives them; nothing on the CPU."""
+    """Names of the accelerators, as reported by their driver; empty on the CPU."""
     base_ns: int
-    """Moment from which the file counts its microseconds."""
+    """Time from which the file counts its microseconds."""
     own: Mapping[str, Any]
-    """Values that scaleray has written into it in addition to the events; empty in a trace of another program."""
+    """Values that scaleray has written in addition to the events; empty in a trace of another program."""
     names: list[str]
     categories: list[str]
     name: Ints
@@ -66,18 +66,18 @@ class Trace:
     start: Ints
     duration: Ints
     thread: Ints
-    """Number of the thread, or of the stream's row, each its own in the whole trace."""
+    """Index of the thread or stream, unique in the trace."""
     stream: Ints
     correlation: Ints
-    """Number that a launch and what it launched share."""
+    """Number shared by a launch and the event it launched."""
     external: Ints
-    """Number that an operator and the kernels of it share."""
+    """Number shared by an operator and its kernels."""
     sequence: Ints
-    """Number that an operator and its backward share."""
+    """Number shared by an operator and its backward pass."""
     shapes: Mapping[int, Mapping[str, Any]]
-    """Arguments of operators by their place in the columns, where shapes were recorded."""
+    """Arguments of operators by column index, if shapes were recorded."""
     messages: Mapping[int, Mapping[str, Any]]
-    """Arguments of collectives by their place in the columns."""
+    """Arguments of collectives by column index."""
 
     @property
     def end(self) -> Ints:
@@ -104,8 +104,8 @@ class Trace:
 
 
 def read_trace(file: BinaryIO, name: str) -> Trace:
-    """The trace in an open file of JSON, unpacked. Raises TraceError for one that is cut off, of another form, or
-    without events."""
+    """Read the trace in an open, uncompressed JSON file. Raises TraceError if it is truncated, has another format, or
+    has no events."""
     columns = _Columns()
     values = read_object(file, name, "traceEvents", columns.add)
     version = values.get("schemaVersion", SCHEMA)
@@ -113,15 +113,15 @@ def read_trace(file: BinaryIO, name: str) -> Trace:
         raise TraceError(
             f"the schema of {name}",
             version,
-            f"this version reads schema {SCHEMA}, which torch has written up to 2.13",
-            "read it with a newer scaleray, or trace with the torch that scaleray's constraints name",
+            f"this version reads schema {SCHEMA}, as written by torch up to 2.13",
+            "read it with a newer scaleray, or trace with the version of torch in scaleray's constraints",
         )
     if not columns.start:
         raise TraceError(
             name,
             "a trace without events",
-            "operators or kernels are read",
-            "see that torch.profiler was active in a step before it was exported",
+            "it needs operators or kernels",
+            "make sure that torch.profiler was active in a step before the export",
         )
     return columns.as_trace(name, values)
 
@@ -139,7 +139,7 @@ class _Columns:
         self.messages: dict[int, Mapping[str, Any]] = {}
 
     def add(self, event: dict[str, Any]) -> None:
-        """Take an event that has a duration; arrows, names of threads and moments are left out."""
+        """Add an event that has a duration; arrows, thread names and instant events are ignored."""
         if event.get("ph") != "X":
             return
         category = event.get("cat")

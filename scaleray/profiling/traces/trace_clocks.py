@@ -1,8 +1,8 @@
-"""How far the clocks of ranks lie apart, so that their traces can be laid on one time line.
+"""Clock offsets between ranks, used to place their traces on one time line.
 
-All ranks leave a barrier within one round trip of each other, whatever their clocks say; the median over many barriers
-leaves the difference of the clocks. Traces without barriers are laid by the ends of their collectives, which lie as
-close together.
+All ranks leave a barrier within one round trip of each other, whatever their clocks show; the median over many barriers
+gives the clock offset. Traces without barriers are aligned by the ends of their collectives, which are as close
+together.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from scaleray.profiling.traces.meetings import Meeting
 
 @dataclass(frozen=True)
 class Clocks:
-    """Nanoseconds that each rank's clock is ahead of that of the first rank, and how sure that is."""
+    """Nanoseconds by which each rank's clock is ahead of the first rank's, and their uncertainty."""
 
     ahead_ns: Mapping[int, int]
     within_ns: Mapping[int, int]
-    """Half of the spread (from the 25th to the 75th percentile) of what the offset was found from."""
+    """Half of the interquartile range of the values that give the offset."""
     found_from: str
-    """`barriers`, `collectives`, or `nothing`: then clocks are taken as one, as on one node they are."""
+    """`barriers`, `collectives`, or `nothing`: then all clocks are assumed equal, as they are on one node."""
 
 
 def clocks_from_barriers(left_at: Mapping[int, Sequence[int]]) -> Clocks:
-    """Clocks from the moments at which each rank left the same barriers, in nanoseconds of its own clock."""
+    """Return the clocks from the times at which each rank left the same barriers, in nanoseconds of its own clock."""
     first = np.array(left_at[min(left_at)], dtype=np.int64)
     return _clocks({rank: np.array(moments) - first for rank, moments in left_at.items()}, "barriers")
 
 
 def clocks_from_meetings(meetings: Sequence[Meeting], ranks: Sequence[int]) -> Clocks:
-    """Clocks from the ends of collectives that the first rank took part in."""
+    """Return the clocks from the ends of collectives in which the first rank took part."""
     first = min(ranks)
     ends: dict[int, list[int]] = {rank: [] for rank in ranks}
     for meeting in meetings:

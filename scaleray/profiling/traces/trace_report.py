@@ -1,4 +1,4 @@
-"""Report on the traces of a run: each rank's time, launches, operators and modules, and how the ranks met."""
+"""Report on the traces of a run: time, launches, operators and modules of each rank, and matched collectives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankTrace:
     device: str
     """Name of the accelerator; `cpu` without one."""
     steps: tuple[int, ...]
-    """Numbers of the traced steps, as the marks have them."""
+    """Numbers of the traced steps, as marked."""
     partition: Partition
     overlap: float | None
     launches: Launches | None
@@ -41,33 +41,33 @@ class RankTrace:
     kernels: list[Share]
     modules: list[ModuleShare]
     flops: int | None
-    """Operations of all traced steps; None where shapes were not recorded."""
+    """Operations of all traced steps; None if shapes were not recorded."""
     mfu: float | None
     num_collectives: int
 
 
 @dataclass(frozen=True)
 class TraceReport:
-    """Content of a run's traces."""
+    """Results from a run's traces."""
 
     ranks: list[RankTrace]
     world_size: int | None
-    """Workers of the run, of which some were traced; None where the traces do not say."""
+    """Workers of the run, of which some were traced; None if the traces lack it."""
     clocks: Clocks
     num_meetings: int
-    """Collectives that were found on at least two of the traced ranks."""
+    """Number of collectives found on at least two traced ranks."""
     unmatched: int
-    """Collectives of a traced rank that no other traced rank took part in."""
+    """Number of collectives of a traced rank without a counterpart on another one."""
     by_sequence: bool
-    """Whether all of them were joined by NCCL's own number."""
+    """Whether all of them were matched by NCCL's own number."""
     late_ns: Mapping[int, float] = field(default_factory=dict)
-    """Median of how long after the first rank each one came to a collective."""
+    """Median delay of each rank behind the first at a collective."""
     meetings: list[Meeting] = field(default_factory=list, repr=False)
 
 
 def report_on(traces: Mapping[int, Trace], *, peak_flops: Mapping[int, float | None] | None = None) -> TraceReport:
-    """Content of a run's traces, by rank. peak_flops: FLOP/s that each rank's device can reach. Raises TraceError for
-    traces that are not of one run and the same steps.
+    """Analyse a run's traces, given by rank. peak_flops: peak FLOP/s of each rank's device. Raises TraceError if the
+    traces do not belong to one run and the same steps.
     """
     check_together(traces)
     peaks = peak_flops or {}
@@ -93,14 +93,14 @@ def report_on(traces: Mapping[int, Trace], *, peak_flops: Mapping[int, float | N
 
 
 def ranks_of(traces: list[Trace]) -> dict[int, Trace]:
-    """The traces by their rank. Raises TraceError where two say the same rank, or one of several says none."""
+    """Return the traces by rank. Raises TraceError if two have the same rank, or one of several has none."""
     by_rank: dict[int, Trace] = {}
     for trace in traces:
         rank = trace.rank
         if rank is None and len(traces) > 1:
             raise TraceError(
                 f"the rank of {trace.file}",
-                "not in it",
+                "missing in it",
                 "with several traces, each needs its rank in distributedInfo",
                 "trace after torch.distributed is initialised, or give this file alone",
             )
@@ -109,14 +109,15 @@ def ranks_of(traces: list[Trace]) -> dict[int, Trace]:
                 f"the rank of {trace.file}",
                 rank,
                 f"{by_rank[rank or 0].file} has the same rank",
-                "give traces of one run, one file for each rank",
+                "give traces of one run, one file per rank",
             )
         by_rank[rank or 0] = trace
     return by_rank
 
 
 def check_together(traces: Mapping[int, Trace]) -> None:
-    """Raise TraceError unless the traces are of one run: as many ranks, one version of torch, the same steps."""
+    """Raise TraceError unless the traces belong to one run: number of ranks, version of torch and steps must be
+    equal."""
     first = traces[min(traces)]
     steps = marked_steps(first).numbers
     for trace in traces.values():
@@ -124,7 +125,7 @@ def check_together(traces: Mapping[int, Trace]) -> None:
             raise TraceError(
                 f"the number of ranks in {trace.file}",
                 trace.world_size,
-                f"{first.file} is from a run with {first.world_size}",
+                f"{first.file} is from a run with {first.world_size} ranks",
                 "give traces of one run",
             )
         if trace.world_size is not None and trace.rank is not None and trace.rank >= trace.world_size:

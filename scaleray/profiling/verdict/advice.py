@@ -1,6 +1,6 @@
-"""Advice on a limit, with the keys of the config and the commands that do it.
+"""Advice on a limit, with the config keys and commands to use.
 
-For trainings, and for the points of a scaling study: the same limit has the same advice everywhere.
+Used for trainings and for the points of a scaling study: the same limit gets the same advice everywhere.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from scaleray.records.phases import Phase
 
 
 def advice_on(limit: Limit, facts: Facts, *, phase: str | None = None, cause: str = "") -> Advice:
-    """Advice on a limit. phase: that in which a straggler falls behind. cause: see `Finding.cause`."""
+    """Advice on a limit. phase: where a straggler falls behind. cause: see `Finding.cause`."""
     if limit is Limit.COMMUNICATION:
         return about_communication(facts)
     if limit is Limit.STRAGGLER:
@@ -49,17 +49,15 @@ def about_input() -> Advice:
     """Advice for steps that wait for their rows."""
     return Advice(
         "more cores for reading (data.reserved_cpus), larger chunks (data.chunk_mib), "
-        "or a source that is decoded already",
+        "or a source that is already decoded",
         ("data.reserved_cpus", "data.chunk_mib"),
     )
 
 
 def about_communication(facts: Facts) -> Advice:
-    """Advice for steps that wait for collectives, by the strategy."""
+    """Advice for steps that wait for collectives, by strategy."""
     if facts.strategy == "fsdp":
-        first = (
-            "larger micro-batches (batch.micro_size), as each gathers again, " if facts.accumulation_steps > 1 else ""
-        )
+        first = "larger micro-batches (batch.micro_size), " if facts.accumulation_steps > 1 else ""
         keys = ("parallel.replicate", "fsdp.reshard_after_forward", "fsdp.prefetch")
         return Advice(
             f"{first}HSDP (parallel.replicate), gathering further ahead (fsdp.prefetch), "
@@ -84,27 +82,27 @@ def about_communication(facts: Facts) -> Advice:
 def about_contention(facts: Facts) -> Advice:
     """Advice for workers that slow each other down."""
     if facts.is_oversubscribed:
-        return Advice("use no more workers than cores, to see how a cluster would scale")
+        return Advice("use at most one worker per core, to see how a cluster would scale")
     return Advice(
-        "fewer workers on a node, more cores for each (scale.cpus_per_worker), "
+        "fewer workers per node, more cores per worker (scale.cpus_per_worker), "
         "or shares.by speed if one is always slow",
         ("scale.cpus_per_worker", "shares.by"),
     )
 
 
 def about_little_work(facts: Facts) -> Advice:
-    """Advice for workers that have too little to compute."""
+    """Advice for workers with too little work."""
     share = max(1, facts.global_batch_size // facts.workers)
     samples = "sample" if share == 1 else "samples"
     return Advice(
-        f"a larger global batch than {share} {samples} a worker, fewer workers, or compilation.what blocks",
+        f"a larger global batch than {share} {samples} per worker, fewer workers, or compilation.what blocks",
         ("batch.global_size", "compilation.what"),
     )
 
 
 def _about_stragglers(facts: Facts, phase: str | None) -> Advice:
     if phase in (Phase.HOST, Phase.OTHER):
-        return Advice("check what this rank does between steps: scaleray profile --trace", (), ("scaleray profile",))
+        return Advice("trace what this rank does between steps: scaleray profile --trace", (), ("scaleray profile",))
     return Advice(
         "check that node (clocks, other processes, temperature) and exclude it (scale.label_selector), "
         "or give it fewer rows (shares.by speed)",

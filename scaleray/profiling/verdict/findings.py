@@ -1,4 +1,4 @@
-"""Parts of a verdict: the limits that there are, the finding for each, and the advice."""
+"""Parts of a verdict: possible limits, findings on them, and advice."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from scaleray.records.text.units import seconds
 
 
 class Limit(StrEnum):
-    """Causes of lost time in a training, under the names of a verdict."""
+    """Causes of lost time in a training, under their names in a verdict."""
 
     INPUT = "input"
     COPY = "copy to device"
     COMPUTE = "compute"
-    """Nothing else: the steps are the model's own work."""
+    """No other limit: the steps are the model's own work."""
     COMMUNICATION = "exposed communication"
     HOST = "launch/host"
-    """Python between and around the passes: callbacks, logging, pauses of the garbage collector, waiting for the device
-    where nothing needed it."""
+    """Python between and around the passes: callbacks, logging, garbage collection, unnecessary waits for the
+    device."""
     STRAGGLER = "straggler"
     """Workers that the others wait for."""
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
     MEMORY = "memory pressure"
-    """The allocator gives memory back and asks again, as what is free is too little or in pieces."""
+    """The allocator releases memory and requests it again, as free memory is scarce or fragmented."""
     INCOMPLETE = "incomplete"
-    """The measurements do not suffice for a verdict."""
+    """The measurements are insufficient for a verdict."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Advice:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that time is lost to.
+    """A cause of lost time.
 
-    share: of the elapsed time that goes when it goes, between low and high in 9 of 10 resamples of the steps; None:
-    seen, at an unknown cost. gain: how many times as fast the training would be without it, at most. likelihood: share
-    of the resamples in which it is large enough to be reported.
+    share: part of the elapsed time saved by removing it, between low and high in 9 of 10 resamples of the steps; None:
+    observed, at an unknown cost. gain: upper bound on the speed-up without it. likelihood: share of the resamples in
+    which it is large enough to be reported.
     """
 
     limit: Limit
@@ -55,14 +55,14 @@ class Finding:
     likelihood: float = 1.0
     evidence: str = ""
     cause: str = ""
-    """Particular cause, such as `garbage collection`, if it is known."""
+    """Specific cause, such as `garbage collection`, if known."""
     ranks: tuple[int, ...] = ()
-    """Stragglers, the slowest first, or the ranks that wait for their rows where others do not."""
+    """Stragglers, slowest first, or the ranks that wait for their rows while others do not."""
     phase: str | None = None
     """Phase in which a straggler falls behind."""
     bucket: int | None = None
-    """Gradient bucket, from 0 in the order of a backward pass, before which a straggler falls behind, or which is the
-    last to be waited for."""
+    """Gradient bucket, numbered from 0 in the order of a backward pass, before which a straggler falls behind, or which
+    is the last one waited for."""
     layers: str = ""
     """Layers of the bucket."""
     advice: Advice = Advice("")
@@ -70,21 +70,21 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Limit of a training: one primary finding, others in the order of their shares, and a sentence."""
+    """Limit of a training: one primary finding, others ordered by share, and a sentence."""
 
     primary: Finding
     others: tuple[Finding, ...]
     sentence: str
     confidence: str
-    """How sure the primary finding is: `sure`, `likely` or `unsure`, see CONFIDENT."""
+    """Confidence in the primary finding: `sure`, `likely` or `unsure`, see CONFIDENT."""
     steps: int
-    """Number of steps that the verdict rests on, without the first ones of the run."""
+    """Number of steps used, without the first ones of the run."""
     step_s: float
-    """Mean time of a step, with its part of evaluations and checkpoints."""
+    """Mean time of a step, including its share of evaluations and checkpoints."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Shares of the time by limit, which add up to 1."""
+    """Shares of the time by limit, which sum to 1."""
     notes: tuple[str, ...] = ()
-    """Questions that could not be answered, and why."""
+    """Questions that could not be answered, with reasons."""
 
     @property
     def limit(self) -> Limit:
@@ -92,19 +92,19 @@ class Verdict:
         return self.primary.limit
 
     def lines(self) -> list[str]:
-        """The verdict for a terminal: the sentence, then its evidence."""
+        """Lines of the verdict for a terminal: the sentence, then its evidence."""
         words = [self.sentence]
         if self.primary.evidence:
             words.append(f"why: {self.primary.evidence}")
         if self.steps:
-            words.append(f"{self.confidence}: by {self.steps} steps of {seconds(self.step_s)}")
-        return [*words, *(f"also: {_in_short(one)}" for one in self.others), *(f"not told: {n}" for n in self.notes)]
+            words.append(f"{self.confidence}: based on {self.steps} steps of {seconds(self.step_s)}")
+        return [*words, *(f"also: {_in_short(one)}" for one in self.others), *(f"unknown: {n}" for n in self.notes)]
 
 
 def _in_short(finding: Finding) -> str:
     share = "" if finding.share is None else f" {finding.share:.0%}"
     gain = "" if finding.gain is None else f", at most {finding.gain:.2f}x without it"
     advice = f"; next: {finding.advice.text}" if finding.advice.text else ""
-    link = finding.cause if finding.limit is Limit.COMMUNICATION else ""  # of others the evidence has it
+    link = finding.cause if finding.limit is Limit.COMMUNICATION else ""  # for others the evidence includes it
     why = "; ".join(filter(None, [finding.evidence, link]))
     return f"{finding.limit}{share}{gain}{': ' + why if why else ''}{advice}"

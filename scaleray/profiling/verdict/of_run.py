@@ -1,4 +1,4 @@
-"""The verdict on a recorded run: what its profile and its config say."""
+"""Verdict on a recorded run, from its profile and its config."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from scaleray.records.profile_record import CollectiveRow, RankProfile, RunProfi
 from scaleray.records.run_record import RunRecord
 
 FIRST_STEPS = 10
-"""Steps at the beginning that are left out, but not more than half."""
+"""Number of initial steps to skip, at most half of all."""
 EVENTS = (Phase.EVALUATION, Phase.CHECKPOINT)
-"""Parts that come every so many steps: each step gets their mean, since their interval is fixed."""
+"""Parts that occur at fixed intervals of several steps: each step gets their mean."""
 
 
 def verdict_of_run(record: RunRecord) -> Verdict:
-    """The verdict on a run; `incomplete` where it has no profile, as of an older version."""
+    """Return the verdict on a run; `incomplete` if it has no profile, as in older versions."""
     profile = record.profile
     if profile is None or not profile.ranks:
         words = "incomplete: the run has no profile."
@@ -37,7 +37,7 @@ def verdict_of_run(record: RunRecord) -> Verdict:
 
 
 def with_links(verdict: Verdict, profile: RunProfile, facts: Facts) -> Verdict:
-    """The verdict that names the ranks at a slow link, or gives the reason why they are unknown."""
+    """Add to the verdict the ranks of a slow link, or the reason why they are unknown."""
     found = [one for one in (verdict.primary, *verdict.others) if one.limit is Limit.COMMUNICATION]
     if not found:
         return verdict
@@ -53,7 +53,7 @@ def with_links(verdict: Verdict, profile: RunProfile, facts: Facts) -> Verdict:
 
 
 def _count(record: RunRecord, name: str) -> int:
-    """A count that was derived from the config; 0 for one that is not there, or is no number in a damaged record."""
+    """A count derived from the config; 0 if it is missing, or not a number in a damaged record."""
     value = record.derived.get(name)
     return int(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0
 
@@ -71,7 +71,7 @@ def facts_of(record: RunRecord, *, device: str = "cpu") -> Facts:
 
 
 def signals_of(profile: RunProfile) -> Signals:
-    """The signals in a profile: its series, without the first steps, in which caches fill, and the traced ones."""
+    """Signals in a profile: its series, without the first steps, in which caches fill, and without traced steps."""
     ranks = sorted(profile.ranks, key=lambda one: one.rank)
     count = min(len(one.step.series) for one in ranks)
     width = max(1, profile.buckets.width)
@@ -109,7 +109,7 @@ def _rows(spreads: Sequence[Spread | None], count: int, first: int) -> npt.NDArr
 
 
 def _late_at(profile: RunProfile) -> dict[int, LateAt]:
-    """Place where each straggler's gradients begin to be late; of several places of a rank, the first is the worst."""
+    """Place where each straggler's gradients become late; if a rank has several, the first is the worst."""
     known = reversed(profile.stragglers)
     return {one.rank: LateAt(one.bucket, one.layers) for one in known if one.bucket is not None}
 
@@ -120,12 +120,12 @@ def _pauses(ranks: Sequence[RankProfile], count: int, first: int) -> npt.NDArray
 
 
 def _retries(ranks: Sequence[RankProfile], count: int, first: int) -> npt.NDArray[np.float64] | None:
-    """How often each rank's allocator asked again in each bucket: samples are counts from the start of the process."""
+    """Allocator retries of each rank in each bucket: samples are counts from the start of the process."""
     series = [one.memory.series.get("retries") for one in ranks]
     if any(one is None or len(one) < count for one in series):
         return None
     counted = np.array([[np.nan if value is None else value for value in one or ()][:count] for one in series])
-    for row in counted:  # a bucket without a sample has that of the one before
+    for row in counted:  # a bucket without a sample has the value of the previous one
         for at in range(count):
             if np.isnan(row[at]):
                 row[at] = row[at - 1] if at else 0.0
@@ -154,6 +154,6 @@ def _last_operation(ranks: Sequence[RankProfile], rows: Sequence[CollectiveRow])
 
 
 def _bus_bandwidth(rows: Sequence[CollectiveRow]) -> float | None:
-    """Bus bandwidth of the kind of collective that takes the most time."""
+    """Bus bandwidth of the type of collective that takes the most time."""
     timed = [row for row in rows if row.seconds and row.bus_bandwidth]
     return max(timed, key=lambda row: row.seconds or 0.0).bus_bandwidth if timed else None

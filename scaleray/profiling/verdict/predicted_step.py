@@ -1,9 +1,9 @@
-"""Steps replayed without one cause: every step takes as long as its slowest rank's own work, and then the link.
+"""Steps replayed without one cause: every step takes the slowest rank's own work plus the link's time.
 
-Ranks of a synchronous training wait for each other in collectives. The last one to arrive waits for the link alone, so
-the shortest wait of a step is the link's time, and all beyond it is waiting for the slowest. A step without X takes as
+Ranks of a synchronous training wait for each other in collectives. The last one to arrive waits only for the link, so
+the shortest wait of a step is the link's time, and any longer wait is for the slowest rank. Without X, a step takes as
 long as the slowest rank without X. That is the true cost of X, even if a rank's excess is hidden in the others' waits.
-Source of the idea: Lin et al. 2025, arXiv:2505.05713 (what-if by simulation of steps without stragglers).
+Source of the idea: Lin et al. 2025, arXiv:2505.05713 (what-if simulation of steps without stragglers).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from scaleray.records.phases import Phase
 Times = npt.NDArray[np.float64]
 """Times of steps, (steps,)."""
 PAUSED = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
-"""Parts out of which a pause is taken: the garbage collector runs where Python makes objects, the allocator's retries
-where tensors are made."""
+"""Parts from which a pause is subtracted: the garbage collector runs where Python creates objects, allocator retries
+occur where tensors are created."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Replay:
         return np.asarray(np.sum(list(self.parts.values()), axis=0))
 
     def times(self, *, without: Iterable[Phase] = ()) -> Times:
-        """Time of each step without some parts."""
+        """Time of each step without the given parts."""
         left = [values for name, values in self.parts.items() if name not in set(without)]
         own = np.sum(left, axis=0) if left else np.zeros_like(self.own)
         return np.asarray(own.max(axis=0) + self.link)
@@ -48,18 +48,18 @@ class Replay:
 
 
 def replay_of(signals: Signals) -> Replay:
-    """The steps of these signals. Where waits were not measured, the link takes none."""
+    """Return the replay of these signals. If waits were not measured, the link takes no time."""
     waits = signals.waits
     return Replay(signals.parts, np.zeros(signals.num_columns) if waits is None else waits.min(axis=0))
 
 
 def moved_to_host(parts: Mapping[Phase, Seconds], pauses: Seconds) -> dict[Phase, Seconds]:
-    """The parts with pauses taken out of the passes that they fell into, as time of the host."""
+    """Move pauses from the passes in which they occurred to the time of the host."""
     return {**taken_out(parts, pauses), Phase.HOST: parts.get(Phase.HOST, np.zeros_like(pauses)) + pauses}
 
 
 def taken_out(parts: Mapping[Phase, Seconds], pauses: Seconds) -> dict[Phase, Seconds]:
-    """The parts without pauses that fell into the passes; a pause is at most what the passes took."""
+    """Subtract pauses from the passes in which they occurred; a pause is limited to the duration of the passes."""
     found, left = dict(parts), pauses.copy()
     for name in PAUSED:
         if name in found:

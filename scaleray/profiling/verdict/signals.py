@@ -11,14 +11,14 @@ import numpy.typing as npt
 from scaleray.records.phases import PARTS, Phase
 
 Seconds = npt.NDArray[np.float64]
-"""Times, (ranks, steps)."""
+"""Times (ranks, steps)."""
 OWN: tuple[Phase, ...] = tuple(part for part in PARTS if part not in (Phase.COMMUNICATION, Phase.STRAGGLER))
-"""Parts of a step in which a rank waits for no other one."""
+"""Parts of a step in which a rank does not wait for another one."""
 
 
 @dataclass(frozen=True)
 class LateAt:
-    """The first collective of a backward pass that a rank is late at: its number from 0, and the layers before it."""
+    """First collective of a backward pass for which a rank is late: its index, and the layers before it."""
 
     bucket: int
     layers: str
@@ -26,11 +26,11 @@ class LateAt:
 
 @dataclass(frozen=True)
 class Signals:
-    """Measurements of steps in steady state, one row a rank.
+    """Measurements of steps in steady state, one row per rank.
 
-    parts: seconds by OWN; one that is missing was not measured apart. waits: seconds in which a rank stood still for
-    collectives: for the slowest rank and for the link together; None where it was not measured. unexplained: share of
-    the steps that no part accounts for. window: steps that each column is the mean of.
+    parts: seconds by OWN; a missing part was not measured separately. waits: seconds that a rank was stalled in
+    collectives, for the slowest rank and for the link together; None if not measured. unexplained: share of the steps
+    that no part accounts for. window: number of steps averaged in each column.
     """
 
     parts: Mapping[Phase, Seconds]
@@ -38,23 +38,23 @@ class Signals:
     unexplained: float = 0.0
     window: int = 1
     late_at: Mapping[int, LateAt] = field(default_factory=dict)
-    """Place where the gradients of a rank begin to be late, by rank, as far as arrivals at collectives tell."""
+    """Place where a rank's gradients become late, by rank, if known from arrivals at collectives."""
     pauses: Seconds | None = None
-    """Seconds of the garbage collector, wherever in the step they fell; None: not measured."""
+    """Seconds of garbage collection anywhere in the step; None: not measured."""
     retries: Seconds | None = None
-    """Times that the device's allocator gave its cache back and asked again; None: not measured."""
+    """Number of times that the device's allocator released its cache and retried; None: not measured."""
     stranded_share: float | None = None
-    """Largest share of a device's memory that was free and in pieces; None: not measured."""
+    """Largest share of a device's memory that was free and fragmented; None: not measured."""
     reserved_share: float | None = None
     """Largest share of a device's memory that the allocator held."""
     last_operation: str = ""
-    """The collective that is waited for last, as `all-reduce of bucket 0 (blocks.0-3)`."""
+    """Last collective to be waited for, such as `all-reduce of bucket 0 (blocks.0-3)`."""
     bus_bandwidth: float | None = None
     """Bytes per second of the collectives that take the most time, by the size of their group."""
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks that measured."""
+        """Number of ranks with measurements."""
         return next(iter(self.parts.values())).shape[0]
 
     @property
@@ -79,8 +79,8 @@ class Facts:
     device: str = "cpu"
     is_oversubscribed: bool = False
     settings: Mapping[str, object] = field(default_factory=dict)
-    """Values of the config by dotted key, for advice that does not ask for what is set already."""
+    """Config values by dotted key, so that advice does not suggest what is already set."""
 
     def setting(self, key: str, default: object = None) -> object:
-        """The value of a dotted key of the config."""
+        """Return the value of a dotted config key."""
         return self.settings.get(key, default)

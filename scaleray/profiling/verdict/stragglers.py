@@ -1,4 +1,4 @@
-"""Which ranks the others wait for, and in which phase they fall behind."""
+"""Ranks that the others wait for, and the phase in which they fall behind."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from scaleray.profiling.verdict.signals import Seconds
 from scaleray.records.phases import Phase
 
 LEAST_EXCESS = 0.01
-"""Share of a step from which on a rank's mean excess in a part counts as its own and not as chance."""
+"""Share of a step above which a rank's mean excess in a part is attributed to the rank, not to chance."""
 ALIKE = 0.5
-"""Share of the worst excess from which on another rank falls behind as well: one slow node has many ranks."""
+"""Share of the worst excess above which another rank counts as a straggler too: a slow node has many ranks."""
 
 APART = (Phase.INPUT,)
-"""Parts in which the rank that waits longest is not a straggler: rows of the others may be as late without showing it,
-as these wait for the rank and their rows arrive meanwhile.
+"""Parts in which the rank that waits longest is not a straggler: rows of the others may be just as late, hidden because
+they arrive while these ranks wait for that one.
 """
 
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Ranks that fall behind, the slowest first, in which phase most, and the steps as they would be without."""
+    """Ranks that fall behind, slowest first, the phase with the largest delay, and the steps without the delay."""
 
     ranks: tuple[int, ...]
     phase: Phase
     excess_s: float
-    """Mean seconds by which the slowest is behind the others."""
+    """Mean seconds by which the slowest rank is behind the others."""
     evened: Replay
 
 
 def stragglers_of(replay: Replay) -> Stragglers | None:
-    """Ranks that take longer than the others on average; None where there are none.
+    """Ranks that take longer than the others on average; None if there are none.
 
-    A rank's excess in a part is what it takes beyond the median of the others; it is replaced by their median.
+    A rank's excess in a part is its time beyond the median of the others, and is replaced by their median.
     """
     parts = {name: values for name, values in replay.parts.items() if values.shape[0] > 1 and name not in APART}
     if not parts:
@@ -43,7 +43,7 @@ def stragglers_of(replay: Replay) -> Stragglers | None:
     step_s = replay.times().mean()
     usual = {name: _of_the_others(values) for name, values in parts.items()}
     excess = {name: (values - usual[name]).mean(axis=1) for name, values in parts.items()}
-    # what a rank takes longer in one part it may save in another: then nobody waits for it
+    # a rank may make up in one part for its delay in another: then no rank waits for it
     whole = np.sum(list(excess.values()), axis=0)
     worst = int(whole.argmax())
     if whole[worst] < LEAST_EXCESS * step_s:
@@ -63,7 +63,7 @@ def stragglers_of(replay: Replay) -> Stragglers | None:
 
 
 def _of_the_others(values: Seconds) -> Seconds:
-    """The median over the other ranks; with many, over all, which one rank hardly moves."""
+    """Median over the other ranks; with many ranks, over all, which a single rank hardly changes."""
     num_ranks = values.shape[0]
     if num_ranks > 8:
         return np.broadcast_to(np.median(values, axis=0), values.shape)

@@ -1,4 +1,4 @@
-"""The verdict on a training: its limits, ranked by cost, each with a bound on the gain of removing it.
+"""Verdict on a training: its limits, ranked by cost, each with a bound on the gain of removing it.
 
 Pure arithmetic on `Signals`. A limit is reported if it costs at least LEAST_SHARE of the time, beyond the noise of the
 steps; a training without one is limited by computing.
@@ -21,18 +21,18 @@ from scaleray.profiling.verdict.stragglers import Stragglers, stragglers_of
 from scaleray.profiling.verdict.verdict_text import evidence_of, not_told, sentence_of, straggler_place, waiting_ranks
 from scaleray.records.phases import Phase
 
-# Uncertainty of a share of the time, given that steps differ: blocks of consecutive steps are resampled.
+# Uncertainty of a share of the time, as steps vary: blocks of consecutive steps are resampled.
 #
-# Source: Künsch 1989, doi:10.1214/aos/1176347265 (block bootstrap for series whose neighbours depend on each other).
+# Source: Künsch 1989, doi:10.1214/aos/1176347265 (block bootstrap for dependent series).
 
 RESAMPLES = 400
 BLOCKS = 5
-"""Blocks that the steps are cut into: long enough to hold what comes every few steps."""
+"""Number of blocks into which the steps are divided: long enough to contain events that occur every few steps."""
 LOW, HIGH = 0.05, 0.95
 
 
 def drawn_columns(count: int) -> npt.NDArray[np.int64]:
-    """Numbers of columns, (RESAMPLES, count), in blocks that begin anywhere; the same for the same count."""
+    """Column indices (RESAMPLES, count), in blocks that begin anywhere; deterministic for a given count."""
     length = max(1, count // BLOCKS)
     draw = np.random.default_rng(0)
     starts = draw.integers(0, count, size=(RESAMPLES, -(-count // length)))
@@ -43,23 +43,23 @@ def drawn_columns(count: int) -> npt.NDArray[np.int64]:
 def resampled_shares(
     saved: Mapping[str, npt.NDArray[np.float64]], times: npt.NDArray[np.float64]
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """Share of the time that each would save, in every resample. saved, times: seconds of each step."""
+    """Share of the time saved by each, in every resample. saved, times: seconds of each step."""
     columns = drawn_columns(len(times))
     whole = times[columns].sum(axis=1)
     return {name: values[columns].sum(axis=1) / whole for name, values in saved.items()}
 
 
 LEAST_STEPS = 10
-"""Steps in steady state below which nothing is said."""
+"""Minimum number of steps in steady state for a verdict."""
 LEAST_SHARE = 0.06
-"""Share of the time from which on a limit is reported."""
+"""Share of the time above which a limit is reported."""
 SURE_SHARE = 0.03
-"""Share that it must exceed in all but LOW of the resamples: a hiccup of the machine does not."""
+"""Share that it must exceed in all but LOW of the resamples, so that a hiccup of the machine is not reported."""
 MOST_UNEXPLAINED = 0.1
-"""Share of the time without a name beyond which nothing is said."""
+"""Share of unexplained time above which there is no verdict."""
 CONFIDENT = {"sure": 0.95, "likely": 0.75, "unsure": 0.0}
-"""Share of the resamples in which the primary finding is primary, and large enough, by word; `sure` takes SURE_STEPS
-as well."""
+"""Share of the resamples in which the primary finding is primary and large enough, by confidence; `sure` also needs
+SURE_STEPS."""
 SURE_STEPS = 20
 PARTS_OF = {
     Limit.INPUT: (Phase.INPUT,),
@@ -73,9 +73,7 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds of each step saved by removing each limit: in addition to the stragglers (`saved`),
-    and alone (`alone`).
-    """
+    """Seconds of each step saved by removing each limit: on top of the stragglers (`saved`) and alone (`alone`)."""
 
     times: Times
     saved: dict[Limit, Times]
@@ -84,12 +82,12 @@ class _Costs:
 
 
 def judge(signals: Signals, facts: Facts) -> Verdict:
-    """The verdict on the steps of these signals."""
+    """Return the verdict on the steps of these signals."""
     reason = _why_not(signals)
     if reason:
         return _incomplete(signals, reason)
     costs = _costs(signals)
-    if not _is_told(costs, Limit.STRAGGLER):  # what is within noise is no reason to even ranks out
+    if not _is_told(costs, Limit.STRAGGLER):  # differences within noise do not justify replacing ranks' values
         costs = _costs(signals, may_straggle=False)
     found = [_finding(limit, costs, signals, facts) for limit in costs.saved if _is_told(costs, limit)]
     found += _pressure_of_unknown_cost(signals, facts) if Limit.MEMORY not in costs.saved else []
@@ -128,7 +126,7 @@ def _incomplete(signals: Signals, reason: str) -> Verdict:
 
 def _costs(signals: Signals, *, may_straggle: bool = True) -> _Costs:
     """Seconds saved by removing each limit, step by step. Pauses and retries are hidden in the passes, and stragglers
-    in any part; they are removed first, so that nothing is counted twice. Of the rest each limit's parts are left out
+    in any part; they are removed first, so that nothing is counted twice. From the rest, each limit's parts are omitted
     in turn.
     """
     whole = replay_of(signals)
@@ -156,9 +154,8 @@ def _costs(signals: Signals, *, may_straggle: bool = True) -> _Costs:
 
 
 def _seconds_of_retries(replay: Replay, signals: Signals) -> npt.NDArray[np.float64] | None:
-    """Excess of the steps in which the allocator asked again over a rank's other steps; None if there is nothing to
-    compare with.
-    """
+    """Excess time of steps with allocator retries over a rank's other steps; None if there is nothing to compare
+    with."""
     if signals.retries is None:
         return None
     retried = signals.retries > 0
@@ -170,7 +167,7 @@ def _seconds_of_retries(replay: Replay, signals: Signals) -> npt.NDArray[np.floa
 
 
 def _pressure_of_unknown_cost(signals: Signals, facts: Facts) -> list[Finding]:
-    """Signs of memory pressure where no steps are without them."""
+    """Signs of memory pressure if no steps are free of them."""
     if signals.retries is None or not (signals.retries > 0).any():
         return []
     return [
@@ -229,7 +226,7 @@ def _computing(shares: Mapping[str, float], found: list[Finding]) -> Finding:
 
 
 def _confidence(primary: Finding, costs: _Costs, steps: int) -> str:
-    """How often the primary finding would be so with other steps of the same training."""
+    """How often the finding would be primary in resampled steps of the same training."""
     drawn = resampled_shares({str(limit): saved for limit, saved in costs.saved.items()}, costs.times)
     if not drawn:
         return "likely"

@@ -24,10 +24,10 @@ IS_THE_LIMIT = {
     Limit.MEMORY: "memory pressure is the limit",
 }
 REMOVING = {
-    Limit.INPUT: "rows that are always ready",
+    Limit.INPUT: "rows that are ready in time",
     Limit.COPY: "no copying",
     Limit.COMMUNICATION: "overlapping it",
-    Limit.HOST: "a host that is never waited for",
+    Limit.HOST: "a host that is always ahead",
     Limit.CHECKPOINT: "no waiting for checkpoints",
     Limit.EVALUATION: "no evaluations",
     Limit.MEMORY: "enough memory",
@@ -36,7 +36,7 @@ REMOVING = {
 
 
 def sentence_of(verdict: Verdict, facts: Facts) -> str:
-    """The verdict as one sentence, and what to try next as another."""
+    """The verdict as one sentence, and the next measure as another."""
     one, workers = verdict.primary, quantity(facts.workers, "worker")
     if one.limit is Limit.COMPUTE:
         return f"computes: {one.share:.0%} of the time is the model's own work on {workers}; nothing else limits it."
@@ -59,7 +59,7 @@ def _subject(one: Finding, facts: Facts) -> str:
 
 
 def straggler_place(finding: Finding, stragglers: Stragglers, signals: Signals) -> Finding:
-    """The finding with the ranks, the phase and, in a backward pass, the bucket and the layers."""
+    """Add the ranks, the phase and, in a backward pass, the bucket and the layers to the finding."""
     finding = dataclasses.replace(finding, ranks=stragglers.ranks, phase=stragglers.phase)
     at = signals.late_at.get(stragglers.ranks[0])
     if stragglers.phase is Phase.BACKWARD and at is not None:
@@ -68,23 +68,23 @@ def straggler_place(finding: Finding, stragglers: Stragglers, signals: Signals) 
 
 
 def waiting_ranks(signals: Signals) -> tuple[int, ...]:
-    """Ranks that wait for their rows, the longest first, where others hardly do; none where all wait alike."""
+    """Ranks that wait for their rows, longest first, if others hardly do; empty if all wait alike."""
     waits = signals.parts[Phase.INPUT].mean(axis=1)
     order = [int(rank) for rank in np.argsort(-waits, kind="stable") if waits[rank] >= ALIKE * waits.max()]
     return tuple(order) if len(order) < len(waits) else ()
 
 
 def evidence_of(limit: Limit, signals: Signals, stragglers: Stragglers | None, cause: str) -> str:
-    """Evidence of a finding in a few words; "" where its share says it all."""
+    """Evidence of a finding in a few words; "" if its share says enough."""
     if limit is Limit.COMMUNICATION:
         speed = f" at {signals.bus_bandwidth / 1e9:.3g} GB/s" if signals.bus_bandwidth else ""
         return f"{signals.last_operation} comes last{speed}" if signals.last_operation else speed.strip()
     if limit is Limit.STRAGGLER and stragglers is not None:
         words = PART_IN_WORDS[stragglers.phase]
-        return f"rank {stragglers.ranks[0]} is {seconds(stragglers.excess_s)} a step behind the others, most in {words}"
+        return f"rank {stragglers.ranks[0]} is {seconds(stragglers.excess_s)} per step behind, mostly in {words}"
     if limit is Limit.HOST and cause and signals.pauses is not None:
         worst = signals.pauses.sum(axis=1).max() / signals.num_columns
-        return f"pauses of the garbage collector take {seconds(float(worst))} a step"
+        return f"pauses of the garbage collector take {seconds(float(worst))} per step"
     if limit is Limit.MEMORY and signals.retries is not None:
         share = (signals.retries > 0).any(axis=0).mean()
         pieces = f", {signals.stranded_share:.0%} of the memory is fragmented" if signals.stranded_share else ""
@@ -94,12 +94,12 @@ def evidence_of(limit: Limit, signals: Signals, stragglers: Stragglers | None, c
         ranks = waiting_ranks(signals)
         who = f"rank {ranks[0]}" if ranks else "a rank"
         others = "; the others wait for it, which hides whether their rows are as late" if ranks else ""
-        return f"{who} waits {seconds(float(waits.max()))} a step for its rows{others}"
+        return f"{who} waits {seconds(float(waits.max()))} per step for its rows{others}"
     return ""
 
 
 def not_told(signals: Signals, facts: Facts) -> Iterator[str]:
-    """Questions for which the signals do not suffice."""
+    """Questions that the signals cannot answer."""
     if facts.workers > 1 and signals.waits is None:
         yield "communication and stragglers: waiting for collectives was not measured"
     elif facts.workers > 1 and signals.num_ranks < facts.workers:

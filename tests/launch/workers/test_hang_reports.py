@@ -71,8 +71,8 @@ def test_a_rank_that_stays_away_is_named_in_the_runs_failure_before_its_last_lin
     assert lines[0] == str(lost) and lines[-1] == "  | last line of 0"
     assert lines[1:-1] == [
         "  rank 0 waits in collective 2 of group default_pg, all_reduce float [16]: rank 1 did not arrive",
-        "  rank 0 stands at /home/me/model.py:3 in loss: work()",
-        "  rank 1 stands at /home/me/model.py:33 in loss: work()",
+        "  rank 0 is at /home/me/model.py:3 in loss: work()",
+        "  rank 1 is at /home/me/model.py:33 in loss: work()",
         f"  what each rank was doing: {folder}",
     ]
 
@@ -93,7 +93,7 @@ def test_a_process_that_gloo_has_ended_is_shown_with_its_line_and_what_the_other
     ended(folder, 1, ABORTED)
     text = explain_hang(str(tmp_path), BEATS)
     assert "rank 0 waits in collective 2 of group default_pg, all_reduce float [16]: rank 1 did not arrive" in text
-    assert "rank 1 stands at /home/me/model.py:12 in loss (Aborted)" in text
+    assert "rank 1 is at /home/me/model.py:12 in loss (Aborted)" in text
     assert "compare sizes and dtypes of this call on all ranks" in text
 
 
@@ -107,7 +107,7 @@ def test_lines_that_a_rank_still_looks_up_are_waited_for(tmp_path, monkeypatch):
         sleep = staticmethod(lambda s: write(tmp_path, 1, calls=[True], line=33))
 
     monkeypatch.setattr(hang_reports, "time", Clock)
-    assert "rank 1 stands at /home/me/model.py:33 in loss: work()" in explain_hang(str(tmp_path), BEATS)
+    assert "rank 1 is at /home/me/model.py:33 in loss: work()" in explain_hang(str(tmp_path), BEATS)
 
 
 def test_accounts_of_other_processes_and_damaged_ones_are_left_alone(tmp_path):
@@ -119,7 +119,7 @@ def test_accounts_of_other_processes_and_damaged_ones_are_left_alone(tmp_path):
     (folder / dump_name(1)).write_text('{"rank": 1')
     ended(folder, 1, "Timeout (0:00:01)!\n" + ABORTED.partition("\n\n")[2])
     text = explain_hang(str(tmp_path), BEATS)
-    assert "rank 1 stands at /home/me/model.py:12 in loss (it holds Python's lock" in text
+    assert "rank 1 is at /home/me/model.py:12 in loss (it holds Python's lock" in text
     assert (tmp_path / HANGS / "20261123-110000").exists()
 
 

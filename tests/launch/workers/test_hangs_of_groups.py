@@ -73,7 +73,7 @@ def test_a_rank_that_sleeps_in_user_code_is_named_with_its_line(tmp_path, monkey
         run(tmp_path)
     text = str(caught.value)
     assert "rank 0 waits in collective" in text and "rank 1 did not arrive" in text, text
-    assert f"rank 1 stands at {os.path.dirname(__file__)}/{asleep()}" in text
+    assert f"rank 1 is at {os.path.dirname(__file__)}/{asleep()}" in text
     assert "what each rank was doing: " in text
 
 

@@ -86,10 +86,10 @@ def test_a_pickle_that_would_run_code_is_refused_and_runs_none(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (pickle.dumps(snapshot())[:200], "no whole memory snapshot .(UnpicklingError|EOFError)"),
-        (json.dumps(snapshot()).encode()[:200], "no whole memory snapshot .JSONDecodeError"),
-        (b'{"traceEvents": []}', "no whole memory snapshot .KeyError: 'segments'"),
-        (pickle.dumps([1, 2]), "no whole memory snapshot .TypeError: list instead of dict"),
+        (pickle.dumps(snapshot())[:200], "not a complete memory snapshot .(UnpicklingError|EOFError)"),
+        (json.dumps(snapshot()).encode()[:200], "not a complete memory snapshot .JSONDecodeError"),
+        (b'{"traceEvents": []}', "not a complete memory snapshot .KeyError: 'segments'"),
+        (pickle.dumps([1, 2]), "not a complete memory snapshot .TypeError: list instead of dict"),
         (b'{"segments": []}', "a snapshot without blocks"),
     ],
 )

@@ -80,23 +80,23 @@ def test_categories_of_torch_1_are_those_of_today():
 def test_a_trace_that_is_cut_off_says_behind_which_event():
     text = gpu_step().text()
     for end in (len(text) // 2, text.rindex("]"), len(text) - 1):
-        with pytest.raises(TraceError, match=r"a.json is cut off behind event \d+: a whole trace ends with"):
+        with pytest.raises(TraceError, match=r"a.json is cut off after event \d+: a whole trace ends with"):
             read(text[:end])
 
 
 def test_a_cut_gzip_file_is_cut_off_too():
     packed = gzip.compress(gpu_step().text().encode())
-    with gzip.open(io.BytesIO(packed[: len(packed) // 2])) as file, pytest.raises(TraceError, match="cut off behind"):
+    with gzip.open(io.BytesIO(packed[: len(packed) // 2])) as file, pytest.raises(TraceError, match="cut off after"):
         read_trace(file, "a.json.gz")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "is no JSON object"),
-        ("", "is cut off behind event 0"),
-        ('{"traceEvents": [{"ph": "X"} nonsense]}', "is not JSON behind event 1"),
-        ('{"traceEvents" 5}', "is not JSON behind event 0 .no : after a key."),
+        ("[]", "is not a JSON object"),
+        ("", "is cut off after event 0"),
+        ('{"traceEvents": [{"ph": "X"} nonsense]}', "is not JSON after event 1"),
+        ('{"traceEvents" 5}', "is not JSON after event 0 .':' is missing after a key."),
         ('{"traceEvents": []}', "is a trace without events"),
         ('{"schemaVersion": 2, "traceEvents": []}', "the schema of a.json is 2: this version reads schema 1"),
     ],

@@ -191,7 +191,7 @@ def test_two_traces_of_one_rank_are_refused_and_so_is_one_without_a_rank():
         ranks_of([gpu_step(0).read(), gpu_step(0).read()])
     nobody = gpu_step(0)
     nobody.values["distributedInfo"]["rank"] = None
-    with pytest.raises(TraceError, match="not in it: with several traces, each needs its rank"):
+    with pytest.raises(TraceError, match="missing in it: with several traces, each needs its rank"):
         ranks_of([gpu_step(1).read(), nobody.read()])
     assert list(ranks_of([nobody.read()])) == [0]
 

@@ -45,7 +45,7 @@ def test_a_slow_link_behind_another_limit_is_named_among_the_others():
     ("rows", "workers", "words"),
     [
         ([], 4, "a run measures its pairs of ranks while"),
-        (links(set()), 4, "none slower than the others"),
+        (links(set()), 4, "none is slower than the others"),
         ([], 2, "two ranks"),
     ],
 )

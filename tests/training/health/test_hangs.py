@@ -83,7 +83,7 @@ def test_a_rank_in_a_loop_that_holds_pythons_lock_is_named_by_the_others_and_its
 def test_a_rank_that_sleeps_in_user_code_is_named_with_its_line(tmp_path):
     case = hanging_group.sleeps
     _, dumps, text = explained(case, tmp_path, kind=Kind.ABSENT, number=2, missing=(1,), waiting=(0, 2))
-    assert f"rank 1 stands at {place_of(dumps[1].stands_on)}" in text and line_of(case, "asleep in user code") in text
+    assert f"rank 1 is at {place_of(dumps[1].stands_on)}" in text and line_of(case, "asleep in user code") in text
     assert first_trouble(dumps) == (2, {1})
 
 
