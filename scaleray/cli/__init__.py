@@ -1,4 +1,4 @@
-"""The commands. Heavy libraries are imported inside each command, so that help and config checks start at once."""
+"""Commands. Heavy libraries are imported inside each command, so that help and config checks start at once."""
 
 from scaleray.cli.main import main
 

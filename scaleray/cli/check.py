@@ -1,4 +1,4 @@
-"""`scaleray check`: will this workload train?"""
+"""`scaleray check`: quick test of a workload before training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = True, json: Json = False) -> int:
-    """Look at a workload before training it: one batch, in about ten seconds, without Ray.
+    """Check a workload before training it: one batch, in about ten seconds, without Ray.
 
-    Shapes and types of the data, whether rows repeat, the loss as sum and count, gradients and the parameters that get
-    none, metrics, labels out of range, memory, the speed of the input, and whether two processes train what one does.
-    Keys of the config can be given as options, as for train. Exit code 0 when nothing is wrong, 1 when something is.
+    It checks shapes and types of the data, repeated rows, the loss as sum and count, gradients and parameters without
+    one, metrics, labels out of range, memory, the speed of the input, and whether two processes train as one does.
+    Config keys can be given as options, as for train. Exit code 0 if all checks pass, 1 otherwise.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
     if processes:
         from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
 
-        begin_imports(OF_A_CHECK)  # beside this process's own imports
+        begin_imports(OF_A_CHECK)  # concurrently with this process's own imports
     from scaleray.verification.check.check import check as run
 
     output = Output(json=json)
@@ -47,7 +47,7 @@ def check(*overrides: Overrides, config: ConfigFile = None, processes: bool = Tr
 
 
 def show_check(console: Console, record: CheckRecord) -> None:
-    """Print the first batch's columns and the verdict; the findings were said as they were made."""
+    """Print the first batch's columns and the verdict; the findings were printed as they were made."""
     from scaleray.records.text.study_sweep_tables import Table
     from scaleray.reports.terminal.printed_record import print_whole, width_of
     from scaleray.reports.terminal.terminal_tables import as_rich

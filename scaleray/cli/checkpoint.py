@@ -1,4 +1,4 @@
-"""`scaleray checkpoint`: look at stored checkpoints, prove and mend them, and make one of weights."""
+"""`scaleray checkpoint`: list, verify and repair stored checkpoints, and import weights as one."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from scaleray.records.text.units import disk_space
 Where = Annotated[
     str, Parameter(help="A run folder, local or s3://; a run's name in the storage path; or one checkpoint's folder.")
 ]
-Step = Annotated[int | None, Parameter(help="Optimizer steps of the checkpoint; by default the newest complete one.")]
+Step = Annotated[int | None, Parameter(help="Step of the checkpoint; by default the newest complete one.")]
 CopyPath = Annotated[
-    str | None, Parameter(help="Where the second copies are, as checkpoint.copy_path; by default as the run says.")
+    str | None, Parameter(help="Path of the second copies, as in checkpoint.copy_path; by default that of the run.")
 ]
 
 checkpoint_app = App(name="checkpoint", help="List, verify and repair stored checkpoints.", help_format="plaintext")
@@ -25,7 +25,7 @@ checkpoint_app = App(name="checkpoint", help="List, verify and repair stored che
 
 @checkpoint_app.command(name="list")
 def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int:
-    """List what is stored: complete checkpoints, and what is left of others with the reason."""
+    """List the stored checkpoints: complete ones, and the remains of others with the reason."""
     from scaleray.models.stored_checkpoints import list_checkpoints
 
     with with_stages():
@@ -53,14 +53,14 @@ def list_(path: Where, *, copy_path: CopyPath = None, json: Json = False) -> int
 def verify(
     path: Where, *, step: Step = None, copy_path: CopyPath = None, heal: bool = False, json: Json = False
 ) -> int:
-    """Read every file again and compare it with its SHA-256. Exit code 0 when all is good, 1 when damage is left.
+    """Read all files and compare them with their SHA-256. Exit code 0 if all are good, 1 if damage remains.
 
     Parameters
     ----------
     step
-        Only this checkpoint; by default all.
+        Verify only this checkpoint; by default all.
     heal
-        Replace a lost or damaged file by its second copy.
+        Replace lost or damaged files by their second copies.
     """
     from scaleray.models.stored_checkpoints import verify_checkpoints
 
@@ -79,7 +79,7 @@ def verify(
     for reason in found["unfinished"]:
         print(f"not a checkpoint: {reason}")
     if not is_good and not heal and any(d["good_at"] for one in checked for d in one["damages"]):
-        print("to use the copies: the same command with --heal")
+        print("to use the copies, add --heal")
     return 0 if is_good else 1
 
 
@@ -95,20 +95,20 @@ def prune(
     copy_path: CopyPath = None,
     json: Json = False,
 ) -> int:
-    """Remove checkpoints that are not worth their place. Files that a kept checkpoint builds on stay.
+    """Remove superfluous checkpoints. Files needed by a retained checkpoint stay.
 
     Parameters
     ----------
     keep_last
-        Newest that stay, at least 1.
+        Number of newest checkpoints to retain, at least 1.
     keep_best
-        Best that stay as well, by --best.
+        Number of best checkpoints to retain as well, by --best.
     best
-        Metric and direction, such as "val/loss min"; it counts for a checkpoint only if it was measured at its step.
+        Metric and direction, such as "val/loss min"; only checkpoints at whose step it was measured are ranked.
     keep_every
-        One every so many steps stays.
+        Interval in steps between checkpoints to retain.
     dry_run
-        Say what would go, and remove nothing.
+        Print what would be removed, and remove nothing.
     """
     from scaleray.models.stored_checkpoints import prune_checkpoints
 
@@ -133,7 +133,7 @@ def prune(
 
 @checkpoint_app.command
 def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json: Json = False) -> int:
-    """Write an incremental checkpoint again as a full one, which depends on no other."""
+    """Rewrite an incremental checkpoint as a full one that does not depend on others."""
     from scaleray.models.stored_checkpoints import rebuild_checkpoint
 
     with with_stages():
@@ -150,12 +150,12 @@ def rebuild(path: Where, *, step: Step = None, copy_path: CopyPath = None, json:
 
 @checkpoint_app.command(name="import")
 def import_(file: str, path: str, *, json: Json = False) -> int:
-    """Make a checkpoint of a plain file of weights, to start a training from: --workload.weights PATH.
+    """Convert a file of weights to a checkpoint, to start a training from: --workload.weights PATH.
 
     Parameters
     ----------
     file
-        A .pt file of torch.save with tensors only, or a .safetensors file.
+        A .pt file written by torch.save with tensors only, or a .safetensors file.
     path
         New folder, local or s3://.
     """

@@ -1,4 +1,4 @@
-"""`scaleray cluster`: the files and processes of the clusters that trainings run on."""
+"""`scaleray cluster`: files and processes of clusters."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ def write(
     check: bool = False,
     overwrite: bool = False,
 ) -> int:
-    """Write the files that start a cluster, all from one table of versions and sizes.
+    """Write the files that start a cluster, all from a single table of versions and sizes.
 
     Parameters
     ----------
     kind
-        System that the cluster runs on; by default all of them.
+        Type of cluster; by default all.
     gpus
-        GPUs of a node and their kind; by default 8xh100.
+        GPUs per node and their type; by default 8xh100.
     nodes
-        Nodes with GPUs; by default 2.
+        Number of nodes with GPUs; by default 2.
     image
-        Image as the nodes pull it, with a tag other than latest; by default the name that cluster/image gives it.
+        Name of the image for the nodes, with a tag other than latest; by default the one built by cluster/image.
     cpu_image
-        The same for nodes without GPUs.
+        Name of the image for nodes without GPUs.
     kuberay
-        Release of the KubeRay operator that runs on the Kubernetes cluster.
+        Release of the KubeRay operator on the Kubernetes cluster.
     folder
-        Where to write; each kind has a folder in it.
+        Folder to write to; each type gets a subfolder.
     check
-        Only compare the files there with those that would be written. Exit code 1 where they differ.
+        Only compare the existing files with the ones that would be written. Exit code 1 if they differ.
     overwrite
         Replace files that differ.
     """
@@ -64,9 +64,9 @@ def write(
     for line in lines:
         print(line)
     if check:
-        print(f"{len(lines)} files differ from what would be written" if lines else "all files are as written")
+        print(f"{len(lines)} files differ from the generated ones" if lines else "all files are up to date")
         return 1 if lines else 0
-    print(f"{len(lines)} files written; what to do next: docs/cluster.md")
+    print(f"{len(lines)} files written; next steps: docs/cluster.md")
     return 0
 
 
@@ -81,20 +81,20 @@ def up(
 ) -> int:
     """Start a Ray cluster of several nodes on this machine, which runs until `scaleray cluster down`.
 
-    It listens on 127.0.0.1 alone and wants the token of this user.
+    It listens only on 127.0.0.1 and requires this user's token.
 
     Parameters
     ----------
     name
-        Its name, of at most 12 letters, to have several at once.
+        Its name, of at most 12 letters, to run several at once.
     nodes
-        How many nodes it has, its head among them.
+        Number of nodes, including the head.
     cpus
-        CPUs that each node hands out, which may be more than the machine has; by default one more than that in all.
+        CPUs that each node offers, possibly more than the machine has; by default one more than that in total.
     port
-        Port of the head on 127.0.0.1; by default one that is free.
+        Port of the head on 127.0.0.1; by default a free one.
     block
-        Stay until Ctrl-C, and end the cluster then.
+        Stay in the foreground until Ctrl-C, then end the cluster.
     """
     from scaleray.clusters.local_clusters import cluster_up
     from scaleray.common.guarded import ending_like_ctrl_c
@@ -113,15 +113,15 @@ def up(
 
 
 def status(name: str | None = None, *, export: Flag = False, json: Json = False) -> int:
-    """Show the clusters of `scaleray cluster up` with their nodes and how to connect. Exit code 1 where a node is lost,
-    or none is up.
+    """Show the clusters started by `scaleray cluster up`, with their nodes and how to connect. Exit code 1 if a node is
+    lost or no cluster is up.
 
     Parameters
     ----------
     name
-        One of them alone.
+        Show only this cluster.
     export
-        Print only what lets programs of this shell find it: eval "$(scaleray cluster status --export)".
+        Print only the settings that connect this shell's programs: eval "$(scaleray cluster status --export)".
     """
     from scaleray.clusters.local_clusters import cluster_status
 
@@ -137,12 +137,12 @@ def status(name: str | None = None, *, export: Flag = False, json: Json = False)
 
 
 def down(name: str = "local", *, json: Json = False) -> int:
-    """End a cluster of `scaleray cluster up` with everything that it started, and nothing else.
+    """End a cluster started by `scaleray cluster up` and all of its processes, but nothing else.
 
     Parameters
     ----------
     name
-        Which one.
+        Name of the cluster.
     """
     from scaleray.clusters.local_clusters import cluster_down
 

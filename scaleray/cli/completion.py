@@ -1,7 +1,7 @@
-"""Shell completion: cyclopts' own, with every key of the config as an option of the commands that take them.
+"""Shell completion: that of cyclopts, with all config keys as options of the commands that accept them.
 
-cyclopts completes the options in a command's signature. Keys of the config reach a command as loose words, so the
-script is made from copies of the commands that have each key as an option of its own, with its choices.
+cyclopts completes the options in a command's signature. Commands receive config keys as plain words, so the script is
+made from copies of the commands in which each key is an option with its choices.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Shell = Literal["bash", "zsh", "fish"]
 
 
 def install(app: App, shell: Shell | None, output: Path | None) -> Path:
-    """Write the script of a shell, by default of the one that runs, and return where it lies. Raises UsageError.
+    """Write the script for a shell, by default the current one, and return its path. Raises UsageError.
 
-    output: file to write it to; by default where the shell looks, with a line in its start-up file.
+    output: file to write to; by default the place where the shell looks for it, with a line in its start-up file.
     """
     try:
         return with_config_keys(app).install_completion(shell=shell, output=output, add_to_startup=output is None)
     except ShellDetectionError:
-        raise UsageError("the shell", "unknown", "the environment does not show it", "add --shell bash") from None
+        raise UsageError("the shell", "unknown", "it cannot be detected", "add --shell bash") from None
     except OSError as exc:
         raise UsageError(
             "the script", str(output), f"it cannot be written: {exc}", "name a file with --output"
@@ -36,7 +36,7 @@ def install(app: App, shell: Shell | None, output: Path | None) -> Path:
 
 
 def with_config_keys(app: App) -> App:
-    """A copy of the commands in which every key of the config is an option."""
+    """Return a copy of the commands in which every config key is an option."""
     copy = App(name=app.name, help=app.help, help_format="plaintext")
     if app.default_command is not None:
         copy.default(_with_options(app.default_command))
@@ -52,7 +52,7 @@ def with_config_keys(app: App) -> App:
 
 
 def _with_options(function: Any) -> Any:
-    """Copy of a command with the same options, and the config's keys in place of loose words."""
+    """Return a copy of a command with the same options, and the config keys in place of plain words."""
 
     def stand_in(*_: Any, **__: Any) -> None:
         raise AssertionError("only its signature is used")

@@ -1,4 +1,4 @@
-"""`scaleray config`: the resolved config with what follows from it, and every key there is."""
+"""`scaleray config`: the resolved config with its derived values, and all keys."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def show(
     json: Json = False,
     data: bool = True,
 ) -> int:
-    """Print the keys that differ from their defaults, and every derived value with how it was derived.
+    """Print the keys that differ from their defaults, and all derived values with their derivations.
 
     Parameters
     ----------
     all_
         Print all keys.
     data
-        Load the workload's data, which the number of steps depends on. --no-data leaves those values out.
+        Load the workload's data, which determines the number of steps. --no-data omits these values.
     """
     import yaml
 
@@ -50,7 +50,7 @@ def show(
         print(f"# {line}")
     print(f"\n# config hash {shown['hash']}")
     if not data:
-        print("# derived values need the data: leave out --no-data")
+        print("# derived values need the data: omit --no-data")
     else:
         print(f"# derived, for {shown['rows']} training samples")
     width = max((len(name) for name in values), default=0)
@@ -70,12 +70,12 @@ def show(
 
 @config_app.command
 def keys(section: str | None = None, *, json: Json = False) -> int:
-    """List the keys of the config with what each may hold, its default and its meaning.
+    """List the config keys with their allowed values, defaults and meanings.
 
     Parameters
     ----------
     section
-        Only a section (`optimizer`), or only the keys whose name holds this word (`batch`).
+        Only one section (`optimizer`), or only the keys whose name contains this word (`batch`).
     """
     import dataclasses
     import textwrap
@@ -101,7 +101,7 @@ def schema(what: Literal["config", "run", "study", "sweep", "live"] = "config", 
     what
         config for the YAML file; run, study or sweep for its record.json.
     out
-        File to write it to. Editors complete and check a YAML file whose first line names that of the config.
+        File to write to. Editors complete and check a YAML file whose first line refers to the config's schema.
     """
     import json as json_library
 

@@ -1,4 +1,4 @@
-"""`scaleray dashboards`: the files that Grafana, Prometheus and Alertmanager read, and their way into a Grafana."""
+"""`scaleray dashboards`: files for Grafana, Prometheus and Alertmanager, and their import into Grafana."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def write(
     check: bool = False,
     json: Json = False,
 ) -> int:
-    """Write the dashboards, the rules of alerts, and a configuration of Prometheus to begin with.
+    """Write the dashboards, the alert rules, and a sample configuration of Prometheus.
 
     Parameters
     ----------
     folder
-        Where to. What else lies there stays.
+        Folder to write to. Other files in it are kept.
     alerts
-        File of rules to write instead of those with the usual limits, such as the alerts.yaml in the pipeline of a
-        promoted model, whose limits were measured.
+        File of rules to write instead of those with the default thresholds, such as the alerts.yaml in the pipeline of
+        a promoted model, whose thresholds were measured.
     grafana
-        Address of the Grafana, such as http://127.0.0.1:3000, that the alerts' links to their panels begin with; they
-        are paths within it otherwise.
+        Address of the Grafana, such as http://127.0.0.1:3000, with which the alerts' links to panels begin; by default
+        the links are relative.
     check
-        Write nothing; exit with 1 where a file is missing or is not what would be written, as one edited by hand.
+        Write nothing; exit with 1 if a file is missing or differs from the one that would be written.
     """
     from scaleray.live.grafana.written_dashboards import write_dashboards
 
@@ -48,9 +48,9 @@ def write(
         print_json({"differ": [path.name for path in differ]}, written=written)
     elif check:
         for path in differ:
-            print(f"{path} {'is not what scaleray writes' if path.exists() else 'is missing'}", file=sys.stderr)
+            print(f"{path} {'differs from the generated file' if path.exists() else 'is missing'}", file=sys.stderr)
         more = f" --alerts {alerts}" if alerts is not None else f" --grafana {grafana}" if grafana else ""
-        print(f"run scaleray dashboards write --folder {folder}{more}" if differ else "all files are as written")
+        print(f"run scaleray dashboards write --folder {folder}{more}" if differ else "all files are up to date")
     else:
         print("\n".join(f"wrote {path}" for path in paths))
     return 1 if differ else 0
@@ -58,7 +58,7 @@ def write(
 
 @dashboards_app.command
 def install(*, grafana: str, token_env: str = "GRAFANA_TOKEN", folder: str = "scaleray", json: Json = False) -> int:
-    """Import the dashboards by the HTTP API of a Grafana; those that are there already are replaced.
+    """Import the dashboards through the HTTP API of a Grafana; existing ones are replaced.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def install(*, grafana: str, token_env: str = "GRAFANA_TOKEN", folder: str = "sc
     token_env
         Name of the environment variable with the token of a service account that may edit dashboards.
     folder
-        Folder within Grafana, made where there is none.
+        Folder within Grafana; created if it does not exist.
     """
     from scaleray.live.grafana.grafana_client import install_dashboards
 

@@ -1,4 +1,4 @@
-"""`scaleray doctor`: is a cluster ready, before anything is trained on it?"""
+"""`scaleray doctor`: check a cluster before training on it."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ def doctor(
     strict: Flag = False,
     json: Json = False,
 ) -> int:
-    """Look at every node of a cluster before GPUs are paid for, in less than a minute; or at this machine.
+    """Check every node of a cluster before GPUs are paid for, in less than a minute; or this machine.
 
-    Versions, GPUs, drivers, limits of the system, shared memory, disks, clocks, ports, the shared storage, MLflow,
-    matrix products of every GPU, all-reduces inside and between nodes, and each link between two nodes. Every check is
-    red, yellow or green, with what to do. GPUs in use are left alone.
+    It checks versions, GPUs, drivers, system limits, shared memory, disks, clocks, ports, the shared storage, MLflow,
+    matrix products of every GPU, all-reduces within and between nodes, and each link between two nodes. Every check is
+    red, yellow or green, with advice. GPUs in use are not touched.
 
-    Exit code 0 when no check is red, 1 when one is, 2 for bad usage. With a config its storage and MLflow are looked
-    at, and its keys can be given as options, as for train.
+    Exit code 0 if no check is red, 1 if one is, 2 for bad usage. With a config, its storage and MLflow are checked, and
+    its keys can be given as options, as for train.
 
     Parameters
     ----------
     address
-        HOST:PORT of the cluster's head; by default that of RAY_ADDRESS, and this machine where there is none.
+        HOST:PORT of the cluster's head; by default RAY_ADDRESS, or this machine if that is not set.
     local
-        Look at this machine, without Ray.
+        Check this machine, without Ray.
     storage
-        Folder or s3:// URI where runs are kept, instead of the config's.
+        Folder or s3:// URI for runs, instead of the config's.
     uri
-        MLflow's tracking URI, instead of the config's. Where one is given, in whatever way, the record is kept there.
+        MLflow's tracking URI, instead of the config's. If one is configured in any way, the record is stored there.
     network
-        Network between nodes, as the planner reads it, such as 100G or 8x400G, to compare all-reduces with. By
-        default that of machines with such GPUs.
+        Network between nodes in the planner's notation, such as 100G or 8x400G, to compare all-reduces with. By default
+        the usual one for these GPUs.
     collectives
-        File for the measured all-reduces, which `scaleray plan --collectives` reads.
+        File for the measured all-reduces, for `scaleray plan --collectives`.
     strict
         Exit code 1 for yellow too.
     """

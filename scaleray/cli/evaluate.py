@@ -1,4 +1,4 @@
-"""`scaleray evaluate`: how good is the model of a run?"""
+"""`scaleray evaluate`: metrics of a run's model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def evaluate(
     record: bool = True,
     json: Json = False,
 ) -> int:
-    """Measure the metrics of a run's model again, on every split but train, or on other data.
+    """Measure the metrics of a run's model again, on every split except train, or on other data.
 
-    They are measured as in training, with the same figures to rounding, and written to the run in MLflow, in a section
-    of their own.
+    They are measured as in training, with the same results up to rounding, and written to the run in MLflow under a
+    separate prefix.
 
     Parameters
     ----------

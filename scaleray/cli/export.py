@@ -1,4 +1,4 @@
-"""`scaleray export`: the model of a run in a file or folder that others read."""
+"""`scaleray export`: the model of a run as a file or folder for other programs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def export(
     options: Annotated[ExportOptions, AS_OPTIONS] = ExportOptions(),
     json: Json = False,
 ) -> int:
-    """Write the model of a run, or models:/NAME@ALIAS, to a file or folder that others read.
+    """Write the model of a run, or models:/NAME@ALIAS, to a file or folder for other programs.
 
-    safetensors has the weights; torch.export and onnx have weights and the computation of the model's forward, as the
-    workload calls it, for programs without its code. Such a file is opened again, and appears when its outputs on real
-    rows are the model's. Transforms and preprocessors are no part of it.
-    pt is the state dict as torch saves it. folder is what the workload's export() writes, such as from_pretrained
-    reads; adapter is a folder of the low-rank adapters alone, as the library peft reads it.
+    safetensors contains the weights; torch.export and onnx contain weights and the computation of the model's forward,
+    as called by the workload, for programs without its code. Such a file is loaded again, and is only kept if its
+    outputs on real rows equal the model's. Transforms and preprocessors are not included.
+    pt is the state dict written by torch.save. folder is the output of the workload's export(), such as a folder for
+    from_pretrained; adapter is a folder with only the low-rank adapters, for the library peft.
 
     Parameters
     ----------
     out
-        The file: .safetensors, .pt2, .onnx or .pt; a name without an ending is a folder.
+        The file: .safetensors, .pt2, .onnx or .pt; a name without an extension is a folder.
     data
-        File of rows to compare on; by default rows of the training's data.
+        File of rows for the comparison; by default rows of the training's data.
     """
     from scaleray.models.exported import export_model
 

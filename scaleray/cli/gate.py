@@ -1,4 +1,4 @@
-"""`scaleray gate`: whether a training may go into production, by evidence that was recorded."""
+"""`scaleray gate`: check from recorded evidence whether a training may go into production."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ def gate(
     uri: Uri = None,
     json: Json = False,
 ) -> int:
-    """Ask the gates about a training or a study: fingerprint, equality, scaling, convergence and operations.
+    """Apply the gates to a training or a study: fingerprint, equality, scaling, convergence and operations.
 
-    Each answers pass, fail or inconclusive, with its numbers and what to do next. Missing evidence never passes. Runs
-    of the same but the seed in the folders next to the candidate and the baseline count as their repeats where only one
-    of them is given; certificates and studies there are found as well.
+    Each results in pass, fail or inconclusive, with its numbers and the next step. Missing evidence never passes. If
+    only one run of the candidate or baseline is given, runs in the folders next to it that differ only in the seed
+    count as its repeats; certificates and studies there are found as well.
 
-    Against a registered version the gates are speed, convergence and data: whether today's runs are still like those of
-    the promoted model, by the evidence and the policy that were kept at its promotion.
+    Against a registered version the gates are speed, convergence and data: they check whether today's runs are still
+    like those of the promoted model, by the evidence and the policy stored at its promotion.
 
-    Exit code 0 when all pass, 1 when one fails, 3 when one is inconclusive and none fails, 2 for bad usage.
+    Exit code 0 if all pass, 1 if one fails, 3 if one is inconclusive and none fails, 2 for bad usage.
 
     Parameters
     ----------
     runs
         The candidate: folder or bucket of a training, its name in the default storage path, or its id or name in
-        MLflow. More runs are repeats of it with other seeds. Or one scaling study, of which scaling and equality are
-        asked, at its largest number of workers. None against a registered version: the runs in MLflow of its
-        experiment that train the same, began after its promotion and have finished or failed.
+        MLflow. Further runs are repeats of it with other seeds. Or one scaling study, to which the gates scaling and
+        equality are applied at its largest number of workers. Against a registered version, omit it to use all runs of
+        its experiment in MLflow with the same training that started after its promotion and have finished or failed.
     against
         Runs of the baseline, or a version in MLflow's registry: NAME@ALIAS, such as digits@champion, or
         models:/NAME/VERSION.
     policy
-        YAML file of what is asked; by default every key has its own default, or that of the version's promotion.
+        YAML file with the requirements; by default each key's default, or the policy of the version's promotion.
     study
         Scaling study of the candidate's training.
     certificates
         Folders or files of certificates of `scaleray verify`.
     gates
-        Only these gates, with commas between them.
+        Only these gates, separated by commas.
     days
-        Days back in which runs since the promotion of a registered version count, when no RUN is given: by default 8.
+        Number of past days from which runs of a registered version count, if no RUN is given: by default 8.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Help pages: groups of commands in the order of use, texts laid out for the terminal's width, missing arguments."""
+"""Help pages: command groups in order of use, text laid out for the terminal's width, missing arguments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PRODUCTION = Group("Production", sort_key=5)
 OTHER = Group("Other", sort_key=6)
 
 TRAIN_KEYS = """Keys that most runs set, in the file or as options:
-  --workload.name FILE.py:CLASS     what is trained
+  --workload.name FILE.py:CLASS     workload to train
   --batch.global-size 64            samples in a step, over all workers
   --optimizer.learning-rate 1e-3    peak; --optimizer.name sgd, lamb, ...
   --stop.after "30 epochs"          length of the training
@@ -33,7 +33,7 @@ All others: scaleray config keys [SECTION]. A first config: scaleray init."""
 
 
 class Pages(DefaultFormatter):
-    """The pages of cyclopts without the line ends of our sources."""
+    """The pages of cyclopts without the line breaks of the sources."""
 
     def __call__(self, console: Console, options: ConsoleOptions, panel: HelpPanel) -> None:
         for entry in panel.entries:
@@ -48,7 +48,7 @@ class Pages(DefaultFormatter):
 
 
 def flowed(text: str) -> str:
-    """The text with one line a paragraph. Entries of a list keep lines of their own."""
+    """The text with one line per paragraph. List items keep their own lines."""
     paragraphs = re.split(r"\n\s*\n", text.strip())
     return "\n\n".join(re.sub(r"\s*\n\s*(?!- )", " ", one) for one in paragraphs)
 
@@ -59,7 +59,7 @@ def _flow(view: Any) -> None:
 
 
 def shown_default(value: Any) -> str:
-    """A default as help shows it; empty for what an option is without: off, nothing and no entry."""
+    """A default as shown in help; empty for values that mean unset: off, None and an empty list."""
     return "" if value in (None, False, ()) else str(value)
 
 
@@ -74,7 +74,7 @@ def add_in_order(app: App, group: Group, *commands: Any) -> None:
 
 
 def missing(error: MissingArgumentError) -> str:
-    """The argument to give, as an imperative."""
+    """The argument to give, in the imperative."""
     argument = error.argument
     assert argument is not None
     if error.keyword is not None:

@@ -1,4 +1,4 @@
-"""`scaleray init`: a working project to begin with."""
+"""`scaleray init`: write a working project to start from."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ def init(
     workers: int = 1,
     arguments: str | None = None,
 ) -> int:
-    """Write a project that trains as it is, on sample data: a workload, its config and its test.
+    """Write a project that trains without changes on sample data: a workload, its config and its test.
 
-    Without --from it asks five questions. Nothing is ever overwritten.
+    Without --from it asks five questions. It never overwrites files.
 
     Parameters
     ----------
     kind
-        lightning, hf, images, table or text.
+        Type of project: lightning, hf, images, table or text.
     out
-        Folder to write into; by default the current one.
+        Folder to write to; by default the current one.
     name
-        Name of the files; by default one that fits.
+        Name of the files; by default a suitable one.
     data
-        Your own data, as the workload's docstring says; by default sample data from a package.
+        Your own data, as described in the workload's docstring; by default sample data from a package.
     workers
-        Workers that train.
+        Number of workers.
     arguments
-        With --from hf: a file with TrainingArguments of transformers' Trainer as JSON, whose values the config takes.
+        With --from hf: a JSON file with TrainingArguments of transformers' Trainer, whose values are used in the
+        config.
     """
     from scaleray.cli.projects.write import KINDS, write_project
 
@@ -46,7 +47,7 @@ def init(
             raise UsageError(
                 "--from",
                 None,
-                f"without a terminal nothing can be asked. Give one of {', '.join(KINDS)}",
+                f"it cannot be asked for without a terminal. Give one of {', '.join(KINDS)}",
                 "scaleray init --from table",
             )
         kind, name, data, workers, out = _asked()
@@ -66,7 +67,7 @@ def init(
 
 
 def _trained_with(path: str, kind: str, workers: int) -> tuple[dict[str, Any], list[str]]:
-    """Values of the config from a file of TrainingArguments, and a line for each that has no equivalent."""
+    """Config values from a file of TrainingArguments, and a line for each one without an equivalent."""
     import dataclasses
     from pathlib import Path
 
@@ -75,7 +76,7 @@ def _trained_with(path: str, kind: str, workers: int) -> tuple[dict[str, Any], l
     from scaleray.config.trainer_arguments import config_of
 
     if kind != "hf":
-        raise UsageError("--arguments", path, "TrainingArguments are transformers'", "--from hf")
+        raise UsageError("--arguments", path, "TrainingArguments belong to transformers", "--from hf")
     fields = dataclasses.fields(
         library("transformers", extra="hugging-face", wanted_by="--arguments").TrainingArguments
     )
@@ -89,7 +90,7 @@ def _trained_with(path: str, kind: str, workers: int) -> tuple[dict[str, Any], l
 
 
 def _asked() -> tuple[str, str | None, str | None, int, str]:
-    """The answers to five questions on the terminal; an empty one takes the value in brackets."""
+    """The answers to five questions on the terminal; an empty answer selects the value in brackets."""
     from scaleray.cli.projects.write import KINDS
 
     for number, (kind, about) in enumerate(KINDS.items(), start=1):

@@ -1,4 +1,4 @@
-"""`scaleray jobs`: the jobs of a cluster, what they print, and their end."""
+"""`scaleray jobs`: list the jobs of a cluster, show their output, and stop them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ jobs_app = App(name="jobs", help="Jobs of a remote cluster.", help_format="plain
 To = Annotated[
     str | None,
     Parameter(
-        help="A Ray's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml, which may be a "
-        "Kubernetes or a Slurm; by default the dashboard of RAY_API_SERVER_ADDRESS."
+        help="Ray dashboard, http://HOST:8265, or the name of a Ray, Kubernetes or Slurm cluster in "
+        "~/.config/scaleray/clusters.yaml; by default the dashboard in RAY_API_SERVER_ADDRESS."
     ),
 ]
 
 
 @jobs_app.command(name="list")
 def list_(*, to: To = None, json: Json = False) -> int:
-    """List the jobs that were submitted to a cluster, the newest first."""
+    """List the jobs submitted to a cluster, newest first."""
     from scaleray.clusters.submit.submit import list_jobs
 
     found = list_jobs(to)
@@ -39,7 +39,7 @@ def list_(*, to: To = None, json: Json = False) -> int:
     from scaleray.reports.terminal.progress_line import duration
 
     if not found:
-        print("no job was submitted to this cluster")
+        print("no jobs were submitted to this cluster")
         return 0
     rows = []
     for job in found:
@@ -51,7 +51,7 @@ def list_(*, to: To = None, json: Json = False) -> int:
     widths = [max(len(row[number]) for row in (names, *rows)) for number in range(len(names))]
     for name, width in zip(names, widths, strict=True):
         table.add_column(name, no_wrap=True, width=width)
-    others = sum(width + 3 for width in widths)  # with what is between columns; rich would shorten them
+    others = sum(width + 3 for width in widths)  # including column separators; rich would shorten them
     left = max(Console().width - others, 20)
     table.add_column("command", no_wrap=True, overflow="ellipsis", max_width=left)
     for row in rows:
@@ -62,12 +62,12 @@ def list_(*, to: To = None, json: Json = False) -> int:
 
 @jobs_app.command
 def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
-    """Print what a job has printed.
+    """Print the output of a job.
 
     Parameters
     ----------
     follow
-        Follow it until it has ended; exit code 1 if it failed. Ctrl-C leaves it alone; the exit code is 130 then.
+        Follow it until it ends; exit code 1 if it failed. Ctrl-C leaves the job running, with exit code 130.
     """
     from scaleray.clusters.submit.submit import job_logs, jobs_of
 
@@ -90,7 +90,7 @@ def logs(job: str, *, to: To = None, follow: Flag = False) -> int:
 
 @jobs_app.command
 def stop(job: str, *, to: To = None, json: Json = False) -> int:
-    """Ask a job to end: a training saves its state first, and can be resumed."""
+    """Stop a job: a training saves its state first, and can be resumed."""
     from scaleray.clusters.submit.submit import stop_job
 
     now = stop_job(job, to=to)

@@ -65,7 +65,7 @@ app = App(
     help_format="plaintext",
     help_formatter=Pages(),
     default_parameter=Parameter(show_default=shown_default),
-    suppress_keyboard_interrupt=False,  # a stopped run says so, and exits with 1
+    suppress_keyboard_interrupt=False,  # a stopped run reports it, and exits with 1
 )
 app.command(train, group=START, sort_key=-1, help_epilogue=TRAIN_KEYS)
 add_in_order(app, START, init, check, config_app)
@@ -80,19 +80,19 @@ for flag in ("--help", "--version"):
 
 @app.command(name="--install-completion", group=OTHER)
 def install_completion(*, shell: Shell | None = None, output: Path | None = None) -> int:
-    """Install completion of commands, options and keys of the config. Again after an update, which may bring new ones.
+    """Install shell completion of commands, options and config keys. Repeat it after an update, which may add some.
 
     Parameters
     ----------
     shell
-        The shell; by default the one that this runs in.
+        The shell; by default the current one.
     output
-        File to write the script to, without a line in the shell's start-up file.
+        File to write the script to, without adding a line to the shell's start-up file.
     """
     from scaleray.cli.completion import install
 
     path = install(app, shell, output)
-    print(f"script: {path}" if output is not None else f"completion: {path}; new shells have it")
+    print(f"script: {path}" if output is not None else f"completion: {path}; new shells use it")
     return 0
 
 
@@ -105,8 +105,8 @@ def main(arguments: list[str] | None = None) -> None:
     except BrokenPipeError:
         if not _has_lost_its_reader(sys.stdout.fileno()):
             raise
-        # whoever read the output has seen enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more when it exits
+        # the reader closed the pipe, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python reports it again at exit
         code = 1
     sys.exit(code)
 
@@ -119,12 +119,12 @@ def _has_lost_its_reader(output: int) -> bool:
 
 
 def _make_early_ends_failures() -> None:
-    """Make os._exit(0) of user code in this process a failure, so that it does not look like a command that is done."""
+    """Turn os._exit(0) in user code of this process into a failure, so that it does not look like success."""
     real, own = os._exit, os.getpid()
 
     def end(status: int) -> NoReturn:
-        if os.getpid() == own and status == 0:  # in children of a fork it is how they end
-            os.write(2, b"RunFailedError: the command was ended by a call of os._exit(0) before it was done\n")
+        if os.getpid() == own and status == 0:  # forked children end in this way
+            os.write(2, b"RunFailedError: os._exit(0) ended the command before it was done\n")
             status = 1
         real(status)
 
@@ -132,7 +132,7 @@ def _make_early_ends_failures() -> None:
 
 
 def run_command(arguments: list[str]) -> int:
-    """The exit code of a command line; errors that were raised on purpose print one message and no traceback."""
+    """Return the exit code of a command line; deliberate errors are printed as one message without a traceback."""
     if nul := next((word for word in arguments if "\0" in word), None):
         return _fail(f"UsageError: an argument is {nul!r:.200}: it cannot hold a NUL character", 2)
     try:
@@ -149,22 +149,22 @@ def run_command(arguments: list[str]) -> int:
         if missing is None:
             raise
         return _fail(f"{type(missing).__name__}: {missing}", missing.exit_code)
-    except SystemExit as exc:  # raised by user code, in a place that nobody thought of: nothing of ours calls it
-        if isinstance(exc.__context__, BrokenPipeError):  # but rich does, where the reader has gone, as `| head` does
+    except SystemExit as exc:  # raised by user code in an unforeseen place: scaleray itself never calls sys.exit
+        if isinstance(exc.__context__, BrokenPipeError):  # but rich does if the reader has closed the pipe
             return 1
-        return _fail(f"RunFailedError: the command was ended early by sys.exit({exc.code!r})", 1)
+        return _fail(f"RunFailedError: sys.exit({exc.code!r}) ended the command early", 1)
     except KeyboardInterrupt as exc:
         return _fail(f"stopped; {MARKED_KILLED}" if MARKED_KILLED in exc.args else "stopped", STOPPED)
 
 
 def _lacks_config(exc: ScaleRayError, arguments: list[str]) -> bool:
-    """Whether a command that needs a config was given none: neither a file nor the first key of one."""
+    """Whether a command that needs a config was given neither a file nor config keys."""
     is_lacking = isinstance(exc, ConfigError) and exc.found is None and exc.key == "workload.name"
     return is_lacking and not any(word.partition("=")[0] in ("-c", "--config") for word in arguments)
 
 
 def _usage(exc: CycloptsError) -> str:
-    """The fault in the words of a command line, and how its command is called."""
+    """The usage error in terms of the command line, and the command for help."""
     command = " ".join(["scaleray", *(exc.command_chain or ())])
     if isinstance(exc, MissingArgumentError) and exc.argument is not None:
         return f"UsageError: {missing(exc)}.\n  see {command} --help"

@@ -1,4 +1,4 @@
-"""Options that several commands have."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Run = Annotated[
 Uri = Annotated[
     str | None,
     Parameter(
-        help="MLflow's tracking URI, for a run that is found there; else SCALERAY_TRACKING__URI or MLFLOW_TRACKING_URI."
+        help="MLflow's tracking URI, of a run recorded there; by default SCALERAY_TRACKING__URI or MLFLOW_TRACKING_URI."
     ),
 ]
 
 
 AS_OPTIONS = Parameter(name="*", negative_bool="", negative_iterable="")
-"""Shows the fields of a dataclass as options of their own, without --no-NAME and --empty-NAME."""
+"""Shows the fields of a dataclass as separate options, without --no-NAME and --empty-NAME."""
 Overrides = Annotated[str, Parameter(allow_leading_hyphen=True, show=False)]
-"""Keys of the config with their values, as `--section.key value`."""
+"""Config keys with their values, as `--section.key value`."""
 ConfigFile = Annotated[Path | None, Parameter(name=["--config", "-c"], help="YAML file of the run.")]
 Json = Annotated[
     bool,
     Parameter(name="--json", negative="", help="Print the result as JSON on stdout; everything else goes to stderr."),
 ]
 Flag = Annotated[bool, Parameter(negative="")]
-"""A switch that is off unless it is named."""
+"""A switch that is off unless given."""
 Several = Annotated[tuple[str, ...], Parameter(negative="")]
 """An option that may be repeated."""

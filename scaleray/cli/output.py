@@ -1,4 +1,4 @@
-"""Where a command prints: lines for people, or JSON on stdout with everything else on stderr."""
+"""Output of a command: lines of text, or JSON on stdout with everything else on stderr."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 STOPPED = 130
-"""Exit code of a command that Ctrl-C ended, as of other programs (128 + SIGINT)."""
+"""Exit code of a command ended by Ctrl-C, as of other programs (128 + SIGINT)."""
 
 
 class Output:
-    """json: stdout is for JSON alone. width: columns of a console that is no terminal; None leaves rich's own."""
+    """json: stdout is only for JSON. width: columns of a console that is not a terminal; None keeps rich's default."""
 
     def __init__(self, *, json: bool, width: int | None = None) -> None:
         from rich.console import Console
@@ -26,11 +26,11 @@ class Output:
             self.console.width = width
 
     def say(self, text: str) -> None:
-        """Print a line as it is."""
+        """Print a line unchanged."""
         self._stages.say(text)
 
     def show(self, view: Any) -> None:
-        """Print a line as it is, or a table."""
+        """Print a line unchanged, or a table."""
         if isinstance(view, str):
             self.say(view)
         else:
@@ -38,19 +38,20 @@ class Output:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """A context in which a command shows what it is doing, and nothing but its record reaches a stdout that is for
-        JSON: Ray prints there what its daemons say."""
+        """Return a context that shows a command's progress and keeps everything but its record off a stdout for JSON:
+        Ray prints the output of its daemons there."""
         with self.kept_clean(), self._stages:
             yield
 
     def kept_clean(self) -> contextlib.AbstractContextManager[object]:
-        """A context in which nothing else reaches a stdout that is for JSON: Ray prints there what its daemons say."""
+        """Return a context that keeps other output off a stdout for JSON: Ray prints the output of its daemons
+        there."""
         return contextlib.redirect_stdout(sys.stderr) if self._json else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def with_stages() -> Iterator[None]:
-    """A context in which a command that prints its result as plain lines says on stderr what it is doing."""
+    """Context that shows the progress of a command on stderr; for commands that print plain lines."""
     from scaleray.common.progress import are_shown
 
     if are_shown():
@@ -67,9 +68,8 @@ def with_stages() -> Iterator[None]:
 def print_json(
     values: Mapping[str, Any], *, written: Mapping[str, str] | None = None, summary: str = "", in_a_line: bool = False
 ) -> None:
-    """Print what `--json` promises of every command: one object with the version of its keys, and by name the absolute
-    paths or URIs of what the command wrote. summary: of a record, in a line. in_a_line: for a command that prints one
-    again and again."""
+    """Print the result of `--json`: one object with the version of its keys, and by name the absolute paths or URIs of
+    written files. summary: of a record, in one line. in_a_line: for a command that prints one object repeatedly."""
     from scaleray.records.json_record import SCHEMA_VERSION
 
     told = {"summary": summary} if summary else {}
@@ -78,7 +78,7 @@ def print_json(
 
 
 def written_in(folder: str) -> dict[str, str]:
-    """Folder of a run, study or sweep and its files by name; the folder alone if it cannot be listed."""
+    """Folder of a run, study or sweep and its files by name; only the folder if it cannot be listed."""
     from scaleray.common.filesystems import open_filesystem
 
     found = {"folder": folder}

@@ -1,4 +1,4 @@
-"""`scaleray path`: from a baseline on one worker to a promoted model, a command at a time."""
+"""`scaleray path`: guided steps from a baseline on one worker to a promoted model."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def start(
     local: Flag = False,
     json: Json = False,
 ) -> int:
-    """Begin a path. Keys of the config can be given as options, as for train.
+    """Begin a path. Config keys can be given as options, as for train.
 
     Parameters
     ----------
     target
-        What the model must reach, such as "test/accuracy >= 0.97".
+        Target of the model, such as "test/accuracy >= 0.97".
     workers
-        Workers of the distributed training.
+        Number of workers of the distributed training.
     runs
-        Trainings of each side, with as many seeds.
+        Number of trainings per side, each with its own seed.
     name
         Name of the path; by default that of the experiment.
     model
         Name of the model in MLflow's registry; by default that of the path.
     policy
-        YAML file of what the gates ask.
+        YAML file with the requirements of the gates.
     cluster
-        Cluster that the planner is to give advice for, as scaleray plan reads it, such as h100:8x2.
+        Cluster for the planner's advice, in the notation of scaleray plan, such as h100:8x2.
     kind
-        Kind of cluster that the promoted model's pipeline trains it again on.
+        Type of cluster on which the promoted model's pipeline retrains it.
     soak
         Length of the long training, such as "30 epochs"; by default three times that of the job.
     local
-        Run everything that can be without Ray: all but trainings of several workers and the sweep.
+        Run without Ray whatever can be: all except trainings with several workers and the sweep.
     """
     if config is None:
         raise UsageError.problem("Give", "a config with -c FILE", "scaleray path start -c FILE --target ...")
@@ -97,14 +97,14 @@ def next_(
 ) -> int:
     """Do the next task; if a person must decide, print the question.
 
-    Exit code 0 when it is done, 1 when its command failed, 3 when gates are inconclusive or a person must decide.
+    Exit code 0 if it is done, 1 if its command failed, 3 if gates are inconclusive or a person must decide.
 
     Parameters
     ----------
     until
         Continue until this step is done: baseline, distribute, optimise, validate or produce.
     only_print
-        Do nothing; print the command of the next task, with --until of all as far as they are known.
+        Do nothing; print the command of the next task, or with --until of all that are known so far.
     """
     from scaleray.release.path.go import next_on_path
 
@@ -122,12 +122,12 @@ def next_(
 
 @path_app.command
 def skip(task: str, *, reason: str, name: Name = None, json: Json = False) -> int:
-    """Leave a task out.
+    """Skip a task.
 
     Parameters
     ----------
     reason
-        Reason that the status shows.
+        Reason shown in the status.
     """
     from scaleray.release.path.go import skip_on_path
 
@@ -136,12 +136,12 @@ def skip(task: str, *, reason: str, name: Name = None, json: Json = False) -> in
 
 @path_app.command
 def redo(task: str, *, reason: str = "", name: Name = None, json: Json = False) -> int:
-    """Open a task again, and those after it; the runs of trainings are set aside.
+    """Reopen a task and those after it; the runs of its trainings are set aside.
 
     Parameters
     ----------
     reason
-        Reason that the status shows.
+        Reason shown in the status.
     """
     from scaleray.release.path.go import redo_on_path
 
@@ -150,14 +150,14 @@ def redo(task: str, *, reason: str = "", name: Name = None, json: Json = False) 
 
 @path_app.command
 def status(*, name: Name = None, json: Json = False) -> int:
-    """Show how far a path is, and every task with its result."""
+    """Show the progress of a path, and every task with its result."""
     from scaleray.release.path.path_state import find_path
 
     return _shown(find_path(name), json=json, tables=True)
 
 
 def _printed(name: str | None, until: str | None, *, json: bool) -> int:
-    """Print the commands of the tasks that are next."""
+    """Print the commands of the next tasks."""
     from scaleray.release.path.go import steps_ahead
 
     tasks = steps_ahead(name, until=until)
@@ -168,12 +168,12 @@ def _printed(name: str | None, until: str | None, *, json: bool) -> int:
             print(f"# {task.key}: {task.what}")
             print(task.shell or f"# {task.words or 'scaleray path next does it'}")
         if not tasks:
-            print("# the path is at its end")
+            print("# the path is complete")
     return INCONCLUSIVE if tasks and tasks[-1].act == "decide" else 0
 
 
 def _shown(path: PathRecord, *, json: bool, tables: bool = False) -> int:
-    """Show a path. tables: with all of its tasks."""
+    """Show a path. tables: include all of its tasks."""
     from scaleray.reports.terminal.printed_record import print_whole, width_of
     from scaleray.reports.terminal.terminal_tables import as_rich
 
@@ -188,7 +188,7 @@ def _shown(path: PathRecord, *, json: bool, tables: bool = False) -> int:
 
 
 def path_tables(path: PathRecord) -> list[Table]:
-    """A table of the tasks of each step, and one of the decisions."""
+    """Tables of the tasks of each step, and one of the decisions."""
     from scaleray.records.path_record import STEPS
     from scaleray.records.text.study_sweep_tables import Table
 

@@ -1,4 +1,4 @@
-"""`scaleray plan`: what would N GPUs of another kind give, and how sure is that?
+"""`scaleray plan`: predict the performance of N GPUs of another type, with its uncertainty.
 
 Arithmetic only: neither torch nor Ray is imported.
 """
@@ -79,7 +79,7 @@ def plan(
 def explain(
     what: str = "constants", /, *, options: Annotated[LayoutOptions, AS_OPTIONS] = LayoutOptions(), rows: int = 20
 ) -> int:
-    """Print the planner's figures with their sources, or the layouts that do not fit in memory.
+    """Print the planner's constants with their sources, or the layouts that do not fit in memory.
 
     Parameters
     ----------

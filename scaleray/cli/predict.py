@@ -1,4 +1,4 @@
-"""`scaleray predict`: what does the model of a run say of other rows?"""
+"""`scaleray predict`: predictions of a run's model for other rows."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def predict(
     options: Annotated[PredictOptions, AS_OPTIONS] = PredictOptions(),
     json: Json = False,
 ) -> int:
-    """Let a run's model predict rows over Ray Data, and write its answers in the order of the rows.
+    """Predict rows with a run's model over Ray Data, and write the predictions in the order of the rows.
 
-    The answers are the workload's predict(model, batch), or without one the model's output in its loss. With -c FILE
-    the workload is that of the config, and --weights names the run.
+    The predictions are the result of the workload's predict(model, batch), or else the model's output in its loss. With
+    -c FILE the workload is that of the config, and --weights is the run.
 
     Parameters
     ----------
     out
-        File to write, local or s3://; its ending says the format: .parquet or .jsonl.
+        File to write, local or s3://; its extension gives the format: .parquet or .jsonl.
     data
         Rows: a Parquet, CSV or JSON-lines file, or a folder or s3:// URI of such files. Labels are not needed.
     """
@@ -42,8 +42,8 @@ def predict(
     with output.running():
         found = run_prediction(name, data, options=options, out=out, say=output.say)
     for row, why in list(found.failed.items())[:MOST_NAMED]:
-        print(f"left out: row {row} (from 0): {why}", file=sys.stderr)
-    more = f" of {found.num_rows}; {len(found.failed)} failed and were left out" if found.failed else ""
+        print(f"omitted: row {row} (from 0): {why}", file=sys.stderr)
+    more = f" of {found.num_rows}; {len(found.failed)} failed and were omitted" if found.failed else ""
     output.say(f"wrote {found.num_rows - len(found.failed)} rows{more} to {found.out}")
     if json:
         print_json(found.about(), written={"answers": str(found.out)})
@@ -51,7 +51,8 @@ def predict(
 
 
 def _model(run: str | None, config: Path | None, options: PredictOptions) -> tuple[str, PredictOptions]:
-    """The run, and the options with the workload and the tracking URI of a config: with one, `--weights` is the run.
+    """Return the run, and the options with the workload and tracking URI of a config; with a config, `--weights` is the
+    run.
 
     Raises UsageError.
     """
@@ -62,7 +63,7 @@ def _model(run: str | None, config: Path | None, options: PredictOptions) -> tup
         return run, options
     if run is not None or options.workload is not None:
         said = "RUN" if run is not None else "--workload"
-        raise UsageError(said, run or options.workload, "with -c, the config names the workload and --weights the run")
+        raise UsageError(said, run or options.workload, "with -c, the config gives the workload and --weights the run")
     if options.weights is None:
         raise UsageError.problem("--weights", "is required with -c", "give a run, or models:/NAME@ALIAS")
     from scaleray.config import load_config

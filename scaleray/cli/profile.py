@@ -1,4 +1,4 @@
-"""`scaleray profile`: where does the time go?"""
+"""`scaleray profile`: analyse the time of a training, a run or a trace."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def profile(
     options: Annotated[ProfileOptions, AS_OPTIONS] = ProfileOptions(),
     json: Json = False,
 ) -> int:
-    """Say what limits a training, what removing it would give at most, and what to try next.
+    """Report the limit of a training, the largest possible gain from removing it, and the next measure to try.
 
-    `scaleray profile -c FILE` trains some steps and judges them; keys of the config can be given as options, as for
-    train. `scaleray profile RUN` judges what a run has recorded anyway: RUN is its folder or bucket, its name in the
-    default storage path, or its id or name in MLflow. `scaleray profile TRACE` says what traces of torch.profiler or
-    memory snapshots hold, in a file or a folder, whatever program wrote them.
+    `scaleray profile -c FILE` trains some steps and analyses them; config keys can be given as options, as for train.
+    `scaleray profile RUN` analyses a recorded run: RUN is its folder or bucket, its name in the default storage path,
+    or its id or name in MLflow. `scaleray profile TRACE` summarises torch.profiler traces or memory snapshots from any
+    program, in a file or a folder.
     """
     if config is None:
         name = _run_name(run, is_training=options.steps is not None or options.local or options.is_traced)
@@ -51,7 +51,7 @@ def profile(
 
 
 def print_verdict(verdict: Verdict, *, is_error: bool) -> None:
-    """Print the lines of a verdict, broken between words where the terminal ends."""
+    """Print the lines of a verdict, wrapped at the width of the terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -63,7 +63,7 @@ def print_verdict(verdict: Verdict, *, is_error: bool) -> None:
 
 
 def _show_traces(where: str, *, json: bool) -> int:
-    """Print what traces say."""
+    """Print the report on traces."""
     from scaleray.launch.profile.traces import read_traces
 
     traced = read_traces(where)
@@ -74,7 +74,7 @@ def _show_traces(where: str, *, json: bool) -> int:
 
 
 def print_traced(traced: Traced, *, is_error: bool) -> None:
-    """Print the tables of traces, the path of the file for Perfetto, and that of the page, which is next to it."""
+    """Print the tables of traces, the path of the file for Perfetto, and that of the page next to it."""
     from rich.console import Console
     from rich.text import Text
 
@@ -90,7 +90,7 @@ def print_traced(traced: Traced, *, is_error: bool) -> None:
         print_whole(console, Text(line))
     if "://" not in traced.where:
         where = Path(traced.where)
-        # beside a single file may be whatever
+        # there may be other files next to a single trace
         folder = where if where.is_dir() else Path(f"report-{where.name.split('.')[0]}")
         page = write_trace_page(report, traced.snapshots, folder, name=where.resolve().name)
         console.print(f"report: {page}", markup=False, soft_wrap=True)
@@ -100,9 +100,9 @@ def _run_name(words: tuple[str, ...], *, is_training: bool) -> str:
     if not words or words[0].startswith("-") or is_training:
         given = f", not {' '.join(words)}" if words else ""
         hint = "such as scaleray profile -c jobs/digits.yaml --local, or scaleray profile RUN_FOLDER"
-        raise UsageError.problem("Give", f"a training with -c FILE, or a RUN alone{given}", hint)
+        raise UsageError.problem("Give", f"a training with -c FILE, or only a RUN{given}", hint)
     if len(words) > 1:
-        raise UsageError("RUN", " ".join(words), "one run is profiled at a time", "scaleray compare takes several")
+        raise UsageError("RUN", " ".join(words), "only one run can be profiled", "scaleray compare takes several")
     return words[0]
 
 
@@ -123,7 +123,7 @@ def _of_training(overrides: tuple[str, ...], config: Path, options: ProfileOptio
     resolved = load_config(config, flags=overrides)
     terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
     with contextlib.ExitStack() as stack:
-        # what the workload prints, here or in a worker, must not mix with the record
+        # output of the workload, here or in a worker, must not mix with the record
         stack.enter_context(contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext())
         stack.enter_context(terminal)
         if not options.local:

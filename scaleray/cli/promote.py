@@ -1,4 +1,4 @@
-"""`scaleray promote` and `scaleray rollback`: which version of a model an alias in MLflow's registry names."""
+"""`scaleray promote` and `scaleray rollback`: move the alias of a model in MLflow's registry."""
 
 from __future__ import annotations
 
@@ -28,37 +28,37 @@ def promote(
     verify: str | None = None,
     json: Json = False,
 ) -> int:
-    """Register a training's model as a version in MLflow, and let an alias name it if every gate passes.
+    """Register a training's model as a version in MLflow, and assign the alias to it if every gate passes.
 
-    The version has the weights, config and code of the workload as a model that `mlflow models serve` serves, the
-    evidence of the gates and their answers, and a statement of where it comes from with the SHA-256 of each file.
+    The version contains the weights, config and code of the workload as a model for `mlflow models serve`, the evidence
+    and results of the gates, and a provenance statement with the SHA-256 of each file.
 
-    Exit code 0 when it is promoted, 1 when a gate fails, 3 when one is inconclusive and none fails, 2 for bad usage.
+    Exit code 0 if it is promoted, 1 if a gate fails, 3 if one is inconclusive and none fails, 2 for bad usage.
 
     Parameters
     ----------
     runs
-        The training whose model it is; more runs repeat it with other seeds.
+        The training of the model; further runs are repeats of it with other seeds.
     alias
-        Alias to let name the version, such as champion. Without it a version is made whatever the gates answer.
+        Alias to assign to the version, such as champion. Without it, a version is created whatever the gates result in.
     model
         Name in the registry; by default that of the run's experiment.
     against
         Runs of the baseline.
     policy
-        YAML file of what the gates ask.
+        YAML file with the requirements of the gates.
     study
         Scaling study of the training.
     certificates
         Folders or files of certificates of `scaleray verify`.
     pipeline
-        Folder to copy the repeatable pipeline to: job file, cluster, alerts, retraining script and drift check. It is
-        among the version's files as well. With --verify, a folder that must still be that of the version.
+        Folder to copy the reproducible pipeline to: job file, cluster, alerts, retraining script and drift check. It is
+        also among the version's files. With --verify, a folder that must be identical to that of the version.
     cluster
-        Kind of cluster that the pipeline is for.
+        Type of cluster for the pipeline.
     verify
-        Promote nothing: check what NAME@ALIAS or NAME/VERSION names. The alias, every byte, the gates' answers to the
-        kept evidence, the pipeline, the run and its weights.
+        Promote nothing: check the version NAME@ALIAS or NAME/VERSION. It checks the alias, every byte, the gates'
+        results for the stored evidence, the pipeline, the run and its weights.
     """
     output = Output(json=json)
     if verify is not None:
@@ -100,27 +100,27 @@ def promote(
 def rollback(
     model: str, *, to: int | None = None, unchecked: str | None = None, uri: Uri = None, json: Json = False
 ) -> int:
-    """Let an alias name an earlier version again, if that version's files are those of its promotion.
+    """Assign an alias to an earlier version again, if that version's files are unchanged since its promotion.
 
-    Exit code 0 when the alias names it, 2 when it stays.
+    Exit code 0 if the alias was moved, 2 if not.
 
     Parameters
     ----------
     model
         NAME@ALIAS, such as digits@champion.
     to
-        Version; by default the one that had the alias last before the present one, without those from which it was
-        taken back.
+        Version; by default the last one that had the alias before the present one, without those from which it was
+        withdrawn.
     unchecked
-        Reason for moving the alias without a look at the files, if they cannot be fetched. A tag of the version keeps
-        it.
+        Reason for moving the alias without checking the files, if they cannot be fetched. It is stored as a tag of the
+        version.
     """
     from scaleray.release.promote.rollback import rollback as run_rollback
 
     output = Output(json=json)
     with output.running():
         number = run_rollback(model, to=to, unchecked=unchecked, uri=uri)
-    output.say(f"{model} names version {number}; check the rest of it: scaleray promote --verify {model}")
+    output.say(f"{model} is now version {number}; to check the rest of it: scaleray promote --verify {model}")
     if json:
         print_json({"model": model, "version": number})
     return 0

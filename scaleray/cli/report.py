@@ -1,4 +1,4 @@
-"""`scaleray report`: a recorded run, study or sweep as one page."""
+"""`scaleray report`: page of a recorded run, study or sweep."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ def report(
     open_browser: Annotated[bool, Parameter(name="--open", negative="")] = False,
     json: Json = False,
 ) -> int:
-    """Write the report of a recorded training, study or sweep again: one HTML page, its figures as PNG, its numbers as
-    CSV.
+    """Rewrite the report of a recorded training, study or sweep: one HTML page, figures as PNG, numbers as CSV.
 
-    The page needs no network and can be passed on as it is.
+    The page needs no network and is self-contained.
 
     Parameters
     ----------
     run
         Folder or bucket of the run, study or sweep, its name in the default storage path, or its id or name in MLflow.
     out
-        Folder to write into; the run's own folder, or ./report-NAME where that is not on this machine.
+        Folder to write to; by default the run's own folder, or ./report-NAME if that is not on this machine.
     open_browser
-        Show the page in a browser.
+        Open the page in a browser.
     """
     from scaleray.recording.find_record import find_run
     from scaleray.studies.any_report import write_report

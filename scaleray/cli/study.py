@@ -1,4 +1,4 @@
-"""`scaleray study`: how does the training scale, and is the next doubling worth it?"""
+"""`scaleray study`: measure how a training scales."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def study(
     options: Annotated[StudyOptions, AS_OPTIONS] = StudyOptions(),
     json: Json = False,
 ) -> int:
-    """Measure the training on several numbers of workers: curves with intervals, where the time goes, the next
+    """Measure the training on several numbers of workers: curves with intervals, use of time, gain of the next
     doubling.
 
-    All sizes are measured inside one group of workers, in turns and in random order. What was measured before under the
-    same conditions is reused, so that the same command continues a study that was interrupted. Keys of the config can
-    be given as options, as for train; study.price_per_worker_hour adds costs.
+    All sizes are measured within one group of workers, repeatedly and in random order. Earlier measurements under the
+    same conditions are reused, so the same command continues an interrupted study. Config keys can be given as options,
+    as for train; study.price_per_worker_hour adds costs.
     """
     from scaleray.config import load_config
 
@@ -48,7 +48,7 @@ def study(
 
 
 def command_of(config: Path | None, overrides: tuple[str, ...], options: StudyOptions) -> str:
-    """The command that repeats a study, without passwords: what is measured, and every other option that was given."""
+    """Command that repeats a study, without passwords: the measured sizes, and all other options that were given."""
     from scaleray.config.alerts import without_secrets
 
     words = ["scaleray", "study", *(["-c", str(config)] if config else [])]
@@ -57,7 +57,7 @@ def command_of(config: Path | None, overrides: tuple[str, ...], options: StudyOp
     for field in dataclasses.fields(options):
         value, option = getattr(options, field.name), f"--{field.name.replace('_', '-')}"
         if value == field.default or field.name in ("world_sizes", "mode", "repeats", "force"):
-            continue  # what was reused then is not measured again
+            continue  # reused measurements are not repeated
         each = value if isinstance(value, list | tuple) else (value,)
         for one in each:
             words += [option] if one is True else [option, one if isinstance(one, str) else f"{one:g}"]

@@ -1,4 +1,4 @@
-"""`scaleray submit`: a command of this folder as a job of a cluster."""
+"""`scaleray submit`: run a command of this folder as a job on a cluster."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ def submit(
     name: str | None = None,
     json: Annotated[bool, Parameter(name="--json", negative="", help="Print the job as JSON on stdout.")] = False,
 ) -> int:
-    """Submit a training to a cluster that is elsewhere: a Ray, a Kubernetes with KubeRay, or a Slurm.
+    """Submit a training to a remote cluster: Ray, Kubernetes with KubeRay, or Slurm.
 
-    Before anything is started there: the config is read, the working directory measured, versions of Ray, Python and
-    torch compared as far as the cluster tells them, and packages named that it lacks. Keys of the config can be given
+    Before anything is started there, the config is read, the working directory is measured, the versions of Ray, Python
+    and torch are compared as far as the cluster reports them, and missing packages are listed. Config keys can be given
     as options, as for train.
 
     Parameters
     ----------
     to
-        A Ray's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml, which may be a Kubernetes or
-        a Slurm; by default the dashboard of RAY_API_SERVER_ADDRESS.
+        Ray dashboard, http://HOST:8265, or the name of a Ray, Kubernetes or Slurm cluster in
+        ~/.config/scaleray/clusters.yaml; by default the dashboard in RAY_API_SERVER_ADDRESS.
     wait
-        Show what the job prints until it has ended; exit code 1 if it failed. Ctrl-C asks whether it should continue;
-        if it does, the exit code is 130.
+        Show the job's output until it ends; exit code 1 if it failed. Ctrl-C asks whether it should continue; if it
+        does, the exit code is 130.
     command
-        Command that runs there.
+        Command to run there.
     working_dir
-        Folder that travels, without what .gitignore and .rayignore name; by default the current one.
+        Folder to upload, without the files in .gitignore and .rayignore; by default the current one.
     max_mib
-        MiB that may travel.
+        Largest size of the upload in MiB.
     secret_env
-        Name of an environment variable whose value the job gets: of this environment, and on Kubernetes of the
-        cluster's Secret. Whoever may look at the jobs of a Ray can see it.
+        Environment variable to pass to the job with its value here, or on Kubernetes with its value in the cluster's
+        Secret. Anyone who can view the jobs of a Ray cluster can see it.
     bring_missing
-        Install packages that a Ray lacks for this job, with pip.
+        Install packages that a Ray cluster lacks for this job, with pip.
     allow_differences
-        Submit although versions differ or packages are missing.
+        Submit even if versions differ or packages are missing.
     name
-        Name of the job; by default made of the config's name and the time.
+        Name of the job; by default made from the config's name and the time.
     """
     output = Output(json=json)
     with output.running():
@@ -95,7 +95,7 @@ def submit(
 
 
 def _follow(jobs: Any, job: str, output: Output) -> int:
-    """Show what a job prints; the exit code."""
+    """Show the output of a job; return the exit code."""
     stream = sys.stderr if output.console.stderr else sys.stdout
 
     def write(text: str) -> None:
@@ -118,7 +118,7 @@ def _follow(jobs: Any, job: str, output: Output) -> int:
 
 
 def _is_to_stop() -> bool:
-    """Ask, on a terminal; elsewhere a job is left alone."""
+    """Ask on a terminal; otherwise leave the job running."""
     if not sys.stdin.isatty():
         return False
     try:

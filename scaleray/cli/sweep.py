@@ -1,4 +1,4 @@
-"""`scaleray sweep`: which batch size and learning rate, by measurement."""
+"""`scaleray sweep`: find batch size and learning rate by measurement."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def sweep(
     options: Annotated[SweepOptions, AS_OPTIONS] = SweepOptions(),
     json: Json = False,
 ) -> int:
-    """Train a recipe at many batch sizes and learning rates under Ray Tune, and say which are fastest and cheapest.
+    """Train a recipe at many batch sizes and learning rates under Ray Tune, and report the fastest and cheapest.
 
-    Each trial is a training of one worker or of many, with any strategy. The learning rate of the config (or of
-    --learning-rates) is the one tuned at optimizer.reference_batch_size; rules carry it to other batch sizes. With a
-    target (--stop.at "test/accuracy >= 0.97") trials end when they reach it. Keys of the config can be given as
-    options, as for train. Exit code 0 when done, 1 when every trial failed, 2 for bad usage.
+    Each trial is a training on one or more workers, with any strategy. The learning rate of the config (or of
+    --learning-rates) is the one tuned at optimizer.reference_batch_size; rules scale it to other batch sizes. With a
+    target (--stop.at "test/accuracy >= 0.97"), trials end when they reach it. Config keys can be given as options, as
+    for train. Exit code 0 when done, 1 if every trial failed, 2 for bad usage.
     """
     from scaleray.config import load_config
     from scaleray.config.alerts import without_secrets
@@ -34,7 +34,7 @@ def sweep(
     resolved, tracking_uri = None, None
     if options.continue_ is None:
         resolved = load_config(config, flags=overrides)
-        question_of(resolved, options=options)  # a slip is reported before anything heavy is imported
+        question_of(resolved, options=options)  # report a mistake before importing anything heavy
     else:
         tracking_uri = _given_again(options.continue_, config, overrides)
     output = Output(json=json, width=160)
@@ -58,7 +58,7 @@ def sweep(
 
 
 def _given_again(folder: str, config: Path | None, overrides: tuple[str, ...]) -> str | None:
-    """Address of MLflow, the one option that a continued sweep takes. Raises ConfigError for any other."""
+    """MLflow address, the only option that a continued sweep accepts. Raises ConfigError for any other."""
     from scaleray.config.loading import read_flags
 
     given = {key: entry.value for key, entry in read_flags(overrides).items()}
@@ -67,7 +67,7 @@ def _given_again(folder: str, config: Path | None, overrides: tuple[str, ...]) -
         raise ConfigError(
             "--continue",
             folder,
-            "a sweep continues with its own options",
-            "leave them out; only --tracking.uri may be given again",
+            "an interrupted sweep continues with its own options",
+            "omit them; only --tracking.uri may be given again",
         )
     return tracking_uri

@@ -1,4 +1,4 @@
-"""`scaleray tracking`: what MLflow lacks, its pages, and figures of a team's experiments over time."""
+"""`scaleray tracking`: repair of MLflow records, MLflow's pages, and a team's results over time."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ tracking_app = App(
 
 @tracking_app.command
 def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
-    """Send to MLflow what a run, study or sweep could not write while the server was away.
+    """Send to MLflow the records of a run, study or sweep that could not be written while the server was away.
 
     Parameters
     ----------
     file
         A run folder's unsent.jsonl, or the record.json of a study or sweep.
     uri
-        Tracking URI, if the server has moved or its address holds a password.
+        Tracking URI, if the server has moved or its address contains a password.
     """
     from scaleray.recording.send import replay as run
 
@@ -41,12 +41,12 @@ def replay(file: Path, *, uri: str | None = None, json: Json = False) -> int:
 
 @tracking_app.command
 def ui(*, uri: str | None = None, port: int = 5000) -> int:
-    """Open MLflow's pages on this machine only, for runs in a database file. Ctrl-C ends it.
+    """Open MLflow's pages, only on this machine, for runs in a database file. Ctrl-C ends it.
 
     Parameters
     ----------
     uri
-        Tracking URI; by default the one that `scaleray train` uses.
+        Tracking URI; by default that of `scaleray train`.
     port
         Port on 127.0.0.1.
     """
@@ -57,14 +57,14 @@ def ui(*, uri: str | None = None, port: int = 5000) -> int:
 
 @tracking_app.command
 def invalidate(run: str, *, reason: str, uri: Uri = None, json: Json = False) -> int:
-    """Mark a run, study, sweep or point as invalid. It stays in MLflow with the reason, and nothing uses it any more.
+    """Mark a run, study, sweep or point as invalid. It stays in MLflow with the reason, but is no longer used.
 
     Parameters
     ----------
     run
-        Its id or name in MLflow; of a point or trial its id.
+        Its id or name in MLflow; for a point or trial its id.
     reason
-        What was wrong, such as "the fan was off".
+        The fault, such as "the fan was off".
     """
     from scaleray.studies.invalidate import invalidate_experiment
 
@@ -88,7 +88,7 @@ def curve(
     uri: Uri = None,
     json: Json = False,
 ) -> int:
-    """Show a figure of the same training on the same machines by date, with changes beyond noise marked.
+    """Show a metric of the same training on the same machines by date, marking changes beyond noise.
 
     Parameters
     ----------
@@ -97,13 +97,13 @@ def curve(
     gpus
         Number of workers.
     since
-        A date such as 2026-11-01, or how long ago: 12h, 7d, 2w.
+        Date such as 2026-11-01, or age: 12h, 7d, 2w.
     figure
         efficiency, samples_per_s, mfu, speedup or step_time_s.
     html
-        File for one page with the curves.
+        File for a page with the curves.
     rows
-        Newest points to show of each curve; changes are shown anyway.
+        Number of newest points to show per curve; changes are always shown.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""`scaleray train`."""
+"""`scaleray train`: train a workload."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def train(
     report: bool = True,
     json: Json = False,
 ) -> int:
-    """Train a workload on Ray: a local cluster, or the one of RAY_ADDRESS.
+    """Train a workload on Ray: on a local cluster, or on the one in RAY_ADDRESS.
 
-    Every key of the config can be given as an option, for example --scale.workers 2 --batch.global-size 64; `scaleray
-    config keys` lists them. Options win over SCALERAY_ environment variables, those over the file.
+    Every config key can be given as an option, for example --scale.workers 2 --batch.global-size 64; `scaleray config
+    keys` lists them. Options take precedence over SCALERAY_ environment variables, and these over the file.
 
     Parameters
     ----------
@@ -49,10 +49,10 @@ def train(
         resolved = load_config(config, flags=overrides)
     terminal = Terminal(Console(stderr=json), interval_s=resolved.tracking.interval_s)
     with contextlib.ExitStack() as stack:
-        # what the workload prints, here or in a worker, must not mix with the record
+        # output of the workload, here or in a worker, must not mix with the record
         stack.enter_context(contextlib.redirect_stdout(sys.stderr) if json else contextlib.nullcontext())
         stack.enter_context(terminal)
-        if not options.local and options.resume is None:  # of a run that is finished there is nothing to do
+        if not options.local and options.resume is None:  # a finished run leaves nothing to do
             stack.enter_context(connected(resolved, meanwhile=["scaleray.launch.run.train"]))
         with stage("importing"):
             from scaleray.launch.run.train import train as run
@@ -64,7 +64,7 @@ def train(
             say=terminal.say,
             expect_steps=terminal.expect_steps,
             base_dir=config.resolve().parent if config else None,
-            # what a user waits for counts from the start of the process
+            # the user's waiting time counts from the start of the process
             started_at=psutil.Process().create_time(),
         )
     for line in final_lines(record):

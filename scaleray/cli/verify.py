@@ -1,4 +1,4 @@
-"""`scaleray verify`: is the distributed run still the same training?"""
+"""`scaleray verify`: check that distributed runs are the same training."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ def verify(
 ) -> int:
     """Check that the config's strategy, or others, repeats the training of one process, step by step.
 
-    Compared are one process, and the strategy on several workers, with and without accumulation.
+    It compares one process with the strategy on several workers, with and without accumulation.
 
-    A mismatch names the first step and parameter that differ, and of which class that is. Exit code 0 when everything
-    that promises equality is equal, 1 when not, 2 for bad usage. Keys of the config can be given as options, as for
-    train.
+    A mismatch is reported with the first step and parameter that differ, and its class. Exit code 0 if everything that
+    guarantees equality is equal, 1 if not, 2 for bad usage. Config keys can be given as options, as for train.
     """
     from scaleray.config import load_config
     from scaleray.verification.printed_certificate import WIDTH, lines, table

@@ -1,4 +1,4 @@
-"""`scaleray watch`: a run, or all of them, while they train."""
+"""`scaleray watch`: follow a run, or all runs, while they train."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ def watch(
 ) -> int:
     """Watch a run: progress, loss, speed, phases, lateness and memory of each rank, alerts.
 
-    Looks at its folder on this machine, at its recorder in the cluster of RAY_ADDRESS, or at MLflow, and disturbs
-    nothing. Ends with the run, or by Ctrl-C, which leaves the run alone. In a pipe it prints a line now and then.
+    It reads the run's folder on this machine, its recorder in the cluster of RAY_ADDRESS, or MLflow, without affecting
+    the run. It ends with the run, or by Ctrl-C, which leaves the run alone. In a pipe it prints lines at intervals.
 
     Parameters
     ----------
     run
         Folder of the run, its name in the default storage path or in the cluster, or its id or name in MLflow.
     all_
-        All runs of this machine and of the cluster that live, or ended within the last hour.
+        All runs on this machine and the cluster that are running, or ended within the last hour.
     once
-        Look once, and end.
+        Show the state once, then exit.
     interval
-        Seconds between two looks; 2 on a terminal, 10 in a pipe.
+        Seconds between two updates; 2 on a terminal, 10 in a pipe.
     uri
-        MLflow's tracking URI, for a run that is found there.
+        MLflow's tracking URI, for a run recorded there.
     """
     if run is None and not all_:
         raise UsageError.problem("Give", "a RUN, or --all", "for example: scaleray watch digits-w002")
@@ -68,7 +68,7 @@ def watch(
                 return _show(look, where, every_s)
             return _print_lines(look, every_s, json=json)
         except KeyboardInterrupt:
-            print("watching has ended; the run continues" if run else "watching has ended", file=sys.stderr)
+            print("stopped watching; the run continues" if run else "stopped watching", file=sys.stderr)
             return 0
 
 
@@ -107,7 +107,7 @@ def _view(seen: LiveState | list[LiveState], where: str, width: int) -> Any:
 
 
 def _show(look: Look, where: str, every_s: float) -> int:
-    """The page on a terminal, which changes in place and stays at the end."""
+    """Show the page on a terminal, updated in place; the last state stays visible."""
     from rich.console import Console
     from rich.live import Live
 
@@ -122,7 +122,7 @@ def _show(look: Look, where: str, every_s: float) -> int:
 
 
 def _print_lines(look: Look, every_s: float, *, json: bool) -> int:
-    """Lines in a pipe, one for every look at a run that has gone on."""
+    """Print lines in a pipe, one for each update of the run's state."""
     from scaleray.live.terminal.watch_lines import state_line
 
     before: dict[tuple[str, ...], str] = {}

@@ -1,4 +1,4 @@
-"""Which alerts a run raises of itself, from which values on, whom they reach, and what they do."""
+"""Settings of a run's alerts: rules, thresholds, destinations and actions."""
 
 from __future__ import annotations
 
@@ -30,80 +30,83 @@ WEBHOOK = "alerts.webhook"
 
 
 class AlertLimits(Settings):
-    """Values from which on alerts are raised: by the run itself, and by default in `dashboards/alerts.yaml`."""
+    """Thresholds of alerts, for the run itself and as defaults in `dashboards/alerts.yaml`."""
 
     no_progress_s: Positive = 30.0
-    """Seconds without a step from which on a run makes no progress, where they are also `no_progress_steps` steps."""
+    """Seconds without a step after which a run makes no progress; `no_progress_steps` must have passed, too."""
     no_progress_steps: Positive = 10.0
     """Number of usual step times that must pass without a step as well."""
     long_phase_s: Positive = 600.0
-    """Seconds that an evaluation, a checkpoint, a compilation or the run's end may take before it counts as no
+    """Seconds that an evaluation, a checkpoint, a compilation or the end of the run may take before it counts as no
     progress."""
     straggler_share: Positive = 0.1
-    """Share of a step by which one rank comes later than the others."""
+    """Share of a step by which a rank must be later than the others to count as late."""
     link_ratio: Positive = 0.7
-    """Speed of collectives over their usual one, below which links are slow."""
+    """Ratio of the collectives' speed to their usual speed below which links are slow."""
     pair_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Bandwidth of the slowest link between two ranks over that of the others, below which it is named."""
+    """Ratio of the slowest link's bandwidth to that of the others below which the link is reported."""
     throughput_ratio: Positive = 0.8
-    """Samples per second over the median of the half hour before, below which a run has become slower."""
+    """Ratio of samples per second to their median over the previous half hour below which a run has become slower."""
     predicted_ratio: Positive = 0.8
     """Ratio of measured to predicted efficiency (study or planner) below which a run is slower than predicted."""
     input_wait_share: Positive = 0.2
-    """Share of a step that is spent waiting for input, from which on the input is too slow."""
+    """Share of a step spent waiting for input above which the input is too slow."""
     loss_spike_mads: Positive = 8.0
-    """Median absolute deviations above the median of the last 200 losses, from which on a loss is a spike."""
+    """Median absolute deviations above the median of the last 200 losses beyond which a loss is a spike."""
     gradient_factor: Positive = 10.0
-    """Gradient norm over the median of its last 200 values, from which on it explodes."""
+    """Ratio of the gradient norm to the median of its last 200 values above which it explodes."""
     loss_scale_drop: Positive = 1024.0
-    """Factor by which a loss scale has fallen in half an hour when it has collapsed; below 1 it always has."""
+    """Factor by which the loss scale must fall within half an hour to count as collapsed; below 1 it always has."""
     memory_share: Annotated[float, Field(gt=0, le=1)] = 0.95
-    """Share of the memory's limit that is in use."""
+    """Share of the memory limit in use above which memory is short."""
     memory_full_within_s: Positive = 900.0
-    """Seconds in which a rank's memory would be full, at the growth of the last 40 seconds, from which on it fills."""
+    """Seconds until a rank's memory would be full, at the growth of the last 40 seconds, below which it is filling
+    up."""
     memory_creep_gib: Positive = 1.0
-    """GiB by which the least memory in use has grown in 20 minutes, where that is a twentieth of it too."""
+    """GiB by which the least memory in use must grow in 20 minutes to count as a leak, if that is also a twentieth of
+    it."""
     disk_free_share: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the run folder's disk that is still free."""
+    """Free share of the run folder's disk below which it is nearly full."""
     checkpoint_intervals: Positive = 2.0
-    """Age of the newest checkpoint, in distances between checkpoints, plus the time that one takes to be written."""
+    """Age of the newest checkpoint at which it is too old, in checkpoint intervals, plus the time needed to write
+    one."""
     restarts_an_hour: Count = 3
-    """Number of times that workers were started again within an hour."""
+    """Number of worker restarts within an hour that raises the alert."""
     gpu_busy_share: Annotated[float, Field(gt=0, le=1)] = 0.3
-    """Share of five minutes in which a GPU did something, below which it is idle."""
+    """Share of five minutes with activity below which a GPU is idle."""
     gpu_throttled_share: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """Share of five minutes in which a GPU was slowed down by power or heat."""
+    """Share of five minutes with throttling by power or heat above which a GPU is reported."""
 
 
 class AlertSettings(AlertLimits):
-    """Alerts that a run raises of itself, without Prometheus: on the terminal, in MLflow, in the run folder's
-    alerts.jsonl, and where these keys say."""
+    """Alerts raised by the run itself, without Prometheus: on the terminal, in MLflow, in the run folder's
+    alerts.jsonl, and at the destinations set here."""
 
     watch: bool = True
-    """Judge the run while it lives. It costs a step nothing."""
+    """Evaluate the rules during the run. Steps take no longer."""
     measures_links: bool = True
-    """Measure each pair of workers when links are slow, after a step, for at most ten seconds, and not more often than
-    every ten minutes: collectives cannot tell which link it is."""
+    """Measure each pair of workers after a step when links are slow, for at most ten seconds and at most every ten
+    minutes: collectives cannot show which link is slow."""
     without: tuple[str, ...] = ()
-    """Names of rules that are not judged, such as [loss_spike]."""
+    """Names of rules that are not evaluated, such as [loss_spike]."""
     webhook: str | None = None
-    """http(s) address that alerts are posted to, with a body as Alertmanager's. Only its host is ever shown or stored;
-    a resumed run needs it again, which `webhook_env` does not."""
+    """http(s) address to which alerts are posted, with the body of an Alertmanager webhook. Only its host is ever shown
+    or stored; a resumed run needs it again, unlike `webhook_env`."""
     webhook_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
-    """Name of an environment variable of the driver that holds the address."""
+    """Name of an environment variable of the driver that holds the webhook's address."""
     grafana: str | None = None
-    """Address of the Grafana that has the dashboards: what the webhook and the command get leads to its panels."""
+    """Address of the Grafana with the dashboards; alerts sent to the webhook and the command link to its panels."""
     command: tuple[str, ...] = ()
-    """Command and its arguments, run on the driver's node with the same body on its standard input."""
+    """Command with its arguments, run on the driver's node with the same body on its standard input."""
     timeout_s: Positive = 5.0
-    """Seconds that the webhook or the command may take for one attempt."""
+    """Timeout in seconds of each attempt of the webhook or the command."""
     attempts: Annotated[int, Field(ge=1, le=10)] = 4
     """Number of attempts to deliver an alert, with pauses of 1, 2, 4, ... seconds between them."""
     least: Severity = "info"
-    """Least severity that reaches the webhook and the command."""
+    """Lowest severity that is sent to the webhook and the command."""
     action: dict[str, Action] = Field(default_factory=dict)
-    """Further actions of an alert, by the rule's name or its severity: stop saves and ends the run, checkpoint saves
-    it, none does nothing; such as {nonfinite: stop, critical: checkpoint}. A rule's name counts before its severity.
+    """Further actions of an alert, by rule or severity: stop saves and ends the run, checkpoint saves it, none does
+    nothing; such as {nonfinite: stop, critical: checkpoint}. A rule takes precedence over its severity.
     """
 
     @field_validator("without")
@@ -144,8 +147,8 @@ class AlertSettings(AlertLimits):
 
 
 def without_secrets(words: Iterable[str]) -> list[str]:
-    """Words of a command line as they may be shown and stored: without passwords in addresses, and of a webhook only
-    its host."""
+    """Words of a command line in a form that is safe to show and store: addresses without passwords, webhooks only with
+    their host."""
     found: list[str] = []
     for word in words:
         option, is_one_word, value = word.partition("=")
@@ -161,17 +164,17 @@ def without_secrets(words: Iterable[str]) -> list[str]:
 
 
 def without_secrets_in(command: str) -> str:
-    """The same of a command in one text, which stays as it is where it has none."""
+    """The same for a command in a single text, which is unchanged if it has no secrets."""
     try:
         words = shlex.split(command)
-    except ValueError:  # a quotation mark alone
+    except ValueError:  # an unmatched quotation mark
         words = command.split()
     shown = without_secrets(words)
     return command if shown == words else shlex.join(shown)
 
 
 def problem_of(address: str) -> str:
-    """Reason why a text cannot be the address of a webhook, without the text itself; empty for none."""
+    """Reason why a text cannot be the address of a webhook, without the text itself; empty if it can."""
     try:
         parts = urllib.parse.urlsplit(address)
         is_known, host, _ = parts.scheme in ("http", "https"), parts.hostname, parts.port
@@ -179,20 +182,20 @@ def problem_of(address: str) -> str:
         return "it is not an address"
     if not is_known:
         return "it does not begin with http:// or https://"
-    return "" if host else "it names no host"
+    return "" if host else "it has no host"
 
 
 def check_grafana(address: str) -> None:
-    """Raise ValueError for what is no address of a Grafana that a link can begin with."""
+    """Raise ValueError if the address cannot be the beginning of links to a Grafana."""
     if problem := problem_of(address):
-        raise ValueError(f"{problem}; such as http://grafana:3000")
+        raise ValueError(f"{problem}; use an address such as http://grafana:3000")
     parts = urllib.parse.urlsplit(address)
     if "@" in parts.netloc or parts.query or parts.fragment:
         raise ValueError("links begin with it: give only scheme, host and path")
 
 
 def without_secret(address: str) -> str:
-    """The address as it may be shown and stored: scheme and host. Path, query and name may each be a secret."""
+    """The address in a form that is safe to show and store: scheme and host, as path, query and user may be secret."""
     if problem_of(address):
         return HIDDEN
     parts = urllib.parse.urlsplit(address)
@@ -202,5 +205,5 @@ def without_secret(address: str) -> str:
 
 def _unknown(name: str, known: Iterable[str]) -> str:
     near = near_words(name, list(known))
-    meant = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    meant = f"did you mean {near[0]}?" if near else f"the rules are {', '.join(known)}"
     return f"there is no rule {name}; {meant}"

@@ -1,4 +1,4 @@
-"""Base of every config section: frozen pydantic models that refuse unknown keys and sloppy types."""
+"""Base of every config section: frozen pydantic models that reject unknown keys and imprecise types."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import core_schema
 
-LARGEST_COUNT = 2**40  # anything larger is a slip, and would overflow the plan's 64-bit arithmetic
+LARGEST_COUNT = 2**40  # anything larger is a mistake, and would overflow the planner's 64-bit arithmetic
 
 Unit = Literal["steps", "epochs", "samples", "tokens"]
 UNITS: tuple[str, ...] = ("steps", "epochs", "samples", "tokens")
 
 
 class Settings(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, finite numbers only, true/false never read as a number."""
+    """Base of all sections: frozen, unknown keys rejected, only finite numbers, true/false never read as a number."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False, validate_default=True
@@ -39,15 +39,15 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_nul_in_text(cls, values: Any) -> Any:
-        """Refuse NUL characters: no path, address or name can hold one, and what it is handed to fails late
-        with an error of its own."""
+        """Reject NUL characters: no path, address or name can contain one, and code that receives one fails late, with
+        an unclear error."""
         if isinstance(values, dict):
             for name, value in values.items():
                 info = cls.model_fields.get(name)
                 is_section = (
                     info is not None and isinstance(info.annotation, type) and issubclass(info.annotation, Settings)
                 )
-                if not is_section and _holds_nul(value):  # a section looks for itself, and names its key
+                if not is_section and _holds_nul(value):  # a section checks itself, and reports its key
                     raise ValueError(f"{name}: it holds a NUL character")
         return values
 
@@ -87,8 +87,8 @@ def _leaf_types(annotation: Any) -> set[Any]:
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training: a number and one of steps, epochs, samples, tokens. Written `3 epochs` or
-    `1.5e6 samples`."""
+    """Length of a training: a number and a unit (steps, epochs, samples or tokens). Written `3 epochs` or `1.5e6
+    samples`."""
 
     value: float
     unit: str
@@ -99,7 +99,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: Any) -> Duration:
-        """Read `3 epochs`. Raises ValueError with what is allowed."""
+        """Parse text such as `3 epochs`. Raises ValueError with the allowed form."""
         if isinstance(text, Duration):
             return text
         match = (
@@ -131,7 +131,7 @@ class Duration:
 
 
 def above_zero(duration: Duration | None) -> Duration | None:
-    """Field validator for lengths that must not be zero."""
+    """Field validator for durations that must not be zero."""
     if duration is not None and duration.value <= 0:
         raise ValueError("it must be above 0")
     return duration
@@ -139,7 +139,7 @@ def above_zero(duration: Duration | None) -> Duration | None:
 
 @dataclass(frozen=True)
 class Target:
-    """A metric's value at which training may stop. Written `val/accuracy >= 0.97`."""
+    """Value of a metric at which training may stop. Written `val/accuracy >= 0.97`."""
 
     metric: str
     comparison: str
@@ -157,7 +157,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: Any) -> Target:
-        """Read `val/accuracy >= 0.97`. Raises ValueError with what is allowed."""
+        """Parse text such as `val/accuracy >= 0.97`. Raises ValueError with the allowed form."""
         if isinstance(text, Target):
             return text
         match = (
@@ -188,7 +188,7 @@ class Target:
 
 @dataclass(frozen=True)
 class WorkerRange:
-    """A number of workers that may change during a run. Written `{min: 1, max: 4}` or `1..4`."""
+    """Number of workers that may change during a run. Written `{min: 1, max: 4}` or `1..4`."""
 
     min: int
     max: int
@@ -198,7 +198,7 @@ class WorkerRange:
 
     @classmethod
     def parse(cls, value: Any) -> WorkerRange:
-        """Read `{min: 1, max: 4}` or `1..4`. Raises ValueError with what is allowed."""
+        """Parse `{min: 1, max: 4}` or `1..4`. Raises ValueError with the allowed form."""
         if isinstance(value, WorkerRange):
             return value
         if isinstance(value, str) and (match := re.fullmatch(r"\s*([0-9]{1,6})\s*\.\.\s*([0-9]{1,6})\s*", value)):
@@ -231,7 +231,7 @@ class WorkerRange:
 
 
 def _whole(value: Any) -> Any:
-    """Read `1e5` as a whole number too, although YAML reads it as text."""
+    """Also accept text such as `1e5` as a whole number, since YAML reads it as text."""
     if not isinstance(value, str):
         return value
     try:
@@ -242,7 +242,7 @@ def _whole(value: Any) -> Any:
 
 
 WATCHED = r"^[\w./-]+ (min|max)$"
-"""Pattern of a metric with its better direction, such as `val/loss min`."""
+"""Pattern of a metric and its better direction, such as `val/loss min`."""
 Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT), BeforeValidator(_whole)]
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
@@ -250,29 +250,29 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 def absolute_path(value: str) -> str:
-    """Make a path absolute, since workers run in other directories; URIs such as s3://bucket stay, and file:// is
-    a path like any other."""
+    """Make a path absolute, since workers run in other directories. URIs such as s3://bucket are unchanged; file:// is
+    treated as a path."""
     if value.startswith("file:///"):
         return urllib.parse.unquote(value.removeprefix("file://"))
     return value if "://" in value else str(Path(value).expanduser().absolute())
 
 
 HIDDEN = "***"
-"""Text in place of the part of an address that may hold a secret."""
+"""Replacement for the part of an address that may hold a secret."""
 _SECRETS = tuple(
     re.compile(rf"(?is)(?={pattern})")  # matches may overlap
     for pattern in (
-        # up to the last @: drivers of databases take /, ? and # in a password. Elsewhere digits before these are a port
+        # up to the last @: database drivers allow /, ? and # in a password. Elsewhere digits before these are a port
         r"://[^/:]*:(?!\d{1,5}[/?#])(.*)@",
         r"(?:postgresql|mysql|mssql)[^:/]*://[^/:]*:(.*)@",
-        r"https?://([^/?#:@]+):?@",  # a token in place of a user
+        r"https?://([^/?#:@]+):?@",  # a token in place of a user name
         r"[?&;][^=&?;/]*(?:pass|pwd|token|secret|key|odbc_connect)[^=&?;/]*=([^&]*)",
     )
 )
 
 
 def without_password(uri: str) -> str:
-    """The URI as it may be shown and stored: passwords, tokens and keys, if any, replaced by stars."""
+    """The URI in a form that is safe to show and store: passwords, tokens and keys are replaced by stars."""
     shown, end = "", 0
     for start, stop in sorted({match.span(1) for secret in _SECRETS for match in secret.finditer(uri)}):
         if start >= end:

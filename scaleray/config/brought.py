@@ -1,4 +1,4 @@
-"""Settings that a workload brings for the config, such as those of Lightning's callbacks."""
+"""Config settings supplied by a workload, such as those of Lightning's callbacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scaleray.errors import ConfigError
 
 @dataclass(frozen=True)
 class Brought:
-    """A value of one key. by: its source. is_default: whether a value in the config takes its place."""
+    """Value of one key. by: its source. is_default: whether a value in the config overrides it."""
 
     value: Any
     by: str
@@ -20,8 +20,10 @@ class Brought:
 
 
 def with_brought(config: RunConfig, workload: Any) -> RunConfig:
-    """The config with the settings of the workload's `brought_settings(config)`, if it has that method. Raises
-    ConfigError for a key to which the config gives another value."""
+    """Add the settings of the workload's `brought_settings(config)`, if it has that method.
+
+    Raises ConfigError if the config has a different value.
+    """
     bring = getattr(workload, "brought_settings", None)
     found: Mapping[str, Brought] = {} if bring is None else bring(config)
     taken = {}
@@ -33,7 +35,7 @@ def with_brought(config: RunConfig, workload: Any) -> RunConfig:
         if not is_given:
             taken[key] = brought.value
         elif before != brought.value and not brought.is_default:
-            allowed = f"{brought.by} of the workload says {brought.value}"
+            allowed = f"{brought.by} of the workload sets {brought.value}"
             shown = "null" if before is None else before if isinstance(before, (int, float)) else str(before)
             raise ConfigError(key, shown, allowed, "leave one of the two out")
     return config.changed(taken) if taken else config

@@ -1,4 +1,4 @@
-"""Differences between two configs of one run, and whether the training is still the same."""
+"""Differences between two configs of a run, and whether they alter the training."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Change:
 
 
 def changes(before: Mapping[str, Any], after: RunConfig) -> list[Change]:
-    """Every key whose value differs. before: a config as `RunConfig.to_dict` gave it, maybe in an older version."""
+    """Return every key whose value differs. before: result of `RunConfig.to_dict`, possibly from an older version."""
     old, new = dict(_flat(before)), dict(_flat(after.to_dict()))
     defaults = dict(_flat(_defaults(after)))
     found = []
     for key in sorted(old.keys() | new.keys()):
-        # a key that the older version did not have meant what is now its default
+        # a key that the older version lacked is equivalent to its present default
         was = old[key] if key in old else defaults.get(key)
         if was != new.get(key):
             found.append(Change(key, was, new.get(key), after.follows_evaluations))
@@ -48,12 +48,12 @@ def changes(before: Mapping[str, Any], after: RunConfig) -> list[Change]:
 
 
 def training_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat keys that decide what is computed: equal for two runs of the same training."""
+    """Flat keys that determine the result: equal for two runs of the same training."""
     return {key: value for key, value in _flat(config) if decides(key) is Decides.RESULT}
 
 
 def _defaults(config: RunConfig) -> dict[str, Any]:
-    """The config with everything optional left out."""
+    """The config without optional keys."""
     required = {
         "workload": {"name": config.workload.name},
         "batch": {"global_size": config.batch.global_size},

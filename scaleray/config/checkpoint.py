@@ -1,4 +1,4 @@
-"""When checkpoints are made, where, and which are kept."""
+"""Settings of checkpoints: when they are made, where they are stored, and how many are retained."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ NOTHING_SAVED: dict[str, Any] = {
     "checkpoint.copies": 1,
     "checkpoint.copy_path": None,
 }
-"""Settings of a training that leaves no files, as it is only measured or compared."""
+"""Settings of a training that leaves no files, used for measurements and comparisons."""
 
 
 class CheckpointSettings(Settings):
-    """Where a run's files go, and how often its whole state is saved so that it can be resumed."""
+    """Location of a run's files, and how often its whole state is saved for resuming."""
 
     storage_path: str = "~/scaleray"
-    """Folder or s3:// URI for run folders; made absolute at once. On several nodes it must be shared."""
+    """Folder or s3:// URI for run folders; made absolute when loaded. With several nodes it must be shared."""
     save_final: bool = True
     """Save the final model weights (a plain state dict) in the run folder and in MLflow."""
     every: Duration | None = None
-    """Distance between checkpoints, such as `500 steps` or `1 epoch`; the last step is saved too. None: by time
-    alone."""
+    """Interval between checkpoints, such as `500 steps` or `1 epoch`; the last step is saved too. None: use only
+    `every_minutes`."""
     every_minutes: Positive | None = 10.0
     """Longest time between checkpoints, in minutes. None: only the checkpoints of `every`."""
     is_asynchronous: bool = True
-    """Copy and write during the training. false: training waits until a checkpoint is complete."""
+    """Copy and write during training. false: training waits until a checkpoint is complete."""
     keep_last: Count = 2
-    """Number of newest checkpoints that stay."""
+    """Number of newest checkpoints to retain."""
     keep_best: Annotated[int, Field(ge=0, le=1000)] = 1
-    """Number of best checkpoints that stay as well, by `best`."""
+    """Number of best checkpoints to retain as well, by `best`."""
     best: Annotated[str, Field(pattern=r"^[\w./-]+ (min|max)$")] | None = None
-    """Metric of an evaluation and its direction, such as `val/loss min`: a state that evaluates as one of the
-    `keep_best` best so far is saved at once. None: no checkpoint is better than another."""
+    """Evaluation metric and its direction, such as `val/loss min`: a state among the `keep_best` best so far is saved
+    immediately. None: checkpoints are not ranked."""
     keep_every: Duration | None = None
-    """Distance between checkpoints that stay for good, such as `10 epochs`."""
+    """Interval between checkpoints that are never deleted, such as `10 epochs`."""
     full_every: Count = 16
-    """Number of checkpoints from one full checkpoint to the next; in those between, tensors that have not changed are
-    not written again. 1: every checkpoint is full."""
+    """Number of checkpoints from one full checkpoint to the next; those in between omit unchanged tensors. 1: every
+    checkpoint is full."""
     copies: Literal[1, 2] = 1
-    """Number of copies of each checkpoint. 2 writes each shard to `copy_path` too; a lost or damaged one is healed from
-    there."""
+    """Number of copies of each checkpoint. 2: each shard is also written to `copy_path`, from which lost or damaged
+    shards are restored."""
     copy_path: str | None = None
     """Folder or s3:// URI of the second copy, on another disk, node or bucket."""
     grace_s: NonNegative = 2.5
-    """Seconds that the last checkpoint may take after SIGTERM before the workers are ended. `ray job stop` kills after
-    3 s."""
+    """Most seconds for the last checkpoint after SIGTERM before the workers are ended. `ray job stop` kills after 3
+    s."""
 
     _check_every = field_validator("every", "keep_every")(above_zero)
 
@@ -76,6 +76,6 @@ class CheckpointSettings(Settings):
 
 
 def default_storage_path() -> str:
-    """Where runs lie that are looked for by their name: the environment's storage path, or the usual one; absolute."""
+    """Folder in which runs are looked up by name: the environment's storage path, or the default; absolute."""
     given = os.environ.get("SCALERAY_CHECKPOINT__STORAGE_PATH")
     return absolute_path(given or CheckpointSettings().storage_path)

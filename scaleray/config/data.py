@@ -1,4 +1,4 @@
-"""How rows are ordered, read and handed to the workers."""
+"""Settings of the input pipeline: order of rows, reading, and distribution to the workers."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ class DataSettings(Settings):
     """The input pipeline."""
 
     shuffle: bool = True
-    """Take the samples in a new order every epoch, drawn from the run's seed."""
+    """Shuffle the samples every epoch, in an order drawn from the run's seed."""
     bucket_by_length: Count | None = None
-    """Global batches whose rows are sorted by length together, so that the rows of a batch have nearly one length and
-    little is padded; 50 leaves a few per cent. The batches then come in random order. None: rows are mixed."""
+    """Number of global batches whose rows are sorted by length together, so that the rows of a batch have similar
+    lengths and little padding; 50 leaves a few per cent. The batches are then shuffled. None: no sorting."""
     window_rows: Count = 100_000
-    """Sources without cheap random access (Parquet): rows shuffled together, from several row groups in random
-    order."""
+    """Sources without cheap random access (Parquet): number of rows shuffled together, from several row groups in
+    random order."""
     readers: Literal["auto", "worker", "ray"] = "auto"
-    """Where rows are read: in a thread of each `worker`, or by `ray` tasks on any node. auto: arrays in memory and
-    token files by the worker, as that is only copying, and a torch Dataset of which a row takes at most 50 us and draws
-    no random numbers, measured at the start; all else, decoded, computed or fetched, by tasks. Recorded as `read_by`.
-    The rows, their order and their bits are the same."""
+    """Where rows are read: in a thread of each `worker`, or by `ray` tasks on any node. auto: the worker reads arrays
+    in memory and token files, which only need copying, and a torch Dataset whose rows take at most 50 us, measured at
+    the start, and use no random numbers; tasks read all other data. Recorded as `read_by`. The rows and their order are
+    identical."""
     chunk_mib: Positive = 16.0
-    """Rows that one Ray task reads for one worker, in MiB; larger has less overhead, smaller starts sooner. A task
-    reads fewer rows of a torch Dataset that would take longer than a second."""
+    """MiB of rows that one Ray task reads for one worker; larger chunks have less overhead, smaller ones start sooner.
+    A task reads fewer rows of a torch Dataset if they would take longer than a second."""
     prefetch_mib: Positive = 256.0
-    """Data in MiB by which the pipeline of one worker may run ahead of training, and so how many tasks read for it at
-    a time: one for each chunk_mib that has room. Rows in memory are copied at most 16 MiB ahead, or two batches."""
+    """MiB of data by which the pipeline of one worker may run ahead of training, which also limits the number of
+    concurrent tasks: one per chunk_mib. Rows in memory are copied at most 16 MiB or two batches ahead."""
     reserved_cpus: NonNegative = 1.0
-    """Ray CPUs kept free for input tasks. With 0 the input can starve when training takes every CPU. The tasks of a
-    run may use all CPUs that its workers leave, those of other nodes as well; in a study, these alone."""
+    """Ray CPUs reserved for input tasks. With 0 the input can starve when training uses every CPU. The tasks of a run
+    may use all CPUs that its workers leave free, on other nodes too; those of a study only the reserved ones."""
     timeout_s: Positive = 300.0
-    """Seconds that a step may wait for its input before the run fails; the wait is explained long before that. Of
-    several workers, one fails a little before the others give up on it, which is after `scale.collective_timeout_s`."""
+    """Seconds that a step may wait for its input before the run fails; a warning with the reason appears much earlier.
+    With several workers, it is reduced to fail before `scale.collective_timeout_s`, when the others give up."""

@@ -1,6 +1,6 @@
-"""Which keys of the config decide what a training computes, which only how it runs, and which neither.
+"""Effect of each config key: on the result of a training, only on how it runs, or on neither.
 
-The one table behind the config's hash, what may change when a run is resumed, and what points of one curve must share.
+This single table determines the config's hash, what may change on resume, and what the points of a curve must share.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from enum import Enum
 
 
 class Decides(Enum):
-    """Effect of a key of the config."""
+    """Effect of a config key."""
 
     RESULT = "result"
-    """The values that are computed."""
+    """The computed values."""
     COURSE = "course"
-    """How the training runs: its speed, its memory, its number of workers. The result is the same within rounding."""
+    """How the training runs: its speed, memory and number of workers. The result is the same within rounding."""
     NOTHING = "nothing"
-    """Neither: it decides what is recorded, stored or measured, apart from the training."""
+    """Neither: what is recorded, stored or measured, apart from the training."""
 
 
 BY_PREFIX = {
-    "fsdp.parameter_dtype": Decides.RESULT, "fsdp.reduce_dtype": Decides.RESULT,  # bits are lost, as by precision.dtype
-    "fsdp.reduce_unused": Decides.RESULT,  # an optimizer moves a parameter whose gradient is zero, and not one without
+    "fsdp.parameter_dtype": Decides.RESULT, "fsdp.reduce_dtype": Decides.RESULT,  # loses bits, as does precision.dtype
+    "fsdp.reduce_unused": Decides.RESULT,  # optimizers skip parameters without a gradient, but not with a zero
     "scale.": Decides.COURSE, "strategy.": Decides.COURSE, "fsdp.": Decides.COURSE, "tensor.": Decides.COURSE,
     "pipeline.": Decides.COURSE, "shares.": Decides.COURSE, "activations.": Decides.COURSE,
     "compilation.": Decides.COURSE, "memory.": Decides.COURSE, "evaluation.": Decides.COURSE,
@@ -31,8 +31,8 @@ BY_PREFIX = {
     "checkpoint.": Decides.NOTHING, "tracking.": Decides.NOTHING, "noise_scale.": Decides.NOTHING,
     "study.": Decides.NOTHING, "alerts.": Decides.NOTHING, "monitoring.": Decides.NOTHING,
 }  # fmt: skip
-"""Effect of a key, by the beginning of the dotted key. A key that is not here decides the result. Two strategies that
-are not both exact differ in their result all the same: `Change.alters_training` checks that.
+"""Effect of a key, by prefix of the dotted key. Keys that are not listed affect the result. Two strategies that are not
+both exact still differ in their results, which `Change.alters_training` checks.
 """
 
 
@@ -42,5 +42,5 @@ def decides(key: str) -> Decides:
 
 
 def is_beside_training(section: str) -> bool:
-    """Whether nothing in this section of the config decides anything about a training."""
+    """Whether no key in this section of the config affects the training."""
     return BY_PREFIX.get(f"{section}.") is Decides.NOTHING

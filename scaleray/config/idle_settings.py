@@ -1,9 +1,9 @@
-"""Settings that were changed and have no effect in this run, such as those of another strategy than the chosen one.
+"""Changed settings without effect in this run, such as those of a strategy that is not used.
 
-One rule for all: such settings are reported in the run's events, and never refused. One file often serves several
-strategies (`--strategy.name`, `verify --strategies all`, a sweep), and a setting that is of no use to one of them may
-be needed by the next. A setting that asks for something impossible (compression.name under fsdp), or lacks the method
-that it is for (pruning.sparsity without pruning.method), is refused: see scaling.recipe.combinations.
+They are reported in the run's events, but never rejected. One file often serves several strategies
+(`--strategy.name`, `verify --strategies all`, a sweep), and a setting that one of them ignores may be needed by the
+next. Impossible settings (compression.name under fsdp), and settings without their method (pruning.sparsity without
+pruning.method), are rejected: see config.recipe.combinations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ USERS: dict[str, tuple[str, ...]] = {
     "gossip.max_staleness": MIXING,
     "gossip.meet_every": MIXING,
 }
-"""Strategies that use a section, or one setting of it where that differs."""
+"""Strategies that use a section, or a single setting if that differs."""
 NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "gossip.max_staleness": (
         lambda config: config.strategy.name == "async_sgd" or config.gossip.is_asynchronous,
@@ -44,7 +44,7 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     ),
     **dict.fromkeys(
         ("fsdp.parameter_dtype", "fsdp.reduce_dtype"),
-        (lambda config: config.degrees().shard > 1, "without replicas that are sharded"),
+        (lambda config: config.degrees().shard > 1, "without sharded replicas"),
     ),
     "tensor.sequence_parallel": (lambda config: config.degrees().tensor > 1, "without parallel.tensor"),
     "fsdp.wrap_min_parameters": (lambda config: config.fsdp.wrap == "size", "without fsdp.wrap size"),
@@ -66,7 +66,7 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
     "precision.emulate_float8": (lambda config: config.precision.float8 != "none", "without precision.float8"),
     "precision.initial_loss_scale": (lambda config: config.precision.dtype == "fp16", "without precision.dtype fp16"),
 }
-"""Settings that have an effect only with another one: a test of the config, and the words for where it fails."""
+"""Settings that have an effect only with another one: a test of the config, and the text if it fails."""
 OFF: dict[str, Callable[[RunConfig], bool]] = {
     "activations": lambda config: config.activations.checkpointing == "none",
     "compilation": lambda config: config.compilation.what == "nothing",
@@ -88,14 +88,14 @@ OFF: dict[str, Callable[[RunConfig], bool]] = {
     "optimizer.trust_coefficient": lambda config: config.optimizer.name != "lars",
     "optimizer.adapt_vectors": lambda config: config.optimizer.name in ("adamw", "sgd"),
 }
-"""Sections and settings that a run does not use: tests of the config. They are given as lists of what a run uses if
-defaults of parts that are off would hide the rest.
+"""Sections and settings that a run does not use, by tests of the config. Lists of the used settings are given if
+defaults of disabled parts would hide the rest.
 """
 
 
 def idle_settings(config: RunConfig, strategy: str) -> list[str]:
-    """One sentence for each setting that differs from its default and does nothing. strategy: name with `auto`
-    decided."""
+    """Return a sentence for each setting that differs from its default and has no effect. strategy: name, with `auto`
+    resolved."""
     where = "with one worker" if strategy == "single" else f"with strategy {strategy}"
     found = []
     for section in dict.fromkeys(key.partition(".")[0] for key in (*USERS, *NEEDS)):
@@ -114,9 +114,9 @@ def idle_settings(config: RunConfig, strategy: str) -> list[str]:
 
 
 def used_settings(config: RunConfig, strategy: str) -> dict[str, dict[str, Any] | Any]:
-    """The settings that a run uses, by section as in its file: all that were changed, and the defaults of what is on.
+    """Return the settings that a run uses, by section as in its file: all changed ones, and defaults of enabled parts.
 
-    strategy: name with `auto` decided. `config.to_dict` has all of them.
+    strategy: name, with `auto` resolved. `config.to_dict` has all settings.
     """
     used: dict[str, Any] = {}
     for section, values in config.to_dict().items():

@@ -1,7 +1,7 @@
 """Load a RunConfig from a YAML file, the environment and dotted flags, or raise one ConfigError that names the key.
 
-Flags win over the environment, the environment over the file. Environment variables are `SCALERAY_SCALE__WORKERS` for
-`scale.workers`: two underscores between section and key.
+Flags take precedence over the environment, the environment over the file. Environment variables are
+`SCALERAY_SCALE__WORKERS` for `scale.workers`: two underscores between section and key.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from scaleray.errors import ConfigError
 
 ENV_PREFIX = "SCALERAY_"
 ARGS = "workload.args"
-MAX_ENTRIES = 10_000  # largest number of entries in one value, as aliases can make billions of a few bytes
+MAX_ENTRIES = 10_000  # most entries in one value, as YAML aliases can expand a few bytes into billions
 LONGEST_KEY = 200
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One value of a layer, and where it was written."""
+    """Value in one layer, and its place."""
 
     value: Any
     where: str
@@ -54,11 +54,11 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The resolved config. `flags` are `--section.key value` words, or a mapping of dotted keys, or of sections, to
+    """Load the resolved config. `flags`: `--section.key value` words, or a mapping of dotted keys or sections to
     values.
 
-    environ: None reads os.environ. defaults: dotted keys with values below every other layer. Raises ConfigError naming
-    the key, and its file and line.
+    environ: None reads os.environ. defaults: values by dotted key, below every other layer. Raises ConfigError with the
+    key, its file and line.
     """
     entries = {key: Entry(value, "default") for key, value in (defaults or {}).items()}
     if path is not None:
@@ -72,7 +72,7 @@ def load_config(
 
 
 def _by_dotted_key(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a mapping whose keys are dotted, or sections with a mapping each, as in a file."""
+    """Flatten a mapping whose keys are dotted, or sections with a mapping each, as in a file."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if key in _sections() and isinstance(value, Mapping):
@@ -89,12 +89,12 @@ def overlay(entries: dict[str, Entry], layer: Mapping[str, Entry]) -> None:
         below = entries[ARGS].value if ARGS in entries else {}
         if name in ("", key):
             entries[key] = entry
-        elif isinstance(below, Mapping):  # else the layer below is wrong already, and validation says so
+        elif isinstance(below, Mapping):  # otherwise the layer below is invalid, which validation reports
             entries[ARGS] = Entry({**below, name: entry.value}, entry.where)
 
 
 def known_keys() -> dict[str, Any]:
-    """Every dotted key of the config with its field, in the order of the sections."""
+    """All dotted config keys with their fields, in the order of the sections."""
     found: dict[str, Any] = {}
     for name, info in RunConfig.model_fields.items():
         section = info.annotation
@@ -106,20 +106,20 @@ def known_keys() -> dict[str, Any]:
 
 
 def read_file(path: Path) -> dict[str, Entry]:
-    """The entries of a YAML file by dotted key, with line numbers."""
+    """Read the entries of a YAML file by dotted key, with line numbers."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = sorted(str(p) for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         hint = f"YAML files there: {', '.join(near)}" if near else "give a file with -c"
         raise ConfigError("config file", str(path), "it does not exist", hint) from None
-    except (OSError, ValueError) as exc:  # a NUL in the path is a ValueError, as is text that is no UTF-8
+    except (OSError, ValueError) as exc:  # ValueError: a NUL in the path, or text that is not UTF-8
         raise ConfigError("config file", str(path), f"it cannot be read: {exc}") from exc
     return parse_yaml(text, name=str(path))
 
 
 def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
-    """The entries of YAML text by dotted key; `name` is the name of the text in messages."""
+    """Parse YAML text into entries by dotted key. name: name of the text in messages."""
     entries: dict[str, Entry] = {}
     try:
         with yaml_nodes(text) as (loader, node):
@@ -170,8 +170,8 @@ def _sections() -> set[str]:
 def _own_keys(
     loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, name: str
 ) -> dict[str, tuple[str, yaml.Node]]:
-    """Each key of a mapping with its place and value; the mapping's own keys win over those that `<<` merges into
-    it."""
+    """Each key of a mapping with its place and value; the mapping's own keys take precedence over those merged by
+    `<<`."""
 
     def read(pairs: list[tuple[yaml.Node, yaml.Node]], *, may_repeat: bool) -> dict[str, tuple[str, yaml.Node]]:
         found: dict[str, tuple[str, yaml.Node]] = {}
@@ -201,7 +201,7 @@ def _first_key(section: str) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> dict[str, Entry]:
-    """Entries from `SCALERAY_SECTION__KEY` variables."""
+    """Read entries from `SCALERAY_SECTION__KEY` variables."""
     entries = {}
     for variable, text in environ.items():
         if variable.startswith(ENV_PREFIX) and variable != SWITCH:
@@ -211,7 +211,7 @@ def read_environment(environ: Mapping[str, str]) -> dict[str, Entry]:
 
 
 def read_flags(words: Sequence[str]) -> dict[str, Entry]:
-    """Entries from `--section.key value`, `--section.key=value`, or `--key` alone for true. Dashes in keys are
+    """Read entries from `--section.key value`, `--section.key=value`, or `--key` alone for true. Dashes in keys become
     underscores."""
     entries: dict[str, Entry] = {}
     position = 0
@@ -236,25 +236,25 @@ def _parse_word(text: str) -> Any:
         value = load_yaml(text)
         check_size(value, most=MAX_ENTRIES)
     except ValueError:
-        return text  # such as a path with a colon: take the word as it is
+        return text  # such as a path with a colon: use the word unchanged
     return value
 
 
 def validate(entries: Mapping[str, Entry]) -> RunConfig:
-    """Check the merged entries and build the RunConfig. Raises ConfigError for the first problem."""
+    """Check the merged entries and build the RunConfig. Raises ConfigError for the first error."""
     known = known_keys()
     nested: dict[str, Any] = {}
     for key, entry in entries.items():
         if key not in known:
             raise _unknown(key, entry.where, list(known))
         section, _, name = key.partition(".")
-        # every page writes None, YAML's word for it is null
+        # None is how Python writes YAML's null
         value = None if entry.value == "None" and _may_be_none(known[key]) else entry.value
         if name:
             nested.setdefault(section, {})[name] = value
         else:
             nested[section] = value
-    for section, info in RunConfig.model_fields.items():  # so that a missing key is named, not only its section
+    for section, info in RunConfig.model_fields.items():  # so that the missing key is reported, not only its section
         if info.is_required():
             nested.setdefault(section, {})
     try:
@@ -275,14 +275,13 @@ def _unknown(key: str, where: str, known: list[str]) -> ConfigError:
 
 
 def hint_for(key: str, known: list[str]) -> str:
-    """The known key that an unknown one may have been meant for: a section, a word of other libraries, or the nearest
-    spelling."""
+    """Hint for an unknown key: a section, a key known under a word of other libraries, or the nearest spelling."""
     sections = sorted({k.partition(".")[0] for k in known})
     last = key.rpartition(".")[2]
     if key in sections:
         return f"it is a section with keys such as {_first_key(key)}; see scaleray config keys {key}"
     same_name = [k for k in known if k.rpartition(".")[2] == last]
-    # `batch.size` is batch_size, and no other key whose name ends so
+    # `batch.size` means global_size, if no other key has that ending
     meant = meant_by(key.replace(".", "_")) or meant_by(last) or (same_name[0] if len(same_name) == 1 else None)
     near = [meant] if meant else near_words(key, known if "." in key else [*known, *sections])
     if not near:
@@ -299,7 +298,7 @@ def _as_config_error(exc: ValidationError, entries: Mapping[str, Entry]) -> Conf
     words = [str(part) for part in problem["loc"]]
     message = problem["msg"].removeprefix("Value error, ")
     first_word = message.partition(":")[0]
-    if ".".join([*words, first_word]) in known:  # raised by a section about one of its keys
+    if ".".join([*words, first_word]) in known:  # raised by a section for one of its keys
         words.append(first_word)
         message = message.partition(":")[2].strip()
     key = ".".join(words[:2]) if ".".join(words[:2]) in known else ".".join(words[:1])

@@ -1,4 +1,4 @@
-"""Table of every key of the config, for `scaleray config keys` and docs/config.md."""
+"""Table of all config keys, for `scaleray config keys` and docs/config.md."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ PLAIN: dict[Any, str] = {
 
 
 TORCH_DEFAULTS = (("adamw", "AdamW", "weight_decay", 0.01), ("sgd", "SGD", "momentum", 0.0))
-"""Optimizer, its class in torch, and the key whose default differs there."""
+"""Optimizers, their classes in torch, and the keys whose defaults differ."""
 
 
 def type_in_words(field: FieldInfo) -> str:
-    """Values that a field of the config may hold."""
+    """Allowed values of a config field, as text."""
     return _words(field.annotation, field.metadata)
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
-    """The values of a field that has a few, as written in the file; none for any other."""
+    """Values of a field with a fixed set of values, as written in the file; otherwise empty."""
     return tuple(_choices(field.annotation))
 
 
@@ -70,7 +70,7 @@ def _words(annotation: Any, metadata: Iterable[Any] = ()) -> str:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """The values of a type that has a few; none for any other."""
+    """Values of a type with a fixed set of values; otherwise empty."""
     if annotation is bool:
         return ["true", "false"]
     if annotation is type(None):
@@ -94,7 +94,7 @@ def _list(args: tuple[Any, ...]) -> str:
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
-    """`above 0`, `of at least 1`, `from 0 to 1`, from the limits of annotated-types; those of storage are left out."""
+    """`above 0`, `of at least 1`, `from 0 to 1`, from the limits of annotated-types; limits of storage are omitted."""
     limits = {
         name: getattr(rule, name) for rule in metadata for name in ("gt", "ge", "lt", "le") if hasattr(rule, name)
     }
@@ -109,7 +109,7 @@ def _bounds(metadata: Iterable[Any]) -> str:
 
 
 REQUIRED = "required"
-"""In place of a default if there is none."""
+"""Placeholder for the default of a key without one."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +119,16 @@ class KeyRow:
     key: str
     """Dotted name, as on the command line."""
     type: str
-    """Values that it may hold, as text."""
+    """Allowed values, as text."""
     default: str
     """Default as written in the file, or REQUIRED."""
     meaning: str
     choices: tuple[str, ...] = ()
-    """Every value that it may have, where these are a few."""
+    """All allowed values, if they are a fixed set."""
 
 
 def key_rows() -> list[KeyRow]:
-    """Every key, in the order of the sections."""
+    """All keys, in the order of the sections."""
     rows = []
     for key, info in known_keys().items():
         default = info.get_default(call_default_factory=True)
@@ -139,7 +139,7 @@ def key_rows() -> list[KeyRow]:
 
 
 def changed_values(config: RunConfig) -> dict[str, Any]:
-    """Keys of the config without a default or with another value, as written in a file."""
+    """Config keys without a default or with a different value, as written in a file."""
     found: dict[str, Any] = {}
     shown = config.to_dict()
     for key, info in known_keys().items():
@@ -155,7 +155,7 @@ def changed_values(config: RunConfig) -> dict[str, Any]:
 
 
 def unlike_torch(config: RunConfig) -> list[str]:
-    """A sentence for each key of the optimizer that has scaleray's default where torch has another."""
+    """One sentence for each optimizer key whose default in scaleray differs from torch's."""
     settings = config.optimizer
     return [
         f"optimizer.{name} is {yaml_word(ours)}, the default of scaleray; that of torch's {title} is {theirs}"
@@ -165,8 +165,8 @@ def unlike_torch(config: RunConfig) -> list[str]:
 
 
 def rows_of(word: str) -> list[KeyRow]:
-    """The keys of a section, else those whose name holds the word, else the one that others call so. Raises
-    ConfigError where there is none."""
+    """Return the keys of a section, or else those whose name contains the word, or else the key for a word of other
+    libraries. Raises ConfigError if there is none."""
     rows = key_rows()
     wanted = word.lower().replace("-", "_")
     found = [row for row in rows if row.key == wanted or row.key.startswith(f"{wanted}.")]
@@ -178,8 +178,8 @@ def rows_of(word: str) -> list[KeyRow]:
 
 
 def config_keys(section: str | None = None) -> list[dict[str, str]]:
-    """List the keys of the config: what each may hold, its default and its meaning.
+    """List the config keys with their allowed values, defaults and meanings.
 
-    section: only a section, such as `optimizer`, or the keys whose name holds this word. Raises UsageError.
+    section: only this section, such as `optimizer`, or the keys whose name contains this word. Raises UsageError.
     """
     return [dataclasses.asdict(row) for row in (key_rows() if section is None else rows_of(section))]

@@ -1,4 +1,4 @@
-"""The whole config of a run, put together from its sections."""
+"""Whole config of a run, composed of its sections."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from scaleray.config.workload_section import WorkloadSettings
 
 
 class RunConfig(Settings):
-    """Everything that decides a run. The same config on 1, 2 or 64 workers is the same training."""
+    """All settings of a run. The same config on 1, 2 or 64 workers is the same training."""
 
     workload: WorkloadSettings
     batch: BatchSettings
@@ -71,13 +71,12 @@ class RunConfig(Settings):
     alerts: AlertSettings = AlertSettings()
     study: StudySettings = StudySettings()
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of the run; named streams for model, data and dropout are derived from it."""
+    """Seed of the run; separate streams for model, data and dropout are derived from it."""
     deterministic: bool = False
-    """Ask torch for deterministic algorithms; slower, and refused by operations that have none."""
+    """Use torch's deterministic algorithms; slower, and an error for operations that have none."""
     on_nonfinite: Literal["raise", "stop", "skip"] = "raise"
-    """Action at a NaN or infinite loss: raise an error, stop and keep the weights so far, or skip the step and count
-    it.
-    """
+    """Action on a NaN or infinite loss: raise an error, stop and keep the weights so far, or skip the step and count
+    it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -140,25 +139,25 @@ class RunConfig(Settings):
 
     @property
     def follows_evaluations(self) -> bool:
-        """Whether evaluations decide the learning rate or the end of the training."""
+        """Whether evaluations determine the learning rate or the end of the training."""
         return self.stop.at is not None or self.stop.patience is not None or self.schedule.name == "plateau"
 
     def degrees(self, workers: int | None = None) -> Degrees:
-        """Numbers of workers along each axis. workers: number of all; None: the largest that the config allows. Raises
-        ConfigError for degrees that do not multiply to it."""
+        """Number of workers along each axis. workers: their total; None: the largest that the config allows. Raises
+        ConfigError if the product of the degrees differs from it."""
         return degrees_of(self.parallel, self.strategy.name, workers or self.scale.max_workers)
 
     @property
     def gathered_dtype(self) -> Literal["fp32", "bf16", "fp16"] | None:
-        """dtype in which sharded parameters are gathered and used; None is their own."""
+        """dtype in which sharded parameters are gathered and used; None means their own."""
         if self.fsdp.parameter_dtype is not None:
             return self.fsdp.parameter_dtype
-        # wider ones would be cast where they are used, and the copies kept until the backward pass
+        # wider ones would be cast where they are used, and the copies would be kept until the backward pass
         return self.precision.dtype if self.precision.dtype in ("bf16", "fp16") else None
 
     def changed(self, settings: Mapping[str, Any]) -> RunConfig:
-        """The same config with other values of keys such as `scale.workers` or of whole sections. They are not checked:
-        a strategy of the table need not be one that a config file may name."""
+        """Return the same config with other values of keys such as `scale.workers` or of whole sections. They are not
+        checked: a strategy of the table need not be valid in a config file."""
         sections: dict[str, Any] = {}
         for key, value in settings.items():
             section, _, name = key.partition(".")
@@ -167,8 +166,8 @@ class RunConfig(Settings):
         return self.model_copy(update=sections)
 
     def to_dict(self) -> dict[str, Any]:
-        """The config as plain values, as written in a YAML file. Passwords in URIs, and a webhook except for its host,
-        are stars, since these values are stored.
+        """Return the config as plain values, as written in a YAML file. Secrets are replaced by stars, since the values
+        are stored: passwords in URIs, and all of a webhook except its host.
         """
         values = self.model_dump(mode="json")
         secret = (
@@ -185,7 +184,6 @@ class RunConfig(Settings):
         return values
 
     def hash(self) -> str:
-        """SHA-256 (16 hex digits) of the keys that decide the training; where it is stored and what is
-        recorded does not count."""
+        """SHA-256 (16 hex digits) of the keys that determine the training, without those on storage and recording."""
         values = {section: value for section, value in self.to_dict().items() if not is_beside_training(section)}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

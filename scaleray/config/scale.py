@@ -1,4 +1,4 @@
-"""How many workers run, on what, and what the launch does when one fails."""
+"""Settings of the workers: their number, their resources, and the response to failures."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class ScaleSettings(Settings):
 
     workers: Annotated[int, Field(ge=1, le=100_000)] | WorkerRange = 1
     """Number of training workers (ranks). A range such as {min: 1, max: 4} is elastic: as many as the cluster has room
-    for, more when a node comes, fewer when one goes."""
+    for, more when a node joins, fewer when one leaves."""
     on_resize: Literal["keep", "rescale"] = "keep"
-    """Action of an elastic run when its number of workers changes: keep the global batch, by accumulation, so that the
+    """Action of an elastic run when its number of workers changes: keep the global batch by accumulation, so that the
     training stays the same; or rescale it with the workers, and the learning rate by `optimizer.rule`.
     """
     resize_interval_s: Positive = 60.0
-    """Seconds between two checks of an elastic run whether more workers fit."""
+    """Seconds between two checks of whether more workers fit in an elastic run."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
-    """GPUs of each worker. 1 trains on CUDA with NCCL; 0 on the CPU with gloo. A fraction shares a card, for
-    one-worker trials only. auto: 1 where the cluster has GPUs, else 0; the record holds the number."""
+    """GPUs per worker. 1 trains on CUDA with NCCL; 0 on the CPU with gloo. A fraction shares a GPU, for one-worker
+    trials only. auto: 1 if the cluster has GPUs, otherwise 0; the number is recorded."""
     cpus_per_worker: Positive = 1.0
     """Ray CPUs reserved for each worker; also its number of torch threads, rounded down to at least 1."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
@@ -32,38 +32,37 @@ class ScaleSettings(Settings):
     """Ray node labels that every worker's node must have, such as {zone: eu-1}."""
     max_failures: Annotated[int, Field(ge=0, le=1000)] = 3
     """Restarts of the worker group after a worker or node is lost, each from the newest checkpoint. An error of the
-    workload itself is tried again once at a step, and not at all before the first one. Preemptions do not count."""
+    workload itself is retried once per step, and never before the first one. Preemptions do not count."""
     launch_timeout_s: Positive = 120.0
-    """Seconds that the worker group may take to start before the launch counts as failed."""
+    """Seconds that the worker group may take to start before the launch fails."""
     wait_for_nodes_s: NonNegative = 0.0
-    """Seconds to wait for nodes where the cluster cannot hold the run yet, as one that scales up from nothing: its
-    autoscaler is asked for them. 0 refuses such a run at once. GPUs must be stated then (gpus_per_worker: 1)."""
+    """Seconds to wait for nodes if the cluster cannot hold the run yet, for example while an autoscaler adds them; they
+    are requested from it. 0 rejects such a run at once. GPUs must then be stated (gpus_per_worker: 1)."""
     collective_timeout_s: Positive = 180.0
-    """Seconds that a worker may hang, in a collective or anywhere else in a step, before its group is
-    started again (torch's own default is half an hour). Three times as long until the first step is
-    complete, and while it compiles."""
+    """Seconds that a worker may hang, in a collective or anywhere else in a step, before its group is restarted
+    (torch's default is half an hour). Three times as long until the first step is complete, and during compilation."""
     dashboard: bool = False
-    """Start Ray's dashboard with a Ray of the run's own: about 1 CPU second at the start, 2 more soon after, and
-    280 MB. A cluster that is there has its own."""
+    """Start Ray's dashboard if the run starts Ray itself: about 1 CPU second at the start, 2 more soon after, and 280
+    MB. An existing cluster has its own."""
 
     @property
     def gpus(self) -> float:
-        """GPUs of each worker as a number; 0 until the cluster has been checked for `auto`."""
+        """GPUs per worker as a number; 0 until `auto` has been resolved on the cluster."""
         return 0 if self.gpus_per_worker == "auto" else self.gpus_per_worker
 
     @property
     def may_have_gpus(self) -> bool:
-        """Whether workers have GPUs, or may turn out to."""
+        """Whether workers have GPUs, or may get them by `auto`."""
         return self.gpus_per_worker != 0
 
     @property
     def max_workers(self) -> int:
-        """The largest number of workers that the run may have."""
+        """Largest number of workers that the run may have."""
         return self.workers.max if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
     def min_workers(self) -> int:
-        """The smallest number of workers that the run may have."""
+        """Smallest number of workers that the run may have."""
         return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
 
     @property

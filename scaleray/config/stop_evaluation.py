@@ -1,4 +1,4 @@
-"""When training ends, and when it is evaluated."""
+"""Settings for the end of training and for evaluation."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class StopSettings(Settings):
     `evaluation.every`."""
 
     patience: Count | None = None
-    """Number of evaluations in a row without a better one after which training stops. Needs `evaluation.every`. None:
+    """Number of consecutive evaluations without improvement after which training stops. Needs `evaluation.every`. None:
     it continues.
     """
     watch: Annotated[str, Field(pattern=WATCHED)] | None = None
-    """Metric that `patience` watches, and its direction, such as `val/loss min`. None: that of `checkpoint.best`."""
+    """Metric for `patience`, and its direction, such as `val/loss min`. None: that of `checkpoint.best`."""
 
     _check_after = field_validator("after")(above_zero)
 
@@ -32,15 +32,15 @@ class EvaluationSettings(Settings):
     """When the splits other than `train` are evaluated; they always are at the end."""
 
     test: Literal["with_others", "at_end"] = "with_others"
-    """When the split `test` is evaluated: with the others, or at the end only, so that no decision depends on it."""
+    """When the split `test` is evaluated: with the others, or only at the end, so that no decision depends on it."""
     every: Duration | None = None
-    """Distance between evaluations. None: at the end only."""
+    """Interval between evaluations. None: only at the end."""
     micro_size: Annotated[int, Field(ge=1, le=2**40)] | None = None
-    """Samples in one forward pass of one worker during evaluation. None: that of training."""
+    """Samples in one forward pass of one worker during evaluation. None: as in training."""
 
     _check_every = field_validator("every")(above_zero)
 
     @property
     def only_at_end(self) -> str | None:
-        """Name of the split that is evaluated at the end only."""
+        """Name of the split that is evaluated only at the end."""
         return "test" if self.test == "at_end" else None

@@ -1,4 +1,5 @@
-"""Strategy that spreads the model over the workers, and the settings of each but fsdp; shares of the workers."""
+"""Settings of the strategy that distributes the model over the workers, except those of FSDP, and of the workers'
+shares."""
 
 from __future__ import annotations
 
@@ -10,14 +11,13 @@ from scaleray.config.base import Count, Positive, Probability, Settings
 
 
 class SharesSettings(Settings):
-    """Equal shares, or shares in proportion to speed."""
+    """Division of a step's samples among the workers: equal, or in proportion to speed."""
 
     by: Literal["equal", "speed", "given"] = "equal"
-    """How samples are shared. equal: in equal parts. speed: in proportion to what each worker is measured to compute in
-    a second. given: in proportion to `speeds`. The samples of a step stay the same, and so does their sum."""
+    """How samples are divided. equal: in equal parts. speed: in proportion to each worker's measured samples per
+    second. given: in proportion to `speeds`. The samples of a step, and so their sum, stay the same."""
     speeds: tuple[Positive, ...] | None = None
-    """With `by: given`: relative speed of each worker, in order of rank, such as [2, 1]. Which node has which rank is
-    Ray's choice."""
+    """With `by: given`: relative speed of each worker, in order of rank, such as [2, 1]. Ray assigns ranks to nodes."""
     measure_every: Count = 50
     """With `by: speed`: steps between two measurements, after each of which the shares may change."""
     smallest: Annotated[float, Field(gt=0, le=1)] = 0.25
@@ -31,39 +31,39 @@ class SharesSettings(Settings):
 
 
 class GossipSettings(Settings):
-    """Whom workers average with, and how far they may drift apart."""
+    """Workers to average with, and how far they may drift apart."""
 
     graph: Literal["ring", "exponential", "matching"] = "exponential"
-    """gossip: the workers that a worker averages with. ring: both neighbours; exponential: one at distance 1, 2, 4, ...
-    in turn; matching: random pairs, new each step."""
+    """gossip: partners for averaging. ring: both neighbours; exponential: one at distance 1, 2, 4, ... in turn;
+    matching: random pairs, redrawn every step."""
     is_asynchronous: bool = False
-    """gossip: send parameters to neighbours and continue; theirs are mixed in when they arrive."""
+    """gossip: send parameters to neighbours and continue; mix in theirs when they arrive."""
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 4
-    """async_sgd, asynchronous gossip: steps by which a worker may be ahead of the slowest (gossip: of those it hears
-    from) before it waits. Each takes the memory of the trained parameters twice."""
+    """async_sgd, asynchronous gossip: steps by which a worker may be ahead of the slowest one (gossip: of its partners)
+    before it waits. Each step of lead needs the memory of the trained parameters twice."""
     meet_every: Count = 50
-    """Steps between two meetings of all workers, where losses are summed and decisions are made. Evaluations and
-    checkpoints are meetings too."""
+    """Steps between two synchronisations of all workers, at which losses are summed and decisions are made. Evaluations
+    and checkpoints synchronise, too."""
 
 
 class LocalSgdSettings(Settings):
-    """How often replicas meet, and what they do then."""
+    """How often replicas synchronise, and how."""
 
     sync_every: Count = 16
-    """Optimizer steps between two averagings over all workers. 1 averages after every step. Between them the recorded
-    loss is that of rank 0's own samples, and gradients, their norm and clipping are each worker's own."""
+    """Optimizer steps between two averagings over all workers. 1 averages after every step. In between, the recorded
+    loss is that of rank 0's own samples, and gradients, their norm and clipping are local to each worker."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Number of ordinary steps, with gradients averaged in each, before replicas go apart."""
+    """Number of initial steps with averaged gradients, before replicas train separately."""
     node_sync_every: Count | None = None
-    """Hierarchical: steps between two averagings within a node; must divide `sync_every`. None: nodes do nothing of
-    their own."""
+    """Hierarchical: steps between two averagings within a node; must divide `sync_every`. None: no averaging within
+    nodes."""
     node_size: Count | None = None
-    """Hierarchical: number of consecutive ranks that make a node (or a rack, or whatever is well connected). None: the
-    ranks that run on one machine."""
+    """Hierarchical: number of consecutive ranks that form a node (or a rack, or another well-connected group). None:
+    the ranks on one machine."""
     average_momentum: bool = True
     """local_sgd: average the optimizer's state together with the parameters."""
     outer_learning_rate: Positive = 0.7
-    """diloco: step of the outer Nesterov optimizer on the mean change of the replicas."""
+    """diloco: step size of the outer Nesterov optimizer on the mean change of the replicas."""
     outer_momentum: Probability = 0.9
     """diloco: momentum of the outer Nesterov optimizer."""
 
@@ -81,21 +81,21 @@ class LocalSgdSettings(Settings):
 
 
 INTERLEAVED = ("interleaved_1f1b", "zero_bubble")
-"""Schedules that can give a worker more than one stage."""
+"""Schedules that support more than one stage per worker."""
 
 
 class PipelineSettings(Settings):
-    """How the model's blocks become stages, and in which order micro-batches go through them."""
+    """Division of the model's blocks into stages, and the order of micro-batches."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
-    """Order in which the micro-batches of a step (batch.micro_size) go through the stages. interleaved_1f1b and
-    zero_bubble give each worker `stages_per_worker` stages, and order micro-batches in rounds of at least
-    `parallel.pipeline`, as many in each."""
+    """Order in which the micro-batches of a step (batch.micro_size) pass through the stages. interleaved_1f1b and
+    zero_bubble give each worker `stages_per_worker` stages, and order micro-batches in equal rounds of at least
+    `parallel.pipeline`."""
     stages_per_worker: Count | None = None
-    """Stages on each worker. None: 1 for gpipe and 1f1b, else 2."""
+    """Stages per worker. None: 1 for gpipe and 1f1b, otherwise 2."""
     split: Literal["counted", "measured"] = "counted"
-    """Measure by which stages are balanced: forward operations counted from parameters (2 for each parameter that
-    multiplies), or the time of each block's forward pass, measured once at the start on rows of the training data."""
+    """How stages are balanced: by forward operations counted from parameters (2 for each parameter that multiplies), or
+    by the time of each block's forward pass, measured once at the start on rows of the training data."""
 
     @model_validator(mode="after")
     def _stages_suit_the_schedule(self) -> PipelineSettings:
@@ -103,39 +103,39 @@ class PipelineSettings(Settings):
             return self
         if self.schedule not in INTERLEAVED and self.stages_per_worker != 1:
             raise ValueError(
-                f"stages_per_worker: {self.schedule} has one stage a worker; use 1, "
+                f"stages_per_worker: {self.schedule} has one stage per worker; use 1,  "
                 f"or the schedule {' or '.join(INTERLEAVED)}"
             )
         if self.schedule == "interleaved_1f1b" and self.stages_per_worker == 1:
-            raise ValueError("stages_per_worker: interleaved_1f1b with one stage a worker is 1f1b; use 2 or more")
+            raise ValueError("stages_per_worker: interleaved_1f1b with one stage per worker is 1f1b; use 2 or more")
         return self
 
     @property
     def stages_of_each_worker(self) -> int:
-        """Value of `stages_per_worker` with its default decided."""
+        """Value of `stages_per_worker` with its default resolved."""
         return self.stages_per_worker or (2 if self.schedule in INTERLEAVED else 1)
 
 
 class TensorSettings(Settings):
-    """How each layer is split over neighbouring workers."""
+    """Division of each layer over neighbouring workers."""
 
     sequence_parallel: bool = True
-    """Split the operations between the layers (norms, residuals) along the sequence as well, where the
-    workload's plan supports it."""
+    """Also split the operations between the layers (norms, residuals) along the sequence, if the workload's plan
+    supports it."""
 
 
 class StrategySettings(Settings):
-    """How the model is spread over the workers."""
+    """How the model is distributed over the workers."""
 
     name: Literal[
         "auto", "single", "ddp", "zero1", "fsdp", "tensor", "pipeline", "local_sgd", "diloco", "gossip", "async_sgd"
     ] = "auto"
     """Name of the strategy. auto: `single` for one worker, `ddp` for more."""
     bucket_size_mib: Positive = 25.0
-    """DDP: gradients are reduced in buckets of this size while the backward pass still runs."""
+    """DDP: size of the buckets in which gradients are reduced during the backward pass."""
     gradient_as_bucket_view: bool = True
-    """DDP: gradients live inside the buckets, which saves one copy and its memory."""
+    """DDP: let gradients be views of the buckets, which saves one copy and its memory."""
     static_graph: bool = False
-    """DDP: promise that every step uses the same parameters in the same order."""
+    """DDP: declare that every step uses the same parameters in the same order."""
     find_unused_parameters: bool = False
-    """DDP: for models that skip parameters in some steps; costs a walk over the graph each step."""
+    """DDP: support models that skip parameters in some steps; costs a traversal of the graph per step."""

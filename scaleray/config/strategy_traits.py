@@ -1,4 +1,4 @@
-"""Traits of each strategy that other parts need to know, in one table."""
+"""Table of the traits of each strategy that other modules depend on."""
 
 from __future__ import annotations
 
@@ -8,37 +8,36 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """Traits of a strategy that other parts need to know, so that none keeps a list of names."""
+    """Traits of a strategy that other modules depend on, so that none keeps a list of names."""
 
     axes: tuple[str, ...] = ("replicate",)
     """Axes of the mesh that it spreads a model over, see `config.parallel`."""
     trains_apart: bool = False
-    """Whether workers hold different values of the same parameters, and agree now and then or nearly. All other
-    strategies compute what one process computes: a run may continue under another of them.
+    """Whether workers hold different values of the same parameters, which agree only approximately or at intervals. All
+    other strategies give the result of a single process: a run may continue under another of them.
     """
     reduces_by_ddp: bool = False
-    """Whether DDP sums the gradients, once a step: they may be compressed, and workers may run different
+    """Whether DDP sums the gradients once per step, so that they can be compressed and workers can run different
     numbers of micro-batches."""
     sums_gradients: bool = False
-    """Whether each worker has samples of its own, and their gradients meet in every step."""
+    """Whether each worker has its own samples, and gradients are summed over workers in every step."""
     sharding: Literal["none", "zero1", "zero3"] = "none"
-    """State that the workers share out among them: nothing, the optimizer's state, or parameters, gradients and
-    state."""
+    """State that is sharded over the workers: nothing, the optimizer's state, or parameters, gradients and state."""
     splits_replica: bool = False
-    """Whether several workers hold one replica and compute the same samples together; no worker can do its part of a
+    """Whether several workers together hold one replica and compute the same samples; no worker can do its part of a
     step alone."""
     averages_now_and_then: bool = False
-    """Whether workers take steps of their own between averagings, after a warm-up under DDP, if there is one."""
+    """Whether workers take independent steps between averagings, after a warm-up under DDP, if any."""
     mixes_with_neighbours: bool = False
-    """Whether workers exchange parameters with some others in every step."""
+    """Whether workers exchange parameters with some of the others in every step."""
     can_repeat_steps: bool = True
-    """Whether a step can be done again on all workers, with smaller micro-batches."""
+    """Whether a step can be repeated on all workers, with smaller micro-batches."""
     can_try_micro_sizes: bool = True
-    """Whether steps can be tried before the training, and leave no trace."""
+    """Whether steps can be tried before the training without leaving a trace."""
 
     @property
     def splits_parameters(self) -> bool:
-        """Whether a worker holds a part of the parameters only, while the model is in use."""
+        """Whether a worker holds only a part of the parameters while the model is in use."""
         return self.splits_replica or self.sharding == "zero3"
 
 
@@ -64,10 +63,10 @@ TRAITS: dict[str, Traits] = {
 
 
 def traits_of(strategy: str) -> Traits:
-    """A strategy's traits; those of `single` for `auto`, and for a name that no config may give."""
+    """Return a strategy's traits; those of `single` for `auto`, and for a name that is not allowed in a config."""
     return TRAITS.get(strategy, TRAITS["single"])
 
 
 def names_with(trait: str) -> tuple[str, ...]:
-    """Names of the strategies that have a trait, in the order of the table."""
+    """Names of the strategies with a trait, in the order of the table."""
     return tuple(name for name, traits in TRAITS.items() if getattr(traits, trait))

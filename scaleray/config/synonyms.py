@@ -1,6 +1,6 @@
-"""Keys of the config by the words that other libraries and torch itself have for them.
+"""Config keys by the words that torch and other libraries use for them.
 
-For a key that is not known: spelling alone finds `learning_rat`, and not the meaning of `lr` or `max_epochs`.
+For hints on unknown keys: spelling alone finds `learning_rat`, but not the meaning of `lr` or `max_epochs`.
 """
 
 from __future__ import annotations
@@ -61,23 +61,23 @@ WORDS: dict[str, str] = {
     "memory.find_micro_size": "auto_find_batch_size",
     "data.bucket_by_length": "group_by_length",
 }
-"""Words of other libraries, by the key that they mean."""
+"""Words of other libraries, by the equivalent key."""
 NOTES: dict[str, str] = {
     "stop.after": "with its unit, as in '3 epochs' or '500 steps'",
     "schedule.warmup": "with its unit, as in '1 epoch' or '500 steps'",
     "evaluation.every": "with its unit, as in '1 epoch' or '500 steps'",
     "checkpoint.every": "with its unit, as in '1 epoch' or '500 steps'",
-    "batch.global_size": "the samples of one step over all workers",
-    "batch.micro_size": "accumulation follows from it, from batch.global_size and from scale.workers",
-    "scale.workers": "one for each GPU, each with scale.gpus_per_worker; what reads the rows is data.readers",
+    "batch.global_size": "samples of one step over all workers",
+    "batch.micro_size": "accumulation follows from it, batch.global_size and scale.workers",
+    "scale.workers": "one per GPU, each with scale.gpus_per_worker; data.readers sets who reads the rows",
     "schedule.final_ratio": "as a share of the learning rate",
     "strategy.name": "ddp, fsdp and others by name",
     "precision.dtype": "fp32, bf16 or fp16",
 }
-"""Further differences from the libraries that have the word, by key."""
+"""Further differences from libraries that use the word, by key."""
 KEYS: dict[str, str] = {word: key for key, words in WORDS.items() for word in words.split()}
 
 
 def meant_by(word: str) -> str | None:
-    """The key that others call so, if there is one. word: a key without its section, in any case, with - or _."""
+    """Return the key for a word of other libraries, if any. word: without its section, in any case, with - or _."""
     return KEYS.get(word.lower().replace("-", "_"))

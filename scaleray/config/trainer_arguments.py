@@ -1,6 +1,6 @@
-"""Values of the config from `TrainingArguments` of transformers' Trainer, and the arguments that have no equivalent.
+"""Config values from `TrainingArguments` of transformers' Trainer, and the arguments that have no equivalent.
 
-The names of keys in other libraries are in `synonyms.py`; here is what their values become.
+`synonyms.py` has the names of keys in other libraries; this module converts their values.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from scaleray.errors import ConfigError
 Arguments = Mapping[str, Any]
 SAME = ("learning_rate", "weight_decay", "adam_epsilon", "seed", "run_name", "dataloader_drop_last", "output_dir",
         "tf32", "full_determinism", "per_device_eval_batch_size", "auto_find_batch_size")  # fmt: skip
-"""Arguments whose value is that of the key."""
+"""Arguments whose value is used unchanged for the key."""
 INSTEAD: dict[str, str] = {
-    "data_seed": "seed decides the order of rows, too",
+    "data_seed": "seed also determines the order of rows",
     "deepspeed": "strategy.name: fsdp or zero1",
-    "eval_delay": "evaluation.every alone decides",
+    "eval_delay": "only evaluation.every is used",
     "fsdp_config": "the section fsdp, such as fsdp.wrap_classes",
     "generation_max_length": "workload.args.target_length of SequenceToSequence",
     "generation_num_beams": "workload.args.num_beams of SequenceToSequence",
@@ -39,7 +39,7 @@ INSTEAD: dict[str, str] = {
     "torch_compile_mode": "compilation.mode",
     "use_liger_kernel": "patch the model in a build_model() of your own",
 }
-"""What to do in place of an argument that has no equivalent."""
+"""What to do instead of an argument that has no equivalent."""
 IDLE = ("accelerator_config", "average_tokens_across_devices", "dataloader_num_workers",
         "dataloader_persistent_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "ddp_backend",
         "ddp_timeout", "disable_tqdm", "do_eval", "do_predict", "do_train", "eval_on_start", "hub_token", "label_names",
@@ -47,19 +47,19 @@ IDLE = ("accelerator_config", "average_tokens_across_devices", "dataloader_num_w
         "logging_dir", "logging_first_step", "logging_nan_inf_filter", "overwrite_output_dir",
         "remove_unused_columns", "report_to", "save_on_each_node", "save_only_model", "skip_memory_metrics",
         "trackio_space_id", "use_cache")  # fmt: skip
-"""Arguments on which nothing in a training of scaleray depends."""
+"""Arguments that have no meaning for a training in scaleray."""
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
              "reduce_lr_on_plateau": "plateau"}  # fmt: skip
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "sgd": "sgd"}
 VALIDATION = "val"
-"""Split that a Trainer's `eval_` metrics become those of."""
+"""Split for a Trainer's `eval_` metrics."""
 
 
 def config_of(arguments: Any, *, workers: int, defaults: Arguments) -> tuple[dict[str, Any], list[str]]:
-    """Values by dotted key that mean what the arguments do, and a line for each argument that has no equivalent.
+    """Return equivalent values by dotted key, and a line for each argument that has no equivalent.
 
-    arguments: of `TrainingArguments`, as a mapping or the object itself. workers: number of workers that train.
-    defaults: values of arguments that are not stated. Raises ConfigError.
+    arguments: `TrainingArguments`, as a mapping or the object itself. workers: number of training workers. defaults:
+    values of arguments that are not stated. Raises ConfigError.
     """
     stated = arguments.to_dict() if hasattr(arguments, "to_dict") else arguments
     if not isinstance(stated, Mapping) or not stated.keys() & defaults.keys():
@@ -125,7 +125,7 @@ def _precision(given: Arguments) -> tuple[dict[str, Any], list[str]]:
 
 
 def _every(strategy: str, steps: Any, given: Arguments) -> str | None:
-    """A distance as the config has it. steps: a number, or below 1 a share of the training."""
+    """An interval as written in the config. steps: a number, or below 1 a share of the training."""
     if strategy == "epoch":
         return "1 epoch"
     if strategy != "steps":
@@ -193,9 +193,9 @@ TAKEN: dict[str, tuple[str, ...]] = {
     "data.bucket_by_length": ("group_by_length", "train_sampling_strategy"),
     "scale.gpus_per_worker": ("use_cpu",),
 }  # fmt: skip
-"""Arguments whose values become others, by the keys or sections that they decide."""
+"""Arguments whose values are converted, by the keys or sections that they determine."""
 
 
 def _key_of(name: str) -> str:
-    """The key that an argument of another library names, or the one of that name."""
+    """Return the key for an argument of another library, or the key of the same name."""
     return KEYS.get(name) or next(key for key in known_keys() if key.rpartition(".")[2] == name)

@@ -1,4 +1,4 @@
-"""Which workload runs, and with which arguments."""
+"""Settings of the workload: its class, arguments and weights."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class WorkloadSettings(Settings):
     """The user's class and its keyword arguments."""
 
     name: str = Field(min_length=1)
-    """Class of the workload, as `package.module:Name` or `path/to/file.py:Name`; a relative path is looked up from the
+    """Class of the workload, as `package.module:Name` or `path/to/file.py:Name`; a relative path is resolved in the
     current folder, then next to the config.
     """
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class: numbers, text, true/false, none, and lists and mappings of them."""
 
     weights: str | None = None
-    """Weights to start from, for fine-tuning: a run's folder or name in the storage path (its newest checkpoint, or
-    its final weights where it left none), a file `.pt` or `.safetensors`, a folder of `scaleray checkpoint import`,
-    one checkpoint, a folder in Hugging Face's layout (config.json and model.safetensors), or an adapter of peft
-    (adapter_config.json), which fills the adapters alone."""
+    """Weights to start from, for fine-tuning: a run's folder or name in the storage path (its newest checkpoint, or its
+    final weights if it has none), a file `.pt` or `.safetensors`, a folder of `scaleray checkpoint import`, one
+    checkpoint, a folder in Hugging Face's layout (config.json and model.safetensors), or an adapter of peft
+    (adapter_config.json), which only sets the adapters."""
 
     @property
     def stem(self) -> str:
@@ -39,7 +39,7 @@ class WorkloadSettings(Settings):
 
 
 def _plain(value: Any, name: str, depth: int = 1) -> Any:
-    """The value in a form that YAML and JSON can keep, so that a saved config builds the same workload."""
+    """The value in a form that YAML and JSON preserve, so that a saved config builds the same workload."""
     if depth > DEEPEST_ARGUMENT:
         raise ValueError(f"{name} is nested more than {DEEPEST_ARGUMENT} deep")
     if isinstance(value, (list, tuple)):

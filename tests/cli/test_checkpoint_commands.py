@@ -180,7 +180,7 @@ def test_an_import_of_a_folder_says_that_it_needs_none(tmp_path, capsys):
         (["list", "{tmp}/file"], ["no complete checkpoint|cannot be read"]),
         (["list", "s3:/"], ["there is nothing"]),
         (["list", "nowhere://x"], ["cannot be read"]),
-        (["verify", "{run}", "--step", "11"], ["step 11 is missing", "complete ones: 40, 30, 20, 10"]),
+        (["verify", "{run}", "--step", "11"], ["step 11 is missing", "complete checkpoints: 40, 30, 20, 10"]),
         (["verify", "{run}/checkpoints/step-000000011"], ["there is no such checkpoint|there is nothing"]),
         (["import", "{tmp}/nothing.pt", "{tmp}/new"], ["does not exist"]),
         (["import", "{tmp}/file", "{tmp}/new"], ["must end in"]),
@@ -218,7 +218,7 @@ def test_an_unfinished_folder_is_named(run, tmp_path, capsys):
     for place in (run, tmp_path / "copies" / "mine"):
         (place / "checkpoints" / "step-000000040" / "manifest.json").unlink()
     code, _, err = command(capsys, "rebuild", run, "--step", "40")
-    assert code == 2 and "incomplete" in err and "complete ones: 30, 20, 10" in err
+    assert code == 2 and "incomplete" in err and "complete checkpoints: 30, 20, 10" in err
     code, out, _ = command(capsys, "verify", run)
     assert code == 0 and "not a checkpoint" in out and "step-000000040" in out
 

@@ -292,7 +292,7 @@ def test_two_launches_of_one_config_fail_no_pipeline_however_noisy_the_machine(t
     fast, slow = training(tmp_path, "fast"), training(tmp_path, "slow", step_time_s=0.21)
     code, _, err = compare(capsys, fast, slow, "--fail-if-slower", "5")
     assert code == 3
-    assert "cannot tell whether B is slower than A by more than 5 %: inconclusive" in err
+    assert "it is unclear whether B is slower than A by more than 5 %: inconclusive" in err
     assert compare(capsys, fast, slow)[0] == 0  # nothing was asked
     assert compare(capsys, fast, slow, "--fail-if-slower", "500")[0] == 0
     assert compare(capsys, slow, fast, "--fail-if-slower", "5")[0] == 0
@@ -344,7 +344,7 @@ def test_slips_have_one_clear_message(tmp_path, capsys):
         ((run, run), "it may be given once"),
         ((run, str(tmp_path / "nothing"), "--uri", none), "no folder with a record.json"),
         ((run, str(tmp_path / "broken"), "--uri", none), "broken"),
-        ((run, run, "--fail-if-slower", "-1"), "must be per cent"),
+        ((run, run, "--fail-if-slower", "-1"), "must be a percentage"),
     ):
         code, out, err = compare(capsys, *words)
         assert (code, out) == (2, ""), words

@@ -35,7 +35,7 @@ def refusal(capsys, code, *words):
 def test_written_files_pass_the_check(tmp_path, capsys):
     assert write("--folder", tmp_path / "new" / "boards") == 0
     assert write("--folder", tmp_path / "new" / "boards", "--check") == 0
-    assert "all files are as written" in capsys.readouterr().out
+    assert "all files are up to date" in capsys.readouterr().out
 
 
 def test_rules_with_measured_limits_take_the_place_of_the_usual_ones(tmp_path, capsys):
@@ -60,8 +60,8 @@ def test_the_check_names_a_file_edited_by_hand_and_one_that_is_missing_and_write
     capsys.readouterr()
     assert write("--folder", tmp_path, "--check") == 1
     said = capsys.readouterr()
-    assert f"{tmp_path / 'run.json'} is not what scaleray writes" in said.err
-    assert f"{tmp_path / 'cluster.json'} is not what scaleray writes" in said.err
+    assert f"{tmp_path / 'run.json'} differs from the generated file" in said.err
+    assert f"{tmp_path / 'cluster.json'} differs from the generated file" in said.err
     assert f"{tmp_path / 'ranks.json'} is missing" in said.err
     assert said.out == f"run scaleray dashboards write --folder {tmp_path}\n"
     assert (tmp_path / "run.json").read_text() == edited and not (tmp_path / "ranks.json").exists()

@@ -65,7 +65,7 @@ def test_the_keys_that_train_shows_exist_and_fit(help_of):
         ("train", "Give a config with -c FILE.\n  scaleray init writes one that is ready to train"),
         ("study", "Give a config with -c FILE.\n  scaleray init writes one that is ready to train"),
         ("promote", "Give the RUN of a training.\n"),
-        ("profile", "Give a training with -c FILE, or a RUN alone.\n"),
+        ("profile", "Give a training with -c FILE, or only a RUN.\n"),
     ],
 )
 def test_a_missing_argument_is_an_imperative(words, said, capsys):

@@ -88,9 +88,9 @@ def test_five_questions_are_asked_on_a_terminal(tmp_path, monkeypatch, capsys):
     [
         (
             [],
-            "--from is required: without a terminal nothing can be asked. Give one of table, text, images, lightning, hf.",
+            "--from is required: it cannot be asked for without a terminal. Give one of table, text, images, lightning, hf.",
         ),
-        (["--from", "audio"], "there are: table, text, images, lightning, hf"),
+        (["--from", "audio"], "it must be one of table, text, images, lightning, hf"),
         (["--from", "text", "--name", "my-text"], "the name of a Python module"),
         (["--from", "text", "--name", "json"], "an installed module has this name"),
         (["--from", "text", "--workers", "0"], "at least 1"),

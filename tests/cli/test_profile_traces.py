@@ -39,7 +39,7 @@ def folder(tmp_path):
 def test_a_folder_of_traces_becomes_tables_one_file_for_perfetto_and_a_page(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     said = said_of(capsys, folder)
-    assert "2 of 2 ranks, one traced step" in said and "2 collectives joined by NCCL's sequence numbers" in said
+    assert "2 of 2 ranks, one traced step" in said and "2 collectives matched by NCCL's sequence numbers" in said
     assert "compute takes 67 % of a step on rank 1" in said and "40 us" in said
     assert "Memory of the device" in said and "3 MiB" in said
     merged = json.loads(gzip.decompress((folder / "all_ranks.json.gz").read_bytes()))
@@ -84,7 +84,7 @@ def test_what_cannot_be_read_is_refused_with_one_message(folder, tmp_path, capsy
     broken.mkdir()
     whole = (folder / "rank0.json.gz").read_bytes()
     (broken / "rank0.json.gz").write_bytes(whole[: len(whole) // 2])
-    assert "is cut off behind event" in said_of(capsys, broken, code=2)
+    assert "is cut off after event" in said_of(capsys, broken, code=2)
     assert "not readable: a trace is a file" in said_of(capsys, tmp_path / "nothing.json", code=2)
     MadeTrace().kernel("gemm", 0, 5, launched=0).write(broken / "rank0.json.gz")
     assert "a trace without step marks" in said_of(capsys, broken, code=2)
@@ -103,7 +103,7 @@ def test_ranks_that_are_not_there_and_options_without_a_trace_are_refused(tmp_pa
         capsys, *train, "--trace", "--ranks", "all", code=2
     )
     assert "add --trace, or --memory" in said_of(capsys, *train, "--ranks", "0", code=2)
-    assert "a training with -c FILE, or a RUN alone" in said_of(capsys, tmp_path, "--trace", code=2)
+    assert "a training with -c FILE, or only a RUN" in said_of(capsys, tmp_path, "--trace", code=2)
 
 
 def test_brackets_in_the_name_of_a_folder_are_printed_as_they_are(folder, capsys, monkeypatch):

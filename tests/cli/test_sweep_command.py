@@ -30,14 +30,17 @@ DIGITS = ["sweep", "-c", str(ROOT / "jobs" / "digits.yaml")]
         ([*DIGITS, "--guided"], "fastest way to a target"),
         ([*DIGITS, "--vary", "optimizer.wait_decay=0,1"], "optimizer.weight_decay"),
         ([*DIGITS, "--scheduler", "pbt", "--batch-sizes", "32,64"], "may differ only in learning rate"),
-        ([*DIGITS, "--continue", "somewhere"], "a sweep continues with its own options"),
+        ([*DIGITS, "--continue", "somewhere"], "an interrupted sweep continues with its own options"),
         (["sweep", "--continue", "/nowhere/at/all"], "/nowhere/at/all"),
         (
             ["sweep", "--continue", "nothing://bucket/sweep"],
             "--continue is 'nothing://bucket/sweep/sweep.json': it cannot be read",
         ),
         ([*DIGITS, "--against-grid", "/nowhere"], "--against-grid is '/nowhere': only a guided sweep"),
-        ([*DIGITS, "--guided", "--against-grid", "nothing://b/grid"], "--against-grid is 'nothing://b/grid': there is"),
+        (
+            [*DIGITS, "--guided", "--against-grid", "nothing://b/grid"],
+            "--against-grid is 'nothing://b/grid': it holds no record",
+        ),
     ],
 )
 def test_bad_usage_is_one_message_and_exit_code_2(words, message, capsys):

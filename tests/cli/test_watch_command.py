@@ -197,6 +197,6 @@ def test_ctrl_c_ends_the_page_and_leaves_the_run_alone(storage, on_a_terminal):
     read_until(terminal, "120 of 460 steps")
     files = sorted(path.name for path in (storage / "mine").iterdir())
     process.send_signal(signal.SIGINT)
-    assert "KILLED" not in read_until(terminal, "watching has ended; the run continues")
+    assert "KILLED" not in read_until(terminal, "stopped watching; the run continues")
     assert process.wait(timeout=60) == 0
     assert sorted(path.name for path in (storage / "mine").iterdir()) == files == ["live.json"]

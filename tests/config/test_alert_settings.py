@@ -25,11 +25,11 @@ def with_alerts(**values):
     ("values", "words"),
     [
         ({"without": ["los_spike"]}, ["alerts.without", "los_spike", "did you mean loss_spike?"]),
-        ({"without": ["xyz"]}, ["there is no rule xyz", "known are no_progress"]),
+        ({"without": ["xyz"]}, ["there is no rule xyz", "the rules are no_progress"]),
         ({"action": {"criticl": "stop"}}, ["alerts.action", "did you mean critical?"]),
         ({"action": {"critical": "halt"}}, ["alerts.action", "'stop', 'checkpoint' or 'none'"]),
         ({"webhook": "hooks.example.com/x"}, ["alerts.webhook", "does not begin with http:// or https://"]),
-        ({"webhook": "https:///x"}, ["alerts.webhook", "it names no host"]),
+        ({"webhook": "https:///x"}, ["alerts.webhook", "it has no host"]),
         ({"webhook": "https://h/x", "webhook_env": "HOOK"}, ["alerts.webhook_env exclude each other"]),
         ({"grafana": "grafana:3000"}, ["alerts.grafana", "does not begin with http:// or https://"]),
         (

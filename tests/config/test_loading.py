@@ -185,7 +185,7 @@ def test_none_is_a_word_like_others_for_a_key_that_always_has_a_value(load):
         ({"flags": ["--optimizer.LR", "2"]}, ("flag optimizer.LR", "did you mean optimizer.learning_rate?")),
         ({"flags": ["--epochs", "2"]}, ("flag epochs", "did you mean stop.after (with its unit")),
         ({"flags": ["--data.num-workers", "2"]}, ("data.num_workers", "scale.workers", "data.readers")),
-        ({"flags": ["--batch.size", "2"]}, ("flag batch.size", "did you mean batch.global_size (the samples")),
+        ({"flags": ["--batch.size", "2"]}, ("flag batch.size", "did you mean batch.global_size (samples")),
         ({"flags": ["--checkpoint.dir", "x"]}, ("flag checkpoint.dir", "did you mean checkpoint.storage_path?")),
         ({"flags": ["--checkpoint.path", "x"]}, ("checkpoint.path", "did you mean checkpoint.storage_path?")),
         ({"flags": ["--evaluation.batch-size", "2"]}, ("batch_size", "did you mean evaluation.micro_size?")),

@@ -70,7 +70,7 @@ def test_accumulation_becomes_micro_batches():
 
 
 def test_a_value_in_the_config_that_contradicts_a_callback_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"stop\.patience is '?7'?: EarlyStopping of the workload says 3"):
+    with pytest.raises(ConfigError, match=r"stop\.patience is '?7'?: EarlyStopping of the workload sets 3"):
         settled([EarlyStopping("val_loss")], {"stop.patience": 7, "stop.watch": "val/loss min", **TWO_EPOCHS})
     same = {"stop.patience": 3, "stop.watch": "val/loss min", **TWO_EPOCHS}
     assert settled([EarlyStopping("val_loss")], same).stop.patience == 3
@@ -286,7 +286,7 @@ def test_a_run_with_callbacks_is_resumed_and_its_record_has_their_settings(tmp_p
     workload = as_workload(Plain, Data, callbacks=callbacks)
     with pytest.raises(ScaleRayError, match="once"):
         scaleray.train(config, workload, local=True)
-    with pytest.raises(ConfigError, match=r"stop\.patience is 2: EarlyStopping of the workload says 9"):
+    with pytest.raises(ConfigError, match=r"stop\.patience is 2: EarlyStopping of the workload sets 9"):
         scaleray.train(
             {**config, "stop.patience": 2, **TWO_EPOCHS, "checkpoint.best": "val/loss min"}, workload, local=True
         )

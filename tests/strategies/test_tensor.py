@@ -188,7 +188,7 @@ def test_a_setting_of_fsdp_that_has_no_effect_here_is_said(gloo):
     events = gloo.run(2, train, SmallTransformer(), flags)[0].events
     assert [event for event in events if "no effect" in event] == [
         "fsdp.cpu_offload has no effect with strategy tensor",
-        "fsdp.parameter_dtype has no effect without replicas that are sharded",
+        "fsdp.parameter_dtype has no effect without sharded replicas",
     ]
 
 

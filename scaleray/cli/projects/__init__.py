@@ -1,1 +1,1 @@
-"""Working projects to begin with: a workload, its config and its test, written by `scaleray init`."""
+"""Working projects to start from: a workload, its config and its test, written by `scaleray init`."""

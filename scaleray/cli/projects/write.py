@@ -1,4 +1,4 @@
-"""Write a working project: a workload, its config and its test, from templates that run at once on sample data."""
+"""Write a working project: a workload, its config and its test, from templates that run on sample data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ SAMPLE = "null"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of project. file: name of its files. words: what it is, for the question. extra: of the installation that
-    it needs. metric and better: what its test asks of the sample data."""
+    """Type of project. file: name of its files. words: description, for the question. extra: of the installation that
+    it needs. metric and better: requirement of its test on the sample data."""
 
     file: str
     words: str
@@ -50,20 +50,20 @@ def write_project(
     workers: int = 1,
     values: Mapping[str, Any] | None = None,
 ) -> list[Path]:
-    """Write a project that trains as it is, and return its files: the workload, its config and its test.
+    """Write a project that trains without changes, and return its files: the workload, its config and its test.
 
-    kind: table, text, images, lightning or hf. out: folder; it may exist, its files are never overwritten. name: of
-    the files; None is one that fits. data: your own, as the workload's docstring says; None is sample data from a
-    package. workers: how many train. values: by key, in place of those of the template's config. Raises UsageError.
+    kind: table, text, images, lightning or hf. out: folder; existing files in it are never overwritten. name: of the
+    files; None: a suitable one. data: your own, as described in the workload's docstring; None: sample data from a
+    package. workers: number of workers. values: replacements for the template's config, by key. Raises UsageError.
     """
     if kind not in KINDS:
-        raise UsageError("--from", kind, f"there are: {', '.join(KINDS)}")
+        raise UsageError("--from", kind, f"it must be one of {', '.join(KINDS)}")
     file = name or KINDS[kind].file
     if not re.fullmatch(r"[a-z_][a-z0-9_]*", file) or keyword.iskeyword(file):
-        raise UsageError("--name", file, "it must be the name of a Python module: small letters, digits and _")
+        raise UsageError("--name", file, "it must be the name of a Python module: lower-case letters, digits and _")
     if name is not None and importlib.util.find_spec(file) is not None:
         raise UsageError(
-            "--name", file, "an installed module has this name and would be imported instead", "name another"
+            "--name", file, "an installed module has this name and would be imported instead", "choose another name"
         )
     if workers < 1:
         raise UsageError("--workers", workers, "it must be at least 1")
@@ -91,7 +91,7 @@ def write_project(
 
 
 def _changed(text: str, values: Mapping[str, Any]) -> str:
-    """A config with these values in place of all but its workload and its workers. values: by dotted key."""
+    """Return a config with these values in place of all except its workload and workers. values: by dotted key."""
     first, *_ = text.splitlines()
     stated = yaml.safe_load(text)
     config = {"workload": stated["workload"], "scale": stated["scale"]}
@@ -104,7 +104,7 @@ def _changed(text: str, values: Mapping[str, Any]) -> str:
 def _write(texts: dict[Path, str]) -> None:
     there = [path for path in texts if path.exists()]
     if there:
-        raise UsageError("--out", str(there[0]), "it already exists and is not overwritten", "name another folder")
+        raise UsageError("--out", str(there[0]), "it already exists and is not overwritten", "choose another folder")
     try:
         for path, text in texts.items():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -115,5 +115,5 @@ def _write(texts: dict[Path, str]) -> None:
 
 
 def _quoted(text: str) -> str:
-    """Text as YAML takes it within braces."""
+    """Text in the form that YAML accepts within braces."""
     return "'" + text.replace("'", "''") + "'"

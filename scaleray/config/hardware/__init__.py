@@ -1,1 +1,1 @@
-"""GPUs, networks and clusters: kinds, data sheets, and how a user names them."""
+"""GPUs, networks and clusters: types, data sheets, and user input."""

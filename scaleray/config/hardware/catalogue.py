@@ -1,9 +1,8 @@
-"""The GPUs, links and networks that the planner knows, each with its source. All peaks are dense.
+"""Catalogue of GPUs, links and networks for the planner, each with its source. All peaks are dense.
 
-Sources in short: MLE is stas00/ml-engineering (compute/accelerator and network, commit 744d01e), where peaks, link
-speeds, bus bandwidths and largest measured matrix products (MAMF) were read; `data sheet` is the vendor's, from memory
-where MLE does not give the figure, and marked so. Where no matrix product was measured, the share of the nearest
-relative is taken.
+Abbreviations: MLE is stas00/ml-engineering (compute/accelerator and network, commit 744d01e), the source of peaks, link
+speeds, bus bandwidths and largest measured matrix products (MAMF); `data sheet` is the vendor's, from memory if MLE
+lacks the figure, and marked so. If no matrix product was measured, the share of the nearest related GPU is used.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from scaleray.config.hardware.hardware_kinds import Gpu, Link, Network
 from scaleray.config.hardware.lookup import Catalogue
 
 LINKS = (
-    # latencies: NCCL's tuning.cc has 0.6 to 1.0 us a ring step on NVLink and 1.0 to 1.9 on PCIe, before the
+    # latencies: NCCL's tuning.cc has 0.6 to 1.0 us per ring step on NVLink and 1.0 to 1.9 on PCIe, without the
     # kernel's own part
     Link(name="pcie3", nominal_gb_per_s=15.8, bus_gb_per_s=5.0, latency_us=5.0,
         source="nominal: PCIe 3 x16; bus: through the host without peer access, 5 to 6 GB/s in reports from memory; T4"
@@ -59,10 +58,10 @@ LINKS = (
         source="gloo between processes of one machine: order of magnitude only; measure it", is_shared=True),
 )  # fmt: skip
 
-# FlashAttention-2 uses Ampere's instructions: 335 TFLOP/s on H100 where FlashAttention-3 has 580 (arXiv:2407.08608,
-# forward and backward together), and the Triton kernels before it had less; on Blackwell the same kernels gain little
+# FlashAttention-2 uses Ampere's instructions: 335 TFLOP/s on H100 where FlashAttention-3 reaches 580 (arXiv:2407.08608,
+# forward and backward together), and earlier Triton kernels were slower; on Blackwell the same kernels gain little
 HOPPER_ATTENTION = 0.35
-# the same 335 TFLOP/s over Blackwell's largest product: prime-rl's logs on B200 have it no faster than on H100
+# the same 335 TFLOP/s over Blackwell's largest product: in prime-rl's logs B200 is no faster with it than H100
 BLACKWELL_ATTENTION = 0.19
 # FlashAttention-3 has 580 TFLOP/s of H100's 795 at its best, 475 in prime-rl's training steps at 65,536 tokens; cuDNN's
 # kernels are as fast. Of Blackwell's kernels, cuDNN and FlashAttention-4 report 1.0 to 1.6 PFLOP/s of 1.75, from
@@ -274,5 +273,6 @@ CATALOGUE = Catalogue(GPUS, LINKS, NETWORKS, sources=("scaleray",))
 
 
 def find_gpu(name: str) -> Gpu:
-    """A GPU of the package's catalogue by any of its names. Raises UsageError with the nearest names."""
+    """Return the GPU in the package's catalogue with the given name or alias. Raises UsageError with the nearest
+    names."""
     return CATALOGUE.find_gpu(name)

@@ -1,13 +1,13 @@
-"""A cluster as a YAML file: what `h100:8x16` says, and what does not fit into a word.
+"""Cluster as a YAML file: the content of `h100:8x16`, and settings that do not fit into one word.
 
 gpu: h100
 gpus_per_node: 8
 num_nodes: 64
 network: 8x400G
-in_network: true             # switches add up all-reduces: NVLS in the node, SHARP between nodes; `node` for NVLS alone
-collectives: all_reduce.txt  # what nccl-tests printed here, or a list of such files; beside this file
+in_network: true             # switches sum all-reduces: NVLS in the node, SHARP between nodes; `node` for NVLS alone
+collectives: all_reduce.txt  # output of nccl-tests on this cluster, or a list of such files; relative to this file
 storage_gb_per_s: 50         # rate at which all nodes together write a checkpoint
-gpu_mtbf_hours: 50000        # interruptions: hours between two, times the GPUs
+gpu_mtbf_hours: 50000        # mean hours between two interruptions, times the number of GPUs
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SUFFIXES = (".yaml", ".yml")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFile:
-    """The fields of a cluster file. What is left out is assumed as `--cluster` assumes it, and noted; see
-    `hardware.kinds.Cluster`."""
+    """Fields of a cluster file. Missing values are assumed as for `--cluster`, and noted; see
+    `hardware_kinds.Cluster`."""
 
     gpu: str
     gpus_per_node: int | None = None
-    """GPUs of one node; None: as many as machines with the GPU usually have."""
+    """GPUs per node; None: the usual number for machines with this GPU."""
     num_nodes: int
     link: str | None = None
     network: str | None = None
@@ -51,13 +51,16 @@ class ClusterFile:
 
 
 def is_cluster_file(text: str) -> bool:
-    """Whether `--cluster` names a file, not a cluster."""
+    """Whether the value of `--cluster` is a file."""
     return text.lower().endswith(SUFFIXES)
 
 
 def read_cluster_file(path: Path, catalogue: Catalogue = CATALOGUE) -> Cluster:
-    """The cluster that a file describes. Raises ConfigError or UsageError for a file that cannot be read, an unknown,
-    missing or impossible field, and a name that the catalogue does not have."""
+    """Read the cluster from a file.
+
+    Raises ConfigError or UsageError if the file cannot be read, a field is unknown, missing or invalid, or a name is
+    not in the catalogue.
+    """
     fields = _fields_of(path)
     per_node = fields.gpus_per_node or catalogue.find_gpu(fields.gpu).gpus_per_node
     words = [f"{fields.gpu}:{per_node}x{fields.num_nodes}"]
@@ -75,7 +78,7 @@ def read_cluster_file(path: Path, catalogue: Catalogue = CATALOGUE) -> Cluster:
             f"cluster file {path}: in_network",
             fields.in_network,
             f"the switches of {cluster.link.name} do not reduce, or the catalogue lacks their speed",
-            "a link of your own may have switch_sum_gb_per_s: --hardware FILE",
+            "define a link with switch_sum_gb_per_s: --hardware FILE",
         )
     return dataclasses.replace(
         cluster,

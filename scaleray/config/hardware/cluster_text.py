@@ -1,4 +1,4 @@
-"""A cluster as people write it: `h100:8x16`, `a100-80:8x64,net=200G`, `v100:4x2,net=10G-tcp,link=pcie3,price=2.5`."""
+"""Cluster as short text: `h100:8x16`, `a100-80:8x64,net=200G`, `v100:4x2,net=10G-tcp,link=pcie3,price=2.5`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORM = "it must be GPU:PERNODExNODES, as in h100:8x16 or a100-80:8x64,net=200G"
 
 
 def parse_cluster(text: str, catalogue: Catalogue = CATALOGUE) -> Cluster:
-    """The cluster that `text` names. What is not given is assumed and noted. Raises ConfigError or UsageError."""
+    """Parse the text of a cluster. Missing values are assumed and noted. Raises ConfigError or UsageError."""
     head, *options = [part.strip() for part in text.split(",")]
     match = re.fullmatch(r"(?P<gpu>[^:]+?)(?::(?P<per_node>\d+)(?:x(?P<nodes>\d+))?)?", head)
     if match is None:
@@ -24,14 +24,14 @@ def parse_cluster(text: str, catalogue: Catalogue = CATALOGUE) -> Cluster:
     per_node = int(match["per_node"] or gpu.gpus_per_node)
     num_nodes = int(match["nodes"] or 1)
     if match["per_node"] and not match["nodes"] and per_node > gpu.gpus_per_node and per_node % gpu.gpus_per_node == 0:
-        # h100:64 are eight machines of eight
+        # h100:64 is eight nodes of eight
         per_node, num_nodes = gpu.gpus_per_node, per_node // gpu.gpus_per_node
-        notes.append(f"{num_nodes} nodes of {per_node}, as machines with {gpu.name} usually are")
+        notes.append(f"{num_nodes} nodes of {per_node}, as usual for machines with {gpu.name}")
     values: dict[str, str] = {}
     for option in options:
         key, sign, value = option.partition("=")
         if not sign or key not in ("net", "link", "price"):
-            raise ConfigError("--cluster", option, "after the GPUs come net=, link= and price=")
+            raise ConfigError("--cluster", option, "only net=, link= and price= may follow the GPUs")
         values[key] = value
     link = catalogue.find_link(values.get("link", gpu.link))
     network = None
@@ -40,18 +40,18 @@ def parse_cluster(text: str, catalogue: Catalogue = CATALOGUE) -> Cluster:
             raise ConfigError(
                 "--cluster",
                 text,
-                f"{num_nodes} nodes need a network, and {gpu.name} has no usual one",
+                f"{num_nodes} nodes need a network, and {gpu.name} has no default",
                 "add net=100G, or net=8x400G",
             )
         if "net" not in values:
-            notes.append(f"network {gpu.network}, as machines with {gpu.name} usually have")
+            notes.append(f"network {gpu.network}, as usual for machines with {gpu.name}")
         network = catalogue.find_network(values.get("net", gpu.network))
     price = None
     if "price" in values:
         try:
             price = float(values["price"])
         except ValueError:
-            raise ConfigError("--cluster", f"price={values['price']}", "a price is a number per GPU and hour") from None
+            raise ConfigError("--cluster", f"price={values['price']}", "it must be a number per GPU and hour") from None
     cluster = Cluster(
         gpu=gpu,
         gpus_per_node=per_node,

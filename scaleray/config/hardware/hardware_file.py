@@ -1,4 +1,4 @@
-"""A user's own GPUs, links and networks: a YAML file whose entries come before those of the package."""
+"""User-defined GPUs, links and networks: a YAML file whose entries take precedence over the package's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from scaleray.errors import ConfigError
 
 
 def read_hardware_file(path: Path) -> Catalogue:
-    """A user's own GPUs, links and networks: lists of mappings with the fields of `Gpu`, `Link` and `Network`.
+    """Read user-defined GPUs, links and networks: lists of mappings with the fields of `Gpu`, `Link` and `Network`.
 
-    Raises ConfigError for a file that cannot be read, an unknown or missing field, or a value of another type.
+    Raises ConfigError if the file cannot be read, a field is unknown or missing, or a value has the wrong type.
     """
     try:
         content = load_yaml(path.read_text())

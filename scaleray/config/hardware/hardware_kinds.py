@@ -1,8 +1,8 @@
-"""Capabilities of a GPU, a link between GPUs and a network between nodes.
+"""Types for a GPU, a link between GPUs, and a network between nodes.
 
-Used by every part of the planner, and wherever the peak of a device is needed (MFU). The figures are in
-`planner.hardware.catalogue`, each entry with its source; `lookup` finds one by a name that people type, and a user adds
-or replaces entries by a YAML file (`hardware_file`).
+Used throughout the planner, and wherever the peak of a device is needed (MFU). The values are in `hardware.catalogue`,
+each entry with its source; `lookup` finds one by a common name, and users add or replace entries with a YAML file
+(`hardware_file`).
 """
 
 from __future__ import annotations
@@ -23,70 +23,68 @@ WIDER = {
     "tf32": ("tf32", "fp32"),
     "fp32": ("fp32",),
 }
-"""Compute units per precision, in order of preference."""
+"""Precisions with their own compute units, in order of preference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Link between the GPUs of one node. Bandwidths are of one GPU, in one direction, in 10^9 bytes a second."""
+    """Link between the GPUs of one node. Bandwidths are per GPU and direction, in 10^9 bytes per second."""
 
     name: str
     nominal_gb_per_s: float
-    """All links of one GPU together, from the data sheet."""
+    """Total of all links of one GPU, from the data sheet."""
     bus_gb_per_s: float
-    """All-reduce bus bandwidth measured on large messages inside a node (nccl-tests' definition)."""
+    """All-reduce bus bandwidth measured with large messages inside a node (nccl-tests' definition)."""
     latency_us: float
-    """Latency of one hop of a collective, with the kernel's part in it."""
+    """Latency of one hop of a collective, including the kernel's part."""
     source: str
     switch_sum_gb_per_s: float | None = None
-    """Rate at which switches that add (NVLS) sum the bytes of a GPU: bytes of a large all-reduce over its time. None:
-    they do not add."""
+    """Rate at which reducing switches (NVLS) sum the bytes of a GPU: bytes of a large all-reduce over its time. None:
+    the switches do not reduce."""
     is_shared: bool = False
-    """Whether all of the node's workers together have this bandwidth: memory that processes copy through, one
-    host's cores."""
+    """Whether all workers of the node share this bandwidth, as with copies through memory or the cores of one host."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One accelerator. `peak_tflops` is dense, by precision; sparsity's doubled figures are left out."""
+    """One accelerator. `peak_tflops` is dense, by precision; the doubled values for sparsity are not used."""
 
     name: str
     aliases: tuple[str, ...] = ()
     peak_tflops: Mapping[str, float]
     matmul_share: float
-    """Largest measured matrix product over the peak: what a perfect layer could reach."""
+    """Largest measured matrix product over the peak: the limit for an ideal layer."""
     narrow_matmul_share: float | None = None
-    """Largest measured 8-bit matrix product over the peak, used for 4-bit products too; None where it was
-    not measured."""
+    """Largest measured 8-bit matrix product over the peak, also used for 4-bit products; None if not measured."""
     overlaps_tiles: bool = False
-    """Whether a tile's result is written while the next tile is computed: Blackwell's sums stay in a memory of their
-    own. Its largest products are reached with inner dimensions of 1,024 to 3,072, where Hopper needs 13,312 (MLE, best
-    shapes of MAMF)."""
+    """Whether the result of a tile is written while the next tile is computed, as on Blackwell, whose sums have their
+    own memory. It reaches its largest products with inner dimensions of 1,024 to 3,072, whereas Hopper needs 13,312
+    (MLE, best shapes of MAMF)."""
     num_cores: int = 108
-    """Streaming multiprocessors (compute units): a matrix product is cut into tiles that run on as many at once."""
+    """Streaming multiprocessors (compute units): a matrix product is cut into tiles, one per unit at a time."""
     attention_share: float = 0.55
-    """Rate of the usual fused attention, forward and backward, over the largest matrix product's."""
+    """Rate of the usual fused attention, forward and backward, over that of the largest matrix product."""
     best_attention_share: float | None = None
-    """Rate of kernels written for this very GPU (FlashAttention-3, cuDNN) over the largest matrix product's, where they
-    differ from the usual."""
+    """Rate of kernels written for this GPU (FlashAttention-3, cuDNN) over that of the largest matrix product, if it
+    differs from the usual."""
     memory_gib: float
-    """Memory that a program can see, a little under the number on the box."""
+    """Memory available to a program, slightly below the advertised size."""
     memory_gb_per_s: float
     link: str
     gpus_per_node: int = 8
     network: str = ""
-    """Network of the usual machine with this GPU; empty where there is no usual one."""
+    """Usual network of machines with this GPU; empty if there is none."""
     source: str = ""
 
     def peak_flops(self, precision: str) -> float:
-        """Dense peak in FLOP/s. A precision without an entry runs at the next wider one's rate.
+        """Dense peak in FLOP/s. A precision without an entry runs at the rate of the next wider one.
 
         Raises ConfigError for a precision that no GPU has.
         """
         return self.peak_tflops[self.executed_precision(precision)] * 1e12
 
     def executed_precision(self, precision: str) -> str:
-        """The precision whose units do the work: bf16 products run as fp32 on a GPU without bf16 units."""
+        """Precision of the units that do the work: bf16 products run as fp32 on a GPU without bf16 units."""
         if precision not in WIDER:
             raise ConfigError("precision", precision, f"it must be one of {', '.join(PRECISIONS)}")
         return next((name for name in WIDER[precision] if name in self.peak_tflops), next(iter(self.peak_tflops)))
@@ -94,41 +92,40 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Network between the nodes. Bandwidths are of one node, in one direction, in 10^9 bytes a second."""
+    """Network between the nodes. Bandwidths are per node and direction, in 10^9 bytes per second."""
 
     name: str
     gb_per_s: float
     """Nominal bandwidth of all adapters of the node together."""
     transport: str = "rdma"
-    """`rdma` (InfiniBand, RoCE), `efa`, `tcp`, `tuned-tcp` or `measured`: they reach different shares of the nominal
-    figure and differ in latency."""
+    """`rdma` (InfiniBand, RoCE), `efa`, `tcp`, `tuned-tcp` or `measured`: they differ in latency and in the share of
+    the nominal bandwidth that they reach."""
     num_adapters: int = 1
     source: str = ""
     aliases: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.gb_per_s <= 0:
-            raise ConfigError("net", self.gb_per_s, "a bandwidth must be positive")
+            raise ConfigError("net", self.gb_per_s, "the bandwidth must be positive")
         if self.transport not in TRANSPORTS:
-            raise ConfigError("net", self.transport, f"a transport is one of {', '.join(TRANSPORTS)}")
+            raise ConfigError("net", self.transport, f"the transport must be one of {', '.join(TRANSPORTS)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transport:
-    """Rate that NCCL reaches on an adapter of one kind."""
+    """Rates that NCCL reaches on one type of adapter."""
 
     bandwidth_share: float
     """Bus bandwidth of large all-reduces over the nominal bandwidth."""
     most_gb_per_s: float
-    """Bandwidth beyond which the CPU is the limit (sockets), whatever the adapter; infinite where the CPU is
-    not involved."""
+    """Bandwidth at which the CPU becomes the limit (sockets), for any adapter; infinite if the CPU is not involved."""
     latency_us: float
     """Latency of one hop of a collective between nodes."""
     source: str
     tree_hop_us: float | None = None
-    """Latency of a hop of a tree; `latency_us` where it is not given."""
+    """Latency of a hop of a tree; `latency_us` if not given."""
     flow_gb_per_s: float = float("inf")
-    """Bandwidth of one GPU that sends to one other, whatever the node's adapters carry together."""
+    """Bandwidth of one GPU that sends to another, whatever the total of the node's adapters."""
 
 
 TRANSPORTS: dict[str, Transport] = {
@@ -166,7 +163,7 @@ TRANSPORTS: dict[str, Transport] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`num_nodes` equal machines."""
+    """`num_nodes` identical machines."""
 
     gpu: Gpu
     gpus_per_node: int
@@ -175,24 +172,24 @@ class Cluster:
     network: Network | None
     """Network between the nodes; None for one node."""
     board_gpus: int = 0
-    """GPUs that share a board, where fewer of them than that are used; 0: as many as the node has."""
+    """GPUs on one board, if fewer of them are used; 0: the number of the node."""
     price_per_gpu_hour: float | None = None
     algorithms: tuple[str, ...] = ("ring", "tree")
-    """Algorithms of all-reduces, of which the cheapest is taken: `ring`, `tree`, `hierarchical`. The last is left out,
-    for NCCL's defaults do not have it: with it, `jobs/planner_evidence` misses the calibration folder by 6.7 instead of
-    5.7 %, and Pollux's T4 traces by 7.2 instead of 5.2."""
+    """All-reduce algorithms, of which the fastest is used: `ring`, `tree`, `hierarchical`. The last is not included by
+    default, as in NCCL: with it, the errors of `jobs/planner_evidence` rise from 5.7 to 6.7 % on the calibration folder
+    and from 5.2 to 7.2 % on Pollux's T4 traces."""
     in_network: Literal["none", "node", "all"] = "none"
-    """Where switches add up all-reduces: in the node (NVLS), or between nodes as well (SHARP, which needs InfiniBand).
-    Only where it is said: published runs on H100 are predicted no better with it (nanotron's 22 instead of 18 %)."""
+    """Where switches sum all-reduces: in the node (NVLS), or also between nodes (SHARP, which needs InfiniBand). Off
+    unless set: predictions for published runs on H100 do not improve with it (nanotron's error rises from 18 to 22
+    %)."""
     measured: tuple[MeasuredTable, ...] = ()
     """All-reduce times measured on this cluster."""
     storage_gb_per_s: float | None = None
-    """Rate at which all nodes together write a checkpoint; None: `planner.cost.checkpoint_stalls` assumes a rate."""
+    """Rate at which all nodes together write a checkpoint; None: assumed by `planner.cost.checkpoint_stalls`."""
     gpu_mtbf_hours: float | None = None
-    """Mean hours between interruptions of a training, times its GPUs; None: interruptions are not counted."""
+    """Mean hours between interruptions of a training, times its GPUs; None: interruptions are ignored."""
     restart_s: float | None = None
-    """Seconds from an interruption until reading the checkpoint begins; None: `planner.cost.checkpoint_stalls`
-    assumes a time."""
+    """Seconds from an interruption until the checkpoint is read; None: assumed by `planner.cost.checkpoint_stalls`."""
     notes: tuple[str, ...] = ()
     """Assumptions in place of values that were not given."""
 
@@ -220,9 +217,9 @@ class Cluster:
 
     @property
     def is_meshed(self) -> bool:
-        """Whether GPUs are joined in pairs instead of by a switch: boards of four, and of eight V100 or MI300X.
+        """Whether GPUs are connected in pairs instead of by a switch: boards of four, and of eight V100 or MI300X.
 
-        In a mesh, a group of k among the board's g GPUs has (k - 1) / (g - 1) of a GPU's links.
+        In a mesh, a group of k of the board's g GPUs has (k - 1) / (g - 1) of a GPU's links.
         """
         board = self.board_gpus or self.gpus_per_node
         return (
@@ -231,5 +228,5 @@ class Cluster:
 
     @property
     def num_gpus(self) -> int:
-        """Number of all GPUs."""
+        """Total number of GPUs."""
         return self.gpus_per_node * self.num_nodes

@@ -1,4 +1,4 @@
-"""A catalogue of GPUs, links and networks, which finds one by a name that people type."""
+"""Catalogue of GPUs, links and networks with lookup by common names."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class Catalogue:
     sources: tuple[str, ...] = field(default=())
 
     def find_gpu(self, name: str) -> Gpu:
-        """The GPU that is meant by `h100`, `A100-SXM4-80GB`, `NVIDIA H100 80GB HBM3` or `Tesla T4`."""
+        """Return the GPU for `h100`, `A100-SXM4-80GB`, `NVIDIA H100 80GB HBM3` or `Tesla T4`."""
         return _find("GPU", name, self.gpus)
 
     def find_link(self, name: str) -> Link:
-        """The link inside a node by name."""
+        """Return the link inside a node by name."""
         return _find("link", name, self.links)
 
     def find_network(self, name: str) -> Network:
-        """A network by name, or by speed: `200G` a node, `8x400G` eight adapters a node, `100G-tcp`, `25G-efa`."""
+        """Return a network by name or speed: `200G` per node, `8x400G` eight adapters per node, `100G-tcp`,
+        `25G-efa`."""
         match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)\s*g(?:b(?:it)?(?:/s)?)?(?:-([\w-]+))?", name.strip().lower())
         if match is None:
             return _find("network", name, self.networks)
@@ -43,7 +44,7 @@ class Catalogue:
         )
 
     def with_entries(self, other: Catalogue) -> Catalogue:
-        """This catalogue with `other`'s entries before its own, so that they win where names are the same."""
+        """Return this catalogue with `other`'s entries before its own, so that they win if names coincide."""
         return Catalogue(
             other.gpus + self.gpus,
             other.links + self.links,
@@ -61,7 +62,7 @@ def _find(kind: str, name: str, entries: Iterable[Any]) -> Any:
     for entry in entries:
         if wanted in (_words(known) for known in (entry.name, *entry_aliases(entry))):
             return entry
-    # a driver's name holds more than ours: NVIDIA H100 80GB HBM3. The entry with most of its words in it is meant.
+    # a driver's name has more words than ours: NVIDIA H100 80GB HBM3. Choose the entry with the most words in common.
     fitting = [
         (len(_words(known)), entry)
         for entry in entries
@@ -75,12 +76,12 @@ def _find(kind: str, name: str, entries: Iterable[Any]) -> Any:
     near = list(dict.fromkeys(every[key] for key in near_words(name.lower(), every, most=3, likeness=0.55)))
     hint = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(names)}"
     raise UsageError(
-        kind, name, f"the catalogue has no such {kind}", f"{hint}. Describe your own in a file: --hardware FILE"
+        kind, name, f"the catalogue has no such {kind}", f"{hint}. Define your own in a file: --hardware FILE"
     )
 
 
 def entry_aliases(entry: Any) -> tuple[str, ...]:
-    """Other names of a catalogue entry; a link has none."""
+    """Aliases of a catalogue entry; a link has none."""
     return tuple(getattr(entry, "aliases", ()))
 
 
@@ -91,7 +92,7 @@ _EMPTY_WORDS = {
 
 
 def _words(name: str) -> frozenset[str]:
-    """`A100-SXM4-80GB` as {a100, sxm, 80}: what names have in common, whatever the order and punctuation."""
+    """`A100-SXM4-80GB` as {a100, sxm, 80}: common to all spellings, independent of order and punctuation."""
     text = re.sub(r"(sxm|pcie)\d?", r" \1 ", name.lower())
     text = re.sub(r"(\d+)\s*gi?b\b", r"\1", text)
     return frozenset(word for word in re.split(r"[^a-z0-9.]+", text) if word and word not in _EMPTY_WORDS)

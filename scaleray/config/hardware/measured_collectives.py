@@ -1,6 +1,6 @@
-"""All-reduce times measured on the cluster: the output of nccl-tests' all_reduce_perf, or a CSV file of one's own.
+"""All-reduce times measured on the cluster: output of nccl-tests' all_reduce_perf, or a CSV file.
 
-They take the place of the formulas for the group they were measured on, and correct them for other groups
+They replace the formulas for the group on which they were measured, and correct them for other groups
 (`communication`).
 """
 
@@ -22,8 +22,8 @@ WANTED = f"it must hold the output of nccl-tests' all_reduce_perf, or CSV with t
 
 @dataclass(frozen=True)
 class MeasuredTable:
-    """All-reduce times of one group of ranks on one cluster. Message sizes rise; times are of the whole
-    operation, in seconds."""
+    """All-reduce times of one group of ranks on one cluster. Message sizes increase; times are in seconds, for the
+    whole operation."""
 
     message_bytes: Sequence[float]
     time_s: Sequence[float]
@@ -31,8 +31,8 @@ class MeasuredTable:
     num_nodes: int = 1
 
     def all_reduce_s(self, nbytes: float) -> float:
-        """Seconds of an all-reduce, interpolated in logarithms; beyond the ends, latency of the smallest and bandwidth
-        of the largest message."""
+        """Seconds of an all-reduce, interpolated in logarithms; outside the range, with the latency of the smallest or
+        the bandwidth of the largest message."""
         if nbytes <= self.message_bytes[0]:
             return self.time_s[0]
         if nbytes >= self.message_bytes[-1]:
@@ -44,8 +44,7 @@ class MeasuredTable:
 
 
 def read_measured_tables(path: Path) -> tuple[MeasuredTable, ...]:
-    """Every group's table in a file. Raises ConfigError for a file that cannot be read or is neither of
-    the two kinds."""
+    """Read the tables of all groups in a file. Raises ConfigError if it cannot be read or has neither format."""
     try:
         text = path.read_text()
     except (OSError, ValueError) as exc:
@@ -74,8 +73,8 @@ def _of_csv(lines: Iterable[str], path: Path) -> tuple[MeasuredTable, ...]:
 
 
 def _of_nccl_tests(lines: Sequence[str], path: Path) -> MeasuredTable:
-    """Read the output of nccl-tests: ranks and hosts are in comments; a line of figures begins with bytes, count, type,
-    operation and root; then time (us), algorithm and bus bandwidth out of place, and the same in place.
+    """Parse the output of nccl-tests: comments contain ranks and hosts; a data line has bytes, count, type, operation
+    and root, then time (us), algorithm and bus bandwidth out of place, and the same in place.
     """
     ranks: dict[int, str] = {}
     times: dict[float, float] = {}
@@ -91,7 +90,7 @@ def _of_nccl_tests(lines: Sequence[str], path: Path) -> MeasuredTable:
             len(ranks) > 1 and algorithm > 1 and abs(bus / algorithm - 2 * (len(ranks) - 1) / len(ranks)) > 0.05
         ):
             raise ConfigError(
-                f"collectives file {path}", line.strip(), "it is from another operation; all_reduce_perf is needed"
+                f"collectives file {path}", line.strip(), "the operation is another one; run all_reduce_perf"
             )
         times[nbytes] = time_us * 1e-6
     if not times or len(ranks) < 2:
@@ -104,7 +103,7 @@ def _table(times: dict[float, float], num_ranks: int, num_nodes: int, path: Path
         raise ConfigError(
             f"collectives file {path}",
             f"{num_ranks} ranks on {num_nodes} nodes",
-            "there must be two ranks at least, and no more nodes than ranks",
+            "there must be at least two ranks, and at most as many nodes as ranks",
         )
     wrong = [nbytes for nbytes, seconds in times.items() if not (0 < nbytes < math.inf and 0 < seconds < math.inf)]
     if wrong:

@@ -1,1 +1,1 @@
-"""Derivation of all values from a config: learning-rate rules, schedules, shares, and what is refused."""
+"""Derivation of all values from a config: learning-rate rules, schedules, shares, and consistency checks."""

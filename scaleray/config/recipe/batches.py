@@ -1,4 +1,4 @@
-"""How a global batch is cut: over workers, replicas and micro-batches."""
+"""Division of a global batch among workers, replicas and micro-batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WHY_EVEN = {
     "fsdp": "every micro-batch gathers parameters on all workers, so all must run the same number",
     "tensor": "workers of a replica compute the same samples together",
     "pipeline": "a schedule has one number of micro-batches for all replicas",
-    "others": "replicas train apart and have equal weight in the average, whatever their number of samples",
+    "others": "replicas train separately and have equal weight in the average, whatever their number of samples",
 }
 """Reasons why strategies need equal shares."""
 
 
 def global_batch_size_of(config: RunConfig, data: DataSize, why: dict[str, str]) -> int:
-    """Samples of a global batch. why: takes how each value was derived, by name. Raises ConfigError."""
+    """Return the samples of a global batch. why: receives the derivation of each value, by name. Raises ConfigError."""
     size = config.batch.global_size
     if config.batch.unit == "samples":
         why["global_batch_size"] = "batch.global_size"
@@ -43,7 +43,7 @@ def global_batch_size_of(config: RunConfig, data: DataSize, why: dict[str, str])
 
 
 def _packed_batch_size(config: RunConfig, data: DataSize, steps: int, why: dict[str, str]) -> int:
-    """Approximate number of samples in a step of tokens. Raises ConfigError."""
+    """Return the approximate number of samples in a step of tokens. Raises ConfigError."""
     size, longest, piece = config.batch.global_size, data.longest or 0, (data.total_tokens or 0) // steps
     if longest > piece:
         raise ConfigError(
@@ -57,7 +57,7 @@ def _packed_batch_size(config: RunConfig, data: DataSize, steps: int, why: dict[
 
 
 def degrees_on(config: RunConfig, workers: int, why: dict[str, str]) -> Degrees:
-    """Numbers of workers along each axis of the mesh. Raises ConfigError."""
+    """Return the number of workers along each axis of the mesh. Raises ConfigError."""
     found = config.degrees(workers)
     if config.scale.is_elastic and (found.model > 1 or (found.replicate > 1 and found.shard > 1)):
         raise ConfigError("scale.workers", str(config.scale.workers), f"with {found.text()} the number is fixed")
@@ -68,8 +68,11 @@ def degrees_on(config: RunConfig, workers: int, why: dict[str, str]) -> Degrees:
 def cut_batch(
     config: RunConfig, data: DataSize, global_batch_size: int, workers: int, why: dict[str, str]
 ) -> tuple[int, int, int]:
-    """(samples of a worker, samples of a micro-batch, number of micro-batches). workers: those with samples of their
-    own. Where steps are packed with tokens, all three are averages. Raises ConfigError for sizes that do not divide."""
+    """Return the samples per worker, the samples per micro-batch, and the number of micro-batches.
+
+    workers: those with samples of their own. If steps are packed with tokens, all three are averages. Raises
+    ConfigError for sizes that do not divide.
+    """
     if config.scale.is_elastic and config.scale.on_resize == "rescale" and config.batch.global_size % workers:
         near = " or ".join(str(n) for n in nearest_multiples(config.batch.global_size, workers))
         raise ConfigError(
@@ -89,7 +92,7 @@ def cut_batch(
         return per_worker, micro_size, math.ceil(per_worker / micro_size)
     if global_batch_size % workers:
         size, unit = config.batch.global_size, config.batch.unit
-        multiple = workers * size // global_batch_size  # in the unit that the user counts in
+        multiple = workers * size // global_batch_size  # in the user's unit
         near = " or ".join(str(n) for n in nearest_multiples(size, multiple))
         raise ConfigError(
             "batch.global_size", size, f"{workers} workers need a multiple of {multiple} {unit}", f"nearest: {near}"
@@ -114,8 +117,10 @@ def cut_batch(
 
 
 def _micro_size_in_samples(config: RunConfig, data: DataSize, why: dict[str, str]) -> int | None:
-    """Samples of `batch.micro_size`, about as many where they differ in length; None where it is not given. Raises
-    ConfigError."""
+    """Return the samples of `batch.micro_size`, approximate if they differ in length; None if it is not set.
+
+    Raises ConfigError.
+    """
     size = config.batch.micro_size
     if size is None or config.batch.unit == "samples":
         return size
@@ -124,15 +129,15 @@ def _micro_size_in_samples(config: RunConfig, data: DataSize, why: dict[str, str
         why["micro_batch_size"] = f"{size} tokens / {tokens} tokens per sample"
         return max(1, size // tokens)
     if size < (data.longest or 0):
-        allowed = f"it counts tokens, as batch.unit says, and the longest row has {data.longest}"
+        allowed = f"it is in tokens, by batch.unit, and the longest row has {data.longest}"
         raise ConfigError("batch.micro_size", size, allowed, f"use {data.longest} or more, or cut long rows")
     mean = (data.total_tokens or 0) / data.num_samples
-    why["micro_batch_size"] = f"about as many samples as have {size} tokens, {mean:.4g} each on average"
+    why["micro_batch_size"] = f"about {size} tokens, at {mean:.4g} per sample on average"
     return max(1, int(size / mean))
 
 
 def check_data_fills(config: RunConfig, data: DataSize, global_batch_size: int, workers: int) -> None:
-    """Raise DataError for data smaller than a global batch."""
+    """Raise DataError if the data is smaller than a global batch."""
     if data.num_samples < global_batch_size and data.packed_steps(config) is None:
         raise DataError(
             "the training data",
@@ -140,16 +145,16 @@ def check_data_fills(config: RunConfig, data: DataSize, global_batch_size: int, 
             f"one global batch needs {global_batch_size}",
             f"use --batch.global-size {data.largest_batch(config)} or less, or more data"
             if data.num_samples >= workers
-            else f"{workers} workers need at least a sample each: use fewer workers, or more data",
+            else f"{workers} workers need at least one sample each: use fewer workers, or more data",
         )
 
 
 def uneven_shares(
     config: RunConfig, strategy: str, global_batch_size: int, workers: int, why: dict[str, str]
 ) -> tuple[tuple[int, ...] | None, int | None]:
-    """(samples by worker or None for equal shares, steps between two measurements of speed or None).
+    """Return the samples by worker, or None for equal shares, and the steps between speed measurements, or None.
 
-    Raises ConfigError where the strategy or the group cannot have uneven shares.
+    Raises ConfigError if the strategy or the group does not support uneven shares.
     """
     settings, by = config.shares, config.shares.by
     why["measure_shares_every_steps"] = "shares are not measured"
@@ -165,7 +170,7 @@ def uneven_shares(
         )
     if settings.speeds is not None and len(settings.speeds) != workers:
         raise ConfigError(
-            "shares.speeds", list(settings.speeds), f"there are {workers} workers", "give one speed for each"
+            "shares.speeds", list(settings.speeds), f"there are {workers} workers", "give one speed per worker"
         )
     if workers == 1:
         why["worker_shares"] = "one worker has the whole batch"

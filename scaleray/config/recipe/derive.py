@@ -1,7 +1,7 @@
-"""Everything that follows from the config and the size of the data: batches, steps, learning rate.
+"""Values derived from the config and the size of the data: batches, steps, learning rate.
 
-Computed on the driver, printed, saved with the run and sent to the workers; derived again only for another number of
-workers of an elastic run.
+Computed on the driver, printed, saved with the run and sent to the workers; derived again only if an elastic run
+changes its number of workers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from scaleray.errors import ConfigError
 
 
 def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> Recipe:
-    """The recipe of a config on data of this size. Raises ConfigError or DataError naming what does not fit.
+    """Derive the recipe of a config for data of this size. Raises ConfigError or DataError for values that do not fit.
 
-    workers: present number of workers of an elastic run; None: its largest number.
+    workers: current number of workers of an elastic run; None: its largest number.
     """
     why: dict[str, str] = {}
     workers = workers or config.scale.max_workers
@@ -58,7 +58,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
     strategy = resolve_strategy(config, workers)
     why["strategy"] = f"strategy.name {config.strategy.name}, {quantity(workers, 'worker')}"
     check_compression(config, strategy)
-    if workers == config.scale.max_workers:  # an elastic run may come down to a single worker for a while
+    if workers == config.scale.max_workers:  # an elastic run may temporarily shrink to one worker
         check_noise_scale(
             config, strategy, data_parallel_size=data_parallel_size, accumulation_steps=accumulation_steps
         )
@@ -91,15 +91,15 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
 
 
 def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:
-    """Name of the strategy with `auto` decided. workers: number of workers; None: the largest that the config allows.
-    One worker has no other to average with, so that ddp is `single` there.
+    """Return the name of the strategy, with `auto` resolved. workers: None: the largest number that the config allows.
+    A single worker has no other to average with, so ddp becomes `single`.
     """
     name, workers = config.strategy.name, workers or config.scale.max_workers
     if name == "single" and config.scale.max_workers > 1:
         raise ConfigError(
             "strategy.name",
             "single",
-            f"it is for one worker, but scale.workers is {config.scale.workers!s}",
+            f"it is for one worker, and scale.workers is {config.scale.workers!s}",
             "use ddp or auto",
         )
     if name in ("auto", "ddp"):
@@ -108,7 +108,7 @@ def resolve_strategy(config: RunConfig, workers: int | None = None) -> str:
 
 
 def _scaled(config: RunConfig, why: dict[str, str]) -> Hyperparameters:
-    """The optimizer's values after the learning-rate rule. Raises ConfigError where the rule lacks its reference."""
+    """Return the optimizer's values after the learning-rate rule. Raises ConfigError if the rule has no reference."""
     settings, size = config.optimizer, config.batch.global_size
     check_optimizer(settings)
     if settings.rule != "none" and settings.reference_batch_size is None:
@@ -132,7 +132,7 @@ def _scaled(config: RunConfig, why: dict[str, str]) -> Hyperparameters:
 
 
 def _check(config: RunConfig, strategy: str, workers: int) -> None:
-    """Refuse what this strategy cannot do on so many workers. Raises ConfigError."""
+    """Reject what this strategy does not support with this number of workers. Raises ConfigError."""
     check_training_apart(config)
     check_search(config)
     check_tf32(config)

@@ -1,4 +1,4 @@
-"""How long a training and its parts are, in optimizer steps."""
+"""Lengths of a training and its parts, in optimizer steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from scaleray.errors import ConfigError
 
 
 class StepCounter:
-    """Optimizer steps of `global_batch_size` samples for durations. why: takes how each number was derived, by name."""
+    """Converts durations to optimizer steps of `global_batch_size` samples. why: receives the derivation of each
+    number."""
 
     def __init__(self, config: RunConfig, data: DataSize, global_batch_size: int, why: dict[str, str]) -> None:
         self._drops_last, self._data, self._why = config.batch.drop_last, data, why
@@ -27,12 +28,12 @@ class StepCounter:
         why["steps_per_epoch"] = f"{data.num_samples} samples / {global_batch_size}{partial if remainder else ''}"
 
     def steps(self, duration: Duration, name: str) -> int:
-        """Optimizer steps of a duration. name: of the derived value. Raises ConfigError for unknown tokens."""
+        """Optimizer steps of a duration. name: of the derived value. Raises ConfigError if tokens are unknown."""
         steps, self._why[name] = self._steps(duration)
         return steps
 
     def every(self, duration: Duration | None, name: str, *, otherwise: str) -> int | None:
-        """Steps between two events, at least 1; None where there is no duration. otherwise: says what that means."""
+        """Steps between two events, at least 1; None without a duration. otherwise: explanation of the None."""
         if duration is None:
             self._why[name] = otherwise
             return None
@@ -46,16 +47,16 @@ class StepCounter:
         samples = duration.value
         if duration.unit == "tokens":
             samples = duration.value / self._data.tokens_a_sample("a duration")
-        # whole epochs apart, since the last step of each may be a partial one
+        # whole epochs separately, since the last step of each may be partial
         samples_per_epoch = self.per_epoch * self._global_batch_size if self._drops_last else self._data.num_samples
         epochs, rest = divmod(samples, samples_per_epoch)
         steps = int(epochs) * self.per_epoch + math.ceil(rest / self._samples_per_step)
-        return steps, f"{duration} at {self._samples_per_step:g} samples a step, {self.per_epoch} steps an epoch"
+        return steps, f"{duration} at {self._samples_per_step:g} samples per step, {self.per_epoch} steps per epoch"
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Optimizer steps; the fields of `Recipe` of the same names."""
+    """Optimizer steps; see the fields of `Recipe` of the same names."""
 
     steps_per_epoch: int
     total_steps: int
@@ -69,12 +70,13 @@ class Lengths:
 def schedule_lengths(
     config: RunConfig, counter: StepCounter, total_steps: int, *, warmup_factor: float, why: dict[str, str]
 ) -> tuple[int, int]:
-    """(steps of the warm-up, steps until the schedule has decayed). warmup_factor: of the learning-rate rule.
+    """Return the steps of the warm-up, and the steps until the end of the decay. warmup_factor: of the learning-rate
+    rule.
 
-    Raises ConfigError where one does not fit into the other, or into the training.
+    Raises ConfigError if one does not fit into the other, or into the training.
     """
     given = config.schedule
-    # kappa times as many epochs are the same number of steps, each of them kappa times as large
+    # kappa times as many epochs are the same number of steps, each kappa times as large
     stretch = 1.0 if given.warmup.unit == "steps" else warmup_factor
     warmup_steps = counter.steps(Duration(given.warmup.value * stretch, given.warmup.unit), "warmup_steps")
     if warmup_factor != 1:
@@ -94,7 +96,7 @@ def schedule_lengths(
         raise ConfigError(
             "schedule.length",
             str(given.length),
-            f"a {given.name} schedule has no decay that could end there",
+            f"a {given.name} schedule has no decay",
             "leave it out, or use --schedule.name cosine or linear",
         )
     schedule_steps = counter.steps(given.length, "schedule_steps")
@@ -111,9 +113,9 @@ def schedule_lengths(
 def lengths_of(
     config: RunConfig, counter: StepCounter, total_steps: int, *, warmup_factor: float, why: dict[str, str]
 ) -> Lengths:
-    """All lengths of a training of so many steps. Raises what `schedule_lengths` raises."""
+    """Return all lengths of a training with this number of steps. Raises the errors of `schedule_lengths`."""
     warmup, schedule = schedule_lengths(config, counter, total_steps, warmup_factor=warmup_factor, why=why)
-    by_time = "by time alone" if config.checkpoint.every_minutes else "none"
+    by_time = "by time only" if config.checkpoint.every_minutes else "none"
     saved, kept = config.checkpoint.every, config.checkpoint.keep_every
     return Lengths(
         steps_per_epoch=counter.per_epoch,
@@ -121,8 +123,8 @@ def lengths_of(
         warmup_steps=warmup,
         schedule_steps=schedule,
         evaluate_every_steps=counter.every(
-            config.evaluation.every, "evaluate_every_steps", otherwise="at the end only"
+            config.evaluation.every, "evaluate_every_steps", otherwise="only at the end"
         ),
         checkpoint_every_steps=counter.every(saved, "checkpoint_every_steps", otherwise=by_time),
-        keep_checkpoint_every_steps=counter.every(kept, "keep_checkpoint_every_steps", otherwise="none stays for good"),
+        keep_checkpoint_every_steps=counter.every(kept, "keep_checkpoint_every_steps", otherwise="none is permanent"),
     )

@@ -1,7 +1,7 @@
 """Rules for the learning rate when the batch grows by kappa = B / B_ref.
 
-No rule repairs a learning rate that was badly tuned at B_ref, and every one stops holding somewhere: linear at the
-critical batch size, Adam's full rule at kappa = 1 / (1 - beta_1).
+No rule can repair a badly tuned learning rate at B_ref, and every rule has a limit: linear at the critical batch size,
+Adam's full rule at kappa = 1 / (1 - beta_1).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from scaleray.errors import ConfigError
 def learning_rate_factor(step: int, *, name: str, warmup_steps: int, schedule_steps: int, final_ratio: float) -> float:
     """Factor for the step with index `step` (from 0): linear warm-up, then constant, cosine or linear decay.
 
-    The first step already moves: its factor is 1 / warmup_steps, and step `warmup_steps - 1` has the full rate.
-    The decay would reach `final_ratio` at step `schedule_steps`, so that the last step of training still moves.
+    The first step's factor is 1 / warmup_steps, and step `warmup_steps - 1` has the full rate. The decay would reach
+    `final_ratio` at step `schedule_steps`, so the last step of training still has a larger rate.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
-    if name in ("constant", "plateau"):  # whose evaluations are not known here
+    if name in ("constant", "plateau"):  # the evaluations of a plateau are unknown here
         return 1.0
     decay_steps = max(1, schedule_steps - warmup_steps)
     progress = min(1.0, (step - warmup_steps) / decay_steps)
@@ -44,7 +44,7 @@ MOVED_BY_RULES = ("learning_rate", "betas", "epsilon")
 
 
 def none_rule(reference: Hyperparameters, kappa: float) -> Hyperparameters:
-    """Keep everything as tuned at the reference batch."""
+    """Keep all values tuned at the reference batch."""
     return reference
 
 
@@ -57,7 +57,7 @@ def linear_rule(reference: Hyperparameters, kappa: float) -> Hyperparameters:
 
 
 def sqrt_rule(reference: Hyperparameters, kappa: float) -> Hyperparameters:
-    """Square-root rule: lr * sqrt(kappa), which keeps the noise level of Adam-like optimizers. Betas stay; see
+    """Square-root rule: lr * sqrt(kappa), which keeps the noise level of Adam-like optimizers. Betas are unchanged; see
     `adam_rule`.
 
     Source: Malladi et al. 2022, arXiv:2205.10287.
@@ -68,7 +68,7 @@ def sqrt_rule(reference: Hyperparameters, kappa: float) -> Hyperparameters:
 def adam_rule(reference: Hyperparameters, kappa: float) -> Hyperparameters:
     """Adam's full rule: lr * sqrt(kappa), 1 - beta * kappa for both betas, epsilon / sqrt(kappa).
 
-    Valid while both betas stay above 0; beyond, it raises a ConfigError rather than clamp silently.
+    Valid while both betas are above 0; beyond that it raises ConfigError instead of silently clamping.
     Source: Malladi et al. 2022, arXiv:2205.10287.
     """
     if kappa == 1:
@@ -78,7 +78,7 @@ def adam_rule(reference: Hyperparameters, kappa: float) -> Hyperparameters:
         raise ConfigError(
             "optimizer.rule",
             "adam",
-            f"with betas {list(reference.betas)} it is valid for a batch below {largest:.4g} x the reference, "
+            f"with betas {list(reference.betas)} it is valid for batches below {largest:.4g} x the reference, "
             f"and this is {kappa:.4g} x",
             "use a larger optimizer.reference_batch_size with its own tuned learning rate, or the rule sqrt",
         )

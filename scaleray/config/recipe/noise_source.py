@@ -1,5 +1,4 @@
-"""Choice of the gradients that a run measures its noise from: two batch sizes must be seen, of which the
-larger is the step's own."""
+"""Choice of the gradients for measuring noise: two batch sizes are needed, the larger one being that of the step."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from scaleray.errors import ConfigError
 SourceName = Literal["workers", "first micro-batch", "consecutive steps"]
 
 ROUNDING = ("none", "fp16", "bf16")
-"""Compressions after which the mean gradient is still the mean, but for rounding."""
+"""Compressions that preserve the mean gradient up to rounding."""
 
 
 @dataclass(frozen=True)
 class NoiseSource:
-    """The gradients that a run measures its noise from.
+    """Gradients from which a run measures its noise.
 
     name: None: noise is not measured. why: reason why no better source was chosen.
     """
@@ -27,7 +26,7 @@ class NoiseSource:
     why: str = ""
 
     def __str__(self) -> str:
-        """The source as text, `noise scale: from ...`, or why noise is not measured."""
+        """The source as text, `noise scale: from ...`, or the reason why noise is not measured."""
         text = {
             "workers": "from the workers' gradients before their average",
             "first micro-batch": "from the first micro-batch of a step",
@@ -37,7 +36,7 @@ class NoiseSource:
 
 
 def noise_source(config: RunConfig, strategy: str, *, data_parallel_size: int, accumulation_steps: int) -> NoiseSource:
-    """The gradients that a run of this strategy measures its noise from."""
+    """Choose the gradients from which a run of this strategy measures its noise."""
     measure = config.noise_scale.measure
     if measure is False:
         return NoiseSource(None)
@@ -53,7 +52,7 @@ def noise_source(config: RunConfig, strategy: str, *, data_parallel_size: int, a
 
 
 def check_noise_scale(config: RunConfig, strategy: str, *, data_parallel_size: int, accumulation_steps: int) -> None:
-    """Raise ConfigError where `noise_scale.measure: true` cannot be done."""
+    """Raise ConfigError if `noise_scale.measure: true` is impossible."""
     if config.noise_scale.measure is not True:
         return
     found = noise_source(config, strategy, data_parallel_size=data_parallel_size, accumulation_steps=accumulation_steps)
@@ -63,7 +62,7 @@ def check_noise_scale(config: RunConfig, strategy: str, *, data_parallel_size: i
 
 def _why_not_from_workers(config: RunConfig, strategy: str, data_parallel_size: int) -> str:
     if not traits_of(strategy).sums_gradients:
-        return {"single": "one worker", "tensor": "under tensor the workers of a replica see the same samples"}.get(
+        return {"single": "one worker", "tensor": "under tensor the workers of a replica have the same samples"}.get(
             strategy, f"under {strategy} gradients are not averaged"
         )
     if data_parallel_size < 2:
@@ -86,8 +85,7 @@ def _why_not_from_micro_batches(
 
 
 def _why_never(config: RunConfig, strategy: str) -> str:
-    """Reason why no source will do, or "": something makes gradients differ before and after they meet, or hides
-    them."""
+    """Reason why no source is suitable, or "": gradients change when they are averaged, or are not accessible."""
     settings = config.noise_scale
     if settings.preconditioned and config.optimizer.name not in ("adamw", "lamb"):
         return f"noise_scale.preconditioned is true, but {config.optimizer.name} does not divide by a second moment"
@@ -100,5 +98,5 @@ def _why_never(config: RunConfig, strategy: str) -> str:
     if settings.preconditioned and strategy == "tensor":
         return "under tensor second moments and gradients are laid out in several ways"
     if strategy == "pipeline":
-        return "under pipeline the gradients of micro-batches and of tied weights lie on several workers at a time"
+        return "under pipeline the gradients of micro-batches and of tied weights are spread over several workers"
     return ""

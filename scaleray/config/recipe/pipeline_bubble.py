@@ -1,7 +1,7 @@
 """Idle time of a pipeline's workers, by schedule.
 
-Times are per micro-batch and worker, over all stages of that worker. Used by strategies.pipeline.apply, which reports
-the share it measures next to these. Communication is not counted, and stages are taken as equally long.
+Times are per micro-batch and worker, over all stages of that worker. Used by strategies.pipeline.apply, which also
+reports the measured share. Communication is ignored, and stages are assumed to take equally long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 def bubble_over_ideal(
     schedule: str, *, num_workers: int, num_micro_batches: int, stages_per_worker: int = 1, weight_share: float = 1 / 3
 ) -> float:
-    """Idle time of a worker over its working time, for one step.
+    """Idle time of a worker relative to its working time, for one step.
 
     gpipe and 1f1b: (p - 1) / m (Huang et al. 2019, arXiv:1811.06965; Narayanan et al. 2021, arXiv:2104.04473, section
     2.2). interleaved_1f1b: (p - 1) / (v m), the same paper, with v stages a worker. zero_bubble: (p - 1) (F + B - W) /
@@ -30,15 +30,15 @@ def bubble_over_ideal(
 
 
 def bubble_share(schedule: str, **sizes: float) -> float:
-    """Idle time of a worker over the whole step: b / (1 + b) of `bubble_over_ideal`, (p - 1) / (m + p - 1) for 1f1b."""
+    """Idle share of a worker's step: b / (1 + b) of `bubble_over_ideal`, (p - 1) / (m + p - 1) for 1f1b."""
     over_ideal = bubble_over_ideal(schedule, **sizes)  # type: ignore[arg-type]
     return over_ideal / (1 + over_ideal)
 
 
 def suits(schedule: str, *, num_workers: int, num_micro_batches: int) -> bool:
-    """Whether torch's schedule can order so many micro-batches.
+    """Whether torch's schedule supports this number of micro-batches.
 
-    interleaved_1f1b and zero_bubble go in rounds of at least `num_workers` micro-batches, as many in each.
+    interleaved_1f1b and zero_bubble use equal rounds of at least `num_workers` micro-batches.
     """
     if schedule in ("gpipe", "1f1b"):
         return num_micro_batches >= 1
@@ -46,7 +46,7 @@ def suits(schedule: str, *, num_workers: int, num_micro_batches: int) -> bool:
 
 
 def runs(schedule: str, *, num_workers: int, num_micro_batches: int) -> list[int]:
-    """Numbers of micro-batches to go through the schedule one after the other, where it cannot order all at once."""
+    """Split the micro-batches into sizes to run through the schedule in turn, if it does not support all at once."""
     left, found = num_micro_batches, []
     while left:
         size = next(n for n in range(left, 0, -1) if suits(schedule, num_workers=num_workers, num_micro_batches=n))

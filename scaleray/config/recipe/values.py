@@ -1,4 +1,4 @@
-"""Values of a recipe: all that follows from a config and the size of its data, and how it was derived."""
+"""Recipe: all values derived from a config and the size of its data, and their derivations."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from scaleray.errors import ConfigError
 
 @dataclass(frozen=True)
 class DataSize:
-    """Size of the training split. tokens_per_sample: None when samples are not sequences of one length. total_tokens,
-    longest: tokens of all samples and of the longest, where samples have lengths of their own."""
+    """Size of the training split. tokens_per_sample: None unless samples are sequences of one length. total_tokens,
+    longest: tokens of all samples and of the longest one, if samples differ in length."""
 
     num_samples: int
     tokens_per_sample: int | None = None
@@ -23,30 +23,30 @@ class DataSize:
     longest: int | None = None
 
     def packed_steps(self, config: RunConfig) -> int | None:
-        """Steps of an epoch whose batches are counted in tokens of samples of unequal length; None for others."""
+        """Steps of an epoch whose batches are counted in tokens of samples of unequal length; otherwise None."""
         if config.batch.unit != "tokens" or self.tokens_per_sample is not None or self.total_tokens is None:
             return None
         return -(-self.total_tokens // config.batch.global_size)
 
     def tokens_a_sample(self, key: str) -> float:
-        """Tokens of a sample, on average where lengths differ. Raises ConfigError, in the name of `key`."""
+        """Tokens per sample, on average if lengths differ. Raises ConfigError with the name of `key`."""
         if self.tokens_per_sample is None and self.total_tokens is not None:
             return self.total_tokens / self.num_samples
         return self.tokens_of(key)
 
     def tokens_of(self, key: str) -> int:
-        """Tokens of a sample. Raises ConfigError, in the name of `key`, where samples have no fixed number."""
+        """Tokens per sample. Raises ConfigError with the name of `key` if samples have no fixed number."""
         if self.tokens_per_sample is None:
             raise ConfigError(
                 key,
                 "tokens",
                 "this data has no fixed number of tokens per sample, and no lengths",
-                "count in samples, or give rows of unequal length, a Dataset with `lengths`, ParquetSource(lengths=)",
+                "count in samples, or use rows of unequal length, a Dataset with `lengths`, or ParquetSource(lengths=)",
             )
         return self.tokens_per_sample
 
     def largest_batch(self, config: RunConfig) -> int:
-        """The largest global batch that the data can fill, in the unit of `batch.global_size`."""
+        """Largest global batch that the data can fill, in the unit of `batch.global_size`."""
         if self.packed_steps(config) is not None:
             return self.total_tokens or 0
         samples = self.num_samples // config.scale.max_workers * config.scale.max_workers
@@ -55,7 +55,7 @@ class DataSize:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The derived values. Batch sizes are samples; steps are optimizer steps."""
+    """Derived values. Batch sizes are samples; steps are optimizer steps."""
 
     global_batch_size: int
     per_worker_batch_size: int
@@ -70,19 +70,19 @@ class Recipe:
     checkpoint_every_steps: int | None
     keep_checkpoint_every_steps: int | None
     learning_rate: float | None
-    """None: that of the workload's own optimizer, which its workers know."""
+    """None: that of the workload's own optimizer, which only its workers know."""
     betas: tuple[float, float]
     epsilon: float
     strategy: str
     degrees: Degrees = dataclasses.field(default_factory=Degrees)
     worker_shares: tuple[int, ...] | None = None
-    """Samples of a full global batch for each worker; None: equal shares, at least at first."""
+    """Samples of a full global batch for each worker; None: equal shares, at least initially."""
     measure_shares_every_steps: int | None = None
-    """Steps between two measurements of the workers' speed, after which shares may change; None: they do not change."""
+    """Steps between two measurements of the workers' speed, after which shares may change; None: they are fixed."""
     parameter_dtype: str | None = None
-    """dtype in which sharded parameters are gathered and used; None: nothing is sharded, or in the parameters' own."""
+    """dtype in which sharded parameters are gathered and used; None: nothing is sharded, or the parameters' own."""
     explanations: dict[str, str] = dataclasses.field(default_factory=dict)
-    """How each value was derived, by name."""
+    """Derivation of each value, by name."""
 
     def decides_after(self, step: int) -> bool:
         """Whether an evaluation, a checkpoint or the end follows this step, counted from 1."""
@@ -90,13 +90,13 @@ class Recipe:
         return step == self.total_steps or any(n and step % n == 0 for n in every)
 
     def values(self) -> dict[str, Any]:
-        """The derived values without their explanations."""
+        """Derived values without their explanations."""
         return {k: v for k, v in dataclasses.asdict(self).items() if k != "explanations"}
 
 
 def with_micro_size(recipe: Recipe, size: int, *, why: str) -> Recipe:
-    """The recipe with smaller micro-batches, more of which make the same global batch. Evaluations use the same size
-    where they did before."""
+    """Return the recipe with more and smaller micro-batches in the same global batch. Evaluations use the new size if
+    they used the old one."""
     follows = recipe.evaluation_micro_batch_size == recipe.micro_batch_size
     return dataclasses.replace(
         recipe,
@@ -112,11 +112,11 @@ def with_micro_size(recipe: Recipe, size: int, *, why: str) -> Recipe:
 
 
 def largest_divisor(of: int, *, at_most: int) -> int | None:
-    """The largest divisor of `of` that is no larger than `at_most`; None where there is none."""
+    """Largest divisor of `of` that is at most `at_most`; None if there is none."""
     return next((d for d in range(min(of, at_most), 0, -1) if of % d == 0), None)
 
 
 def nearest_multiples(value: int, of: int) -> list[int]:
-    """The multiples of `of` next to `value`, at least `of`: what to suggest when `value` does not divide."""
+    """Multiples of `of` next to `value`, at least `of`: suggestions for a `value` that is not a multiple."""
     below = value // of * of
     return sorted({max(of, below), below + of})

@@ -206,7 +206,7 @@ def test_micro_batches_of_rows_of_unequal_length_are_about_as_many_rows():
     packed = DataSize(num_samples=1000, total_tokens=50_000, longest=80)
     found = recipe(packed, batch__unit="tokens", batch__global_size=4000, batch__micro_size=1000)
     assert (found.micro_batch_size, found.accumulation_steps) == (20, 4)
-    assert "1000 tokens, 50 each on average" in found.explanations["micro_batch_size"]
+    assert "1000 tokens, at 50 per sample on average" in found.explanations["micro_batch_size"]
 
 
 @given(micro=st.integers(1, 80), per_worker=st.integers(1, 64))

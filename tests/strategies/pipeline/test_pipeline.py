@@ -358,7 +358,7 @@ def test_micro_batches_that_make_no_equal_rounds_are_refused_before_anything_run
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"schedule": "gpipe", "stages_per_worker": 2}, "one stage a worker"),
+        ({"schedule": "gpipe", "stages_per_worker": 2}, "one stage per worker"),
         ({"schedule": "interleaved_1f1b", "stages_per_worker": 1}, "is 1f1b"),
     ],
 )
