@@ -1,1 +1,1 @@
-"""Sharded checkpoints of a training: written during it, proven by hash, read on any number of workers."""
+"""Sharded checkpoints: written during training, verified by hash, readable on any number of workers."""

@@ -23,7 +23,7 @@ FOLDER = "checkpoints"  # name of the folder in a run folder
 
 @dataclass(frozen=True)
 class Pruned:
-    """Result of `prune`: steps of the complete checkpoints that it removed or would remove, and bytes of all files in
+    """Result of `prune`: steps of the complete checkpoints that were, or would be, removed, and bytes of all files in
     the first store."""
 
     steps: list[int]
@@ -32,13 +32,14 @@ class Pruned:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Checkpoints folder of a run, and its copy if there is one: `stores[0]` is the first, others hold the same."""
+    """Checkpoints folder of a run, and its copy if there is one: `stores[0]` is the first, others hold the same
+    files."""
 
     stores: list[Store]
 
     @classmethod
     def of_run(cls, run_path: str, copy_path: str | None = None) -> Catalog:
-        """The catalog of a run folder. copy_path: root of the copies; the run's name is added."""
+        """Return the catalog of a run folder. copy_path: root of the copies; the run's name is appended."""
         run = Store(run_path)
         stores = [run.child(FOLDER)]
         if copy_path:
@@ -47,8 +48,8 @@ class Catalog:
 
     @classmethod
     def at(cls, where: str, copy_path: str | None = None) -> tuple[Catalog, int | None]:
-        """The catalog at a path, and the step if the path is that of one checkpoint: a run folder, the checkpoints
-        folder in it, or a step's folder. copy_path as in `of_run`."""
+        """Return the catalog at a path, and the step if the path is that of one checkpoint. The path is a run folder,
+        the checkpoints folder in it, or a step's folder. copy_path as in `of_run`."""
         store = Store(where.rstrip("/") if "://" not in where else where)
         step = step_of(store.name)
         if step is not None:
@@ -60,8 +61,8 @@ class Catalog:
         return cls([store]), step
 
     def steps(self) -> list[int]:
-        """Steps of all folders named like checkpoints in any store, newest first.
-        Raises OSError if no store can be read."""
+        """Steps of all folders with names of checkpoints in any store, newest first. Raises OSError if no store can be
+        read."""
         found: set[int] = set()
         failed: list[OSError] = []
         for store in self.stores:
@@ -74,9 +75,9 @@ class Catalog:
         return sorted(found, reverse=True)
 
     def read(self, step: int) -> Manifest:
-        """The manifest of a checkpoint from the first store with a complete one. Raises Incomplete if there is none,
-        Damaged if an unusable one is left, CheckpointError for a newer format, and OSError if a store that may have one
-        cannot be read: this must not lead to an older checkpoint."""
+        """Return the manifest of a checkpoint from the first store with a complete one. Raises Incomplete if there is
+        none, Damaged if only an unusable one is left, CheckpointError for a newer format, and OSError if a store that
+        may have one cannot be read: this must not lead to an older checkpoint."""
         problems: list[Incomplete] = []
         unread: OSError | None = None
         for store in self.stores:
@@ -93,7 +94,7 @@ class Catalog:
         raise next((problem for problem in problems if isinstance(problem, Damaged)), problems[0])
 
     def complete(self) -> Iterator[Manifest]:
-        """Manifests of all complete checkpoints, newest first; their files are not looked at."""
+        """Yield the manifests of all complete checkpoints, newest first; their files are not checked."""
         for step in self.steps():
             try:
                 yield self.read(step)
@@ -101,15 +102,15 @@ class Catalog:
                 continue
 
     def newest(self) -> Manifest | None:
-        """The newest complete checkpoint, or None."""
+        """Return the newest complete checkpoint, or None."""
         return next(self.complete(), None)
 
     def publish(self, manifest: Manifest) -> list[str]:
-        """Write the manifest, which makes the checkpoint exist; returns errors of single stores. The copy's comes
-        first: it must never be behind. Raises Incomplete if a file that it names is gone, for example one of an older
-        checkpoint that was pruned from outside, and OSError if no store accepts it."""
+        """Write the manifest, which makes the checkpoint valid; return errors of single stores. The copy's is written
+        first, as it must never be behind. Raises Incomplete if a listed file is missing, for example one of an older
+        checkpoint that was pruned from outside, and OSError if no store accepts the manifest."""
         if missing := set(manifest.files).difference(*(_present(store, manifest) for store in self.stores)):
-            raise Incomplete(f"{self.stores[0].path(min(missing))} is gone")
+            raise Incomplete(f"{self.stores[0].path(min(missing))} is missing")
         text = manifest.to_json()
         failed: list[OSError] = []
         for store in reversed(self.stores):
@@ -122,10 +123,10 @@ class Catalog:
         return [str(exc) for exc in failed]
 
     def check(self, manifest: Manifest, files: Iterable[str] | None = None, *, heal: bool = True) -> list[Damage]:
-        """Compare files (all by default) with their SHA-256 in every store; replace bad ones by a good copy with
-        `heal`.
+        """Compare files (by default all) with their SHA-256 in every store; with `heal`, replace bad ones by a good
+        copy.
 
-        Returns the damages. A damage that `is_lost` leaves the checkpoint unusable. By default the manifests are
+        Returns the damage found. Damage that `is_lost` makes the checkpoint unusable. By default the manifests are
         compared as well.
         """
         found, names = [], sorted(manifest.files) if files is None else list(files)
@@ -147,8 +148,8 @@ class Catalog:
         return found + (self.check_manifest(manifest, heal=heal) if files is None else [])
 
     def check_manifest(self, manifest: Manifest, *, heal: bool = True) -> list[Damage]:
-        """Compare the manifests of all stores with this one, which was read from one of them; replace others on
-        request.
+        """Compare the manifests of all stores with this one, which was read from one of them; with `heal`, replace
+        those that differ.
         """
         found = []
         name, text = f"{manifest.name}/{FILE_NAME}", manifest.to_json().encode()
@@ -171,12 +172,12 @@ class Catalog:
     def prune(
         self, retention: Retention, *, newest: int | None = None, spared_s: float = 0.0, is_dry_run: bool = False
     ) -> Pruned:
-        """Remove checkpoints that the policy does not keep, and leftovers of older attempts.
+        """Remove checkpoints that the policy does not retain, and leftovers of older attempts.
 
-        Files that a kept checkpoint still names stay, whatever folder they are in. newest: checkpoints after this step
-        stay too and do not count; by default the step of the newest complete one. spared_s: leftovers younger than this
-        many seconds stay, since a running training may be about to name them. Raises CheckpointError if a newer format
-        hides needed files."""
+        Files named by a retained checkpoint stay, whatever folder they are in. newest: checkpoints after this step stay
+        too and do not count; by default the step of the newest complete one. spared_s: leftovers younger than this many
+        seconds stay, since a running training may be about to name them. Raises CheckpointError if a newer format hides
+        needed files."""
         by_step = {
             step: [m for m in (_read_or_none(store, step) for store in self.stores) if m] for step in self.steps()
         }
@@ -195,7 +196,7 @@ class Catalog:
         return Pruned([step for step in manifests if step not in kept], freed)
 
     def rebuild(self, manifest: Manifest) -> Manifest:
-        """Write an incremental checkpoint again as a full one, which depends on no other. Raises Incomplete. Its former
+        """Rewrite an incremental checkpoint as a full one, which depends on no other. Raises Incomplete. Its former
         files stay for other checkpoints that name them; `prune` removes unnamed ones."""
         from scaleray.checkpoints.tensor_files import ALIGNMENT, new_file, write_all
 
@@ -220,8 +221,7 @@ class Catalog:
         return full
 
     def _prune_folder(self, store: Store, step: int, needed: set[str], *, before: float, is_dry_run: bool) -> int:
-        """Remove a step's files that are not needed and were written up to `before`;
-        returns the bytes freed in the first store."""
+        """Remove a step's unneeded files written up to `before`; return the bytes freed in the first store."""
         folder = folder_name(step)
         entries = store.entries(folder)
         unneeded = [entry for entry in entries if entry.name not in needed and entry.changed_at <= before]
@@ -273,7 +273,7 @@ def _same(store: Store, name: str, text: bytes) -> bool:
 
 
 def _present(store: Store, manifest: Manifest) -> set[str]:
-    """Names of a checkpoint's files that a store has with the right length, by one listing per folder."""
+    """Names of a checkpoint's files that a store has with the right length, found with one listing per folder."""
     found: set[str] = set()
     for folder in {name.partition("/")[0] for name in manifest.files}:
         try:
@@ -285,8 +285,8 @@ def _present(store: Store, manifest: Manifest) -> set[str]:
 
 
 def require(catalog: Catalog, step: int | None, *, where: str) -> Manifest:
-    """The checkpoint at `step`, or the newest complete one. Raises CheckpointError with a list of existing ones, and
-    for one that differs from the run's record."""
+    """Return the checkpoint at `step`, or the newest complete one. Raises CheckpointError with a list of existing ones,
+    or if it differs from the run's record."""
     found = _required(catalog, step, where=where)
     check_manifest(catalog.stores[0], found)
     return found
@@ -298,7 +298,7 @@ def _required(catalog: Catalog, step: int | None, *, where: str) -> Manifest:
         newest = catalog.newest()
         if newest is not None:
             return newest
-        what, hint = f"the checkpoints folder of {where}", "a checkpoint is complete when its manifest.json is there"
+        what, hint = f"the checkpoints folder of {where}", "a checkpoint is complete once it has a manifest.json"
         if not steps:
             raise CheckpointError(what, "empty", "it holds no complete checkpoint", hint)
         count = f"{len(steps)} unfinished checkpoint{'s' if len(steps) != 1 else ''}"
@@ -311,5 +311,5 @@ def _required(catalog: Catalog, step: int | None, *, where: str) -> Manifest:
             f"the checkpoint of step {step}",
             "incomplete" if step in steps else "missing",
             str(exc),
-            f"complete ones: {complete}",
+            f"complete checkpoints: {complete}",
         ) from exc

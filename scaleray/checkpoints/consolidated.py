@@ -25,23 +25,23 @@ from scaleray.common.progress import Stage, stage
 from scaleray.errors import CheckpointError, ScaleRayError
 from scaleray.records.text.units import MIB
 
-PREFIX, AVERAGE = "model.", "averaging."  # of the names of a model's tensors in a checkpoint, and of their averages
+PREFIX, AVERAGE = "model.", "averaging."  # prefixes of the names of a model's tensors in a checkpoint, and of averages
 IMPORTED = "imported"
-"""Strategy name of a checkpoint that no training wrote."""
+"""Strategy name of a checkpoint that was not written by a training."""
 ENDINGS = (".pt", ".pth", ".safetensors")
-WRAPPERS = ("module.", "_orig_mod.")  # what DDP and torch.compile put before every name
+WRAPPERS = ("module.", "_orig_mod.")  # prefixes that DDP and torch.compile add to every name
 
 
 def model_tensors(manifest: Manifest, *, averaged: bool = True) -> dict[str, Tensor]:
-    """The model's tensors by their names in its state dict. averaged: averages for tensors that have one, if the run
-    averages its weights."""
+    """Return the model's tensors by their names in its state dict. averaged: use the average of each tensor that has
+    one, if the run averages its weights."""
     saved = manifest.tensors
     found = {name.removeprefix(PREFIX): tensor for name, tensor in saved.items() if name.startswith(PREFIX)}
     return {name: saved.get(AVERAGE + name, tensor) for name, tensor in found.items()} if averaged else found
 
 
 def counted(get: Callable[[str], torch.Tensor], writing: Stage) -> Callable[[str], torch.Tensor]:
-    """`get`, which reports progress in MiB to a stage."""
+    """Wrap `get` to report its progress in MiB to a stage."""
 
     def given(name: str) -> torch.Tensor:
         tensor = get(name)
@@ -52,11 +52,10 @@ def counted(get: Callable[[str], torch.Tensor], writing: Stage) -> Callable[[str
 
 
 def import_weights(path: str, run_path: str) -> Manifest:
-    """Make a checkpoint of a `.pt` or `.safetensors` file: step 0 in the folder `run_path`, with a model and nothing
-    else.
+    """Convert a `.pt` or `.safetensors` file to a checkpoint: step 0 in the folder `run_path`, with only a model.
 
-    For fine-tuning (`workload.weights`); a training cannot be resumed from it. Raises CheckpointError for a file that
-    is not a state dict, and for a folder that already holds checkpoints."""
+    For fine-tuning (`workload.weights`); a training cannot be resumed from it. Raises CheckpointError if the file is
+    not a state dict, or if the folder already holds checkpoints."""
     ending = _ending(path, "the file to import")
     if not Path(path).is_file():
         raise CheckpointError(
@@ -71,7 +70,7 @@ def import_weights(path: str, run_path: str) -> Manifest:
             "the folder to import to",
             run_path,
             "it already holds checkpoints",
-            "name a new folder; nothing is overwritten",
+            "choose a new folder; nothing is overwritten",
         )
     with opened_safetensors(path) if ending == ".safetensors" else opened_torch(path) as (names, get):
         wrapper = next((w for w in WRAPPERS if names and all(name.startswith(w) for name in names)), "")
@@ -103,20 +102,20 @@ def load_weights(
     optional: Set[str] = frozenset(),
     is_part: bool = False,
 ) -> Manifest:
-    """Fill a model's tensors, by the names of its state dict, from a checkpoint; returns that checkpoint.
+    """Fill a model's tensors, by the names of its state dict, from a checkpoint; return that checkpoint.
 
     is_part: these are only some of the model's tensors, such as those of a pipeline stage. where: a run folder (its
-    newest complete checkpoint), one checkpoint's folder, or one that `import_weights` made. Tensors may be sharded
+    newest complete checkpoint), one checkpoint's folder, or a folder made by `import_weights`. Tensors may be sharded
     (DTensor), on any device, and of a wider dtype than the saved ones. Collective over `group`: rank 0 chooses the
-    checkpoint, and all ranks raise when one fails. With None each rank does it alone, without communication, which is
-    safe if nothing writes to `where` meanwhile. optional: tensors that stay unchanged if the checkpoint lacks them.
-    Raises CheckpointError; the tensors are untouched unless bytes turn out to be damaged."""
+    checkpoint, and all ranks raise if one fails. With None each rank loads alone, without communication, which is safe
+    if no process writes to `where` meanwhile. optional: tensors that stay unchanged if the checkpoint lacks them.
+    Raises CheckpointError; the tensors are unchanged unless bytes turn out to be damaged."""
     if Path(where).is_file():
         raise CheckpointError(
             "the weights",
             where,
             "it is a single file",
-            f"run scaleray checkpoint import {where} FOLDER, then name that folder",
+            f"run scaleray checkpoint import {where} FOLDER, then use that folder",
         )
     catalog, step = Catalog.at(where)
     manifest = _chosen(catalog, step, where, group)
@@ -136,8 +135,9 @@ def load_weights(
 def load_file(
     tensors: Mapping[str, torch.Tensor], where: str, *, optional: Set[str] = frozenset(), is_part: bool = False
 ) -> bool:
-    """Fill a model's tensors from one file: `where` itself, `.pt` or `.safetensors`, or the final weights of a run that
-    left no checkpoint. False if there is no such file. Arguments as in `load_weights`; without communication."""
+    """Fill a model's tensors from a single file: `where` itself, `.pt` or `.safetensors`, or the final weights of a run
+    without checkpoints. Returns False if there is no such file. Arguments as in `load_weights`; without
+    communication."""
     opened: contextlib.AbstractContextManager[tuple[list[str], Callable[[str], torch.Tensor]]]
     if Path(where).is_file():
         ending = _ending(where, "the weights")
@@ -163,8 +163,8 @@ def load_file(
 
 
 def fill_part(tensor: torch.Tensor, whole: Any) -> None:
-    """Copy this rank's part of a whole tensor into one that may be sharded. whole: for a sharded one, also a slice of
-    safetensors."""
+    """Copy this rank's part of a whole tensor into one that may be sharded. whole: for a sharded one, possibly a slice
+    of safetensors."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(whole)
         return
@@ -197,8 +197,8 @@ def _chosen(catalog: Catalog, step: int | None, where: str, group: dist.ProcessG
 
 
 def with_a_source(tensors: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without tied ones that are saved under another name, as in safetensors' `save_model`, and without
-    sparse buffers, which are not weights: build_model() makes them."""
+    """The tensors without tied ones that are saved under another name, as by safetensors' `save_model`, and without
+    sparse buffers, which are not weights: build_model() creates them."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.layout == torch.strided}
     places = {_place(tensor) for name, tensor in tensors.items() if name in saved}
     return {name: tensor for name, tensor in tensors.items() if name in saved or _place(tensor) not in places}
@@ -216,7 +216,7 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def reshape_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, may_register: bool = False) -> None:
-    """Give the buffers of a new model their saved shapes, since training may enlarge some or fill those that begin as
+    """Give the buffers of a new model their saved shapes, since training may enlarge some or fill those that start as
     None.
 
     may_register: add buffers that the model lacks, outside of its state dict.
@@ -235,8 +235,8 @@ def reshape_buffers(module: nn.Module, saved: Mapping[str, Tensor], *, may_regis
 
 
 def check_fit(own: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor], where: str) -> None:
-    """Check that names and shapes are the same, and that no dtype must be narrowed.
-    Raises CheckpointError with the first that differs."""
+    """Check that names and shapes are equal, and that no dtype must be narrowed. Raises CheckpointError for the first
+    that differs."""
     different = [name for name in sorted(own.keys() | saved.keys()) if not _fits(own.get(name), saved.get(name))]
     if not different:
         return
@@ -244,7 +244,7 @@ def check_fit(own: Mapping[str, torch.Tensor], saved: Mapping[str, Tensor], wher
     mine, theirs = own.get(first), saved.get(first)
     raise CheckpointError(
         f"the model's {first}",
-        "not there" if mine is None else f"{list(mine.shape)} {str(mine.dtype).removeprefix('torch.')}",
+        "missing" if mine is None else f"{list(mine.shape)} {str(mine.dtype).removeprefix('torch.')}",
         f"{where} has {'no such tensor' if theirs is None else f'{list(theirs.shape)} {theirs.dtype}'}"
         f" ({len(different)} of {len(own.keys() | saved.keys())} tensors differ)",
         "the weights belong to another model, or were saved in a wider dtype",
@@ -280,5 +280,5 @@ def _damaged(manifest: Manifest, exc: Incomplete) -> CheckpointError:
         f"the checkpoint of step {manifest.step}",
         "damaged",
         str(exc),
-        "scaleray checkpoint verify looks for a copy; --heal takes it",
+        "scaleray checkpoint verify looks for a copy; --heal restores it",
     )

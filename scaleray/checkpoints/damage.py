@@ -1,4 +1,4 @@
-"""Damage to a checkpoint's files: the defect of a file in a store, and its replacement by a good copy."""
+"""Damage to a checkpoint's files, and their replacement by a good copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNREADABLE = "the storage does not return it"
 @dataclass(frozen=True)
 class Damage:
     """A file that differs from its manifest. healed_from: the copy that replaced it, if any. good_at: location of a
-    good copy; None if there is none, and the checkpoint is lost."""
+    good copy; None if there is none, so that the checkpoint is lost."""
 
     file: str
     problem: str
@@ -22,7 +22,7 @@ class Damage:
 
     @property
     def is_unreadable(self) -> bool:
-        """Whether the storage did not answer, which proves nothing about the bytes."""
+        """Whether the storage did not return the file, which does not prove that its bytes are bad."""
         return self.problem.startswith(UNREADABLE)
 
     @property
@@ -32,7 +32,7 @@ class Damage:
 
 
 def problem_of(store: Store, name: str, expected: StoredFile) -> str | None:
-    """Difference of a store's file from its manifest, as text; None for a good file."""
+    """Difference between a store's file and its manifest, as text; None for a good file."""
     try:
         sha256, length = store.digest(name)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""The final weights of a run in their one file, read as a checkpoint's model is."""
+"""Final weights of a run in a single file, with the interface of a checkpoint's model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from scaleray.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FinalFile:
-    """The tensors of such a file. path: local, or a URI."""
+    """Tensors of such a file. path: local, or a URI."""
 
     path: str
     tensors: dict[str, torch.Tensor]
 
     @classmethod
     def read(cls, run: Store, file: str, *, recorded: Mapping[str, Any] | None = None) -> FinalFile:
-        """Read a file whose hash is the recorded one, see `check_weights`. Raises CheckpointError."""
+        """Read a file and check its recorded hash, see `check_weights`. Raises CheckpointError."""
         check_weights(run, [file], recorded=recorded)
         path, what = run.path(file), "the file of final weights"
         try:
@@ -40,12 +40,12 @@ class FinalFile:
         return cls(path, {name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, on the CPU."""
+        """Return one tensor, on the CPU."""
         return self.tensors[name]
 
 
 def final_file(run_path: str) -> FinalFile | None:
-    """The final weights of a run without a checkpoint, such as a short one; None if it has one, or no such file.
+    """Return the final weights of a run without checkpoints, such as a short one; None if it has some, or no such file.
 
     Raises CheckpointError for a damaged file, and OSError if the folder cannot be read.
     """

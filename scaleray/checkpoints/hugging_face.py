@@ -1,10 +1,10 @@
-"""Weights in the layout of a Hugging Face model folder: config.json next to model.safetensors, or several files and an
+"""Weights in the layout of a Hugging Face model folder: config.json and model.safetensors, or several files and an
 index.
 
 Only safetensors is read, never a pickle. Each rank reads only its own parts. Used by training.setup.fine_tuning; the
-workload maps names in the files to names in the model. A folder that training.state.weights wrote has the model's own
-names, and needs no config.json. Source: https://huggingface.co/docs/safetensors, and the index that transformers'
-`save_pretrained` writes."""
+workload maps names in the files to names in the model. A folder written by training.state.weights has the model's own
+names, and needs no config.json. Source: https://huggingface.co/docs/safetensors, and the index written by transformers'
+`save_pretrained`."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _DTYPES = {
 
 
 def model_folder(where: str) -> str:
-    """The folder with a sharded run's final weights, if `where` is that run and has no checkpoint; else `where`."""
+    """The folder with a sharded run's final weights, if `where` is such a run without checkpoints; otherwise
+    `where`."""
     inside = str(Path(where) / FINAL_WEIGHTS)
     return inside if is_model_folder(inside) and not Catalog.at(where)[0].steps() else where
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """Folder of weights that can be read. files: name of the file of each tensor.
-    has_own_names: tensors have the model's names."""
+    """Folder of weights. files: name of the file of each tensor. has_own_names: tensors have the model's names."""
 
     path: Path
     config: dict[str, Any]
@@ -52,8 +52,8 @@ class ModelFolder:
     def open(
         cls, where: str, *, recorded: Mapping[str, Any] | None = None, rank: int = 0, num_ranks: int = 1
     ) -> ModelFolder:
-        """Read config and index, and check the hashes of a run's final weights, see `check_weights`. Of several ranks
-        that open the same folder each checks its share of the files. Raises CheckpointError."""
+        """Read config and index, and check the hashes of a run's final weights, see `check_weights`. If several ranks
+        open the same folder, each checks its share of the files. Raises CheckpointError."""
         path = Path(where)
         config: dict[str, Any] = {}
         index = _json(path / INDEX, "it lists the file of each tensor") if (path / INDEX).is_file() else None
@@ -78,7 +78,7 @@ class ModelFolder:
 
     @classmethod
     def at(cls, path: Path, config: dict[str, Any], name: str) -> ModelFolder:
-        """One safetensors file of a folder. Raises CheckpointError if it cannot be read."""
+        """Return one safetensors file of a folder. Raises CheckpointError if it cannot be read."""
         with _opened(path / name) as file:
             return cls(path, config, dict.fromkeys(file.keys(), name))
 
@@ -90,19 +90,19 @@ class ModelFolder:
         optional: Set[str] = frozenset(),
         is_part: bool = False,
     ) -> None:
-        """Fill a model's tensors in place, sharded or not; for a sharded one only this rank's part is read.
-        Not collective.
+        """Fill a model's tensors in place, sharded or not; for a sharded one, read only this rank's part. Not
+        collective.
 
         names: source of each of `tensors`, as a name in the files. Tensors in `optional` need no source. Every tensor
-        in the files must have a place in the model, unless `is_part`: `tensors` are then those of a pipeline stage.
-        Values are cast to wider dtypes only. Raises CheckpointError, before anything is changed, with the first tensor
-        that does not fit.
+        in the files must have a counterpart in the model, unless `is_part`: `tensors` are then those of a pipeline
+        stage. Values are cast to wider dtypes only. Raises CheckpointError for the first tensor that does not fit,
+        before any change.
         """
         wrong = sorted(set(names) - set(tensors))
         if wrong:
-            raise CheckpointError(f"the model's {wrong[0]}", "not there", "weight_names() of the workload names it")
+            raise CheckpointError(f"the model's {wrong[0]}", "missing", "weight_names() of the workload lists it")
         shapes = self.shapes()
-        # by the model's names, as a user knows them; a tensor without a place keeps its name in the files
+        # by the model's names, which users know; a tensor without a counterpart keeps its name in the files
         own_names = {theirs: own for own, theirs in names.items()}
         saved = {own: shapes[theirs] for own, theirs in names.items() if theirs in shapes}
         if not is_part:
@@ -120,26 +120,26 @@ class ModelFolder:
                     _fill(wanted[own], file, names[own])
 
     def _follows_from_others(self, name: str) -> bool:
-        """Whether the tensor follows from others: a table of rotations, as old folders have it, or the embedding's
-        second name."""
+        """Whether the tensor follows from others: a table of rotations, as in old folders, or a second name of the
+        embedding."""
         return name.endswith("rotary_emb.inv_freq") or (
             name == "lm_head.weight" and self.config.get("tie_word_embeddings") is True
         )
 
     def read(self) -> dict[str, torch.Tensor]:
-        """All tensors on the CPU, in the index's order; for a large model they may not fit."""
+        """Return all tensors on the CPU, in the index's order; those of a large model may not fit into memory."""
         self.shapes()
         return {name: self.tensor(name) for name in self.files}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU, by its name in the files."""
+        """Return one tensor on the CPU, by its name in the files."""
         with _opened(self.path / self.files[name]) as file:
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
 
     def shapes(self) -> dict[str, Tensor]:
-        """Shape and dtype of each tensor.
-        Raises CheckpointError for a file that is missing, cut off or not the index's."""
+        """Return shape and dtype of each tensor. Raises CheckpointError for a file that is missing, truncated, or not
+        the index's."""
         found: dict[str, Tensor] = {}
         for name in sorted(set(self.files.values())):
             with _opened(self.path / name) as file:
@@ -154,7 +154,7 @@ class ModelFolder:
         missing = sorted(set(self.files) - set(found))
         if missing:
             raise CheckpointError(
-                f"{missing[0]} in {self.path}", "not there", f"{INDEX} names it", "copy the folder again"
+                f"{missing[0]} in {self.path}", "missing", f"{INDEX} lists it", "copy the folder again"
             )
         return found
 
@@ -170,7 +170,7 @@ def _json(path: Path, why: str) -> dict[str, Any]:
     try:
         content = load_json(path.read_text())
     except FileNotFoundError as exc:
-        raise CheckpointError(str(path), "not there", why, "copy the whole folder") from exc
+        raise CheckpointError(str(path), "missing", why, "copy the whole folder") from exc
     except (OSError, ValueError) as exc:
         raise CheckpointError(str(path), f"not readable ({exc})", why) from exc
     if not isinstance(content, dict):

@@ -1,5 +1,5 @@
-"""Manifest of a checkpoint: the location of tensors, small values, and the SHA-256 of every file. The manifest is
-written last. A folder without a complete one is not a checkpoint."""
+"""Manifest of a checkpoint: the location of tensors, small values, and the SHA-256 of every file. It is written last,
+and a folder without a complete manifest is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from scaleray.errors import CheckpointError
 FORMAT = 1
 FILE_NAME = "manifest.json"
 HASH = '{"manifest_sha256": "%s",'
-"""Beginning of the text in every format: the SHA-256 of all that follows, which no format may change."""
+"""Beginning of the text in every format, which no version may change: the SHA-256 of the rest."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rectangular part of a tensor and the bytes that hold it, row by row, in a file of `Manifest.files`.
+    """Rectangular part of a tensor and its bytes, row by row, in a file of `Manifest.files`.
 
-    digest: xxh3-128 of these bytes, to detect changes since the last checkpoint. It does not protect against forgery;
-    the SHA-256 of every file does."""
+    digest: xxh3-128 of these bytes, to detect changes since the last checkpoint. Unlike the SHA-256 of every file, it
+    does not protect against forgery."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -36,7 +36,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One saved tensor. dtype: torch's name of it, such as float32."""
+    """A saved tensor. dtype: torch's name for it, such as float32."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,8 +45,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Hash and size of a file, which is named relative to the run's checkpoints folder;
-    an incremental checkpoint names files of older ones."""
+    """Hash and size of a file, named relative to the run's checkpoints folder; an incremental checkpoint names files of
+    older ones."""
 
     sha256: str
     num_bytes: int
@@ -54,8 +54,8 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One checkpoint. step: optimizer steps taken. facts: config, hashes, MLflow run, and `metrics` with the step that
-    they were measured at, `evaluated_at`, which may be before this one."""
+    """One checkpoint. step: optimizer steps taken. facts: config, hashes, MLflow run, and `metrics` with the step at
+    which they were measured, `evaluated_at`, which may be an earlier one."""
 
     step: int
     world_size: int
@@ -63,15 +63,15 @@ class Manifest:
     created_at: float
     tensors: dict[str, Tensor]
     values: dict[str, Any]
-    """State other than tensors, by item: schedule, scaler, progress and so on. JSON."""
+    """Non-tensor state as JSON, by item: schedule, scaler, progress and so on."""
     files: dict[str, StoredFile]
     facts: dict[str, Any] = field(default_factory=dict)
     chain: int = 0
-    """Number of checkpoints since the last full one; 0 is full, holding every byte itself."""
+    """Number of checkpoints since the last full one; 0 is full, with all of its bytes in its own files."""
     bytes_written: int = 0
     format: int = FORMAT
     sha256: str | None = field(default=None, init=False, compare=False)
-    """Hash at the beginning of the file that it was read from."""
+    """Hash at the beginning of the file from which it was read."""
 
     @property
     def name(self) -> str:
@@ -80,14 +80,14 @@ class Manifest:
 
     @property
     def evaluated_at(self) -> int | None:
-        """Number of steps after which the metrics were measured; None without metrics, or if it is not known."""
-        # manifests of older versions say it in the state alone
+        """Number of steps after which the metrics were measured; None without metrics, or if unknown."""
+        # manifests of older versions have it only in the state
         step = self.facts.get("evaluated_at", self.values.get("progress", {}).get("evaluated_at"))
         return step if isinstance(step, int) and step >= 0 and self.metrics else None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last evaluation before this checkpoint, in this step or an older one."""
+        """Metrics of the last evaluation before this checkpoint, at this step or an earlier one."""
         found = self.facts.get("metrics")
         return {k: v for k, v in found.items() if isinstance(v, (int, float))} if isinstance(found, dict) else {}
 
@@ -98,23 +98,23 @@ class Manifest:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors together, in all files."""
+        """Total bytes of all tensors, in all files."""
         return sum(chunk.length for tensor in self.tensors.values() for chunk in tensor.chunks)
 
     def to_json(self) -> str:
-        """The text of the file, which begins with a hash of its rest."""
+        """Return the text of the file, which begins with a hash of the rest."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if name != "sha256"}
         rest = json.dumps(values, indent=0).removeprefix("{")
         return HASH % _digest(rest.encode()) + rest
 
     @classmethod
     def from_json(cls, text: bytes, *, where: str) -> Manifest:
-        """Read and check a manifest.
-        Raises Damaged if it is truncated or changed, CheckpointError for a newer format."""
+        """Parse and check a manifest. Raises Damaged if it is truncated or changed, CheckpointError for a newer
+        format."""
         head = len(HASH % ("0" * 64))
         rest = bytes(text[head:])
         if bytes(text[:head]) != (HASH % _digest(rest)).encode():
-            raise Damaged(f"{where} is cut short or changed: its content does not match its hash")
+            raise Damaged(f"{where} is truncated or changed: its content does not match its hash")
         try:
             body = load_json(inert_json(b"{" + rest))
             number = body["format"]
@@ -123,7 +123,7 @@ class Manifest:
                     "the format of checkpoint " + where,
                     number,
                     f"this version reads formats up to {FORMAT}",
-                    "it was written by a newer scaleray: upgrade, or name another checkpoint",
+                    "it was written by a newer scaleray: upgrade, or use another checkpoint",
                 )
             tensors = {
                 name: Tensor(
@@ -140,7 +140,7 @@ class Manifest:
             manifest = cls(tensors=tensors, files=files, **body)
             object.__setattr__(manifest, "sha256", _digest(rest))
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
-            raise Damaged(f"{where} is no manifest of this format: {exc!r}") from None
+            raise Damaged(f"{where} is not a manifest of this format: {exc!r}") from None
         strange = [name for name in manifest.files if not IN_FOLDER.fullmatch(name)]
         if strange:
             raise Damaged(f"{where} names a file outside of the checkpoints folder: {strange[0]}")
@@ -148,11 +148,11 @@ class Manifest:
 
 
 class Incomplete(Exception):
-    """Error for an invalid checkpoint: half written, truncated or damaged."""
+    """Error for an invalid checkpoint: incomplete, truncated or damaged."""
 
 
 class Damaged(Incomplete):
-    """Error for a checkpoint that was complete and whose manifest is cut or changed."""
+    """Error for a checkpoint that was complete, but whose manifest is truncated or changed."""
 
 
 def folder_name(step: int) -> str:
@@ -161,7 +161,7 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
-    """The step of a folder's name; None for other folders."""
+    """Return the step in a folder's name; None for other folders."""
     match = re.fullmatch(r"step-([0-9]{9,})", folder)
     return int(match[1]) if match and folder_name(int(match[1])) == folder else None
 

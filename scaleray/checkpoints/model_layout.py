@@ -1,4 +1,4 @@
-"""Names of the files in a folder of weights in Hugging Face's layout, and its detection."""
+"""File names of a folder of weights in Hugging Face's layout, and detection of the layout."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from scaleray.errors import UsageError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 WRITTEN_BY = "scaleray"
-"""Value of `written_by` in the index's metadata: names in the files are then the model's own."""
+"""Value of `written_by` in the index's metadata if names in the files are the model's own."""
 FINAL_WEIGHTS = "weights"
-"""Name of a run's final weights: the folder that holds those of a sharded model, and the beginning of `PLAIN`. If the
-run averages its weights, they are the average."""
+"""Name of a run's final weights: the folder of a sharded model's weights, and the stem of `PLAIN`. If the run averages
+its weights, they are the average."""
 TRAINED_WEIGHTS = "trained_weights"
-"""Name of the trained weights, if there is an average of them as well."""
+"""Name of the trained weights, if there is also an average of them."""
 
 ADAPTERS = "adapters"
-"""Name of the low-rank adapters of a run whose final weights have them added."""
+"""Name of the low-rank adapters of a run whose final weights include them."""
 
 
 def plain_file(name: str) -> str:
-    """File of a run that holds weights of this name, of a model that is whole on one worker."""
+    """File with weights of this name in a run whose model is whole on each worker."""
     return f"{name}.pt"
 
 
@@ -30,12 +30,15 @@ AVERAGED, TRAINED = "averaged", "trained"
 
 
 def check_which(which: str | None, *, has_average: bool, where: str) -> None:
-    """Raise UsageError for a choice of weights that there is not."""
+    """Raise UsageError for a choice of weights that does not exist."""
     if which not in (None, AVERAGED, TRAINED):
         raise UsageError("--weights", which, f"it must be {AVERAGED} or {TRAINED}")
     if which == AVERAGED and not has_average:
         raise UsageError(
-            "--weights", which, f"{where} has no average of its weights", "train with averaging.decay, or leave it out"
+            "--weights",
+            which,
+            f"{where} has no average of its weights",
+            "train with averaging.decay, or omit --weights",
         )
 
 

@@ -1,7 +1,7 @@
-"""Low-rank adapters as the library peft stores them: adapter_config.json next to adapter_model.safetensors.
+"""Low-rank adapters in the format of the library peft: adapter_config.json and adapter_model.safetensors.
 
-Read into the adapters of training.setup.fine_tuning, which are parameters `lora_a` and `lora_b` of the layers
-themselves, and written from them. The layout is that of peft's `save_pretrained`; peft itself is not needed.
+They are read into, and written from, the adapters of training.setup.fine_tuning, which are parameters `lora_a` and
+`lora_b` of the layers themselves. The layout is that of peft's `save_pretrained`; peft itself is not needed.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BEFORE = "base_model.model."
 """Prefix that peft adds to the names of the model's own modules."""
 OWN = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight"}
-"""Last part of a parameter's name here, and there."""
+"""Last part of a parameter's name in the model, and in peft."""
 PLAIN = {"use_dora": False, "bias": "none", "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {},
          "layer_replication": None, "target_parameters": None}  # fmt: skip
-"""Values of the config that the adapters here have."""
+"""Required values of peft's config, as supported by the adapters here."""
 
 
 def is_adapter_folder(where: str) -> bool:
@@ -37,13 +37,14 @@ def load_adapter(tensors: Mapping[str, torch.Tensor], where: str, *, scale: floa
     """Fill a model's adapters, sharded or not, from a folder of peft; each rank reads its own part.
 
     tensors: the trained ones, adapters and whole modules, by their names in the state dict; the latter may be missing
-    in the folder. scale: factor of the adapters. is_part: they are those of a pipeline stage. Raises CheckpointError,
-    before anything is changed, for other kinds of adapters and for adapters of other layers, ranks or scales."""
+    in the folder. scale: factor of the adapters. is_part: the tensors are those of a pipeline stage. Raises
+    CheckpointError, before any change, for other types of adapters and for adapters of other layers, ranks or
+    scales."""
     path = Path(where)
     config = _config(path)
     if not (path / WEIGHTS).is_file():
         raise CheckpointError(
-            str(path / WEIGHTS), "not there", "only safetensors is read, never a pickle", "save it with peft again"
+            str(path / WEIGHTS), "missing", "only safetensors is read, never a pickle", "save it with peft again"
         )
     folder = ModelFolder.at(path, config, WEIGHTS)
     names = {own_name(name): name for name in folder.files}
@@ -63,7 +64,7 @@ def load_adapter(tensors: Mapping[str, torch.Tensor], where: str, *, scale: floa
             f"the adapter's {other[0]}",
             f"only in {where}" if other[0] in names else "only in the model",
             "both must have adapters on the same layers",
-            f"fine_tuning.{'lora_layers' if is_of_adapter(other[0]) else 'trained_whole'} must name these: "
+            f"fine_tuning.{'lora_layers' if is_of_adapter(other[0]) else 'trained_whole'} must list these: "
             + ", ".join(sorted({_layer(n) for n in names if is_of_adapter(n) == is_of_adapter(other[0])})),
         )
     there = {n: t for n, t in names.items() if not is_part or n in tensors}
@@ -79,11 +80,11 @@ def write_adapter(
     task: str | None = None,
     base: str | None = None,
 ) -> None:
-    """Write adapters as a folder that `PeftModel.from_pretrained` reads.
+    """Write adapters to a folder for `PeftModel.from_pretrained`.
 
-    tensors: `lora_a` and `lora_b` of each layer, by the names of the model's state dict; others are left out. whole:
+    tensors: `lora_a` and `lora_b` of each layer, by the names of the model's state dict; others are omitted. whole:
     last parts of the names of modules that were trained with them and are written, too. alpha: numerator of the
-    adapters' scale. task: of peft's TaskType, such as CAUSAL_LM. base: the folder of the model they belong to.
+    adapters' scale. task: value of peft's TaskType, such as CAUSAL_LM. base: folder of the model to which they belong.
     """
     from safetensors.torch import save_file
 
@@ -112,7 +113,7 @@ def write_adapter(
 
 
 def own_name(name: str) -> str:
-    """Name in the model's state dict of a tensor in peft's file."""
+    """Name in the model's state dict for a tensor in peft's file."""
     name = name.removeprefix(BEFORE)
     for own, their in OWN.items():
         if name.endswith(f".{their}"):
@@ -121,18 +122,18 @@ def own_name(name: str) -> str:
 
 
 def peft_name(name: str) -> str:
-    """Name in peft's file of a tensor of the model's state dict."""
+    """Name in peft's file for a tensor of the model's state dict."""
     layer, _, last = name.rpartition(".")
     return f"{BEFORE}{layer}.{OWN.get(last, last)}"
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a tensor of that name in a state dict is one of an adapter."""
+    """Whether a tensor with this name in a state dict belongs to an adapter."""
     return name.rpartition(".")[2] in OWN
 
 
 def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether a tensor of that name is in a module whose name is one of these, or ends with it."""
+    """Whether a tensor with this name is in a module whose name is, or ends with, one of these."""
     return any(f".{words}." in f".{name}" for words in modules)
 
 
@@ -145,7 +146,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         config = load_json((path / CONFIG).read_text())
     except (OSError, ValueError) as exc:
-        raise CheckpointError(str(path / CONFIG), f"not readable ({exc})", "it describes the adapter") from exc
+        raise CheckpointError(str(path / CONFIG), f"not readable ({exc})", "it must describe the adapter") from exc
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         found = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Policy on which checkpoints of a run stay: the last ones, the best ones, and one every so many steps."""
+"""Retention policy for the checkpoints of a run: the last ones, the best ones, and one at fixed intervals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from scaleray.checkpoints.manifest import Manifest
 
 @dataclass(frozen=True)
 class Retention:
-    """Policy on which checkpoints stay. keep_every: keep also one every so many steps. best: a metric of the run, such
-    as val/loss, which counts for a checkpoint only if it was measured at that step."""
+    """Retention policy. keep_every: interval in steps between further retained checkpoints. best: a metric of the run,
+    such as val/loss; it counts for a checkpoint only if it was measured at that step."""
 
     keep_last: int = 2
     keep_best: int = 0
@@ -21,7 +21,7 @@ class Retention:
     keep_every: int | None = None
 
     def kept(self, manifests: Iterable[Manifest]) -> set[int]:
-        """Steps of the checkpoints that stay."""
+        """Steps of the checkpoints to retain."""
         ordered = sorted(manifests, key=lambda m: m.step)
         kept = {m.step for m in ordered[max(0, len(ordered) - self.keep_last) :]}
         kept |= set(self.best_of({m.step: m.own_metrics for m in ordered}))
@@ -30,8 +30,8 @@ class Retention:
         return kept
 
     def best_of(self, measured: Mapping[int, Mapping[str, float]]) -> list[int]:
-        """The `keep_best` best steps by the metrics that were measured on them, best first; of equal ones the older.
-        Steps without a finite value of `best` are none of them."""
+        """The `keep_best` best steps by the metrics measured at them, best first; ties go to the older one. Steps
+        without a finite value of `best` are excluded."""
         if self.best is None:
             return []
         sign = -1 if self.is_higher_better else 1

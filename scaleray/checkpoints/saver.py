@@ -1,6 +1,6 @@
-"""Write checkpoints during the training: the loop hands over references and continues; a thread copies, writes and
-publishes. The copy runs during the next forward and backward pass, which only read saved tensors. `wait_staged` keeps
-the optimizer from changing a tensor before its copy; tensors that a forward pass may change (buffers) are copied
+"""Write checkpoints during training: the loop passes references and continues; a thread copies, writes and publishes.
+The copy runs during the next forward and backward pass, which only read saved tensors. `wait_staged` keeps the
+optimizer from changing a tensor before it is copied; tensors that a forward pass may change (buffers) are copied
 immediately."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from scaleray.checkpoints.staging import Key, Staging
 from scaleray.errors import CheckpointError
 from scaleray.records.run_record import CheckpointRecord, EventRecord
 
-NICENESS = 10  # priority of a thread that writes beside training, as Linux counts it
+NICENESS = 10  # Linux priority of a thread that writes during training
 
 
 class NotPublished(Exception):
@@ -37,27 +37,27 @@ class NotPublished(Exception):
 
 @dataclass(frozen=True)
 class _Held:
-    """State that one checkpoint is made of, as the loop handed it over."""
+    """State for one checkpoint, as passed by the loop."""
 
     step: int
     tensors: dict[str, torch.Tensor]
     versions: dict[str, int]
-    """Version counter of each tensor when it was handed over."""
+    """Version counter of each tensor when it was passed."""
     values: dict[str, Any]
     facts: dict[str, Any]
 
     def changed(self) -> str | None:
-        """Name of the first tensor that was changed since then; None where none was."""
+        """Name of the first tensor that has changed since then; None if none has."""
         return next((name for name, tensor in self.tensors.items() if _version(tensor) != self.versions[name]), None)
 
 
 class Saver:
-    """Writer of the checkpoints of one worker. Every worker of the group has one and calls it for the same steps.
+    """Writer of one worker's checkpoints. Every worker of the group has one and calls it for the same steps.
 
-    group: process group for this alone, with a backend for CPU tensors; None is a single process. emit: takes
-    CheckpointRecord from rank 0, and EventRecord from whichever rank failed. A checkpoint that cannot be written is
-    reported and given up: training is worth more than one checkpoint. before_publishing: called on rank 0 when all
-    files are written, for more facts; what it raises gives the checkpoint up.
+    group: separate process group with a backend for CPU tensors; None for a single process. emit: receives
+    CheckpointRecord from rank 0, and EventRecord from any rank that failed. A checkpoint that cannot be written is
+    reported and abandoned, as the training is worth more. before_publishing: called on rank 0 once all files are
+    written, for more facts; an error in it abandons the checkpoint.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Saver:
         self._is_staged.set()
 
     def start_from(self, manifest: Manifest) -> None:
-        """Build on the checkpoint that training was resumed from: what it holds need not be written again."""
+        """Build on the checkpoint from which training was resumed: its contents need not be written again."""
         self._base = {
             (name, chunk.offsets): chunk for name, tensor in manifest.tensors.items() for chunk in tensor.chunks
         }
@@ -107,10 +107,10 @@ class Saver:
         values: Mapping[str, Any],
         facts: Mapping[str, Any],
     ) -> None:
-        """Begin the checkpoint after `step` steps. Collective, in a thread.
+        """Start the checkpoint after `step` steps. Collective, in a thread.
 
         volatile: names of tensors that a forward pass may change.
-        values: state that is no tensor, as JSON, already copied.
+        values: non-tensor state as JSON, already copied.
         """
         started = time.perf_counter()
         self.wait()
@@ -127,8 +127,8 @@ class Saver:
         self.stall_s += time.perf_counter() - started
 
     def restate(self, values: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Add these values and facts, which became known later, to the last checkpoint: its manifest is written again,
-        its tensors stay. Acts on rank 0 only.
+        """Add these values and facts, which became known later, to the last checkpoint: its manifest is rewritten, its
+        tensors are kept. Acts on rank 0 only.
         """
         self.wait()
         if not self.is_first or self._last is None:
@@ -140,7 +140,7 @@ class Saver:
             facts = {**manifest.facts, **facts, **self.before_publishing()}
             manifest = dataclasses.replace(manifest, values={**manifest.values, **values}, facts=facts)
             problems = self.catalog.publish(manifest)
-        except Exception as exc:  # as in `_write`: whatever a storage or a recorder raises
+        except Exception as exc:  # as in `_write`: any error of a storage or a recorder
             self._warn(f"metrics could not be added to the checkpoint at step {step}: {_reason(exc)}")
             return
         self._last = manifest
@@ -156,7 +156,7 @@ class Saver:
             self.stall_s += time.perf_counter() - started
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written, or has failed."""
+        """Wait until the last checkpoint is written or has failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -199,17 +199,18 @@ class Saver:
             self._report(published[0], problems, started)
 
     def _let_go(self, held: _Held) -> None:
-        """Let the optimizer change the tensors, now that they are copied. Raises RuntimeError if one changed before."""
+        """Let the optimizer change the tensors, now that they are copied. Raises RuntimeError if one changed before
+        that."""
         changed = held.changed()
         self._is_staged.set()
         if self.is_asynchronous:
             _step_back()
         if changed is not None:
-            self.is_asynchronous = False  # from here on nothing runs beside the copy
+            self.is_asynchronous = False  # from now on, training waits for the copy
             raise RuntimeError(f"{changed} was changed by a forward pass while it was copied")
 
     def _manifest(self, held: _Held, saved: dict[str, Tensor], new: dict[str, StoredFile], since_full: int) -> Manifest:
-        """Manifest of a checkpoint whose tensors are `saved` in the files `new` and in older ones."""
+        """Return the manifest of a checkpoint whose tensors `saved` are in the files `new` and in older ones."""
         used = {chunk.file for tensor in saved.values() for chunk in tensor.chunks}
         files = {name: stored for name, stored in {**self._base_files, **new}.items() if name in used}
         return Manifest(
@@ -226,9 +227,9 @@ class Saver:
         )
 
     def _give_up(self, step: int, writer: sharded.ShardWriter, exc: BaseException) -> None:
-        """Note and report that a checkpoint could not be written, and remove what there is of it."""
+        """Record and report that a checkpoint could not be written, and remove its files."""
         inner = _inner(exc)
-        if any(isinstance(e, Incomplete) for e in inner):  # a file of the base is gone: the next one is full
+        if any(isinstance(e, Incomplete) for e in inner):  # a file of the base is missing: the next one is full
             self._base, self._since_full = {}, -1
         if isinstance(exc, CheckpointException) and not any(isinstance(e, NotPublished) for e in inner):
             writer.discard()
@@ -237,7 +238,7 @@ class Saver:
             self._warn(f"the checkpoint at step {step} could not be written: {_reason(inner[0])}")
 
     def _report(self, manifest: Manifest, problems: list[str], started: float) -> None:
-        """Report a checkpoint that exists now, and remove those that it makes superfluous."""
+        """Report a checkpoint that is now valid, and remove those that it makes superfluous."""
         self._base_files, self._last = dict(manifest.files), manifest
         self.emit(
             CheckpointRecord(
@@ -264,8 +265,8 @@ class Saver:
 
 
 def _step_back() -> None:
-    """Let training have the cores first: from here on this thread hashes and writes, and no other waits for it. Linux
-    gives each thread a priority of its own; elsewhere that of the whole process would change, so nothing is done.
+    """Lower the priority of this thread, which hashes and writes while no other waits for it. Linux has a priority for
+    each thread; elsewhere that of the whole process would change, so nothing is done.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -281,7 +282,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _inner(exc: BaseException) -> list[BaseException]:
-    failures = getattr(exc, "failures", None)  # DCP's own wrapper: one error a rank
+    failures = getattr(exc, "failures", None)  # DCP's own wrapper: one error per rank
     return [wrapped[0] for wrapped in failures.values()] if failures else [exc]
 
 

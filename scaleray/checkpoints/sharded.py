@@ -1,10 +1,10 @@
-"""Saving and loading of a training's tensors, with torch.distributed.checkpoint's (DCP's) planners and our own file
-format.
+"""Saving and loading of a training's tensors, with the planners of torch.distributed.checkpoint (DCP) and a separate
+file format.
 
 DCP decides which rank writes which parts (replicated tensors once, spread over the ranks; shards where they are) and
-which parts each rank must read when the world size or the strategy has changed. Its own file format is not used: its
-metadata is a pickle, and it cannot leave out unchanged parts. Here a rank writes one file of plain bytes, and the
-manifest has the rest.
+which parts each rank must read if the world size or the strategy has changed. Its file format is not used: its metadata
+is a pickle, and it cannot omit unchanged parts. Here each rank writes one file of plain bytes, and the manifest holds
+the metadata.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from scaleray.checkpoints.staging import Key, Staging
 from scaleray.checkpoints.storage import Store
 from scaleray.checkpoints.tensor_files import ALIGNMENT, aligned, dtype_of, new_file, read_chunk, write_all
 
-# DCP says so for every checkpoint of a single process, where it is meant; catching it would not be safe in a thread
+# DCP warns for every checkpoint of a single process, which is intended here; catching it is not safe in a thread
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 SMALLEST_SHARE = 0.05
-"""Smallest share of a rank's bytes that keeps an older file: less than this that is unchanged there is written again,
-so that the file can go. A few random states must not hold a whole older checkpoint on the disk; a mask of one byte a
-parameter is 8 % of it with Adam.
+"""Smallest share of a rank's bytes for which an older file is kept: if less of it is unchanged, that part is rewritten,
+so that the file can be removed. A few random states must not keep a whole older checkpoint on the disk; a mask of one
+byte per parameter is 8 % of it with Adam.
 """
 
 
 class ShardWriter(StorageWriter):
-    """Writer of this rank's part of one checkpoint to one file; on rank 0 `finish` puts the manifest together.
+    """Writer of this rank's part of one checkpoint to one file; on rank 0, `finish` assembles the manifest.
 
-    base: parts of the last checkpoint by key; a part with the same digest there is named, not written. on_staged:
-    called when training may change the tensors again. publish: takes the tensors, the new files, and the errors of
-    stores that did not take a file. Pass the writer to `save` below, with the state.
+    base: parts of the last checkpoint by key; a part with the same digest there is referenced, not written. on_staged:
+    called when training may change the tensors again. publish: receives the tensors, the new files, and the errors of
+    stores that did not accept a file. Pass the writer to `save` below, with the state.
     """
 
     def __init__(
@@ -71,22 +71,22 @@ class ShardWriter(StorageWriter):
         self.written: dict[Key, Chunk] = {}
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing, as a writer serves one checkpoint; part of DCP's interface."""
+        """Do nothing, as a writer is for one checkpoint; part of DCP's interface."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the rank, which names the file."""
+        """Store the rank, which determines the name of the file."""
         self.rank = kwargs.get("rank", 0)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is: there is nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plan as it is: there is nothing to add."""
+        """Return the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Copy the tensors, compare them with the last checkpoint, and write what changed."""
+        """Copy the tensors, compare them with the last checkpoint, and write the changed ones."""
         staged: list[tuple[WriteItem, Key, np.ndarray]] = []
         for item in plan.items:
             offsets = item.index.offset if item.index.offset is not None else ()
@@ -135,13 +135,13 @@ class ShardWriter(StorageWriter):
         return {key: chunk for key, chunk in found.items() if of_file[chunk.file] >= least}
 
     def discard(self) -> None:
-        """Remove this rank's file of a checkpoint that did not come about: it may be what fills the disk."""
+        """Remove this rank's file of a failed checkpoint: it may be filling the disk."""
         for store in self.stores if self.file else ():
             with contextlib.suppress(OSError):
                 store.delete(self.file or "")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the manifest's tensors and files; DCP calls it on rank 0 when every rank has written."""
+        """Publish the manifest's tensors and files; DCP calls it on rank 0 after all ranks have written."""
         chunks: dict[str, list[Chunk]] = {}
         new: dict[str, StoredFile] = {}
         problems: dict[str, None] = {}
@@ -166,16 +166,16 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Reader of the parts of a checkpoint that DCP asks for; each is compared with its digest first."""
+    """Reader of the parts of a checkpoint requested by DCP; each is first compared with its digest."""
 
     def __init__(self, stores: list[Store], manifest: Manifest) -> None:
         self.stores, self.manifest = stores, manifest
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing, as a reader serves one checkpoint; part of DCP's interface."""
+        """Do nothing, as a reader is for one checkpoint; part of DCP's interface."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Manifest converted to DCP's metadata."""
+        """Return the manifest as DCP's metadata."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -188,14 +188,14 @@ class ShardReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, as there is nothing to prepare."""
+        """Do nothing; part of DCP's interface."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is: there is nothing to add."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plan as it is: there is nothing to add."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -226,7 +226,7 @@ class ShardReader(StorageReader):
 
 
 def save(tensors: dict[str, torch.Tensor], writer: ShardWriter, group: dist.ProcessGroup | None) -> None:
-    """Write a flat state dict. Collective over `group`, whose tensors must be on the CPU; None is a single process."""
+    """Write a flat state dict. Collective over `group`, with tensors on the CPU; None is a single process."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
@@ -236,8 +236,8 @@ def load(
 ) -> None:
     """Fill the tensors of a flat state dict in place, resharding as needed; values are cast to their dtype.
 
-    stores: where the files may be, the first that has good bytes wins. Collective over `group`, where all ranks raise
-    Incomplete when one finds its bytes nowhere. None: this rank reads what it needs, sharded or not, without
+    stores: possible locations of the files; the first with good bytes is used. Collective over `group`: all ranks raise
+    Incomplete if one of them finds its bytes nowhere. None: this rank reads what it needs, sharded or not, without
     communication.
     """
     reader, planner = ShardReader(stores, manifest), DefaultLoadPlanner(flatten_state_dict=False)

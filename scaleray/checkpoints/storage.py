@@ -1,4 +1,4 @@
-"""Files of checkpoints, in a local folder or a bucket, through pyarrow's filesystems, which Ray Train uses too."""
+"""Files of checkpoints in a local folder or a bucket, through pyarrow's filesystems, as in Ray Train."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIECE_BYTES = 8 * 2**20  # bytes read, hashed and written at once
 
 @dataclass(frozen=True)
 class Entry:
-    """A file of a store. changed_at: seconds since 1970."""
+    """A file in a store. changed_at: seconds since 1970."""
 
     name: str
     num_bytes: int
@@ -36,7 +36,7 @@ class Store:
     root: str
 
     def __post_init__(self) -> None:
-        if self.root.startswith("file://"):  # a folder like any other: files are renamed and flushed there as well
+        if self.root.startswith("file://"):  # like any local folder: files are renamed and flushed there as well
             object.__setattr__(self, "root", unquote(self.root.removeprefix("file://")))
 
     @cached_property
@@ -44,7 +44,7 @@ class Store:
         return open_filesystem(self.root)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"root": self.root}  # an opened filesystem stays in its process
+        return {"root": self.root}  # an open filesystem cannot leave its process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         object.__setattr__(self, "root", state["root"])
@@ -55,7 +55,7 @@ class Store:
         return "://" not in self.root
 
     def child(self, name: str) -> Store:
-        """The store of a folder below the root. A URI's query stays at its end."""
+        """Return the store of a folder below the root. A URI's query is kept at its end."""
         base, mark, query = (self.root, "", "") if self.is_local else self.root.partition("?")
         return Store(f"{base.rstrip('/')}/{name}{mark}{query}")
 
@@ -66,20 +66,20 @@ class Store:
 
     @property
     def parent(self) -> Store:
-        """The store of the folder that this one is in."""
+        """Return the store of the parent folder."""
         base, mark, query = (self.root, "", "") if self.is_local else self.root.partition("?")
         return Store(f"{base.rstrip('/').rpartition('/')[0]}{mark}{query}")
 
     def path(self, name: str) -> str:
-        """Full path of a file as shown to people, without a password."""
+        """Full path of a file for display, without a password."""
         return without_password(self.child(name).root)
 
     def write(self, name: str, pieces: Iterable[Any]) -> tuple[str, int]:
-        """Write buffers one after another; returns the SHA-256 of the whole in hex, and its bytes. Flushed to the disk
-        at the end.
+        """Write buffers in sequence; return the SHA-256 of the whole in hex, and the number of bytes. The file is
+        finally flushed to the disk.
 
-        A local file appears when all of it is written; an object appears when its upload is complete. A file that was
-        there before is replaced.
+        A local file appears once it is completely written, an object once its upload is complete. An existing file is
+        replaced.
         """
         digest, length = hashlib.sha256(), 0
         with self.writing(name) as stream:
@@ -97,8 +97,8 @@ class Store:
         self.write(name, [text.encode()])
 
     def write_record(self, name: str, text: str, address: str) -> None:
-        """Write a small file that holds this tracking address. One of a server is for this user alone, unless the local
-        folder is shared."""
+        """Write a small file that contains this tracking address. If it is a server's, only this user may read the
+        file, unless the local folder is shared."""
         self.write_text(name, text)
         if self.is_local and address and not address.startswith("sqlite"):
             with contextlib.suppress(OSError):  # some mounted filesystems have no modes
@@ -106,19 +106,19 @@ class Store:
                     (Path(self.root) / name).chmod(0o600)
 
     def read(self, name: str) -> bytes:
-        """Content of a whole file. Raises FileNotFoundError or another OSError."""
+        """Return the content of a file. Raises FileNotFoundError or another OSError."""
         with self.open(name) as stream:
             return stream.read()
 
     def open(self, name: str) -> Any:
-        """A file to seek and read in."""
+        """Open a file for seeking and reading."""
         if self.is_local:
             return open(Path(self.root) / name, "rb")
         filesystem, root = self._location
         return filesystem.open_input_file(f"{root}/{name}")
 
     def digest(self, name: str) -> tuple[str, int]:
-        """SHA-256 in hex and number of bytes of a file as it is now."""
+        """SHA-256 in hex and number of bytes of the file's present content."""
         digest, length = hashlib.sha256(), 0
         with self.open(name) as stream:
             while piece := stream.read(PIECE_BYTES):
@@ -127,7 +127,7 @@ class Store:
         return digest.hexdigest(), length
 
     def read_into(self, name: str, start: int, target: memoryview) -> None:
-        """Fill a buffer with a file's bytes from `start` on. Raises OSError, also for a file that ends too early."""
+        """Fill a buffer with a file's bytes from `start` on. Raises OSError, also if the file ends too early."""
         with self.open(name) as stream:
             stream.seek(start)
             filled = 0
@@ -138,16 +138,16 @@ class Store:
                 filled += count
 
     def copy_from(self, other: Store, name: str) -> tuple[str, int]:
-        """Copy a file from another store, replacing one's own; returns what `write` returns."""
+        """Copy a file from another store, replacing an existing one; return the result of `write`."""
         with other.open(name) as source:
             return self.write(name, iter(lambda: source.read(PIECE_BYTES), b""))
 
     def names(self, folder: str = "") -> list[str]:
-        """Names of the files and folders in `folder`, relative to the root, sorted; none where it does not exist."""
+        """Names of the files and folders in `folder`, relative to the root, sorted; empty if it does not exist."""
         return sorted(name for name, _ in self._infos(folder, recursive=False))
 
     def entries(self, folder: str) -> list[Entry]:
-        """The files in `folder` and below it, sorted by name; none where it does not exist."""
+        """Files in `folder` and below it, sorted by name; empty if it does not exist."""
         return sorted(
             (
                 Entry(name, info.size, info.mtime_ns / 1e9)
@@ -158,7 +158,7 @@ class Store:
         )
 
     def size(self, name: str) -> int | None:
-        """Size of a file in bytes; None where there is no such file."""
+        """Size of a file in bytes; None if it does not exist."""
         import pyarrow.fs
 
         filesystem, root = self._location
@@ -168,13 +168,13 @@ class Store:
         return int(info.size)
 
     def delete(self, name: str) -> None:
-        """Remove a file; one that is gone already is no error."""
+        """Remove a file, if it exists."""
         filesystem, root = self._location
         with contextlib.suppress(FileNotFoundError):
             filesystem.delete_file(f"{root}/{name}")
 
     def delete_folder(self, name: str) -> None:
-        """Remove a folder with all that is in it; one that is gone already is no error."""
+        """Remove a folder with all of its contents, if it exists."""
         filesystem, root = self._location
         with contextlib.suppress(FileNotFoundError):
             filesystem.delete_dir(f"{root}/{name}")
@@ -187,15 +187,15 @@ class Store:
         selector = pyarrow.fs.FileSelector(base, recursive=recursive, allow_not_found=True)
         try:
             found = filesystem.get_file_info(selector)
-        except FileNotFoundError:  # it was there when pyarrow looked for it, and not when it was listed
+        except FileNotFoundError:  # removed between pyarrow's check and its listing
             return
         for info in found:
             yield info.path[len(root) :].strip("/"), info
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Context with a stream to write a file. The file appears when the context ends well; a local one is flushed
-        and appears in one piece. In a bucket the part written so far may appear after an error."""
+        """Context with a stream for writing a file. The file appears if the context ends without an error; a local one
+        is flushed and appears atomically. In a bucket, the part written so far may appear after an error."""
         if not self.is_local:
             filesystem, root = self._location
             with filesystem.open_output_stream(f"{root}/{name}") as stream:
@@ -208,17 +208,17 @@ class Store:
             with open(temporary, "xb") as stream:
                 yield stream
                 stream.flush()
-                os.fsync(stream.fileno())  # a manifest must never name bytes that a power failure can take back
+                os.fsync(stream.fileno())  # a manifest must never refer to bytes that a power failure can undo
             os.replace(temporary, path)
         except BaseException:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)  # nor a name that it can take back
+        _sync_folder(path.parent)  # nor to such a name
 
 
 def remove_parts(folder: str | Path) -> None:
-    """Remove files in a local folder that `Store.writing` was killed over. Only while no process writes there."""
+    """Remove files left in a local folder when `Store.writing` was killed. Only while no process writes there."""
     for path in Path(folder).rglob("*.part"):
         if re.search(r"\.[0-9a-f]{8}\.part$", path.name):
             with contextlib.suppress(OSError):
@@ -233,7 +233,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    with contextlib.suppress(OSError):  # some mounted filesystems cannot, and need not
+    with contextlib.suppress(OSError):  # some mounted filesystems do not support or need it
         number = os.open(path, os.O_RDONLY)
         try:
             os.fsync(number)

@@ -1,4 +1,4 @@
-"""Files of plain bytes that hold a checkpoint's tensors: writing to every store, and reading against digests."""
+"""Files of plain bytes with a checkpoint's tensors: writing them to every store, and reading with checks of digests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scaleray.checkpoints.manifest import Chunk, Incomplete, StoredFile, Tensor
 from scaleray.checkpoints.staging import Staging
 from scaleray.checkpoints.storage import Store
 
-ALIGNMENT = 64  # each tensor starts at a multiple of so many bytes, for readers that map the file
+ALIGNMENT = 64  # each tensor starts at a multiple of this many bytes, for readers that map the file
 
 
 def read_chunk(stores: list[Store], chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
-    """One part of a tensor from the first store whose bytes have the right digest. Raises Incomplete where none has."""
+    """Return one part of a tensor from the first store with the right digest. Raises Incomplete if none has it."""
     content = torch.empty(chunk.length, dtype=torch.uint8)
     view = content.numpy().data
     for store in stores:
@@ -32,7 +32,7 @@ def read_chunk(stores: list[Store], chunk: Chunk, dtype: torch.dtype) -> torch.T
 
 
 def read_tensor(stores: list[Store], tensor: Tensor) -> torch.Tensor:
-    """A whole tensor on the CPU."""
+    """Return a whole tensor on the CPU."""
     dtype = dtype_of(tensor)
     if len(tensor.chunks) == 1 and tensor.chunks[0].sizes == tensor.shape:
         return read_chunk(stores, tensor.chunks[0], dtype)
@@ -46,7 +46,7 @@ def read_tensor(stores: list[Store], tensor: Tensor) -> torch.Tensor:
 
 
 def dtype_of(tensor: Tensor) -> torch.dtype:
-    """The dtype of a saved tensor. Raises Incomplete for one that this torch does not have."""
+    """Return the dtype of a saved tensor. Raises Incomplete if this version of torch lacks it."""
     found = getattr(torch, tensor.dtype, None)
     if not isinstance(found, torch.dtype):
         raise Incomplete(f"torch {torch.__version__} has no dtype {tensor.dtype}")
@@ -56,7 +56,7 @@ def dtype_of(tensor: Tensor) -> torch.dtype:
 def write_tensors(
     stores: list[Store], file: str, names: list[str], get: Callable[[str], torch.Tensor]
 ) -> tuple[dict[str, Tensor], StoredFile]:
-    """Write whole tensors to one file, one after another; each is asked for when its turn comes, once a store."""
+    """Write whole tensors to one file in sequence; each is requested at its turn, once per store."""
     tensors: dict[str, Tensor] = {}
 
     def contents() -> Iterator[Any]:
@@ -76,7 +76,7 @@ def write_tensors(
 
 
 def write_all(stores: list[Store], file: str, contents: Callable[[], Iterator[Any]]) -> tuple[StoredFile, list[str]]:
-    """Write a file to every store; returns also what went wrong in some. Raises OSError where no store took it."""
+    """Write a file to every store; also return the errors of some. Raises OSError if no store accepts it."""
     stored: StoredFile | None = None
     failed: list[OSError] = []
     for store in stores:
@@ -90,12 +90,12 @@ def write_all(stores: list[Store], file: str, contents: Callable[[], Iterator[An
 
 
 def new_file(folder: str, stem: str) -> str:
-    """File name that no other attempt at the same step has: files that exist may be named by other checkpoints."""
+    """File name unique to this attempt at a step: other checkpoints may refer to existing files."""
     return f"{folder}/{stem}-{secrets.token_hex(4)}.bin"
 
 
 def aligned(contents: list[np.ndarray]) -> Iterator[Any]:
-    """Bytes of tensors one after another, each padded to a multiple of `ALIGNMENT`."""
+    """Bytes of tensors in sequence, each padded to a multiple of `ALIGNMENT`."""
     for content in contents:
         yield content
         if padding := -len(content) % ALIGNMENT:

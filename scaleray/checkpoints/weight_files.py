@@ -1,7 +1,7 @@
-"""Plain files of weights that other programs read, by format: their bytes from tensors, and their tensors by name.
+"""Plain files of weights for other programs, by format: writing their bytes, and reading their tensors by name.
 
-A `.safetensors` file, a JSON header and then the bytes (https://huggingface.co/docs/safetensors), is also written
-here, tensor by tensor, so that a model need not fit into memory. Tied tensors are written under each of their names.
+A `.safetensors` file, a JSON header followed by bytes (https://huggingface.co/docs/safetensors), is written here
+tensor by tensor, so that a model need not fit into memory. Tied tensors are written under each of their names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from scaleray.checkpoints.tensor_files import dtype_of
 from scaleray.checkpoints.weight_sums import check_file
 from scaleray.errors import CheckpointError, first_line
 
-NESTED = ("state_dict", "model_state_dict", "model")  # where others keep the weights in a larger file
+NESTED = ("state_dict", "model_state_dict", "model")  # usual keys of the weights in a larger file
 
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -37,8 +37,8 @@ def _contents(tensor: torch.Tensor) -> memoryview:
 def safetensors_file(
     tensors: Mapping[str, Tensor], get: Callable[[str], torch.Tensor], about: Mapping[str, Any]
 ) -> Iterator[Any]:
-    """Bytes of a `.safetensors` file, in pieces; each tensor is asked for when its turn comes. Raises CheckpointError
-    for a dtype that the format does not know."""
+    """Yield the bytes of a `.safetensors` file in pieces; each tensor is requested at its turn. Raises CheckpointError
+    for a dtype that the format does not support."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **{key: str(value) for key, value in about.items()}}}
     position = 0
     # widest first, so that each tensor begins at a multiple of its element's size
@@ -46,7 +46,7 @@ def safetensors_file(
     for name, tensor in ordered:
         if tensor.dtype not in _SAFETENSORS:
             raise CheckpointError(
-                f"the model's {name}", tensor.dtype, "safetensors does not know this dtype", "export to a .pt file"
+                f"the model's {name}", tensor.dtype, "safetensors does not support this dtype", "export to a .pt file"
             )
         length = math.prod(tensor.shape) * dtype_of(tensor).itemsize
         header[name] = {
@@ -64,8 +64,8 @@ def safetensors_file(
 
 @contextlib.contextmanager
 def opened_safetensors(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.Tensor]]]:
-    """Names of the tensors in a `.safetensors` file, and a function that gives one.
-    Raises CheckpointError for a file that cannot be read, or of final weights that have changed."""
+    """Yield the names of the tensors in a `.safetensors` file, and a function that returns one. Raises CheckpointError
+    if the file cannot be read, or if it contains final weights that have changed."""
     from safetensors import SafetensorError, safe_open
 
     check_file(path)
@@ -79,8 +79,8 @@ def opened_safetensors(path: str) -> Iterator[tuple[list[str], Callable[[str], t
 
 @contextlib.contextmanager
 def opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.Tensor]]]:
-    """Names of the tensors in a `.pt` file, and a function that gives one.
-    Raises CheckpointError for a file that is no state dict, or of final weights that have changed."""
+    """Yield the names of the tensors in a `.pt` file, and a function that returns one. Raises CheckpointError if the
+    file is not a state dict, or if it contains final weights that have changed."""
     check_file(path)
     content = load_torch(path)
     if isinstance(content, Mapping):
@@ -94,27 +94,27 @@ def opened_torch(path: str) -> Iterator[tuple[list[str], Callable[[str], torch.T
         raise CheckpointError.problem(
             f"the file to import, {path}",
             f": expected a mapping of names to tensors, got {other}",
-            "save the state dict alone: torch.save(model.state_dict(), path)",
+            "save only the state dict: torch.save(model.state_dict(), path)",
         )
     yield list(content), content.__getitem__
 
 
 def load_torch(path: str, content: io.BytesIO | None = None, *, what: str = "the file to import") -> Any:
-    """Content of a `.pt` file: tensors and plain values only. content: its bytes, if they are in memory already. Raises
+    """Load a `.pt` file with only tensors and plain values. content: its bytes, if already in memory. Raises
     CheckpointError for anything else.
     """
     source: Any = path if content is None else content
     try:
         try:
             return torch.load(source, map_location="cpu", weights_only=True, mmap=content is None)
-        except RuntimeError:  # a file of the layout before torch 1.6 cannot be mapped
+        except RuntimeError:  # files in the layout before torch 1.6 cannot be mapped
             if content is not None:
                 raise
             return torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as exc:  # torch raises errors of any kind at a damaged pickle
+    except Exception as exc:  # torch raises errors of any type for a damaged pickle
         if isinstance(exc, pickle.UnpicklingError) and content is None:
             allowed = "it holds more than tensors, or was not written by torch.save"
-            advice = "save the state dict alone: torch.save(model.state_dict(), path)"
+            advice = "save only the state dict: torch.save(model.state_dict(), path)"
             raise CheckpointError(what, path, allowed, advice) from exc
         raise CheckpointError(what, path, f"it cannot be read: {first_line(exc)}") from exc
 

@@ -1,8 +1,8 @@
-"""SHA-256 of the files of final weights and of checkpoints' manifests: written when a run ends, compared by each reader
-before it loads.
+"""SHA-256 of the files of final weights and of checkpoints' manifests: written at the end of a run, checked before
+every load.
 
 The list is next to the files: `weights.sha256.json` next to `weights.pt`, `sha256.json` in a folder such as `weights`.
-record.json repeats it, and has those of the manifests; MLflow has a copy of all.
+record.json also contains it, with the hashes of the manifests; MLflow has a copy of both.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from scaleray.common.parsing import load_json
 from scaleray.errors import CheckpointError, first_line
 
 SUMS, RECORD, NOTE = "sha256.json", "record.json", "run.json"
-CHANGED = "files of a finished run must not change: copy it again, or name a checkpoint: --step best or --step N"
+CHANGED = "files of a finished run must not change: copy it again, or choose a checkpoint: --step best or --step N"
 
 
 def sums_name(file: str) -> str:
-    """Name of the list that has a file's hash. file: relative to the run's folder."""
+    """Name of the list with a file's hash. file: relative to the run's folder."""
     folder, _, name = file.rpartition("/")
     return f"{folder}/{SUMS}" if folder else f"{name.removesuffix('.pt')}.{SUMS}"
 
 
 def write_sums(run: Store, files: Sequence[str]) -> dict[str, StoredFile]:
-    """Write the list for files of one set of weights, named relative to the run's folder. Returns it."""
+    """Write and return the list for the files of one set of weights, named relative to the run's folder."""
     found = {file: StoredFile(*run.digest(file)) for file in files}
     values = {file.rpartition("/")[2]: dataclasses.asdict(stored) for file, stored in found.items()}
     run.write_text(sums_name(files[0]), json.dumps(values, indent=1))
@@ -44,7 +44,7 @@ def check_weights(run: Store, files: Sequence[str], *, recorded: Mapping[str, An
     """Compare files of one set of final weights with the hashes that the run recorded.
 
     files: names relative to the run's folder. recorded: `weights` of the run's record; None reads it from the folder.
-    Logs that a run recorded no hash. Raises CheckpointError for a file that differs, and for lists that do.
+    Logs a warning if the run recorded no hash. Raises CheckpointError if a file or one of the lists differs.
     """
     folder = files[0].rpartition("/")[0]
     listed = _parsed(run, name := sums_name(files[0]), _values(run, name), prefix=f"{folder}/" if folder else "")
@@ -58,24 +58,24 @@ def check_weights(run: Store, files: Sequence[str], *, recorded: Mapping[str, An
         expected = [known.get(file) for known in (listed, stated) if known]
         if len(set(expected)) > 1:
             raise _changed(run, file, f"different in {name} and {RECORD}", "one of them was changed")
-        problem = "not a file of the run" if expected[0] is None else problem_of(run, file, expected[0])
+        problem = "not among the run's files" if expected[0] is None else problem_of(run, file, expected[0])
         if problem is not None:
             raise _changed(run, file, f"changed or damaged ({problem})", f"{name if listed else RECORD} has its hash")
 
 
 def check_manifest(folder: Store, manifest: Manifest, recorded: Mapping[str, Any] | None = None) -> bool:
-    """Whether the run's record has the hash of this checkpoint, as that of a run which finished has. folder: of the
-    run's checkpoints. recorded: `checkpoints` of the record; None reads it. Raises CheckpointError for another hash."""
+    """Whether the run's record has the hash of this checkpoint, as records of finished runs do. folder: the run's
+    checkpoints. recorded: `checkpoints` of the record; None reads it. Raises CheckpointError if the hash differs."""
     stated = _recorded(folder.parent, "checkpoints") if recorded is None else recorded
     known = stated.get(manifest.name) if isinstance(stated, Mapping) else None
     if known not in (None, manifest.sha256):
-        name, found = f"{manifest.name}/{FILE_NAME}", "not the file that the run wrote"
+        name, found = f"{manifest.name}/{FILE_NAME}", "not the file written by the run"
         raise _changed(folder, name, found, f"{RECORD} has its hash")
     return known is not None
 
 
 def check_file(path: str) -> None:
-    """Compare a local file with its hash if it is one of final weights. Raises CheckpointError, see `check_weights`."""
+    """Check the hash of a local file if it contains final weights. Raises CheckpointError, see `check_weights`."""
     place = Path(path).absolute()
     if (place.parent / SUMS).is_file():
         check_weights(Store(str(place.parent.parent)), [f"{place.parent.name}/{place.name}"])

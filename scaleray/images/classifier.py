@@ -1,4 +1,4 @@
-"""Ready workload that sorts images into classes, named from YAML."""
+"""Ready-made workload for image classification, configured in YAML."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from scaleray.workload import Workload
 
 
 class ImageClassification(Workload):
-    """Sort the images of folders into classes, a folder for each.
+    """Classify images in folders, with one folder per class.
 
-    model: `torchvision:NAME` or `timm:NAME`; a subclass with a `build_model` of its own may leave it out. weights: a
-    local file to start from. options: more arguments of the model's function. Every other argument is one of
-    `ImageData`.
+    model: `torchvision:NAME` or `timm:NAME`; may be omitted in a subclass with its own `build_model`. weights: a local
+    file to start from. options: more arguments of the model's function. All other arguments are those of `ImageData`.
     """
 
     def __init__(
@@ -61,24 +60,24 @@ class ImageClassification(Workload):
         return {"loss": (loss, len(labels)), "accuracy": ((logits.argmax(dim=1) == labels).sum(), len(labels))}
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """The most likely class of each row, its name, and its probability."""
+        """Most likely class of each row, its name, and its probability."""
         return class_answers(self.logits(model, batch), self.images.classes)
 
     def blocks(self, model: nn.Module) -> list[nn.Module]:
         return find_blocks(model)
 
     def logits(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Output of the model for a batch, float32 at least."""
+        """Output of the model for a batch, at least float32."""
         found: torch.Tensor = model(self.images.pixels(batch[PIXELS], dtype_of(model)))
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
 
 def class_answers(logits: torch.Tensor, names: Sequence[str]) -> dict[str, Any]:
-    """The most likely class of each row, its name, and its probability."""
+    """Most likely class of each row, its name, and its probability."""
     probability, label = logits.float().softmax(dim=-1).max(dim=-1)
     return {"label": label, "class": [names[number] for number in label.tolist()], "probability": probability}
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """Type of a model's parameters."""
+    """dtype of a model's parameters."""
     return next(p.dtype for p in model.parameters() if p.is_floating_point())

@@ -1,4 +1,4 @@
-"""Image files to arrays of one size: decoding, cropping, resizing, flipping."""
+"""Decoding of image files to arrays of one size: cropping, resizing, flipping."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from scaleray.errors import DataError, first_line
 Box = tuple[float, float, float, float]
 """Left, upper, right and lower edge in pixels."""
 RATIOS = (3 / 4, 4 / 3)
-"""Least and largest ratio of width to height of a random piece, as in Szegedy et al. 2014, arXiv:1409.4842."""
+"""Smallest and largest aspect ratio (width to height) of a random crop, as in Szegedy et al. 2014, arXiv:1409.4842."""
 MODES = {1: "L", 3: "RGB"}
 ALPHA = ("RGBA", "RGBa", "LA", "La", "PA")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Form of decoded images: `size` pixels high and wide, of 1 (grey) or 3 (red, green, blue) channels."""
+    """Shape of decoded images: `size` pixels high and wide, with 1 (grey) or 3 (red, green, blue) channels."""
 
     size: int
     channels: int
 
 
 def decode(path: Path, shape: Shape, box: Any) -> np.ndarray:
-    """The piece of an image that `box`, a function of its width and height, gives, as uint8 (channels, size, size).
-    Raises DataError, with the path, for a file that cannot be read."""
+    """Decode the crop of an image given by `box`, a function of its width and height, as uint8 (channels, size, size).
+
+    Raises DataError, with the path, if the file cannot be read.
+    """
     pillow = library("PIL.Image", extra="images", wanted_by="a folder of images")
     try:
         with pillow.open(path) as image:
@@ -38,7 +40,7 @@ def decode(path: Path, shape: Shape, box: Any) -> np.ndarray:
             piece = converted.resize((shape.size, shape.size), pillow.Resampling.BILINEAR, box=box(*converted.size))
     except DataError as exc:
         raise DataError(f"the image {path}", exc.found, exc.allowed, exc.hint) from None
-    except Exception as exc:  # each format of pillow raises errors of its own, SyntaxError among them
+    except Exception as exc:  # pillow's formats raise various errors, including SyntaxError
         raise DataError(
             "the image", str(path), f"it cannot be read: {first_line(exc)}", "replace it, or remove it from the folder"
         ) from exc
@@ -47,10 +49,12 @@ def decode(path: Path, shape: Shape, box: Any) -> np.ndarray:
 
 
 def _converted(image: Any, mode: str) -> Any:
-    """The image in one of MODES: 16 bits as value / 257, what is transparent over black, the first picture of an
-    animation. Raises DataError for a mode whose values have no known range, and for several pages."""
+    """Convert the image to one of MODES: 16 bits as value / 257, transparency over black, first frame of an animation.
+
+    Raises DataError for a mode whose values have no known range, and for several pages.
+    """
     if image.format == "TIFF" and image.n_frames > 1:
-        raise DataError("", f"a TIFF of {image.n_frames} pages", "it must have one page", "write one file per page")
+        raise DataError("", f"a TIFF with {image.n_frames} pages", "it must have one page", "write one file per page")
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         values = np.asarray(image).astype(np.uint32)
         image = _from_array(((values + 128) // 257).astype(np.uint8))
@@ -69,23 +73,23 @@ def _from_array(values: np.ndarray) -> Any:
 def _no_range(mode: str, values: np.ndarray) -> DataError:
     return DataError(
         "",
-        f"of mode {mode}, with values from {values.min():g} to {values.max():g}",
-        "values must have 8 bits, or 16 bits without a sign",
-        "write it with 8 or 16 bits, scaled to their range, or read it in a Dataset of your own",
+        f"in mode {mode}, with values from {values.min():g} to {values.max():g}",
+        "values must have 8 bits, or 16 unsigned bits",
+        "write it with 8 or 16 bits, scaled to their range, or read it in your own Dataset",
     )
 
 
 def central_box(width: int, height: int, *, share: float) -> Box:
-    """The square in the middle whose edge is `share` of the shorter edge."""
+    """Central square whose edge is `share` of the image's shorter edge."""
     edge = min(width, height) * share
     left, upper = (width - edge) / 2, (height - edge) / 2
     return left, upper, left + edge, upper + edge
 
 
 def random_box(width: int, height: int, *, areas: tuple[float, float], numbers: np.ndarray) -> Box:
-    """A piece whose area is a random share of the whole within `areas`, of a random ratio and at a random place.
+    """Crop with a random area, as a share of the whole within `areas`, at a random aspect ratio and place.
 
-    numbers: four, uniform from 0 to 1. A piece that is wider or higher than the image is cut to it.
+    numbers: four, uniform from 0 to 1. A crop that is wider or higher than the image is cut to it.
     """
     area = width * height * (areas[0] + (areas[1] - areas[0]) * numbers[0])
     low, high = math.log(RATIOS[0]), math.log(RATIOS[1])

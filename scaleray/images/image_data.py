@@ -1,7 +1,7 @@
-"""Folders of images as the data of a workload: sources by split, the transform that decodes, and pixels for the model.
+"""Folders of images as the data of a workload: sources by split, the decoding transform, and pixels for the model.
 
-Files are decoded where rows are read, in Ray tasks. Which piece of an image is cut out and whether it is mirrored
-follows from the row's seed; in evaluations it is always the middle.
+Files are decoded where rows are read, in Ray tasks. Crop and mirroring follow from the row's seed; evaluations always
+use the centre.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from scaleray.images.image_folder import FILE, ImageFiles, ImageFolder, class_na
 
 PIXELS = "pixel_values"
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and deviation of ImageNet's channels, from 0 to 1, with which most weights were trained."""
+"""Mean and standard deviation of ImageNet's channels, from 0 to 1, used in training most weights."""
 
 
 class ImageData:
-    """Folders by split, each with a folder for each class.
+    """Folders by split, each with one folder per class.
 
-    data: {train: folder, val: folder, ...}. size: height and width that the model gets. crop: least and largest share
-    of an image that training cuts out at random; None takes the whole image, stretched. flip: whether training mirrors
-    images at random. middle: share of the shorter edge that evaluation cuts out of the middle, where training crops.
-    channels: 3, or 1 for grey. mean, std: of the channels, for the model's input. classes: their order; None sorts the
-    training folder's names. order: order of the names, where none is stated.
+    data: {train: folder, val: folder, ...}. size: height and width of the model's input. crop: smallest and largest
+    share of an image for random crops in training; None uses the whole image, stretched. flip: whether training mirrors
+    images at random. middle: share of the shorter edge for the central crop in evaluation, if training crops. channels:
+    3, or 1 for grey. mean, std: of the channels, for the model's input. classes: their order; None sorts the names in
+    the training folder. order: default order of the names.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class ImageData:
         order: Callable[[list[str]], list[str]] = list,
     ) -> None:
         if not isinstance(data, Mapping) or TRAIN not in data:
-            raise DataError("workload.args.data", data, "it must give a folder by split, train among them")
+            raise DataError("workload.args.data", data, "it must map splits to folders, including train")
         if crop is not None and not (len(crop) == 2 and 0 < crop[0] <= crop[1] <= 1):
             raise ConfigError("workload.args.crop", list(crop), "it must be two shares from 0 to 1, such as [0.25, 1]")
         if channels not in MODES:
             raise ConfigError("workload.args.channels", channels, "it must be 1 (grey) or 3")
         if size < 1 or not 0 < middle <= 1:
             raise ConfigError("workload.args.size", size, "size must be at least 1, and middle from 0 to 1")
-        # absolute at once, since workers and tasks run in other directories
+        # absolute immediately, since workers and tasks run in other directories
         self.folders = {name: str(Path(folder).expanduser().absolute()) for name, folder in data.items()}
         self.shape, self.flip, self.middle = Shape(size, channels), flip, middle
         self.crop = None if crop is None else (float(crop[0]), float(crop[1]))
@@ -71,7 +71,7 @@ class ImageData:
 
     @property
     def classes(self) -> list[str]:
-        """Names of the classes in the order of their numbers."""
+        """Names of the classes, ordered by number."""
         if self._classes is None:
             self._classes = self._order(class_names(self.folders[TRAIN]))
         return self._classes
@@ -81,13 +81,13 @@ class ImageData:
         return {name: ImageFolder(folder, self.classes) for name, folder in self.folders.items()}
 
     def at(self, path: str) -> ImageFiles | None:
-        """The images in a folder that is none of the splits; None where there are none."""
+        """Images in a folder other than the splits; None if there are none."""
         return images_at(path, self.classes)
 
     def transform(self, rows: Mapping[str, Any], rng: Any, split: str) -> dict[str, Any]:
-        """The rows with their images as `pixel_values`, uint8 (rows, channels, size, size), in place of files.
+        """Replace the rows' files by their images as `pixel_values`, uint8 (rows, channels, size, size).
 
-        Files of other splits than those of the data, as of a prediction, are paths from the current folder.
+        Files of splits other than the data's, as in predictions, are paths relative to the current folder.
         """
         folder = Path(self.folders.get(split, ""))
         files = file_names(rows[FILE])
@@ -100,7 +100,7 @@ class ImageData:
         return {**{name: column for name, column in rows.items() if name != FILE}, PIXELS: images}
 
     def pixels(self, images: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Images as the model gets them: (values / 255 - mean) / std."""
+        """Images as model input: (values / 255 - mean) / std."""
         mean, std = (
             (torch.tensor(values, dtype=torch.float64) * 255).view(1, -1, 1, 1).to(images.device, dtype)
             for values in (self.mean, self.std)

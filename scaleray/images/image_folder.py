@@ -1,4 +1,4 @@
-"""Files of images with a folder for each class, as rows: the name of the file and the number of its class."""
+"""Image files with one folder per class, as rows of file name and class number."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ FILE, LABELS = "file", "labels"
 
 
 class ImageFiles(ArraySource):
-    """Rows of image files: `file`, the name as bytes (uint8, filled up with zeros), and `labels` where they have any.
+    """Rows of image files: `file`, the name as bytes (uint8, zero-padded), and `labels` if available.
 
-    files: names from `folder` on; in rows they are as `named` gives them.
+    files: names relative to `folder`; rows contain them as given by `named`.
     """
 
     def __init__(self, folder: Path, files: Sequence[str], labels: Sequence[int] | None, named: str = "") -> None:
@@ -46,8 +46,10 @@ class ImageFiles(ArraySource):
 
 
 class ImageFolder(ImageFiles):
-    """Image files of a folder whose folders are the classes. Hidden files, and files with other endings, are left out.
-    Raises DataError."""
+    """Image files in a folder with one folder per class. Hidden files, and files with other extensions, are ignored.
+
+    Raises DataError.
+    """
 
     def __init__(self, folder: str, classes: Sequence[str]) -> None:
         self.folder = folder
@@ -60,13 +62,13 @@ class ImageFolder(ImageFiles):
         for number, name in enumerate(classes):
             found += [(file, number) for file in _images(Path(folder), name)]
         if not found:
-            raise DataError(f"the images in {folder}", "none", f"files end in {', '.join(ENDINGS)}")
+            raise DataError(f"the images in {folder}", "none", f"supported extensions are {', '.join(ENDINGS)}")
         super().__init__(Path(folder), [file for file, _ in found], [number for _, number in found])
 
 
 def images_at(path: str, classes: Sequence[str]) -> ImageFiles | None:
-    """The images in and below a folder that is no split, by their whole paths, in the order of their names; with labels
-    where each lies in a folder of its class. None where there are none."""
+    """Images in and below a folder that is not a split, by full path, ordered by name; with labels if each is in a
+    folder of its class. None if there are none."""
     folder = Path(path)
     files = _images(folder, "")
     if not files:
@@ -77,10 +79,10 @@ def images_at(path: str, classes: Sequence[str]) -> ImageFiles | None:
 
 
 def class_names(folder: str) -> list[str]:
-    """Names of the folders in a folder, sorted; numbers by their value. Raises DataError where there are none."""
+    """Names of the folders in a folder, sorted, numbers by value. Raises DataError if there are none."""
     path = Path(folder)
     if not path.is_dir():
-        raise DataError("the folder of images", folder, "it does not exist", "give a folder that every worker sees")
+        raise DataError("the folder of images", folder, "it does not exist", "give a folder accessible to every worker")
     names = [p.name for p in path.iterdir() if p.is_dir() and not p.name.startswith(".")]
     if not names:
         raise DataError("the folder of images", folder, "it has no folders: each class needs one with its images")
@@ -88,11 +90,11 @@ def class_names(folder: str) -> list[str]:
 
 
 def file_names(column: np.ndarray) -> list[str]:
-    """Names of files out of the column `file`."""
+    """Names of files from the column `file`."""
     return [os.fsdecode(bytes(row).rstrip(b"\0")) for row in column]
 
 
 def _images(folder: Path, name: str) -> list[str]:
-    """Names of the images in and below a folder, those of linked folders among them."""
+    """Names of the images in and below a folder, including linked folders."""
     found = [path for path in files_below(folder / name) if path.suffix.lower() in ENDINGS]
     return sorted(path.relative_to(folder).as_posix() for path in found)

@@ -1,4 +1,4 @@
-"""Image models by name, `torchvision:resnet18` or `timm:vit_tiny_patch16_224`, with weights from a local file only."""
+"""Image models by name, `torchvision:resnet18` or `timm:vit_tiny_patch16_224`, with weights only from a local file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ EXTRA = "images"
 
 
 def build(name: str, *, num_classes: int, options: Mapping[str, Any], weights: str | None) -> nn.Module:
-    """The model of that name with so many classes. options: more arguments of its function. weights: a .safetensors or
-    .pt file; a head for other classes stays as it is drawn. Raises WorkloadError and CheckpointError."""
+    """Build the named model with `num_classes` classes.
+
+    options: more arguments of its function. weights: a .safetensors or .pt file; a head for other classes keeps its
+    random initialisation. Raises WorkloadError and CheckpointError.
+    """
     source, _, model_name = name.partition(":")
     if source not in _SOURCES or not model_name:
         raise WorkloadError(
@@ -44,8 +47,8 @@ def build(name: str, *, num_classes: int, options: Mapping[str, Any], weights: s
 
 
 def load_weights(model: nn.Module, path: str) -> None:
-    """Fill a model from a file with a state dict. The tensors of one layer, the head, may have other shapes: they stay
-    as they are, with a warning. Raises CheckpointError for any other difference."""
+    """Load a state dict from a file into a model. The tensors of one layer, the head, may differ in shape: they are
+    unchanged, with a warning. Raises CheckpointError for any other difference."""
     opened = opened_safetensors if Path(path).suffix == ".safetensors" else opened_torch
     own = {name: t for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
     with opened(path) as (names, get):

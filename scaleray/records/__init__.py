@@ -1,1 +1,1 @@
-"""Frozen results that cross processes and are written to files. No torch, no Ray."""
+"""Frozen results that are sent between processes and written to files. Independent of torch and Ray."""

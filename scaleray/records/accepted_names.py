@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 LONGEST_NAME = 250
-"""Maximum characters of a name in MLflow."""
+"""Maximum length of a name in MLflow."""
 
 
 def acceptable_name(name: str) -> str:
-    """Name under which MLflow accepts a metric, a param or a tag: other characters become _, as do parts of a path that
-    lead elsewhere, and long names are cut. Most names are unchanged. Source: `mlflow.utils.validation` of MLflow 3.17.
+    """Name of a metric, param or tag as MLflow accepts it: other characters become _, as do path parts that lead
+    outside, and long names are cut. Most names are unchanged. Source: `mlflow.utils.validation` of MLflow 3.17.
     """
     parts = re.sub(r"[^/\w.\- :]", "_", name).split("/")
     parts = ["_" if part in ("", ".", "..") else part for part in parts]

@@ -1,4 +1,4 @@
-"""Alerts of a run, as in `alerts.jsonl` in its folder: one line for each that began or ended."""
+"""Alerts of a run, as in `alerts.jsonl` in its folder: one line for each beginning or end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scaleray.records.json_record import jsonable
 from scaleray.records.start import steady_time
 
 ALERTS_FILE = "alerts.jsonl"
-"""File of the run's folder."""
+"""Name of the file in the run's folder."""
 State = Literal["firing", "resolved"]
 
 
@@ -28,7 +28,7 @@ class Alert:
     severity: Severity
     state: State
     since: float
-    """Wall clock at which it began, in seconds since 1970."""
+    """Time at which it began, in seconds since 1970."""
     value: float | None
     """Measured value when it began, in the unit of the summary."""
     summary: str
@@ -38,28 +38,28 @@ class Alert:
 
     @property
     def is_firing(self) -> bool:
-        """Whether the alert is not over."""
+        """Whether the alert is still firing."""
         return self.state == "firing"
 
     def to_line(self) -> str:
-        """The alert as one line of JSON, with its end."""
+        """The alert as one line of JSON, with line end."""
         return json.dumps(jsonable(dataclasses.asdict(self))) + "\n"
 
     def __str__(self) -> str:
-        told = {"stop": "; the run is stopped", "checkpoint": "; a checkpoint is made"}.get(self.action, "")
+        told = {"stop": "; the run is stopped", "checkpoint": "; a checkpoint is written"}.get(self.action, "")
         if not self.is_firing:
             return f"alert {self.name} is over"
         return f"alert {self.name} ({self.severity}): {self.summary}{told}"
 
 
 def parse_alerts(text: str) -> list[Alert]:
-    """Alerts of an `alerts.jsonl`, oldest first. Other lines are left out: the last one may be half written, and a
-    newer version may write others."""
+    """Alerts of an `alerts.jsonl`, oldest first. Other lines are ignored: the last one may be incomplete, and a newer
+    version may write others."""
     return [alert for line in text.splitlines() if (alert := _parse(line)) is not None]
 
 
 def firing(alerts: Iterable[Alert]) -> list[Alert]:
-    """Alerts of these that are not over, in the order in which they began."""
+    """Alerts that are still firing, in the order in which they began."""
     newest: dict[str, Alert] = {}
     for alert in alerts:
         newest.pop(alert.name, None)
@@ -69,7 +69,7 @@ def firing(alerts: Iterable[Alert]) -> list[Alert]:
 
 
 def counted(names: Iterable[str]) -> str:
-    """Names of alerts in one line, in order of their first begin, each with its count."""
+    """Names of alerts in one line, ordered by first occurrence, each with its count."""
     return ", ".join(name if times == 1 else f"{name} ({times} times)" for name, times in Counter(names).items())
 
 

@@ -14,7 +14,7 @@ from scaleray.records.json_record import JsonRecord
 FILE = "certificate.json"
 DATE = "%Y-%m-%dT%H:%M:%S%z"
 Difference = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
-"""A difference, which JSON has as null if it is not finite."""
+"""A difference, which is null in JSON if it is not finite."""
 
 
 def _with_date(text: str) -> str:
@@ -24,12 +24,12 @@ def _with_date(text: str) -> str:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Place where two runs part. step: from 1; 0 is before the first.
-    parameter: the first that differs, in model order."""
+    """Place where two runs diverge. step: from 1; 0 is before the first. parameter: the first that differs, in model
+    order."""
 
     step: int
     quantity: str
-    """Quantity that differs: `model`, `dtype`, `initial parameters`, `parameters before`, `state before`, `buffers
+    """The quantity that differs: `model`, `dtype`, `initial parameters`, `parameters before`, `state before`, `buffers
     before`, `replicas before`, `rows`, `inputs`, `layers`, `count`, `loss`, `gradient`, `buffers`, `learning rate`,
     `parameters`, `final values`, `final weights`, `steps`, `restored parameters`, `restored state`, `restored buffers`,
     `evaluation`, `masks`, `averaging`, `own gradient`, `sent gradient` or `resume`."""
@@ -39,7 +39,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest relative differences of a whole run, and where it first left the other. NaN: not compared."""
+    """Largest relative differences of a whole run, and its first divergence. NaN: not compared."""
 
     loss: Difference = math.nan
     grad_norm: Difference = math.nan
@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether everything stayed within the bound."""
+        """Whether all differences are within the bound."""
         return self.divergence is None
 
     @property
@@ -60,7 +60,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Step and quantity in which a variant left the reference, and the class of the mismatch."""
+    """Step and quantity in which a variant diverges from the reference, and the class of the mismatch."""
 
     step: int
     quantity: str
@@ -79,14 +79,14 @@ class Outcome:
     accumulation: int
     verdict: str
     words: str = ""
-    """Extent of the judgement, if it is less than the whole; for a refusal its reason."""
+    """Scope of the verdict, if it is limited; for a refusal its reason."""
     comparison: Comparison = field(default_factory=Comparison)
     own: Comparison | None = None
-    """Comparison in the run's own precision, over steps that all start from the initial parameters; judged by
-    what rounding explains."""
+    """Comparison in the run's own precision, over steps that all start from the initial parameters; the limit is what
+    rounding explains."""
     mismatch: Mismatch | None = None
     bound: float | None = None
-    """Largest relative difference that counted as equal, wider than the one asked for where rounding grows."""
+    """Largest relative difference that counted as equal; above the requested one if rounding errors grow."""
     duration_s: float = 0.0
     workers: list[dict[str, Any]] = field(default_factory=list)
     """Each kind of hardware that its workers ran on, with their device."""
@@ -102,7 +102,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ResumeOutcome:
-    """Result of one interruption. guilty: parts of the state that were not as before, in words; empty when all were."""
+    """Result of one interruption. guilty: names of the parts of the state that differed; empty if none did."""
 
     label: str
     world_size: int
@@ -113,12 +113,12 @@ class ResumeOutcome:
     comparison: Comparison = field(default_factory=Comparison)
     duration_s: float = 0.0
     not_run: str = ""
-    """Why this variant cannot run the workload, where one process can; empty where it ran."""
+    """Reason why this variant cannot run the workload although one process can; empty if it ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate(JsonRecord):
-    """Common fields of every certificate, readable without the code that wrote it."""
+    """Common fields of all certificates, readable without the code that wrote them."""
 
     passed: bool
     verdict: str
@@ -141,7 +141,7 @@ class Certificate(JsonRecord):
     mlflow_link: str
 
     def lines(self) -> list[str]:
-        """The verdict, what it is of, and where the certificate is."""
+        """Lines with the verdict, its subject, and the location of the certificate."""
         return [
             f"{'passed' if self.passed else 'failed'}: {self.verdict}",
             f"{self.workload}: {self.steps} steps in {self.precision}, bound {self.bound:g}, {len(self.outcomes)} "
@@ -153,20 +153,19 @@ class Certificate(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class EqualityCertificate(Certificate):
-    """Whether distributed runs are the training of one process."""
+    """Certificate of whether distributed runs are the same training as one process."""
 
     outcomes: list[Outcome]
     own_precision: str
     strategies: list[str]
-    """Names of those that ran, as a training records its own; `auto` is decided."""
+    """Names of the strategies that ran, as in a run's record; `auto` is resolved."""
     world_sizes: list[int]
     accumulation: list[int]
     global_batch_size: int
     data: dict[str, Any]
     course: dict[str, int] = field(default_factory=dict)
     """Events within the compared steps: rows of an epoch, the step of the resume, its batch size, rows of each
-    evaluation.
-    """
+    evaluation."""
 
     @property
     def written_at(self) -> float:
@@ -175,15 +174,15 @@ class EqualityCertificate(Certificate):
 
     @property
     def workers(self) -> list[dict[str, Any]]:
-        """Hardware of the workers that were compared; nothing where only that of the driver is known."""
+        """Hardware of the compared workers; empty if only that of the driver is known."""
         return [worker for outcome in self.outcomes for worker in outcome.workers]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeCertificate(Certificate):
-    """Whether interrupted and resumed runs are the run that was not interrupted.
+    """Certificate of whether interrupted and resumed runs equal the uninterrupted one.
 
-    seed: random seed of the steps to interrupt at.
+    seed: random seed for the steps of interruption.
     """
 
     outcomes: list[ResumeOutcome]

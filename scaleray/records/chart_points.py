@@ -1,4 +1,4 @@
-"""Points of MLflow's charts: which of a run's steps become one, and with which values, each only once."""
+"""Points of MLflow's charts: selection of a run's steps and their values, each only once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scaleray.records.accepted_names import LONGEST_NAME, acceptable_name
 from scaleray.records.run_record import CheckpointRecord, StepRecord
 
 Point = tuple[str, float, int, int]
-"""(metric, value, wall clock in ms, step), as MLflow takes it."""
+"""(metric, value, time in ms since 1970, step), as in MLflow's API."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class _Window:
 class Points:
     """Collects points until they are taken.
 
-    known: the newest step of each metric; no other point of it comes before.
+    known: newest step of each metric; earlier points of it are dropped.
     """
 
     def __init__(self, *, every_steps: int, tokens_per_sample: int | None) -> None:
@@ -46,12 +46,12 @@ class Points:
     def add(self, values: Mapping[str, float], step: int, *, at: float) -> None:
         """Add values by metric name.
 
-        What is known of a step already, as after a resume, is left out. at: wall clock in s.
+        Values of a step that is already known, as after a resume, are dropped. at: time in s since 1970.
         """
         for given, value in values.items():
             name = self._name_of(given)
-            if step > self.known.get(name, -1):  # a continued run repeats the steps after its checkpoint
-                # MLflow stores infinity as the largest float, which ruins charts; NaN it keeps
+            if step > self.known.get(name, -1):  # a resumed run repeats the steps after its checkpoint
+                # MLflow stores infinity as the largest float, which ruins charts; NaN is stored as such
                 self._new.append((name, math.nan if math.isinf(value) else float(value), in_ms(at), step))
                 self.known[name] = step
 
@@ -65,11 +65,12 @@ class Points:
         return self._names[given]
 
     def renamed(self) -> dict[str, str]:
-        """Metrics whose name MLflow does not accept, and their names there."""
+        """Metrics whose names MLflow does not accept, with their names there."""
         return {given: name for given, name in self._names.items() if given != name}
 
     def add_step(self, record: StepRecord, *, num_nonfinite: int) -> None:
-        """Add every `every_steps`-th step, and the first; rates are means over the steps since the point before."""
+        """Add the first step, and every `every_steps`-th one; rates are means over the steps since the previous
+        point."""
         window = self._window
         window.steps += 1
         window.samples += record.num_samples
@@ -115,5 +116,5 @@ class Points:
 
 
 def in_ms(at: float) -> int:
-    """A wall clock in seconds, in MLflow's unit."""
+    """A time in seconds, converted to MLflow's unit."""
     return int(at * 1000)

@@ -1,4 +1,4 @@
-"""Findings of a check of a workload."""
+"""Record of a check of a workload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GOOD, DOUBTFUL, WRONG = "good", "doubtful", "wrong"
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. verdict: good, doubtful (training starts nevertheless) or wrong."""
+    """One finding. verdict: good, doubtful (training can still start) or wrong."""
 
     subject: str
     verdict: str
@@ -21,8 +21,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """A column of a micro-batch as the loss gets it. low, high: range of the rows read, None if there are no
-    numbers."""
+    """A column of a micro-batch as passed to the loss. low, high: range of the rows read; None if it has no numbers."""
 
     name: str
     shape: str
@@ -39,20 +38,20 @@ class CheckRecord(JsonRecord):
     findings: list[Finding] = field(default_factory=list)
     columns: list[ColumnFacts] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
-    """Measurements: loss, count, rows by split, parameters, bytes, rows a second."""
+    """Measurements: loss, count, rows by split, parameters, bytes, rows per second."""
     duration_s: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no finding is wrong."""
         return not any(finding.verdict == WRONG for finding in self.findings)
 
     @property
     def verdict(self) -> str:
-        """The result in a line."""
+        """The result in one line."""
         wrong = [f.subject for f in self.findings if f.verdict == WRONG]
         doubtful = [f.subject for f in self.findings if f.verdict == DOUBTFUL]
         if wrong:
             return f"{len(wrong)} of {len(self.findings)} checks failed: {', '.join(wrong)}"
-        more = f"; worth a look: {', '.join(doubtful)}" if doubtful else ""
-        return f"ready to train: {len(self.findings)} checks, nothing wrong{more}"
+        more = f"; please review: {', '.join(doubtful)}" if doubtful else ""
+        return f"ready to train: {len(self.findings)} checks, none failed{more}"

@@ -1,4 +1,4 @@
-"""Conditions of a record as flat keys, the differences between records, and which records repeat one another."""
+"""Conditions of a record as flat keys, differences between records, and the key of repeats."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from scaleray.records.sweep_record import SweepRecord
 MISSING = "missing"
 SECTIONS = ("config", "derived", "code", "environment", "topology", "data")
 NAMES_OF_THE_RUN = ("tracking.run_name",)
-"""Keys of the config that differ between any two runs and mean nothing."""
+"""Config keys that differ between any two runs without meaning."""
 MEASURED_OF_DATA = "row_us"
-"""Last part of the data keys that are measurements, which differ between any two runs and are no conditions."""
+"""Last parts of data keys that are measurements, which differ between any two runs, rather than conditions."""
 
 Conditions = dict[str, dict[str, Any]]
 """Conditions by section, then by dotted key."""
@@ -36,7 +36,7 @@ class Difference:
 
 
 def conditions(record: RunRecord | StudyRecord | SweepRecord) -> Conditions:
-    """Conditions of a record: everything that decided its result."""
+    """Return the conditions of a record: all facts that determined its result."""
     found: Conditions = {section: {} for section in SECTIONS}
     found["config"] = {k: v for k, v in leaves(record.config) if k not in NAMES_OF_THE_RUN}
     if isinstance(record, RunRecord):
@@ -54,7 +54,7 @@ def conditions(record: RunRecord | StudyRecord | SweepRecord) -> Conditions:
 
 
 def differences(of: Sequence[Conditions]) -> list[Difference]:
-    """Every key that is not the same in all, by section, then by key."""
+    """Return every key that is not the same in all, by section, then by key."""
     found = []
     for section in SECTIONS:
         for key in sorted(set().union(*(one[section] for one in of))):
@@ -79,8 +79,8 @@ def repeat_key(record: RunRecord | StudyRecord | SweepRecord) -> str:
 
 
 def start_key(config: Mapping[str, Any], workers: int, facts: Mapping[str, Any], data: Mapping[str, Any]) -> str:
-    """Hash of what is known at the start of a training, shared by all that differ in the seed alone. facts: environment
-    and topology."""
+    """Hash of the facts known at the start of a training, shared by trainings that differ only in the seed. facts:
+    environment and topology."""
     nodes = _kinds(facts.get("topology") or [], leave_out=("node",))
     environment = dict(leaves(facts.get("environment") or {}))
     same = [_but_the_seed(dict(leaves(config))), workers, nodes, environment, _data(data)]
@@ -97,7 +97,7 @@ def _data(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _topology(record: RunRecord) -> dict[str, Any]:
-    """Kinds of nodes and workers and their number, without addresses."""
+    """Types and numbers of nodes and workers, without addresses."""
     nodes, workers = record.environment.get("topology", []), record.environment.get("workers", [])
     per_node = Counter(str(worker.get("node")) for worker in workers)
     return {

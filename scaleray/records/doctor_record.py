@@ -1,6 +1,6 @@
-"""Findings of a check of a cluster before anything is trained on it: `scaleray doctor`.
+"""Record of a check of a cluster before training on it: `scaleray doctor`.
 
-Bandwidths are of one direction, in bytes a second; sizes are bytes; unknown values are None or empty, never 0.
+Bandwidths are per direction, in bytes per second; sizes are bytes; unknown values are None or empty, never 0.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DiskSeen:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSeen:
-    """One node, by its own report. error: reason why it could not be inspected; the rest is empty then."""
+    """One node, by its own report. error: reason why it could not be inspected; all else is then empty."""
 
     name: str
     """Address of the node, with its id if several nodes share the address."""
@@ -64,12 +64,12 @@ class NodeSeen:
     packages: dict[str, str] = field(default_factory=dict)
     """Versions by normalised name."""
     accelerators: dict[str, str] = field(default_factory=dict)
-    """Versions of `driver`, `cuda`, `cudnn` and `nccl`, as far as they exist."""
+    """Versions of `driver`, `cuda`, `cudnn` and `nccl`, as far as they are present."""
     gpus: list[GpuSeen] = field(default_factory=list)
     torch_gpus: int = 0
     """GPUs that torch can use."""
     ray_gpus: float | None = None
-    """GPUs that Ray hands out; None without Ray."""
+    """GPUs offered by Ray; None without Ray."""
     limits: dict[str, int | None] = field(default_factory=dict)
     """`nofile`, `nproc` and `memlock` of a worker's process; None is unlimited."""
     has_rdma: bool = False
@@ -78,15 +78,15 @@ class NodeSeen:
     object_store_bytes: int | None = None
     disks: list[DiskSeen] = field(default_factory=list)
     port_range: int | None = None
-    """Number of ports that the system hands out."""
+    """Number of ephemeral ports of the system."""
     mlflow_error: str | None = None
-    """Error when MLflow is reached from here; empty if it answers, None if it was not asked."""
+    """Error on contacting MLflow from here; empty if it answers, None if it was not contacted."""
     error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClockSeen:
-    """How far a node's clock is ahead of the driver's. within_s: half of the shortest round trip."""
+    """Seconds by which a node's clock is ahead of the driver's. within_s: half of the shortest round trip."""
 
     node: str
     ahead_s: float
@@ -102,12 +102,12 @@ class StorageSeen:
     write_bytes_per_s: float | None = None
     read_bytes_per_s: float | None = None
     does_not_see: list[str] = field(default_factory=list)
-    """Nodes whose files are missing there, or have other content."""
+    """Nodes whose files are missing there, or have different content."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRate:
-    """Rate of matrix products of one GPU, or of a node's processors. precision: as the catalogue of GPUs names it."""
+    """Rate of matrix products of one GPU, or of a node's processors. precision: as in the catalogue of GPUs."""
 
     node: str
     device: str
@@ -123,7 +123,7 @@ class DeviceRate:
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRate:
-    """Transfer rate between two places, bytes per second in each direction, with both ranks sending at once."""
+    """Transfer rate between two places, in bytes per second and direction, with both ranks sending at once."""
 
     one: str
     other: str
@@ -138,7 +138,7 @@ class LinkRate:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Measured pairs of a tournament. rounds: rounds played, of the total number."""
+    """Measured pairs of a tournament. rounds: rounds completed, of the total number."""
 
     pairs: list[LinkRate] = field(default_factory=list)
     rounds: int = 0
@@ -157,23 +157,23 @@ class AllReduceTime:
 
     @property
     def bus_bytes_per_s(self) -> float:
-        """Bus bandwidth as nccl-tests defines it: 2 (n - 1) / n of the bytes over the time."""
+        """Bus bandwidth by nccl-tests' definition: 2 (n - 1) / n of the bytes over the time."""
         return 2 * (self.ranks - 1) / self.ranks * self.num_bytes / self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """All observations and measurements, before they are judged."""
+    """All observations and measurements, before they are evaluated."""
 
     nodes: list[NodeSeen]
     has_ray: bool = False
     storage_path: str = ""
     tracking_uri: str = ""
-    """Without a password."""
+    """MLflow's address, without a password."""
     tracking_error: str = ""
-    """Error when MLflow is reached from the driver; empty if it answers."""
+    """Error on contacting MLflow from the driver; empty if it answers."""
     network: str = ""
-    """The given network between nodes; empty if none was given."""
+    """Specified network between nodes; empty if none was given."""
     clocks: list[ClockSeen] = field(default_factory=list)
     closed: list[tuple[str, str]] = field(default_factory=list)
     """Pairs of nodes of which the first cannot reach a port of the second."""
@@ -182,7 +182,7 @@ class Measured:
     all_reduces: list[AllReduceTime] = field(default_factory=list)
     links: Links = field(default_factory=Links)
     not_measured: dict[str, str] = field(default_factory=dict)
-    """Reason for each measurement that was not made (`clocks`, `ports`, `storage`, `rates`, `links`)."""
+    """Reason for each missing measurement (`clocks`, `ports`, `storage`, `rates`, `links`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class DoctorRecord(JsonRecord):
 
     @property
     def verdict(self) -> str:
-        """The result in a line."""
+        """The result in one line."""
         red, yellow, green = ([c.name for c in self.checks if c.verdict == one] for one in (RED, YELLOW, GREEN))
         words = [f"red: {', '.join(red)}"] if red else []
         words += [f"yellow: {', '.join(yellow)}"] if yellow else []
@@ -220,6 +220,6 @@ class DoctorRecord(JsonRecord):
         return "; ".join(self.lines())
 
     def lines(self) -> list[str]:
-        """The verdict, and every check that is not green."""
+        """Lines with the verdict and every check that is not green."""
         doubtful = [check for check in self.checks if check.verdict in (RED, YELLOW)]
         return [self.verdict, *(f"{check.verdict}: {check.name}: {check.found}" for check in doubtful)]

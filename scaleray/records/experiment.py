@@ -1,4 +1,4 @@
-"""The fields of every run, study, sweep, plan and profile in MLflow."""
+"""Fields of every run, study, sweep, plan and profile in MLflow."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ OWNER, PURPOSE, HARDWARE, TOPOLOGY = "mlflow.user", "scaleray.purpose", "scalera
 PROFILED = "scaleray.profiled"
 """Tag of a training whose only purpose is its profile."""
 EXCEPTIONS = "scaleray.policy_exceptions"
-"""Tag with each constraint of the team's policy that is broken, and the reason."""
+"""Tag with each violated constraint of the team's policy, and the reason."""
 INVALID = "scaleray.invalid"
 """Tag of an experiment that must not be used: the reason, its author and the time."""
 SEAL = "scaleray.seal."
-"""First part of tags with the SHA-256 of measurements."""
+"""Prefix of tags with the SHA-256 of measurements."""
 CERTIFICATE_SHA256 = f"{SEAL}certificate"
 """Tag of a verification with the SHA-256 of its certificate.json."""
 
@@ -21,19 +21,19 @@ CERTIFICATE_SHA256 = f"{SEAL}certificate"
 REQUIRED = (
     "owner", "purpose", "hardware", "topology", "global_batch", "rule", "data_hash", "code", "environment", "cost",
 )  # fmt: skip
-"""Fields that every experiment has; docs/experiments.md has their places in MLflow."""
+"""Fields of every experiment; docs/experiments.md lists their places in MLflow."""
 
 KINDS = {
     "train": "run", "scaling-study": "study", "scaling-point": "point", "sweep": "sweep", "trial": "trial",
     "plan": "plan",
 }  # fmt: skip
-"""Name of a kind of run in the registry. A run that was profiled is a `profile`."""
+"""Name in the registry for each kind of run. A profiled run is a `profile`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """One experiment as the registry knows it. values: its known fields by name. problem: reason why its numbers are
-    not the measured ones; None if they are."""
+    """One experiment in the registry. values: its known fields by name. problem: reason why its numbers are not the
+    measured ones; None if they are."""
 
     run_id: str
     parent_id: str | None = None

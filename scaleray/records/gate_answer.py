@@ -1,6 +1,6 @@
-"""The three answers of a gate, and how the answers of its checks make one.
+"""Results of a gate and of its checks, and how they are combined.
 
-Missing evidence is `inconclusive`, which never counts as passed: a gate without a single check is inconclusive too.
+Missing evidence is `inconclusive`, which never counts as passed; nor does a gate without checks.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ Answer = Literal["pass", "fail", "inconclusive"]
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One check of a gate: the question, the answer as a word and as a sentence, and the numbers behind it."""
+    """One check of a gate: the question, the result as a word and as a sentence, and the underlying numbers."""
 
     what: str
     answer: Answer
     words: str
     numbers: dict[str, float] = field(default_factory=dict)
     power: float | None = None
-    """Probability that the check passes with as many runs where nothing is worse. None for a check without noise."""
+    """Probability that the check passes with this many runs if nothing is worse. None for a check without noise."""
     runs_needed: int | None = None
-    """Runs of each side, or of `needed_of`, with which that probability reaches `POWER`. None for a check without
-    noise, if the noise is unknown, or if no number suffices."""
+    """Runs per side, or of `needed_of`, with which that probability reaches `POWER`. None for a check without noise, if
+    the noise is unknown, or if no number suffices."""
     needed_of: str = "runs of each side"
     remedy: str = ""
-    """Command or key to continue with, if the check did not pass. `-c FILE` means the run's config, `RUN` the run, and
+    """Command or key to continue with, if the check did not pass. `-c FILE` is the run's config, `RUN` the run, and
     `--seed N` the next seed, until the gate knows them.
     """
 
     def __post_init__(self) -> None:
-        for name in ("what", "words", "remedy"):  # a line each: a record's text must not look like another check
+        for name in ("what", "words", "remedy"):  # one line each: a record's text must not look like another check
             object.__setattr__(self, name, printable(getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateResult:
-    """Answer of one gate. command: repeats the gate on the same evidence."""
+    """Result of one gate. command: repeats the gate on the same evidence."""
 
     gate: str
     answer: Answer
@@ -49,7 +49,7 @@ class GateResult:
 
 
 def together(answers: Iterable[Answer]) -> Answer:
-    """Combine answers: `fail` if one fails, else `inconclusive` if one is or there is none."""
+    """Combine results: `fail` if any fails, otherwise `inconclusive` if any is or there are none."""
     found = list(answers)
     if "fail" in found:
         return "fail"
@@ -57,5 +57,5 @@ def together(answers: Iterable[Answer]) -> Answer:
 
 
 def gate_of(gate: str, checks: Sequence[Check]) -> GateResult:
-    """The gate's answer from its checks."""
+    """Return the gate's result, from its checks."""
     return GateResult(gate=gate, answer=together(check.answer for check in checks), checks=list(checks))

@@ -1,4 +1,4 @@
-"""The record of one call of the gates."""
+"""Record of one call of the gates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scaleray.records.json_record import JsonRecord
 
 @dataclass(frozen=True, kw_only=True)
 class GateRecord(JsonRecord):
-    """The answers of the gates, readable without the code that gave them."""
+    """Results of the gates, readable without the code that made them."""
 
     answer: Answer
     gates: list[GateResult]
@@ -24,7 +24,7 @@ class GateRecord(JsonRecord):
 
     @property
     def summary(self) -> str:
-        """The answer of each gate, and every check that did not pass."""
+        """Result of each gate, and every check that did not pass."""
         answers = ", ".join(f"{gate.gate} {gate.answer}" for gate in self.gates)
         return "; ".join(
             [
@@ -39,7 +39,7 @@ class GateRecord(JsonRecord):
         )
 
     def lines(self) -> list[str]:
-        """The answer, the answer of each gate, and the checks that did not pass."""
+        """Lines with the overall result, the result of each gate, and the checks that did not pass."""
         found = [f"{self.answer}: {self.run}"]
         for gate in self.gates:
             found.append(f"{gate.gate}: {gate.answer}")

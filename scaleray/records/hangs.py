@@ -1,7 +1,7 @@
-"""Activity of each rank when a training hung: its last collectives, and the lines of its threads.
+"""State of each rank when a training hung: its last collectives, and the current source lines of its threads.
 
-Written by the rank itself, as JSON without pickles, into `hangs/` of the run's folder; `profiling/desync.py` reads them
-together.
+Written by the rank itself, as JSON without pickles, into `hangs/` of the run's folder; analysed together by
+`profiling/desync.py`.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from scaleray.records.json_record import JsonRecord
 HANGS = "hangs"
 """Folder of a run with a subfolder for each stalled group of workers, named by its start time."""
 CALLS_KEPT, CALLS_OF_A_GROUP = 500, 20
-"""Calls of collectives, the newest of all and of each group, that a dump has."""
+"""Number of calls of collectives in a dump, the newest overall and of each group."""
 LINES_KEPT = 4
-"""Lines of the user's code, the innermost, that are shown for a call or a thread: the caller of a helper that wraps a
+"""Number of innermost lines of the user's code shown for a call or a thread: the caller of a helper that wraps a
 collective is more informative than the helper.
 """
 
 
 def dump_name(rank: int) -> str:
-    """File of a rank's own account."""
+    """Name of the file of a rank's own report."""
     return f"rank-{rank:05d}.json"
 
 
 def stacks_name(rank: int) -> str:
-    """File of the stacks of a rank that cannot report, see `training/health/stack_file.py`."""
+    """Name of the file with the stacks of a rank that cannot report, see `training/health/stack_file.py`."""
     return f"rank-{rank:05d}.txt"
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of Python at which a thread is, or from which a collective was called."""
+    """Source line of Python at which a thread is, or from which a collective was called."""
 
     file: str
     number: int
@@ -52,13 +52,13 @@ class Line:
 
 
 def place_of(lines: Sequence[Line]) -> str:
-    """Innermost of some lines, and its caller."""
+    """The innermost of some lines, and its caller."""
     return ", called at ".join(str(line) for line in lines[:2])
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group, under a name that is the same on all of its ranks."""
+    """A process group, with a name that is the same on all of its ranks."""
 
     name: str
     description: str
@@ -67,23 +67,23 @@ class Group:
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, or a message to one other rank, as called by a rank."""
+    """A collective, or a message to another rank, as called by a rank."""
 
     group: str
     backend: str
     number: int
-    """Sequence number of the collective in its group: all ranks should call the same one under the same number."""
+    """Sequence number of the collective in its group: all ranks should make the same call under one number."""
     operation: str
     input_sizes: tuple[tuple[int, ...], ...]
     output_sizes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     is_done: bool
-    """Whether it is finished, with success or without."""
+    """Whether it has ended, successfully or not."""
     called_at_ns: int
     is_message: bool = False
-    """Whether it goes between two ranks only; such calls have sequence numbers of their own."""
+    """Whether it is between only two ranks; such calls have separate sequence numbers."""
     lines: tuple[Line, ...] = ()
-    """Lines of the user's code that it was called from, innermost first; none where there are none, as in a backward
+    """Lines of the user's code from which it was called, innermost first; empty if there are none, as in a backward
     pass."""
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread of a rank's process, and the lines at which it is, innermost first."""
+    """A thread of a rank's process, and its current lines, innermost first."""
 
     name: str
     lines: tuple[Line, ...]
@@ -112,34 +112,34 @@ class RankDump(JsonRecord):
     why: str
     """Reason for the dump, as text."""
     step: int
-    """Complete steps."""
+    """Number of completed steps."""
     phase: str
     since_s: float
     """Seconds in the current phase."""
     recorded_at: float
-    """Wall clock, in seconds since 1970."""
+    """Time of the dump, in seconds since 1970."""
     torch: str
     groups: tuple[Group, ...] = ()
     calls: tuple[Call, ...] | None = None
-    """Its last collectives, in the order of their calls; None where torch's Flight Recorder could not be read."""
+    """Its last collectives, in the order of their calls; None if torch's Flight Recorder could not be read."""
     has_all_calls: bool = False
     """Whether no call of this process is missing."""
     is_after_error: bool = False
-    """Whether a collective failed before: its calls all look done then."""
+    """Whether a collective failed earlier; all of its calls then appear finished."""
     stands_on: tuple[Line, ...] = ()
     """Current lines of the training thread in the user's code, innermost first, or its innermost line."""
     threads: tuple[Thread, ...] = ()
     is_complete: bool = True
-    """Whether it has the threads' lines: a dump is written without them first."""
+    """Whether the threads' lines are included: a dump is first written without them."""
 
     def lines(self) -> list[str]:
-        """The rank, its activity, and its lines."""
+        """Lines with the rank, its activity, and its source lines."""
         where = f"rank {self.rank} in `{self.phase}` of step {self.step + 1}, {self.why}"
         return [where, *map(str, self.stands_on)]
 
 
 def calls_of(entries: Sequence[dict[str, Any]], lines: Sequence[tuple[Line, ...]]) -> tuple[Call, ...]:
-    """The newest calls of torch's Flight Recorder, each with the lines that it came from. entries: oldest first."""
+    """Return the newest calls of torch's Flight Recorder, each with its source lines. entries: oldest first."""
     calls = [_call(entry, own) for entry, own in zip(entries, lines, strict=True)]
     of_group: Counter[tuple[str, str]] = Counter()
     kept = []

@@ -1,4 +1,4 @@
-"""Records as JSON: what every record.json has, and values as JSON can hold them."""
+"""Records as JSON: common parts of every record.json, and conversion of values to JSON."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from scaleray.common.printed import Printed, printable
 from scaleray.errors import first_line
 
 SCHEMA_VERSION = 1
-"""Version of the keys of every record and of what `--json` prints. Raised when a key goes or changes its meaning; new
-keys may come within a version."""
+"""Version of the keys of all records and of the output of `--json`. It is raised when a key is removed or changes its
+meaning; keys may be added within a version."""
 
 
 class NewerRecord(ValueError):
-    """A record whose keys this version of scaleray does not know."""
+    """Error for a record in a newer format than this version of scaleray supports."""
 
 
 @dataclass(frozen=True)
 class JsonRecord(Printed):
-    """A record that is kept in a record.json."""
+    """A record that is stored in a record.json."""
 
     schema_version: int = field(default=SCHEMA_VERSION, kw_only=True)
-    """Version of the keys, see SCHEMA_VERSION. Records without it are of version 1."""
+    """Version of the keys, see SCHEMA_VERSION. Records without it have version 1."""
 
     def to_dict(self) -> dict[str, Any]:
         """The record as JSON values; NaN and infinity become null, as JSON has neither."""
@@ -43,8 +43,7 @@ class JsonRecord(Printed):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The record in the text of a record.json. Raises NewerRecord, and pydantic's ValidationError for anything else
-        than a record."""
+        """Parse the text of a record.json. Raises NewerRecord, or pydantic's ValidationError if it is not a record."""
         adapter: TypeAdapter[Self] = _adapter(cls)  # type: ignore[arg-type]  # a class is hashable
         found = adapter.validate_json(of_known_version(inert_json(text)))
         if isinstance(name := getattr(found, "name", None), str):
@@ -53,7 +52,7 @@ class JsonRecord(Printed):
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Read a record.json written by `to_json`. Raises what `from_json` raises."""
+        """Read a record.json written by `to_json`. Raises the errors of `from_json`."""
         return cls.from_json(Path(path).read_text())
 
 
@@ -74,8 +73,8 @@ _adapter = functools.cache(TypeAdapter)
 
 
 def check_types(kind: type, values: Mapping[str, Any]) -> None:
-    """Raise TypeError, which names the key, for a value of another type than the record's class states. null may be in
-    place of any number, as one that was not finite is written so."""
+    """Raise TypeError, with the key, if a value does not have the type declared in the record's class. null is accepted
+    for any number, as it represents a number that was not finite."""
     try:
         _adapter(kind).validate_python(values)
     except ValidationError as exc:
@@ -85,7 +84,7 @@ def check_types(kind: type, values: Mapping[str, Any]) -> None:
 
 
 def first_problem(exc: Exception) -> str:
-    """Reason for which a text is not a record, in one line: `steps is missing`."""
+    """Reason why a text is not a record, in one line: `steps is missing`."""
     return _problem(exc.errors()[0]) if isinstance(exc, ValidationError) else first_line(exc)
 
 
@@ -106,8 +105,8 @@ def jsonable(value: Any) -> Any:
 
 
 def leaves(value: Any, prefix: str = "", *, of_lists: bool = True) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything in nested mappings; an empty mapping is as good as none. of_lists: in lists of
-    mappings too."""
+    """(dotted key, value) of all leaves of nested mappings; empty mappings are skipped. of_lists: also of mappings in
+    lists."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from leaves(inner, f"{prefix}{key}.", of_lists=of_lists)

@@ -1,4 +1,4 @@
-"""The evaluation metric that a run is judged by: the one its config watches, else the most telling of those there."""
+"""Evaluation metric that measures a run's success: the one its config watches, or else the most informative one."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ HIGHER = re.compile(
     r"(^|_|/)(acc\w*|f1|auroc|auc|average_precision|precision|recall|dice|iou|map|bleu|rouge\w*|r2|exact_match)(_|@|$)"
 )
 LOWER = re.compile(r"(^|_|/)(loss|error|perplexity|ppl|mse|mae|rmse|wer|cer|bits\w*|nll)(_|$)")
-"""Names of metrics by which of their values are better; of any other nothing is assumed."""
+"""Names of metrics, by whether higher or lower is better; nothing is assumed for others."""
 
 
 @dataclass(frozen=True)
 class JudgedMetric:
-    """name: `split/metric`. better: which of its values are better; None where that is not known."""
+    """name: `split/metric`. better: whether higher or lower is better; None if unknown."""
 
     name: str
     better: Literal["min", "max"] | None
 
     def best(self, values: Sequence[float]) -> float | None:
-        """The best of these values; None without one, and where it is not known which is better."""
+        """The best of these values; None if there are none, or if the better direction is unknown."""
         finite = [value for value in values if value == value]
         return None if self.better is None or not finite else max(finite) if self.better == "max" else min(finite)
 
 
 def judged_metric(names: Iterable[str], config: Mapping[str, Any]) -> JudgedMetric | None:
-    """The metric of `stop.watch`, `checkpoint.best` or `stop.at`, whichever is set first; else the first of split `val`
-    or of the first split, before its loss. config: of a run, by section. None without an evaluation."""
+    """Return the metric of `stop.watch`, `checkpoint.best` or `stop.at`, whichever is set first; otherwise the first
+    one of split `val` or of the first split, preferably not its loss. config: of a run, by section. None without an
+    evaluation."""
     there = sorted(names)
     stop, checkpoint = config.get("stop") or {}, config.get("checkpoint") or {}
     for words in (stop.get("watch"), checkpoint.get("best"), stop.get("at")):

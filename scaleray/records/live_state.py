@@ -1,6 +1,6 @@
-"""A run while it lives, as a look shows it: `live.json` in its folder, and what its recorder answers in a cluster.
+"""Live state of a run: `live.json` in its folder, and the answer of its recorder in a cluster.
 
-Times are seconds, `..._at` wall clocks in seconds since 1970. What is not known is None, empty or left out, never 0.
+Durations are seconds, `..._at` are seconds since 1970. Unknown values are None, empty or omitted, never 0.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from scaleray.records.json_record import JsonRecord
 
 FILE = "live.json"
 STARTING, RUNNING, LOST = "STARTING", "RUNNING", "LOST"
-"""Statuses of a run that has not ended; those of MLflow (FINISHED, FAILED, KILLED) are for ended runs. LOST: no sign of
-life for LOST_S, and no report of its end."""
+"""Statuses of a run that has not ended; MLflow's statuses (FINISHED, FAILED, KILLED) are for ended runs. LOST: no sign
+of life for LOST_S, and no report of its end."""
 LOST_S = 30.0
 
 
 @dataclass(frozen=True)
 class RecentSteps:
-    """Measurements of a worker's last steps, about a second of them."""
+    """Measurements of a worker's last steps, over about a second."""
 
     step: int
-    """Last of these steps."""
+    """Number of the last of these steps."""
     num_steps: int
     step_s: float
-    """Mean of a step, as are the phases."""
+    """Mean step time; the phases are means, too."""
     phases: dict[str, float]
-    """Mean seconds by the values of `Phase`; those that took no time are left out."""
+    """Mean seconds by the values of `Phase`; phases that took no time are omitted."""
     memory: dict[str, int] = field(default_factory=dict)
-    """Bytes: `resident_bytes` of its process, `peak_bytes` as `MemoryPeak` counts them, and on a GPU the numbers of
+    """Bytes: `resident_bytes` of its process, `peak_bytes` as in `MemoryPeak`, and on a GPU the numbers of
     `MemoryNumbers`."""
 
 
@@ -49,8 +49,8 @@ class RankNow:
     """Seconds since its last sign of life."""
     step_time_s: float | None = None
     late_s: float | None = None
-    """Lateness at collectives, a step: how much less than the rank that waits most it waits in them. None with one
-    rank, and if no rank waits for another.
+    """Lateness at collectives, per step: the longest wait of any rank minus its own wait. None with one rank, and if no
+    rank waits for another.
     """
     memory: dict[str, int] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class LiveState(JsonRecord):
 
     name: str
     kind: str = "train"
-    """Kind of its later record: `train`, `study` or `sweep`."""
+    """Kind of its eventual record: `train`, `study` or `sweep`."""
     status: str = STARTING
     """`STARTING`, `RUNNING`, `LOST`, or, after its end, `FINISHED`, `FAILED` or `KILLED`."""
     verdict: str = ""
@@ -85,22 +85,22 @@ class LiveState(JsonRecord):
     grad_norm: float | None = None
     loss_scale: float | None = None
     curve: list[tuple[float, float | None]] = field(default_factory=list)
-    """Step and loss over the whole run, each the mean of some steps; None if it was not finite."""
+    """Loss over the whole run as (step, loss), each the mean of some steps; None if it was not finite."""
     step_time_s: float | None = None
     """Mean of the last half minute, as are the next three."""
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     input_wait_share: float | None = None
     best_samples_per_s: float | None = None
-    """Most samples per second over half a minute so far."""
+    """Highest throughput in samples per second over half a minute so far."""
     expected_samples_per_s: float | None = None
-    """Prediction of a study or the planner for this training."""
+    """Predicted throughput of this training, by a study or the planner."""
     metrics: dict[str, float | None] = field(default_factory=dict)
     """Last evaluation, by `split/metric`."""
     judged_by: str = ""
-    """Metric of evaluations that the run is judged by."""
+    """Evaluation metric that measures the run's success."""
     best: float | None = None
-    """Best value of `judged_by` so far; None where it is not known which of its values are better."""
+    """Best value of `judged_by` so far; None if the better direction is unknown."""
     nonfinite_steps: int = 0
     attempts: int = 1
     """Number of starts, including restarts after lost workers."""
@@ -110,12 +110,12 @@ class LiveState(JsonRecord):
     checkpoint_step: int | None = None
     checkpoint_at: float | None = None
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of each part of a step in the last second or so, by the values of `Phase`: the mean of all ranks."""
+    """Seconds of each part of a step in the last second or so, by the values of `Phase`: mean over ranks."""
     ranks: list[RankNow] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
     """Newest state of each alert."""
     events: list[str] = field(default_factory=list)
-    """Last warnings and other events, the newest at the end."""
+    """Latest warnings and other events, the newest last."""
     waiting_points: int = 0
     """Points that MLflow has not accepted yet."""
     done: float | None = None
@@ -127,12 +127,12 @@ class LiveState(JsonRecord):
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether the run has ended."""
         return self.status not in (STARTING, RUNNING, LOST)
 
     @property
     def firing(self) -> list[Alert]:
-        """Alerts that are not over."""
+        """Alerts that are still firing."""
         return [alert for alert in self.alerts if alert.is_firing]
 
     def lines(self) -> list[str]:
@@ -148,8 +148,8 @@ class LiveState(JsonRecord):
 
 
 def late_s(waits: Sequence[float]) -> list[float]:
-    """Lateness of each rank at the collectives of a step, from the seconds that each waits in them: the rank that waits
-    longest came first.
+    """Lateness of each rank at the collectives of a step, from the seconds that each waits in them: the rank with the
+    longest wait arrived first.
     """
     longest = max(waits, default=0.0)
     return [longest - wait for wait in waits]

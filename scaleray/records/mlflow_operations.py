@@ -1,5 +1,5 @@
-"""Writes to MLflow, as values: a writer queues them, an outbox stores those that MLflow does not accept, a store
-executes them."""
+"""Write operations on MLflow as values: queued by a writer, stored in an outbox if MLflow does not accept them,
+executed by a store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LogMetrics:
     points: list[Point]
 
     def after(self, known: Mapping[str, int]) -> LogMetrics:
-        """The operation without points that MLflow has already. known: the newest step of each metric in it."""
+        """The operation without points that MLflow already has. known: newest step of each metric there."""
         return LogMetrics([point for point in self.points if point[3] > known.get(point[0], -1)])
 
 
@@ -36,20 +36,20 @@ class LogParams:
 
 @dataclass(frozen=True)
 class SetTags:
-    """Tags of the run; the last value counts."""
+    """Tags of the run; the last value of each counts."""
 
     values: Mapping[str, Any]
 
     @classmethod
     def of_event(cls, number: int, event: EventRecord) -> SetTags:
-        """Tag of a run's nth event, from 1."""
+        """Tag of a run's nth event, counted from 1."""
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.recorded_at))
         return cls({f"{EVENT_TAG}{number:03d}": f"{at} | {event.text}"[:4000]})
 
 
 @dataclass(frozen=True)
 class LogArtifact:
-    """A local file or folder to upload. folder: its folder among the artifacts; None is their root."""
+    """A local file or folder to upload. folder: its folder among the artifacts; None: at their root."""
 
     path: str
     folder: str | None = None
@@ -68,7 +68,7 @@ class LogDataset:
 
 @dataclass(frozen=True)
 class EndRun:
-    """The run's end. status: FINISHED, FAILED or KILLED. end_time: wall clock in ms since 1970."""
+    """End of the run. status: FINISHED, FAILED or KILLED. end_time: in ms since 1970."""
 
     status: str
     end_time: int
@@ -76,7 +76,7 @@ class EndRun:
 
 @dataclass(frozen=True)
 class LogChild:
-    """A finished child, as a whole. key: its point or trial. Times: wall clock in ms since 1970."""
+    """A finished child run, written as a whole. key: its point or trial. Times: in ms since 1970."""
 
     key: str
     name: str
@@ -90,19 +90,19 @@ class LogChild:
 
 @dataclass(frozen=True)
 class LogToChildren:
-    """Points of metrics for children, by key; children that MLflow lacks get none."""
+    """Points of metrics for child runs, by key; children that MLflow lacks are skipped."""
 
     points: Mapping[str, Sequence[Point]]
 
 
 @dataclass(frozen=True)
 class LearnChildren:
-    """Load the children of a continued run: those that were written completely stay, and the others are removed."""
+    """Load the children of a resumed run: completely written ones are kept, and the others are removed."""
 
 
 @dataclass(frozen=True)
 class RemoveHalfWritten:
-    """Remove empty children of a request that MLflow's client had given up and repeated."""
+    """Remove empty children left by a request that MLflow's client had given up and repeated."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class SaveView:
 
 Operation = LogMetrics | LogParams | SetTags | LogArtifact | LogDataset | EndRun
 StudyOperation = Operation | LogChild | LogToChildren | LearnChildren | RemoveHalfWritten | SaveView
-"""Operations on a study or a sweep, which are in no file: its record has all of them."""
+"""Operations on a study or a sweep, which are not stored in files: its record contains them all."""
 KINDS: dict[str, type[Any]] = {
     "metrics": LogMetrics, "params": LogParams, "tags": SetTags, "artifact": LogArtifact, "dataset": LogDataset,
     "status": EndRun,
@@ -125,7 +125,7 @@ _NAMES = {kind: name for name, kind in KINDS.items()}
 
 
 def pieces_of(operation: Operation) -> list[Operation]:
-    """The operation as several, one per point, param or tag; a list of itself if it has one or none."""
+    """Split the operation into one per point, param or tag; a list of itself if it has at most one."""
     if isinstance(operation, LogMetrics):
         return [LogMetrics([point]) for point in operation.points]
     if isinstance(operation, LogParams | SetTags):
@@ -144,12 +144,12 @@ def shown(operation: Operation) -> str:
 
 
 def to_json(operation: Operation) -> str:
-    """One line of unsent.jsonl."""
+    """The operation as one line of unsent.jsonl."""
     return json.dumps({"op": _NAMES[type(operation)], **vars(operation)})
 
 
 def from_json(value: Any) -> Operation | None:
-    """The operation that a JSON value is; None for a value that cannot be sent to a run."""
+    """Parse an operation from a JSON value; None if it cannot be sent to a run."""
     if not isinstance(value, Mapping) or not isinstance(name := value.get("op"), str) or name not in KINDS:
         return None
     fields = dataclasses.fields(KINDS[name])

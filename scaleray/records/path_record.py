@@ -10,11 +10,11 @@ from scaleray.records.json_record import JsonRecord
 
 Status = Literal["open", "running", "interrupted", "done", "failed", "skipped"]
 STEPS = ("baseline", "distribute", "optimise", "validate", "produce")
-"""The steps of a path, in their order."""
+"""Steps of a path, in order."""
 OVER = ("done", "skipped")
 Act = Literal["command", "train", "faults", "soak", "decide", "runbook"]
-"""Kind of a task: a command, a training, one that is killed and resumed, a long one that is judged, a person's
-decision, or a page written by the path."""
+"""Kind of a task: a command, a training, a training that is killed and resumed, a long one that is evaluated, a
+person's decision, or a page written by the path."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class PathTask:
     """The executed command: placeholders such as `{study}` are replaced by results of earlier tasks."""
     exit_code: int | None = None
     started_at: float | None = None
-    """Wall clock in s."""
+    """Time in seconds since 1970."""
     duration_s: float | None = None
     by: str = ""
     folder: str = ""
@@ -42,19 +42,19 @@ class PathTask:
 
     @property
     def step(self) -> str:
-        """The step that it is a part of."""
+        """Step to which the task belongs."""
         return self.key.partition("/")[0]
 
     @property
     def shell(self) -> str:
-        """The executed command for a shell; before that, capitals are placeholders for results of earlier tasks."""
+        """The executed command for a shell; until then, capitals are placeholders for results of earlier tasks."""
         words = [word[1:-1].upper() if word[:1] + word[-1:] == "{}" else word for word in self.ran or self.command]
         return shlex.join(["scaleray", *words]) if words else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathDecision:
-    """Decision of a person. at: wall clock in s."""
+    """Decision of a person. at: in seconds since 1970."""
 
     at: float
     by: str
@@ -64,9 +64,9 @@ class PathDecision:
 
 @dataclass(frozen=True, kw_only=True)
 class PathRecord(JsonRecord):
-    """A path. target: such as `test/accuracy >= 0.97`; runs: trainings of each side; local: without Ray where that
-    can be; model: its name in the registry; cluster: that plan's advice is for; soak: length of the long training;
-    kind: of cluster that the pipeline is for."""
+    """A path. target: such as `test/accuracy >= 0.97`; runs: trainings per side; local: without Ray where possible;
+    model: its name in the registry; cluster: for the planner's advice; soak: length of the long training; kind: type of
+    cluster for the pipeline."""
 
     name: str
     folder: str
@@ -89,15 +89,15 @@ class PathRecord(JsonRecord):
     tracking_uri: str = ""
 
     def task(self, key: str) -> PathTask | None:
-        """The task of this key."""
+        """Return the task with this key."""
         return next((task for task in self.tasks if task.key == key), None)
 
     def next_task(self) -> PathTask | None:
-        """The first task that is neither done nor skipped; None at the end."""
+        """Return the first task that is neither done nor skipped; None at the end."""
         return next((task for task in self.tasks if task.status not in OVER), None)
 
     def lines(self) -> list[str]:
-        """A line for each step, for what failed, and the task that is next."""
+        """Lines on each step, on failed tasks, and on the next task."""
         found = [f"path {self.name}: {self.target} on {self.workers} workers", *self.notes]
         for step in STEPS:
             tasks = [task for task in self.tasks if task.step == step]
@@ -105,6 +105,6 @@ class PathRecord(JsonRecord):
         found += [f"{task.key} failed: {task.words}" for task in self.tasks if task.status == "failed"]
         following = self.next_task()
         if following is None:
-            return [*found, "the path is at its end"]
+            return [*found, "the path is complete"]
         more = f": {following.words}" if following.act == "decide" and following.words else ""
         return [*found, f"next: {following.key}: {following.what}{more}"]

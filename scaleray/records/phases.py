@@ -1,4 +1,4 @@
-"""Phases of a worker: one set of names for heartbeats, errors, profiles and verdicts."""
+"""Phases of a worker: the names used in heartbeats, errors, profiles and verdicts."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ class Phase(StrEnum):
     """Activity of a worker, or part of a step's time."""
 
     START = "start"
-    """Setting up, up to the first step."""
+    """Set-up, until the first step."""
     MODEL = "model"
-    """Building the model and spreading it over the workers."""
+    """Building the model and distributing it over the workers."""
     COMPILING = "compiling"
-    """Inside torch.compile's compiler. A profile has it in the phase that compiled."""
+    """Inside torch.compile's compiler. In a profile it counts for the phase that compiled."""
     END = "end"
     """After its last step."""
 
     INPUT = "input"
     """Waiting for its rows."""
     COPY = "copy_to_device"
-    """Making tensors of rows, on the device."""
+    """Converting rows to tensors on the device."""
     FORWARD = "forward"
-    """A forward pass, to the loss."""
+    """A forward pass, up to the loss."""
     BACKWARD = "backward"
     """A backward pass; with concurrent collectives it may include waiting for others."""
     COMMUNICATION = "exposed_communication"
-    """Waiting for a collective: computing during collectives is not part of it. If ranks' arrivals are known, a profile
-    has the transfer alone here, otherwise the wait for the slowest rank as well.
+    """Waiting for a collective, without the time in which the rank computes. If ranks' arrivals are known, a profile
+    counts only the transfer here, otherwise the wait for the slowest rank as well.
     """
     STRAGGLER = "waiting_for_slowest"
-    """Idle in a collective that another rank has not reached yet. Found from arrivals: no worker enters this phase."""
+    """Idle in a collective that another rank has not reached yet. Derived from arrivals: no worker enters this
+    phase."""
     OPTIMIZER = "optimizer"
     """Inspection of gradients, clipping and the update."""
     HOST = "host"
@@ -39,11 +40,11 @@ class Phase(StrEnum):
     EVALUATION = "evaluation"
     CHECKPOINT = "checkpoint"
     OTHER = "other"
-    """Everything else: records, observers, callbacks."""
+    """All other activity: records, observers, callbacks."""
 
 
 Enter = Callable[[Phase], Phase]
-"""Function that enters a phase, and returns the one that was left."""
+"""Function that enters a phase, and returns the previous one."""
 
 PARTS = (
     Phase.INPUT,
@@ -58,14 +59,14 @@ PARTS = (
     Phase.CHECKPOINT,
     Phase.OTHER,
 )
-"""Parts of a step in a profile, in display order. They add up to the step."""
+"""Parts of a step in a profile, in display order. They sum to the step."""
 
 OWN_BUSINESS = (Phase.INPUT, Phase.COMPILING)
-"""Phases in which a worker waits for no other worker."""
+"""Phases in which a worker does not wait for another one."""
 MAY_WAIT = (Phase.BACKWARD, Phase.COMMUNICATION, Phase.HOST, Phase.OTHER)
 """Phases in which a worker may wait for the others, or for its device, which waits for theirs."""
 TIMED = (Phase.COPY, Phase.FORWARD, Phase.OPTIMIZER, Phase.EVALUATION)
-"""Phases without a time limit of their own: input and collectives have one."""
+"""Phases without a time limit of their own; input and collectives have one."""
 
 EVALUATING = "evaluating"
 IN_WORDS = {
@@ -77,7 +78,7 @@ IN_WORDS = {
     Phase.CHECKPOINT: "saving a checkpoint",
     Phase.END: "saving the final weights",
 }
-"""Activity of a worker in a phase that may take long, for users; in any other it takes a step."""
+"""Descriptions, for users, of phases that may take long; other phases are described by their step."""
 PART_IN_WORDS = {
     Phase.INPUT: "input",
     Phase.COPY: "copy to device",
@@ -91,11 +92,11 @@ PART_IN_WORDS = {
     Phase.CHECKPOINT: "checkpoint",
     Phase.OTHER: "other",
 }
-"""Parts of a step as a user reads them."""
+"""Names of the parts of a step, for users."""
 
 
 def in_words(phase: str, step: int) -> str:
-    """Activity of a worker that has completed `step` steps."""
+    """Description of the activity of a worker that has completed `step` steps."""
     if phase == Phase.INPUT and step == 0:
         return "reading the first batch"
     return IN_WORDS.get(Phase(phase), f"step {step + 1}") if phase in set(Phase) else phase

@@ -1,4 +1,4 @@
-"""Sources of a run's published metrics: facts from before its start, and samples of its workers."""
+"""Inputs of a run's published metrics: facts known before its start, and samples of its workers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 from scaleray.records.start import steady_time
 
 RAYS_JOB = "RAY_JOB_SUBMISSION_ID"
-"""Variable of Ray's in the driver of a job."""
+"""Environment variable of Ray in the driver of a job."""
 
 
 @dataclass(frozen=True)
 class PublishedFacts:
-    """Facts that a run publishes from its start on, and how."""
+    """Facts published by a run from its start on, and how they are published."""
 
     port: int | None = None
-    """Port on 127.0.0.1 where its metrics are served; None is nowhere."""
+    """Port on 127.0.0.1 where its metrics are served; None means that they are not."""
     job: str = ""
-    """Submission of Ray's job, where it is one."""
+    """Submission id of the Ray job, if it is one."""
     checkpoint_every_steps: int | None = None
     checkpoint_every_s: float | None = None
     expected_samples_per_s: float | None = None
     flops_per_sample: float | None = None
     peak_flops_per_s: float | None = None
-    """Dense peak of one worker's device; None where it is not known before the workers are."""
+    """Dense peak of one worker's device; None until the workers are known."""
     precision: str = "fp32"
 
 
@@ -37,8 +37,8 @@ class CountedFlops:
 
 @dataclass(frozen=True)
 class LinksMeasured:
-    """Result of measuring each pair of ranks: the slowest of their links. source, to: their ranks; `any` if it is all
-    links of one.
+    """Result of measuring each pair of ranks: the slowest link. source, to: its ranks; `any` if all links of one rank
+    are slow.
     """
 
     step: int
@@ -46,13 +46,14 @@ class LinksMeasured:
     to: str
     bytes_per_s: float
     usual_bytes_per_s: float | None
-    """Of the other links; None where there are too few to tell."""
+    """Bandwidth of the other links; None if there are too few to compare."""
     recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
 @dataclass(frozen=True)
 class RankSample:
-    """How one worker is doing, over the steps since its last sample. What could not be measured is None or missing."""
+    """State of one worker, over the steps since its last sample. Values that could not be measured are None or
+    missing."""
 
     rank: int
     node: str
@@ -60,17 +61,17 @@ class RankSample:
     step: int
     """Number of its last step."""
     step_at: float
-    """Wall clock at the end of that step, in seconds since 1970."""
+    """Time at the end of that step, in seconds since 1970."""
     step_time_s: float | None = None
     """Mean time of a step."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Mean seconds of a step in each of its parts, by the values of `Phase`."""
+    """Mean seconds per step of each part, by the values of `Phase`."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes by kind: `used`, `resident`, `peak`, `rounding`, `cached`, `stranded`, `largest_hole`."""
     memory_limit_bytes: int | None = None
     ahead_s: tuple[float, ...] = ()
-    """Median seconds from its arrival at each place of a step where workers meet to the end of the step's collectives:
-    the worker with fewest came last."""
+    """Median seconds from its arrival at each synchronisation of a step to the end of the step's collectives: the
+    worker with the fewest came last."""
     device: str = ""
     """Name of its GPU; empty on a CPU."""
     recorded_at: float = field(default_factory=steady_time, compare=False)

@@ -1,4 +1,4 @@
-"""The one reader of record.json, whichever kind of record it holds."""
+"""Reader of record.json for all kinds of records."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILE = "record.json"
 
 
 def parse_record(text: str | bytes) -> AnyRecord:
-    """The record in the text of a record.json. Raises ValueError or TypeError for anything else."""
+    """Parse the text of a record.json. Raises ValueError or TypeError if it is not a record."""
     data = load_json(text)
     if "trials" in data:
         return SweepRecord.from_json(text)
@@ -24,5 +24,5 @@ def parse_record(text: str | bytes) -> AnyRecord:
 
 
 def read_record(path: Path) -> AnyRecord:
-    """The record in a file, or in the record.json of a folder. Raises OSError, ValueError or TypeError."""
+    """Read the record in a file, or in the record.json of a folder. Raises OSError, ValueError or TypeError."""
     return parse_record((path / FILE if path.is_dir() else path).read_text())

@@ -1,4 +1,4 @@
-"""The measured values of a record as rows: MLflow, CSV, pages, tables and comparisons take them from there."""
+"""Measured values of a record as rows, the common source of MLflow, CSV, pages, tables and comparisons."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from scaleray.common.metric import Better, Metric
 
 Interval = tuple[float | None, float | None]
-"""Ends of a 95 % interval; None for one that is not known, or infinite."""
+"""Ends of a 95 % interval; None if unknown or infinite."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measured value; None where it was not measured. interval: None for a value that never has one."""
+    """A measured value; None if not measured. interval: None for a value that never has one."""
 
     metric: Metric
     value: float | None
@@ -26,7 +26,7 @@ class Row:
 
     @property
     def key(self) -> str:
-        """Name in files: the last part of that in MLflow."""
+        """Name in files: the last part of the name in MLflow."""
         return self.metric.name.rpartition("/")[2]
 
     @property
@@ -36,12 +36,12 @@ class Row:
 
     @property
     def better(self) -> Better | None:
-        """Whether more or less of it is better; None where neither is."""
+        """Whether higher or lower is better; None if neither is."""
         return self.metric.better
 
 
 def by_metric(rows: Iterable[Row]) -> Mapping[Metric, Row]:
-    """The rows, to look one up."""
+    """The rows by metric."""
     return {row.metric: row for row in rows}
 
 

@@ -1,4 +1,4 @@
-"""Facts of a run that driver and recorder exchange: its description, its place in MLflow, and its result."""
+"""Facts about a run that driver and recorder exchange: its description, its MLflow run, and its result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scaleray.records.run_record import WorkerSummary
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Where the run is in MLflow."""
+    """Location of the run in MLflow."""
 
     run_id: str
     experiment_id: str
@@ -25,7 +25,7 @@ class RunIdentity:
 
 @dataclass(frozen=True)
 class Recording:
-    """State of the recorder when the run has ended."""
+    """State of the recorder at the end of the run."""
 
     final_loss: float | None
     metrics: dict[str, float]
@@ -35,7 +35,7 @@ class Recording:
     last_step: int
     unsent_file: str | None = None
     derived: dict[str, Any] = field(default_factory=dict)
-    """Derived values as the workers said that they are in use."""
+    """Derived values in use, as reported by the workers."""
     goodput: Goodput | None = None
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """Step and value of every evaluation, by metric."""
@@ -59,30 +59,30 @@ class RunDescription:
     datasets: Sequence[Mapping[str, Any]] = ()
     tokens_per_sample: int | None = None
     started_at: float | None = None
-    """Wall clock of the run's start; None is when `start` is called."""
+    """Start time of the run; None means when `start` is called."""
     run_path: str | None = None
-    """Where the run's files end up; None is `work_dir`."""
+    """Final location of the run's files; None means `work_dir`."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved config, for a resume."""
     base_dir: str | None = None
-    """Folder from which a relative workload file was found."""
+    """Folder in which a relative workload file was found."""
     continues: Mapping[str, Any] | None = None
-    """Content of `run.json` of the interrupted run that this one continues."""
+    """Content of `run.json` of the interrupted run that this one resumes."""
     strategy: str = ""
     total_steps: int | None = None
-    """Steps of the whole training."""
+    """Number of steps of the whole training."""
     published: PublishedFacts = field(default_factory=PublishedFacts)
     key: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Key of the run before MLflow has given it an id, if it does not continue another one."""
+    """Key of the run until MLflow has assigned an id, if it does not resume another one."""
     alerts: AlertSettings = field(default_factory=lambda: AlertSettings(watch=False))
     webhook: str | None = field(default=None, repr=False)
-    """Address for alerts, with its secret; that of `alerts` is not looked at."""
+    """Address for alerts, including its secret; that in `alerts` is ignored."""
     repeats: str = ""
-    """Key that it shares with trainings that differ in the seed alone, see `records/conditions.py`."""
+    """Key shared by trainings that differ only in the seed, see `records/conditions.py`."""
     changes: Sequence[str] = ()
-    """Differences from the config of that run, a line each. Params of an MLflow run are written once and stay."""
+    """Differences from the config of the resumed run, one per line. Params of an MLflow run cannot be changed."""
 
     @property
     def run_id(self) -> str:
-        """Key that distinguishes this run from others of its name, in all its attempts."""
+        """Key that distinguishes this run from others with the same name, in all its attempts."""
         return str((self.continues or {}).get("key") or self.key)

@@ -1,7 +1,7 @@
-"""Frozen results that cross process borders: from a worker to the recorder, and from a run to its reader.
+"""Results that are sent between processes: from a worker to the recorder, and from a run to its reader.
 
-`recorded_at` is the `steady_time` of the process where something happened, seconds since 1970, read when its record is
-made: charts over time must not show when a record arrived, which may be much later and many at once.
+`recorded_at` is the `steady_time` of the process where an event occurred, in seconds since 1970, taken when its record
+is made: charts over time must not depend on the arrival of a record, which may be much later.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from scaleray.records.rows import Row
 from scaleray.records.start import steady_time
 
 EMULATED = "emulated"
-"""Mark of figures whose compute was a timed sleep (`scaleray.emulation`)."""
+"""Mark of results whose computation was a timed sleep (`scaleray.emulation`)."""
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, as rank 0 saw it. Loss is the global mean; times are seconds on rank 0.
+    """One optimizer step, from rank 0's view. Loss is the global mean; times are seconds on rank 0.
 
-    Under strategies whose replicas train apart, loss and count are those of rank 0's own samples between two meetings,
-    and the gradient's norm is always its own.
+    If replicas train separately, loss and count are those of rank 0's own samples between synchronisations, and the
+    gradient norm is always its own.
     """
 
     step: int
     """Number of this step, from 1."""
     loss: float
     count: float
-    """Number of samples or tokens that the loss was summed over, in all workers."""
+    """Number of samples or tokens over which the loss was summed, on all workers."""
     num_samples: int
     learning_rate: float
     grad_norm: float | None
@@ -50,11 +50,11 @@ class StepRecord:
     loss_scale: float | None = None
     world_size: int = 1
     sent_bytes: float = 0.0
-    """Bytes that rank 0 gave to collectives in this step for gradients, parameters and activations."""
+    """Bytes that rank 0 contributed to collectives in this step for gradients, parameters and activations."""
     more: dict[str, float] = field(default_factory=dict)
-    """Figures of the strategy or a transform, by metric name."""
+    """Metrics of the strategy or a transform, by name."""
     losses: dict[str, float] = field(default_factory=dict)
-    """Each of a workload's several losses, of which `loss` is the sum."""
+    """Each of a workload's several losses, whose sum is `loss`."""
     recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
@@ -80,14 +80,14 @@ class SystemRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """One complete checkpoint. bytes_written: bytes that were new since the last one, out of its total_bytes."""
+    """One complete checkpoint. bytes_written: part of total_bytes that was new since the last one."""
 
     step: int
     path: str
     bytes_written: int
     total_bytes: int
     duration_s: float
-    """Seconds from the beginning of the checkpoint to its manifest, during the training."""
+    """Seconds from the start of the checkpoint to its manifest, during the training."""
     stall_s: float
     """Seconds that training waited for the checkpoint on rank 0."""
     recorded_at: float = field(default_factory=steady_time, compare=False)
@@ -95,15 +95,14 @@ class CheckpointRecord:
 
 @dataclass(frozen=True)
 class DerivedRecord:
-    """Derived values as training uses them, where only the workers know them: a workload's own optimizer may have
-    others."""
+    """Derived values in use that only the workers know: a workload's own optimizer may have different ones."""
 
     values: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """Size of the model that the first worker has built, and its device."""
+    """Size of the model built by the first worker, and its device."""
 
     num_parameters: int
     device: str
@@ -111,18 +110,18 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class EventRecord:
-    """Something a user should know, said once: a warning, a restart, a promise that is weaker than usual."""
+    """An event for users, reported once: a warning, a restart, or a weaker guarantee than usual."""
 
     text: str
     kind: str = "info"
-    """Kind of event: `info`, `warning`, `hint`, or `resumed`, which says after which step a run went on."""
+    """Kind of event: `info`, `warning`, `hint`, or `resumed`, with the step from which a run continued."""
     step: int | None = None
     recorded_at: float = field(default_factory=steady_time, compare=False)
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life of one worker. phase: what its step is doing since `since_s` seconds; tail: its last log lines."""
+    """A sign of life of one worker. phase: its activity since `since_s` seconds; tail: its last log lines."""
 
     rank: int
     node: str
@@ -133,22 +132,22 @@ class Heartbeat:
     tail: tuple[str, ...] = ()
     world_size: int = 1
     silent_s: float = 0.0
-    """Seconds since the sign of life came, at the time of reading."""
+    """Seconds since the sign of life arrived, at the time of reading."""
     recent: RecentSteps | None = None
     """Durations of its last steps; None before the second one."""
 
 
 @dataclass(frozen=True)
 class WorkerSummary:
-    """Measurements of one worker over the whole run. Rank 0's speaks for the run."""
+    """Measurements of one worker over the whole run. Rank 0's represent the run."""
 
     rank: int
     node: str
     steps: int
     verdict: str
-    """End of the run: `done`, `target reached` or `stopped: ...`."""
+    """Reason for the end: `done`, `target reached` or `stopped: ...`."""
     samples_per_s: float | None
-    """Global samples per second in steady state: the first steps and evaluations left out."""
+    """Global samples per second in steady state, without the first steps and evaluations."""
     tokens_per_s: float | None
     step_time_s: float | None
     """Median step time in steady state, in seconds."""
@@ -158,32 +157,31 @@ class WorkerSummary:
     peak_memory_bytes: int
     nonfinite_steps: int
     sample_order: str
-    """Promise of the input about the order of the samples."""
+    """Guarantee of the input on the order of the samples."""
     strategy: str
     device: str
     model: dict[str, Any] = field(default_factory=dict)
-    """Number of parameters, the hash of their initial values, whether the model's compute is emulated, and attributes
-    of its modules that changed in training."""
+    """Number of parameters, the hash of their initial values, whether the model's computation is emulated, and
+    attributes of its modules that changed in training."""
     hardware: dict[str, Any] = field(default_factory=dict)
     """Processor and accelerators of this worker's node."""
     compilation: dict[str, Any] = field(default_factory=dict)
-    """Result of torch.compile: graphs, graph breaks and failures with file and line. Empty where it was not asked
-    for."""
+    """Result of torch.compile: graphs, graph breaks and failures with file and line. Empty if it was not used."""
     memory: dict[str, Any] = field(default_factory=dict)
-    """Parts of this worker's memory in bytes, and what a search for a micro-batch found."""
+    """Parts of this worker's memory in bytes, and the result of a search for a micro-batch."""
     noise: dict[str, Any] = field(default_factory=dict)
-    """The gradient noise scale with its interval and how it was measured. Empty where it was not measured."""
+    """Gradient noise scale with its interval and how it was measured. Empty if not measured."""
     start: dict[str, float] = field(default_factory=dict)
-    """Seconds of each part of the start, as `records/start.py` names them."""
+    """Seconds of each part of the start, named as in `records/start.py`."""
     best: dict[str, Any] = field(default_factory=dict)
     """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value and step. Empty without one."""
     profile: RankMeasurements | None = None
-    """Where the time of this worker's steps went; None where that was not measured."""
+    """Use of this worker's time in its steps; None if not measured."""
 
 
 @dataclass(frozen=True)
 class LoggedMetrics:
-    """Values by name that user code has logged after `step` steps."""
+    """Values by name, logged by user code after `step` steps."""
 
     step: int
     metrics: dict[str, float]
@@ -192,9 +190,9 @@ class LoggedMetrics:
 
 @dataclass(frozen=True)
 class LoggedFile:
-    """A file that user code has logged after `step` steps. path: under the run's `logged/`.
+    """A file logged by user code after `step` steps. path: below the run's `logged/`.
 
-    shape: of an image that is still to be encoded, whose bytes `data` are; None: `data` is the file's content.
+    shape: of an image that is still to be encoded, with bytes `data`; None: `data` is the file's content.
     """
 
     step: int
@@ -221,7 +219,7 @@ WorkerMessage = (
 Emit = Callable[[WorkerMessage], None]
 """Function that takes a message of a worker."""
 Show = Callable[[Sequence[WorkerMessage | Heartbeat]], None]
-"""Function that is called with a run's messages as they arrive, and with what its first worker is doing."""
+"""Function that is called with a run's messages as they arrive, and with the activity of its first worker."""
 Say = Callable[[str], None]
 """Function that is called with lines of text for the user."""
 
@@ -232,7 +230,7 @@ class RunRecord(JsonRecord):
 
     name: str
     status: str
-    """Status in MLflow's words: `FINISHED`, `FAILED` or `KILLED`."""
+    """Status as in MLflow: `FINISHED`, `FAILED` or `KILLED`."""
     verdict: str
     workers: int
     strategy: str
@@ -264,22 +262,22 @@ class RunRecord(JsonRecord):
     """Folder with config.yaml, record.json, steps.csv and the final weights."""
     events: list[str] = field(default_factory=list)
     resumed_after: list[int] = field(default_factory=list)
-    """Steps whose checkpoints the run went on from, after interruptions and lost workers."""
+    """Steps of the checkpoints from which the run continued, after interruptions and lost workers."""
     compilation: dict[str, Any] = field(default_factory=dict)
     """Result of torch.compile on rank 0, see WorkerSummary."""
     memory: list[dict[str, Any]] = field(default_factory=list)
     """Parts of each worker's memory in bytes, by rank."""
     noise: dict[str, Any] = field(default_factory=dict)
-    """The gradient noise scale as rank 0 measured it, see WorkerSummary."""
+    """Gradient noise scale measured by rank 0, see WorkerSummary."""
     marks: list[str] = field(default_factory=list)
-    """Marks that set the run's figures apart, such as `emulated`."""
+    """Marks that set the run's results apart, such as `emulated`."""
     start: dict[str, float] = field(default_factory=dict)
     """Seconds of each part of the start on the first worker, see `records/start.py`. Empty in older records."""
     best: dict[str, Any] = field(default_factory=dict)
-    """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value, step, and the path of its checkpoint, where
-    that is kept. Empty in older records."""
+    """Best evaluation by `stop.watch` or `checkpoint.best`: metric, value, step, and the path of its checkpoint, if it
+    is retained. Empty in older records."""
     profile: RunProfile | None = None
-    """Where the time went, on every rank. None in older records, and where no step was measured."""
+    """Use of time on every rank. None in older records, and if no step was measured."""
     alerts: list[dict[str, Any]] = field(default_factory=list)
     """Alerts that began, see `records/alert_record.py`. Empty in older records."""
     evaluations: dict[str, list[list[float | None]]] = field(default_factory=dict)
@@ -287,16 +285,16 @@ class RunRecord(JsonRecord):
     weights: dict[str, dict[str, Any]] = field(default_factory=dict)
     """SHA-256 and size of each file of the final weights, by its name in the run's folder. Empty in older records."""
     checkpoints: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each checkpoint that a finished run kept, by the name of its folder: the one at the beginning of its
-    manifest, which has those of its files. Empty in older records."""
+    """SHA-256 of each checkpoint retained by a finished run, by the name of its folder: the hash at the beginning of
+    its manifest, which has those of its files. Empty in older records."""
     attributes: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     """Attributes of the model's modules that changed in training, by `module/attribute`; they belong to the final
     weights. Empty in older records."""
     unsent_file: str | None = None
-    """Metrics that MLflow did not take; `scaleray tracking replay FILE` sends them."""
+    """File of the metrics that MLflow did not accept; `scaleray tracking replay FILE` sends them."""
 
     def rows(self) -> list[Row]:
-        """Measurements of the whole run; last values of its evaluations come last."""
+        """Measurements of the whole run, with the final evaluation values last."""
         return [
             Row(names.RECORD_STEPS, self.steps),
             Row(names.RECORD_FINAL_LOSS, self.final_loss),
@@ -314,7 +312,7 @@ class RunRecord(JsonRecord):
 
     @property
     def judged(self) -> JudgedMetric | None:
-        """The evaluation metric that the run is judged by; None without an evaluation."""
+        """Evaluation metric that measures the run's success; None without an evaluation."""
         return judged_metric(self.metrics, self.config)
 
     def lines(self) -> list[str]:
@@ -325,8 +323,8 @@ class RunRecord(JsonRecord):
             f"{quantity(self.workers, 'worker')}, {self.strategy}, {self.steps} steps in {self.total_time_s:.1f} s",
             figures({"final loss": self.final_loss}),
             figures(dict(sorted(self.metrics.items()))),
-            f"{steady}, {1e3 * self.step_time_s:.4g} ms a step" if steady and self.step_time_s else steady,
-            f"events: {len(self.events)}, the last: {self.events[-1].splitlines()[0]}" if self.events else "",
+            f"{steady}, {1e3 * self.step_time_s:.4g} ms per step" if steady and self.step_time_s else steady,
+            f"events: {len(self.events)}, last one: {self.events[-1].splitlines()[0]}" if self.events else "",
             f"alerts: {self.alerts_in_words()}" if self.alerts else "",
             f"status: {self.status}",
             f"MLflow: {self.mlflow_link}" if self.mlflow_link else "",
@@ -336,23 +334,23 @@ class RunRecord(JsonRecord):
 
     @property
     def summary(self) -> str:
-        """The verdict, the length, the speed and the last evaluation."""
+        """Verdict, length, speed and last evaluation."""
         told = [figures({"samples/s": self.samples_per_s}), figures(dict(sorted(self.metrics.items())))]
         return "; ".join([f"{self.verdict}: {quantity(self.steps, 'step')}", *filter(None, told)])
 
     def alerts_in_words(self) -> str:
-        """How often each alert began, in one line; empty without any."""
+        """Counts of each alert in one line; empty without any."""
         return counted(str(alert.get("name")) for alert in self.alerts)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The record in the text of a record.json, in which null may represent a number that was not finite. Raises
-        NewerRecord, and ValueError or TypeError for anything else than a record. Unknown keys are left out.
+        """Parse the text of a record.json, in which null may represent a number that was not finite. Raises
+        NewerRecord, or ValueError or TypeError if it is not a record. Unknown keys are ignored.
         """
         known = {one.name for one in dataclasses.fields(cls)}
         values = load_json(of_known_version(inert_json(text)))
         if not isinstance(values, dict):
-            raise TypeError(f"it holds no record but a {type(values).__name__}")
+            raise TypeError(f"it is not a record but a {type(values).__name__}")
         profile = RunProfile.of(values.pop("profile", None))
         values = {key: value for key, value in values.items() if key in known}
         check_types(cls, values)

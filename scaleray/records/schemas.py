@@ -1,4 +1,4 @@
-"""JSON schemas of the config and of the records, for editors and for readers of `record.json`.
+"""JSON schemas of the config and the records, for editors and for readers of `record.json`.
 
 Written to docs/schemas by docs/generate.py, and printed by `scaleray config schema`.
 """
@@ -24,7 +24,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def _schema_of_config() -> dict[str, Any]:
-    """The schema of a config file. A section may be empty, as its defaults hold then."""
+    """Schema of a config file. A section may be empty, which means its defaults."""
     schema = RunConfig.model_json_schema()
     for name, section in schema["properties"].items():
         if "$ref" in section and name not in schema["required"]:
@@ -37,7 +37,7 @@ def _schema_of_config() -> dict[str, Any]:
 
 
 def record_schema(kind: type) -> dict[str, Any]:
-    """The schema of a record.json. Numbers that were not finite are null there."""
+    """Schema of a record.json. Numbers that were not finite are null in it."""
     schema = TypeAdapter(kind).json_schema(schema_generator=_OfRecords)
     return _tidy({"$schema": DIALECT, "title": kind.__name__, **schema})
 
@@ -49,11 +49,11 @@ SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "sweep": lambda: record_schema(SweepRecord),
     "live": lambda: record_schema(LiveState),
 }
-"""Every schema by the name of what it is of."""
+"""All schemas by name."""
 
 
 class _OfRecords(GenerateJsonSchema):
-    """Schemas of records as they are written: with the words below each field, and null for numbers."""
+    """Schemas of records as they are written: with the docstring of each field, and null for numbers."""
 
     def float_schema(self, schema: core_schema.FloatSchema) -> JsonSchemaValue:
         return {"type": ["number", "null"]}
@@ -75,13 +75,13 @@ def _field_words(kind: type) -> dict[str, str]:
     """Docstring of each field of a class, by the field's name."""
     try:
         return meanings_of(inspect.getsource(kind))
-    except (OSError, TypeError):  # of the interpreter itself
+    except (OSError, TypeError):  # for classes of the interpreter itself
         return {}
 
 
 def _tidy(schema: Any, *, holds_names: bool = False) -> Any:
-    """Without pydantic's titles, which only repeat the names, and with each description on one line. holds_names: the
-    keys are names of a mapping of schemas, where `title` may be one."""
+    """Remove pydantic's titles, which only repeat the names, and put each description on one line. holds_names: the
+    keys are names in a mapping of schemas, which may include `title`."""
     if isinstance(schema, list):
         return [_tidy(one) for one in schema]
     if not isinstance(schema, dict):

@@ -1,6 +1,4 @@
-"""Settings of a sweep: trials that differ in their seed alone are one setting, and the best one at each batch size is
-found.
-
+"""Settings of a sweep: groups of trials that differ only in their seed, and the best one at each batch size.
 Used by MLflow's pages and the reports.
 """
 
@@ -18,12 +16,12 @@ from scaleray.records.sweep_record import SweepRecord, Trial
 
 NEVER_RAN = ("failed", "never fits")
 BROKEN = (*NEVER_RAN, "diverged")
-"""Statuses of trials without a result; a diverged one shows that its setting does not work."""
+"""Statuses of trials without a result; `diverged` shows that its setting does not work."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Trials that differ in their seed alone. Figures are medians over them.
+    """Trials that differ only in their seed. Values are medians over them.
 
     value: last value of the sweep's metric. samples_to_target, time_to_target_s: None unless more than half of the
     trials reached the target.
@@ -40,7 +38,7 @@ class Setting:
     time_to_target_s: float | None
 
     one_training_with: tuple[str, ...] = ()
-    """Other rules under which the setting comes to the same training, which ran once."""
+    """Other rules under which the setting leads to the same training, which ran once."""
 
     @property
     def num_reached(self) -> int:
@@ -57,12 +55,12 @@ class Setting:
 
 
 def trained(record: SweepRecord) -> list[Trial]:
-    """The trials that were trained: those without the ones that another trial's training counts for."""
+    """Trials that were trained, without those that share another trial's training."""
     return [trial for trial in record.trials if trial.same_as is None]
 
 
 def one_training(record: SweepRecord) -> list[list[Trial]]:
-    """Groups of trials that one training counts for, the trained one first."""
+    """Groups of trials that share one training, the trained one first."""
     groups: dict[int, list[Trial]] = defaultdict(list)
     for trial in sorted(record.trials, key=lambda t: t.same_as is not None):
         groups[trial.number if trial.same_as is None else trial.same_as].append(trial)
@@ -70,7 +68,7 @@ def one_training(record: SweepRecord) -> list[list[Trial]]:
 
 
 def settings(record: SweepRecord) -> list[Setting]:
-    """All settings, by rule, batch size and learning rate. Trials that never ran are left out."""
+    """All settings, by rule, batch size and learning rate, without trials that never ran."""
     groups: dict[tuple[str, int, float, str, str, str], list[Trial]] = defaultdict(list)
     for t in record.trials:
         if t.status not in NEVER_RAN:
@@ -91,7 +89,7 @@ def settings(record: SweepRecord) -> list[Setting]:
 
 
 def best(found: Iterable[Setting], direction: str) -> Setting | None:
-    """The setting with the fewest samples to the target; where none reached it, that with the best value."""
+    """Return the setting with the fewest samples to the target; if none reached it, the one with the best value."""
     sign = 1.0 if direction == "min" else -1.0
 
     def rank(setting: Setting) -> tuple[float, float]:
@@ -102,7 +100,7 @@ def best(found: Iterable[Setting], direction: str) -> Setting | None:
 
 
 def best_by_batch(record: SweepRecord) -> dict[str, dict[int, Setting]]:
-    """Best setting of each rule at each batch size, from small to large."""
+    """Best setting of each rule at each batch size, in increasing order."""
     groups: dict[str, dict[int, list[Setting]]] = defaultdict(lambda: defaultdict(list))
     for setting in settings(record):
         groups[setting.rule][setting.batch_size].append(setting)
@@ -119,7 +117,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def _median_reached(values: list[int | None] | list[float | None]) -> float | None:
-    """The median, with trials that did not reach the target as infinitely far, so that a lucky seed does not speak for
-    the others."""
+    """Median in which trials that did not reach the target are infinite, so that a lucky seed does not represent the
+    others."""
     middle = statistics.median(math.inf if v is None else float(v) for v in values)
     return middle if math.isfinite(middle) else None

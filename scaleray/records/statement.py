@@ -1,7 +1,7 @@
-"""Provenance of a promoted model, as an in-toto statement with SLSA's predicate of provenance.
+"""Provenance of a promoted model, as an in-toto statement with SLSA's provenance predicate.
 
-https://in-toto.io/Statement/v1 and https://slsa.dev/spec/v1.0/provenance: subjects are files with their SHA-256, their
-sources are the resolved dependencies. The statement is not signed: it shows later changes, and not its author.
+https://in-toto.io/Statement/v1 and https://slsa.dev/spec/v1.0/provenance: subjects are files with their SHA-256; their
+sources are the resolved dependencies. The statement is not signed: it reveals later changes, but not its author.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHUNK = 1 << 20
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file in and below a folder, by its path, but for the statement itself."""
+    """SHA-256 of each file in and below a folder, by its path, except the statement itself."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     names = {path.relative_to(folder).as_posix(): path for path in files}
     return {name: file_digest(path) for name, path in names.items() if name != STATEMENT}
@@ -49,8 +49,8 @@ def statement_of(
     at: str,
     version: str,
 ) -> dict[str, Any]:
-    """The statement. files: SHA-256 by path; weights: which ones, as text; by, at: user and time of the promotion;
-    version: of scaleray.
+    """Return the statement. files: SHA-256 by path; weights: description of the weights; by, at: user and time of the
+    promotion; version: of scaleray.
     """
     facts = run.environment.get("environment") or {}
     git = facts.get("git") or {}
@@ -92,5 +92,5 @@ def statement_of(
 
 
 def subjects(statement: Mapping[str, Any]) -> dict[str, str]:
-    """SHA-256 by path, as a statement says. Raises KeyError or TypeError for what is no statement."""
+    """SHA-256 by path in a statement. Raises KeyError or TypeError if it is not a statement."""
     return {str(one["name"]): str(one["digest"]["sha256"]) for one in statement["subject"]}

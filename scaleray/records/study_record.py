@@ -1,7 +1,6 @@
-"""Frozen results of scaling studies: what they measured and concluded, for fits, MLflow and reports. JSON both ways.
+"""Records of scaling studies: measurements and conclusions, for fits, MLflow and reports.
 
-Intervals are those in which the true value lies with 95 % confidence, from a bootstrap over repeated turns unless said
-otherwise.
+Intervals contain the true value with 95 % confidence, from a bootstrap over repeated turns unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -37,31 +36,30 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """Conditions that must be the same for points on one curve, as hashes to compare and as facts to show the
-    difference.
-    """
+    """Conditions that must be equal for points on one curve, as hashes for comparison and as facts to show
+    differences."""
 
     config_hash: str
-    """Hash of the keys that decide the training, without the number of workers and what follows from it."""
+    """Hash of the keys that determine the training, without the number of workers and values derived from it."""
     code_hash: str
     """Hash of scaleray's version, the git commit, and the workload's own source."""
     environment_hash: str
     topology_hash: str
     environment: dict[str, Any] = field(default_factory=dict)
     topology: dict[str, Any] = field(default_factory=dict)
-    """Nodes with their cores, accelerators and where the workers were placed."""
+    """Nodes with their cores, accelerators and placement of the workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToTarget:
-    """Steps, samples and time that a training to the config's target took. Numbers count up to the evaluation that
-    reached it, or to the end."""
+    """Steps, samples and time of a training to the config's target, up to the evaluation that reached it, or to the
+    end."""
 
     is_reached: bool
     steps: int
     samples: int
     time_s: float
-    """Seconds of training; evaluations are left out."""
+    """Seconds of training, without evaluations."""
     metric: str
     value: float
     curve: list[tuple[int, float, float]] = field(default_factory=list)
@@ -72,62 +70,61 @@ class ToTarget:
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseCourse:
-    """The gradient noise scale over a training or its beginning, in samples: the batch size at which noise equals
+    """Gradient noise scale over a training or its beginning, in samples: the batch size at which noise equals
     signal."""
 
     scale: float | None
-    """Average of the noise scale at the end; None: larger than could be resolved."""
+    """Average of the noise scale at the end; None: too large to be resolved."""
     interval: tuple[float, float | None] | None = None
     """95 % interval, by Fieller's method; None as its upper end is infinite. None for fewer than 3 measurements."""
     way: str
-    """Gradients that it was measured from: `workers`, `first micro-batch`, or `consecutive steps`, which makes it too
-    small."""
+    """Gradients used for the measurement: `workers`, `first micro-batch`, or `consecutive steps`, which underestimates
+    it."""
     num_measurements: int
     covers: str
-    """Part of the training that was measured: `its first steps`, or `the training to the target`."""
+    """Measured part of the training: `its first steps`, or `the training to the target`."""
     curve: list[tuple[int, float | None]] = field(default_factory=list)
-    """(samples trained on before, average so far) of each measurement, or of every second, fourth ... of many."""
+    """(samples trained on before, average so far) of each measurement, or of every second, fourth ... if there are
+    many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One turn of a number of workers, as it was measured: raw, the warm-up included."""
+    """Raw measurements of one turn of a number of workers, including the warm-up."""
 
     step_times_s: list[float]
     """Seconds of every optimizer step on the first worker, from step to step."""
     input_waits_s: list[float]
     """Seconds of each of these steps in which the first worker waited for its input."""
     input_share: float
-    """Share of the steady time spent waiting for input, on the worker where it is largest."""
+    """Share of the steady time spent waiting for input, on the worker with the largest share."""
     alone_s: float | None = None
-    """Median seconds of a step with the same micro-batches and update without any communication, on the same workers at
-    the same time, input left out: mean over the workers. None where one worker alone cannot do its part of a step."""
+    """Median seconds of a step with the same micro-batches and update but no communication, on the same workers at the
+    same time, without input: mean over the workers. None if a worker cannot do its part of a step alone."""
     slowest_alone_s: float | None = None
     """Median seconds of such a step on the slowest worker of each step."""
     comm_s: float | None = None
-    """Seconds that a step spends on collectives, sent without any other work. None if that is not known."""
+    """Seconds of a step's collectives without any other work. None if unknown."""
     sent_bytes: float = 0.0
-    """Bytes that the first worker sends in a step."""
+    """Bytes sent by the first worker in a step."""
     peak_memory_bytes: int = 0
-    """Peak memory of the worker that needed most."""
+    """Peak memory of the worker with the highest peak."""
     hardware: list[dict[str, Any]] = field(default_factory=list)
-    """Hardware of the workers, each kind of worker once."""
+    """Hardware of the workers, each type once."""
     is_emulated: bool = False
     measured_at: float
     """Time of the measurement, in seconds since 1970."""
     study: str = ""
     """Name of the study that measured the turn."""
     round: int | None = None
-    """Round of that study: turns of one round were taken one after the other, by the same workers. None for a turn
-    launched alone."""
+    """Round of that study: turns of one round were taken successively by the same workers. None for a turn launched
+    alone."""
     placement: dict[str, int] = field(default_factory=dict)
     """Number of workers on each node. Empty for turns of older versions."""
 
     @property
     def round_name(self) -> str:
-        """Name of the round: equal for turns of one round and for no others; "" if no other turn
-        belongs to the round.
-        """
+        """Name of the round, shared only by turns of the same round; "" if no other turn belongs to the round."""
         return "" if self.round is None else f"{self.study}/{self.round}"
 
 
@@ -142,40 +139,40 @@ class Point:
     micro_batch_size: int
     accumulation_steps: int
     turns: list[list[float]]
-    """Step times in steady state in s, a list for each turn."""
+    """Step times in steady state in s, one list per turn."""
     rounds: list[str] = field(default_factory=list)
-    """Name of the round of each turn, see `Turn.round_name`; turns of two points in one round can be compared pair by
-    pair."""
+    """Name of the round of each turn, see `Turn.round_name`; turns of two points in one round can be compared in
+    pairs."""
     num_warmup_steps: int
-    """Number of steps left out in each turn."""
+    """Number of omitted initial steps in each turn."""
     step_time_s: Estimate
     """Median step time over the steps of all turns."""
     samples_per_s: Estimate
     tokens_per_s: Estimate | None = None
     compute_s: float
-    """Time spent computing. With `exposed_comm_s`, `input_wait_s` and `other_s` it adds up to the step time."""
+    """Computing time. With `exposed_comm_s`, `input_wait_s` and `other_s` it sums to the step time."""
     exposed_comm_s: float | None
-    """Time that the step waits for communication, with what goes with it (copies, reductions). None if it cannot be
-    separated from computing: under tensor and pipeline parallelism, whose `compute_s` holds both.
+    """Time that the step waits for communication, including copies and reductions. None if it cannot be separated from
+    computing: under tensor and pipeline parallelism, where `compute_s` includes both.
     """
     input_wait_s: float
     other_s: float = 0.0
     """Time spent waiting for the slowest worker of a step."""
     comm_s: float | None = None
-    """Time of all communication, hidden or not; None if it is not known."""
+    """Time of all communication, hidden or not; None if unknown."""
     sent_bytes: float = 0.0
     mfu: float | None = None
-    """Model FLOPs per second over the peak of the devices; None where the peak is not known."""
+    """Model FLOPs per second over the peak of the devices; None if the peak is unknown."""
     peak_memory_bytes: int = 0
     cost_per_million_samples: float | None = None
     noise_scale: float | None = None
     noise: NoiseCourse | None = None
-    """How `noise_scale` was measured, and its course."""
+    """How `noise_scale` was measured, and its course over the training."""
     to_target: ToTarget | None = None
     marks: list[str] = field(default_factory=list)
-    """Conditions that every figure of the point must show: `oversubscribed`, `emulated`, `relaunched`."""
+    """Conditions to show with all values of the point: `oversubscribed`, `emulated`, `relaunched`."""
     reused_from: str | None = None
-    """Name of the study that measured the point, where this one did not."""
+    """Name of the study that measured the point, if it was another one."""
     measured_at: float
     """Time of the measurement, in seconds since 1970."""
     run_id: str = ""
@@ -188,7 +185,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class CurvePoint:
-    """A point compared with the curve's base. Strong efficiency: n0 t(n0) / (n t(n)); weak: t(n0) / t(n)."""
+    """A point relative to the base of its curve. Strong efficiency: n0 t(n0) / (n t(n)); weak: t(n0) / t(n)."""
 
     point: Point
     speedup: Estimate
@@ -196,11 +193,11 @@ class CurvePoint:
     efficiency: Estimate
 
     def rows(self) -> list[Row]:
-        """Measurements of the point, and its figures relative to the base."""
+        """Measurements of the point, and its values relative to the base."""
         return _rows(self.point, self.relative_rows())
 
     def relative_rows(self) -> list[Row]:
-        """Figures of the point relative to the base."""
+        """Values of the point relative to the base."""
         return [self.speedup.row(names.POINT_SPEEDUP), self.efficiency.row(names.POINT_EFFICIENCY)]
 
 
@@ -210,7 +207,7 @@ def _rows(point: Point, relative: Sequence[Row]) -> list[Row]:
     return [
         point.step_time_s.row(names.POINT_STEP_TIME_S),
         point.samples_per_s.row(names.POINT_SAMPLES_PER_S),
-        # its interval is that of samples/s, times the tokens of a sample
+        # its interval is that of samples/s, times the tokens per sample
         Row(names.POINT_TOKENS_PER_S, point.tokens_per_s.value if point.tokens_per_s else None),
         *relative,
         Row(names.POINT_COMPUTE_S, point.compute_s),
@@ -231,15 +228,15 @@ def _rows(point: Point, relative: Sequence[Row]) -> list[Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A law fitted to a curve. `held_out_error`: mean relative error of the speed-up of points that were left out of
-    the fit."""
+    """A law fitted to a curve. `held_out_error`: mean relative error of the speed-up of points excluded from the
+    fit."""
 
     law: str
     """Name of the law: `amdahl`, `gustafson`, `usl` or `planner`."""
     parameters: dict[str, Estimate]
     held_out_error: float | None
     band: list[tuple[float, Estimate]] = field(default_factory=list)
-    """(workers, speed-up) along the curve, one doubling further than the points."""
+    """(workers, speed-up) along the curve, to one doubling beyond the points."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,12 +248,12 @@ class NextDoubling:
     """Throughput at `workers` over that of the largest point; 2 is ideal."""
     efficiency: Estimate
     cost_factor: float
-    """Price of a second over that of the largest point."""
+    """Cost per second over that of the largest point."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The points of one mode by number of workers, and what follows from them."""
+    """Points of one mode by number of workers, and conclusions from them."""
 
     mode: Mode
     base_workers: int
@@ -269,7 +266,7 @@ class Curve:
     (which some strategies cannot separate) or `nothing yet`.
     """
     verdict: str = ""
-    """One or two sentences: the next doubling, or why nothing is said about it, and what to change."""
+    """One or two sentences: the next doubling, or why it is not predicted, and what to change."""
 
 
 @final
@@ -287,12 +284,12 @@ class StudyRecord(JsonRecord):
     currency: str = ""
     marks: list[str] = field(default_factory=list)
     words: list[str] = field(default_factory=list)
-    """Every curve's verdict, and what else a reader should know."""
+    """Verdicts of all curves, and further notes for the reader."""
     model_profile: dict[str, Any] | None = None
-    """Counted costs of the model, as `records/workload_profile.py` has them, from which the planner learns. None where
-    they were not counted."""
+    """Counted costs of the model, in the form of `records/workload_profile.py`, used by the planner. None if they were
+    not counted."""
     noise: list[tuple[int, float]] = field(default_factory=list)
-    """(samples, noise scale) over the training of the point with most measurements, where it was measured."""
+    """(samples, noise scale) over the training of the point with most measurements, if measured."""
     started_at: float
     duration_s: float
     tracking_uri: str = ""
@@ -303,11 +300,11 @@ class StudyRecord(JsonRecord):
 
     @property
     def summary(self) -> str:
-        """The verdict of the first curve."""
+        """Verdict of the first curve."""
         return self.curves[0].verdict if self.curves else ""
 
     def lines(self) -> list[str]:
-        """Each point of the curves, the conclusions, and where the study is."""
+        """Lines with each point of the curves, the conclusions, and the location of the study."""
         points = [
             f"{curve.mode}, {quantity(one.point.workers, 'worker')}: "
             f"{one.point.samples_per_s.value:.4g} samples/s, speed-up {one.speedup.value:.3g}"

@@ -1,4 +1,4 @@
-"""Frozen results of sweeps: every trial, what a batch size is worth, and the conclusions. JSON both ways.
+"""Records of sweeps: all trials, the goodput of batch sizes, and the conclusions.
 
 Intervals as in `scaleray.records.study_record`.
 """
@@ -32,7 +32,7 @@ class Trial:
     seed: int
     workers: int
     settings: dict[str, Any] = field(default_factory=dict)
-    """Every key that the trial sets, as a dotted name, with its value."""
+    """All keys set by the trial, as dotted names, with their values."""
     metric: str = ""
     value: float | None = None
     """Last value of the metric."""
@@ -45,23 +45,22 @@ class Trial:
     samples: int = 0
     training_time_s: float = 0.0
     total_time_s: float = 0.0
-    """Seconds from when the trial had its workers to its end."""
+    """Seconds during which the trial had its workers."""
     ended_at: float | None = None
     """Time of the trial's end, in seconds since 1970; None in older records."""
     samples_per_s: float | None = None
     noise_scale: float | None = None
-    """Noise scale that represents the whole training, see `NoiseWindows.effective`; None with an interval: larger than
-    could be resolved.
+    """Noise scale that represents the whole training, see `NoiseWindows.effective`; None with an interval: too large to
+    be resolved.
     """
     noise_interval: tuple[float, float | None] | None = None
     """95 % interval of the noise scale; None as its upper end is infinite."""
     goodput: float | None = None
-    """Samples of the reference batch that a second of this training was worth, by samples to the target."""
+    """Goodput of this training, in samples of the reference batch per second, by samples to the target."""
     error: str = ""
     run_id: str = ""
     same_as: int | None = None
-    """Number of the trial whose training this one's settings come to as well: it was trained once, and the figures
-    are those of that trial."""
+    """Number of the trial that shares its training with this one: it was trained once, and has the measurements."""
 
     def rows(self) -> list[Row]:
         """Measurements of the trial."""
@@ -80,7 +79,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputPoint:
-    """A batch size as a guided sweep sees it. Efficiency and goodput are relative to `batch_size` examples at the
+    """Estimates for a batch size in a guided sweep. Efficiency and goodput are relative to `batch_size` samples at the
     reference."""
 
     batch_size: int
@@ -90,11 +89,11 @@ class GoodputPoint:
     predicted_steps: float | None
     predicted_samples: float | None
     is_trusted: bool
-    """Whether the batch size lies within 4 times one whose noise was measured."""
+    """Whether the batch size is within a factor of 4 of one whose noise was measured."""
     is_measured: bool = False
 
     def rows(self) -> list[Row]:
-        """Facts of the batch size."""
+        """Rows of values for the batch size."""
         return [
             self.samples_per_s.row(names.BATCH_SAMPLES_PER_S),
             self.statistical_efficiency.row(names.BATCH_EFFICIENCY),
@@ -122,7 +121,7 @@ class SweepRecord(JsonRecord):
     marks: list[str] = field(default_factory=list)
     """Marks, as on points, that apply to the whole sweep."""
     words: list[str] = field(default_factory=list)
-    """The result in sentences: fastest, cheapest, the knee, where each rule stopped holding."""
+    """Result in sentences: fastest, cheapest, the knee, and the limit of each rule."""
     started_at: float
     duration_s: float
     tracking_uri: str = ""
@@ -133,7 +132,7 @@ class SweepRecord(JsonRecord):
 
     @property
     def asked_sizes(self) -> dict[int, int]:
-        """Samples of a batch by its size as it was asked for, where that counts tokens; else nothing."""
+        """Samples of a batch by its requested size, if that is in tokens; otherwise empty."""
         if (self.config.get("batch") or {}).get("unit") != "tokens":
             return {}
         known = (t for t in self.trials if "batch.global_size" in t.settings and t.status != "never fits")
@@ -141,7 +140,7 @@ class SweepRecord(JsonRecord):
 
     @property
     def reference_batch_size(self) -> int | None:
-        """The batch at which the config's learning rate was tuned, in samples, as trials count theirs."""
+        """Batch size, in samples as in trials, for which the config's learning rate was tuned."""
         optimizer, batch = (self.config.get(key) or {} for key in ("optimizer", "batch"))
         asked: int | None = optimizer.get("reference_batch_size") or batch.get("global_size")
         sizes = self.asked_sizes
@@ -152,11 +151,11 @@ class SweepRecord(JsonRecord):
 
     @property
     def summary(self) -> str:
-        """The first two conclusions: the fastest setting, and what the search saved."""
+        """The first two conclusions: the fastest setting, and the saving of the search."""
         return " ".join(self.words[:2])
 
     def lines(self) -> list[str]:
-        """How many trials ran, the conclusions, and where the sweep is."""
+        """Lines with the number of trials, the conclusions, and the location of the sweep."""
         counts = Counter(trial.status for trial in self.trials)
         number = quantity(len(self.trials), "trial")
         where = [f"MLflow: {self.mlflow_link}" if self.mlflow_link else "", f"folder: {self.folder}"]

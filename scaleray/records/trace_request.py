@@ -10,26 +10,26 @@ from scaleray.errors import ConfigError
 SLOWEST, ONE_A_NODE = "slowest", "one-a-node"
 USUAL_RANKS = f"0,{SLOWEST},{ONE_A_NODE}"
 FOLDER = "traces"
-"""Folder of a run in which its traces are."""
+"""Folder of a run that contains its traces."""
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """Trace the last steps but one of a training. The step after them ends the trace."""
+    """Request to trace the last steps of a training except the very last, which ends the trace."""
 
     ranks: tuple[int, ...] = (0,)
     slowest: bool = True
-    """Also trace the rank that waits least: the others wait for it."""
+    """Also trace the rank with the shortest waits: the others wait for it."""
     one_a_node: bool = True
     operators: bool = True
     """Whether operators and kernels are traced."""
     memory: bool = False
-    """Whether the memory of each chosen rank's device is noted, and a snapshot of it taken."""
+    """Whether memory events of each chosen rank's device are recorded, and a snapshot is taken."""
     warmup: int = 3
-    """Steps in which the profiler runs and records nothing: its own start would be seen."""
+    """Steps in which the profiler runs without recording, so that its own start is not visible."""
     steps: int = 2
     path: str = ""
-    """Folder or URI that the files go to."""
+    """Folder or URI for the files."""
 
     def into(self, run_path: str) -> TraceRequest:
         """The same request, with files in a run's folder."""
@@ -37,12 +37,12 @@ class TraceRequest:
 
     @property
     def num_steps(self) -> int:
-        """Steps that a trace needs, with the one that ends it."""
+        """Number of steps needed for a trace, including the one that ends it."""
         return self.warmup + self.steps + 1
 
     def first_step(self, total_steps: int) -> int:
-        """Number of the step, from 1, in which the profiler starts to warm up. Raises ConfigError for a training that
-        is too short."""
+        """Number of the step, from 1, in which the profiler starts to warm up. Raises ConfigError if the training is
+        too short."""
         first = total_steps - self.num_steps + 1
         if first < 1:
             needs = f"tracing needs {self.num_steps}: {self.warmup} to warm up"
@@ -53,18 +53,18 @@ class TraceRequest:
         """Raise ConfigError for a rank that the training does not have."""
         for rank in self.ranks:
             if rank >= world_size:
-                there = f"are 0 to {world_size - 1}" if world_size > 1 else "are 0 alone"
+                there = f"are 0 to {world_size - 1}" if world_size > 1 else "are only 0"
                 raise ConfigError(
                     "--ranks", rank, f"the ranks of {world_size} workers {there}", f"such as --ranks {USUAL_RANKS}"
                 )
 
     def is_fixed(self, rank: int, local_rank: int) -> bool:
-        """Whether a rank is traced whatever the others do."""
+        """Whether a rank is traced regardless of the others."""
         return rank in self.ranks or (self.one_a_node and local_rank == 0)
 
 
 def trace_request(ranks: str = USUAL_RANKS, *, operators: bool = True, memory: bool = False) -> TraceRequest:
-    """The request that a list such as `0,slowest,one-a-node` makes. Raises ConfigError for another word."""
+    """Return the request for a list such as `0,slowest,one-a-node`. Raises ConfigError for an unknown word."""
     numbers: set[int] = set()
     words: set[str] = set()
     for word in (each.strip() for each in ranks.split(",")):

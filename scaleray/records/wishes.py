@@ -1,4 +1,4 @@
-"""Requests to workers while they train, as the answer to their signs of life."""
+"""Requests to workers during training, sent in reply to their signs of life."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from enum import StrEnum
 
 
 class Wish(StrEnum):
-    """Actions of a worker after its step. Empty, and so false, is none."""
+    """Action requested of a worker after its step. The empty string, which is false, means none."""
 
     NOTHING = ""
     SAVE = "save"
-    """Make a checkpoint, and continue."""
+    """Write a checkpoint, and continue."""
     LINKS = "links"
     """Measure the links between the workers, and continue."""
     LEAVE = "leave"
-    """Save, and end in good order."""
+    """Save, and end properly."""

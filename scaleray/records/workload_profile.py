@@ -1,4 +1,4 @@
-"""Costs of one sample for a model: arithmetic, parameters and memory, block by block; and how well a device was used.
+"""Costs of one sample for a model: arithmetic, parameters and memory, block by block; and utilisation of devices.
 
 `training.flop_counter` counts them from the user's own workload; the planner and studies read them. Pure arithmetic.
 """
@@ -31,27 +31,27 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class PartProfile:
-    """One of the model's repeated blocks, or the part before or after them. Figures are per sample, forward,
-    in the run's precision."""
+    """One of the model's repeated blocks, or the part before or after them. Values are per sample, forward, in the
+    run's precision."""
 
     name: str
     num_parameters: int
-    """Number of parameters; those that several parts use count in the first one."""
+    """Number of parameters; shared ones count in the first part that uses them."""
     products: list[Product] = field(default_factory=list)
     attention_flops: float = 0.0
-    """FLOPs of fused attention: in full, also where a causal mask would leave out half."""
+    """FLOPs of fused attention: in full, even if a causal mask would skip half."""
     convolution_flops: float = 0.0
     winograd_flops: float = 0.0
-    """FLOPs of convolutions with ungrouped 3x3 and 5x5 filters of stride 1, for which there is a faster algorithm in 32
-    bit; a part of `convolution_flops`."""
+    """FLOPs of convolutions with ungrouped 3x3 and 5x5 filters of stride 1, which have a faster algorithm in 32 bit;
+    included in `convolution_flops`."""
     activation_bytes: float = 0.0
     """Bytes kept from the forward pass for the backward pass."""
     output_bytes: float = 0.0
     """Bytes of the output: what a checkpointed block keeps of its predecessor, and what a pipeline sends."""
     traffic_bytes: float = 0.0
-    """Bytes read and written by every other operation, uncompiled."""
+    """Bytes read and written by all other operations, uncompiled."""
     num_operations: int = 0
-    """Number of kernels that an uncompiled forward pass launches, for a micro-batch of any size."""
+    """Number of kernels launched by an uncompiled forward pass, for a micro-batch of any size."""
 
     @property
     def forward_flops(self) -> float:
@@ -61,7 +61,7 @@ class PartProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadProfile:
-    """Costs of a workload's model and loss, counted on a micro-batch. Figures are per sample; blocks are part of the
+    """Costs of a workload's model and loss, counted on a micro-batch. Values are per sample; blocks are included in the
     totals."""
 
     num_parameters: int
@@ -69,19 +69,20 @@ class WorkloadProfile:
     parameter_bytes: int
     precision: str
     backward_flops: float
-    """FLOPs of the backward pass, without what is computed a second time, such as attention's scores."""
+    """FLOPs of the backward pass, without recomputation, such as that of attention scores."""
     activation_bytes: float
     """Bytes kept from the forward pass for the backward pass, for each sample of a micro-batch; without
     parameters and inputs."""
     fixed_activation_bytes: float
-    """Bytes kept in the same way whatever the micro-batch: copies of weights in a narrower type, for example."""
+    """Bytes kept in the same way for any micro-batch, for example copies of weights in a narrower dtype."""
     count_per_sample: float | None
-    """Tokens of a sample, or other units that the loss counts; None if it needs computing to know."""
+    """Tokens of a sample, or other units counted by the loss; None if only computing it shows the number."""
     parts: list[PartProfile] = field(default_factory=list)
-    """Costs of what comes before the blocks, of each block of the workload's `blocks()`, and of what comes after them,
-    the loss included. Without blocks everything is in the last part."""
+    """Costs of the part before the blocks, of each block of the workload's `blocks()`, and of the part after them,
+    including the loss. Without blocks all costs are in the last part."""
     is_computed: bool = False
-    """Whether the loss was really computed, on the CPU: it looks at values, which counting alone does not have."""
+    """Whether the loss was actually computed, on the CPU, because it depends on values, which counting does not
+    provide."""
 
     @property
     def blocks(self) -> list[PartProfile]:
@@ -90,9 +91,9 @@ class WorkloadProfile:
 
     @property
     def forward_flops(self) -> float:
-        """FLOPs of matrix products, convolutions and attention in the forward pass: multiplications and
-        additions. Attention counts in full: the convention of published MFU figures (Chowdhery et al. 2022,
-        arXiv:2204.02311, appendix B)."""
+        """FLOPs of matrix products, convolutions and attention in the forward pass: multiplications and additions.
+        Attention counts in full, the convention of published MFU values (Chowdhery et al. 2022, arXiv:2204.02311,
+        appendix B)."""
         return sum(part.forward_flops for part in self.parts)
 
     @property
@@ -106,7 +107,7 @@ class WorkloadProfile:
 
     @classmethod
     def from_json(cls, text: str) -> WorkloadProfile:
-        """Read what `to_json` gave. Raises pydantic's ValidationError for anything else."""
+        """Parse the output of `to_json`. Raises pydantic's ValidationError for anything else."""
         return TypeAdapter(cls).validate_json(text)
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,20 +116,20 @@ class WorkloadProfile:
 
 
 class ImpossibleUtilisation(ScaleRayError):
-    """Utilisation above what the devices can compute: a count, a time or a peak is wrong."""
+    """Error for a utilisation above the devices' capability: a count, a time or a peak is wrong."""
 
 
 def mfu(flops: float, *, time_s: float, peak_flops_per_s: float, num_devices: int = 1) -> float:
     """Model FLOPs utilisation: model FLOPs per second over the peak of the devices, in (0, 1].
 
-    flops: model FLOPs of what was trained in `time_s`, for example `profile.flops * global_batch_size` for one step.
-    peak_flops_per_s: dense peak of one device in the precision that computes. Raises ImpossibleUtilisation above 1.
+    flops: model FLOPs of the samples trained in `time_s`, for example `profile.flops * global_batch_size` for one step.
+    peak_flops_per_s: dense peak of one device in the precision used. Raises ImpossibleUtilisation above 1.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, section 4.1.
     """
     share = flops / time_s / (num_devices * peak_flops_per_s)
     if share > 1.0:
         raise ImpossibleUtilisation(
             f"MFU of {100 * share:.1f} %: {flops:.3g} FLOPs in {time_s:.3g} s on {num_devices} devices of "
-            f"{peak_flops_per_s:.3g} FLOP/s. The peak must be the dense one of the precision that computes"
+            f"{peak_flops_per_s:.3g} FLOP/s. The peak must be the dense one of the precision used"
         )
     return share

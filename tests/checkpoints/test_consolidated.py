@@ -164,7 +164,7 @@ class Wider(nn.Module):
         ),
         ({"linear.bias": torch.zeros(9, dtype=torch.int32)}, ["linear.bias", "[9] int32"]),
         ({"linear.bias": None}, ["linear.bias", "no such tensor"]),
-        ({"another": torch.zeros(2)}, ["another", "not there", "[2] float32", "1 of 3"]),
+        ({"another": torch.zeros(2)}, ["another", "missing", "[2] float32", "1 of 3"]),
     ],
 )
 def test_other_weights_are_refused_in_one_message_and_the_model_stays(tmp_path, change, words):
@@ -253,7 +253,7 @@ def test_one_checkpoint_that_was_copied_elsewhere_is_read(tmp_path):
 def test_a_checkpoint_of_other_names_is_no_weights(tmp_path):
     saver = make_saver(catalog_of(tmp_path))
     save(saver, 1, {"a": torch.ones(1)})
-    with pytest.raises(CheckpointError, match=r"model's b is '\[1\] float32'|model's a is not there"):
+    with pytest.raises(CheckpointError, match=r"model's b is '\[1\] float32'|model's a is missing"):
         load_weights({"b": torch.ones(1)}, str(tmp_path))
 
 

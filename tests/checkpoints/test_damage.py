@@ -127,7 +127,7 @@ def test_a_folder_without_a_whole_manifest_does_not_exist(tmp_path):
     truncate(folder / "step-000000002" / "manifest.json")
     assert [m.step for m in catalog.complete()] == [1]
     assert require(catalog, None, where="here").step == 1
-    with pytest.raises(CheckpointError, match=r"step 3 is incomplete.*not finished.*\n.*complete ones: 1"):
+    with pytest.raises(CheckpointError, match=r"step 3 is incomplete.*not finished.*\n.*complete checkpoints: 1"):
         require(catalog, 3, where="here")
     with pytest.raises(CheckpointError, match="step 9 is missing"):
         require(catalog, 9, where="here")

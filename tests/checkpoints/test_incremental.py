@@ -122,7 +122,7 @@ def test_a_base_that_was_removed_from_outside_is_noticed_and_written_again(tmp_p
         file.unlink()
     save(saver, 2, {**tensors, "trained": torch.ones(4)})
     assert [m.step for m in catalog.complete()] == [1], "it would name bytes that are gone"
-    assert "is gone" in messages[-1].text
+    assert "is missing" in messages[-1].text
     save(saver, 3, tensors)
     assert catalog.read(3).chain == 0
     assert_equal(read_all(catalog, catalog.read(3)), tensors)

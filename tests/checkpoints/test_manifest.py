@@ -72,7 +72,7 @@ def test_metrics_belong_to_the_step_that_they_were_measured_at(facts, progress, 
 def test_every_single_changed_byte_is_noticed(position, difference):
     changed = bytearray(TEXT)
     changed[position] ^= difference
-    with pytest.raises(Incomplete, match="cut short or changed"):
+    with pytest.raises(Incomplete, match="truncated or changed"):
         Manifest.from_json(bytes(changed), where="here")
 
 

@@ -122,7 +122,7 @@ def test_adapters_go_to_peft_and_come_back_with_the_same_logits(base, tmp_path):
     ("changes", "words"),
     [
         ({"lora_alpha": 16.0}, "--fine-tuning.lora-rank 4 --fine-tuning.lora-alpha 8"),
-        ({"lora_layers": ("q_proj",)}, "must name these: q_proj, v_proj"),
+        ({"lora_layers": ("q_proj",)}, "must list these: q_proj, v_proj"),
         ({"lora_rank": 2, "lora_alpha": 4.0}, r"\[2, 32\]"),
     ],
 )
@@ -219,7 +219,7 @@ def test_a_new_head_trains_with_scalerays_adapters_and_goes_to_peft_and_back(tex
     without = built(workload)
     fine_tuning.adapt(without, settings.model_copy(update={"trained_whole": ()}))
     with pytest.raises(
-        CheckpointError, match=r"classifier\.bias is only in .*\n.*trained_whole must name these: classifier"
+        CheckpointError, match=r"classifier\.bias is only in .*\n.*trained_whole must list these: classifier"
     ):
         fine_tuning.load(without, workload, str(tmp_path / "theirs"))
 

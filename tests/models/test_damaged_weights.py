@@ -254,7 +254,7 @@ def test_every_reader_refuses_a_checkpoint_whose_hashes_were_rewritten(copy, tra
     assert forge_checkpoint(copy) == 24
     values = {"run": copy, "out": tmp_path, "uri": trained.tracking_uri, "name": trained.config["workload"]["name"]}
     code, text = command(capsys, *(word.format(**values) for word in READERS_OF_CHECKPOINTS[reader]))
-    assert code == 2 and "manifest.json is not the file that the run wrote" in text and "Traceback" not in text
+    assert code == 2 and "manifest.json is not the file written by the run" in text and "Traceback" not in text
 
 
 def test_checkpoint_verify_names_the_checkpoint_whose_hashes_were_rewritten(copy):

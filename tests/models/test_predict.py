@@ -114,7 +114,7 @@ def test_rows_that_fail_are_named_and_left_out_where_that_is_asked_for(run, rows
     words = ["--local", "--skip-failed", "--workload", f"{classes.__file__}:Picky", "--batch-size", "8"]
     assert run_command(["predict", run, "--data", str(data), "--out", str(tmp_path / "o.jsonl"), *words]) == 0
     told = capsys.readouterr()
-    assert "wrote 21 rows of 23; 2 failed and were left out" in told.out and "left out: row 17 (from 0)" in told.err
+    assert "wrote 21 rows of 23; 2 failed and were omitted" in told.out and "omitted: row 17 (from 0)" in told.err
 
 
 def test_a_row_with_a_null_is_one_that_fails(run, tmp_path):
@@ -233,7 +233,7 @@ def test_with_a_config_its_workload_answers_with_the_weights_of_the_run(run, row
     ("words", "message"),
     [
         (["-c", "a.yaml"], "--weights is required with -c"),
-        (["a", "-c", "a.yaml", "--weights", "b"], "the config names the workload"),
+        (["a", "-c", "a.yaml", "--weights", "b"], "the config gives the workload"),
         ([], "Give a RUN, or models:/NAME@ALIAS."),
     ],
 )

@@ -154,7 +154,7 @@ def test_actions_are_asked_for_by_name_before_severity_and_said(tmp_path, monkey
         "disk_nearly_full": "stop",
         "recorder_spooling": "none",
     }
-    assert any(text.endswith("; a checkpoint is made") for text in run.texts)
+    assert any(text.endswith("; a checkpoint is written") for text in run.texts)
 
 
 def test_an_evaluation_of_minutes_is_no_hang_and_a_step_of_minutes_is(tmp_path, monkeypatch):

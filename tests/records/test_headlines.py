@@ -31,8 +31,8 @@ def study(speedups, **more):
         ([(1, 1, 1), (0.7, 0.6, 0.8)], "Stay on 1 worker: 2 workers are 0.7× as fast as 1, 35% of ideal (strong scaling)"),
         ([(1, 1, 1), (1.9, 1.8, 2.0)], "Use 2 workers: 1.9× as fast as 1, 95% of ideal (strong scaling)"),
         ([(1, 1, 1), (1.9, 1.8, 2.0), (2.0, 1.9, 2.1)], "Stay on 2 workers: 4 workers are 2× as fast as 1, 50% of ideal (strong scaling)"),
-        ([(1, 1, 1), (1.3, 0.9, 1.6)], "Whether 2 workers pay is open: 2 workers are 1.3× as fast as 1 (0.9–1.6×)"),
-        ([(1, 1, 1), (1.4, 0.5, 2.4)], "How many workers to use is open: 2 workers are 1.4× as fast as 1, known only within 0.5–2.4×"),
+        ([(1, 1, 1), (1.3, 0.9, 1.6)], "Whether 2 workers are worthwhile is unclear: 2 workers are 1.3× as fast as 1 (0.9–1.6×)"),
+        ([(1, 1, 1), (1.4, 0.5, 2.4)], "How many workers to use is unclear: 2 workers are 1.4× as fast as 1, known only within 0.5–2.4×"),
     ],
 )  # fmt: skip
 def test_the_headline_is_the_answer(speedups, headline):
@@ -52,7 +52,10 @@ def test_a_curve_without_a_gain_says_from_which_step_time_on_there_would_be_one(
         for at, t in zip(curve.points, ms, strict=True)
     ]
     text = would_pay(dataclasses.replace(curve, mode=mode, points=points))
-    assert text == f"A step takes 6 ms on 1 worker: from about {needed:.3g} ms, with more work in it, 2 would pay"
+    assert (
+        text
+        == f"A step takes 6 ms on 1 worker: from about {needed:.3g} ms, with more work in it, 2 would be worthwhile"
+    )
     # at that step time, with the same time extra, 2 workers are just MUCH_FASTER
     extra = ms[1] - (ms[0] / 2 if mode == "strong" else ms[0])
     then = needed / 2 + extra if mode == "strong" else needed + extra

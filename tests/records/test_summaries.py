@@ -28,7 +28,7 @@ def test_the_summary_of_a_promotion_is_the_version_or_why_there_is_none():
     facts = {"model": "digits", "alias": "champion", "answer": "pass", "gates": {}, "run": "one", "run_id": "1"}
     assert Promotion(**facts, not_passed=[], version=2, was=1).summary == "digits@champion is version 2, was version 1"
     refused = Promotion(**facts, not_passed=["scaling: too slow"])
-    assert refused.summary == "scaling: too slow; nothing is promoted: digits@champion stays as it is"
+    assert refused.summary == "scaling: too slow; nothing was promoted: digits@champion is unchanged"
 
 
 def test_the_summary_of_machines_names_what_is_not_green():

@@ -1,1 +1,1 @@
-"""Words and tables of records, for every output alike."""
+"""Text and tables of records, shared by all outputs."""

@@ -1,4 +1,4 @@
-"""A study's or a sweep's result in one short line, above the verdicts: on the page, on the terminal and in MLflow."""
+"""One-line headline of a study or a sweep, shown above the verdicts on the page, on the terminal and in MLflow."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from scaleray.records.sweep_record import SweepRecord
 from scaleray.records.text.units import count, figure, seconds
 
 MUCH_FASTER = 1.1
-"""Factor of throughput that twice the workers must surely bring: in a doubling that brings less, they wait for each
-other most of the time."""
+"""Factor of throughput that twice the workers must certainly bring: below it, they mostly wait for each other."""
 KNOWN_WITHIN = 3.0
 """Factor between an interval's ends beyond which the headline shows the interval."""
 
 
 def study_headline(record: StudyRecord) -> str:
-    """Recommended number of workers, by the first curve, and its speed-up. The gain of the next doubling is in the
-    verdict below it.
+    """Recommended number of workers, by the first curve, and its speed-up. The verdict below it has the gain of the
+    next doubling.
     """
     curve = next((curve for curve in record.curves if curve.points), None)
     if curve is None:
@@ -34,19 +33,20 @@ def study_headline(record: StudyRecord) -> str:
     number = quantity(chosen.point.workers, "worker")
     others = f"{workers} workers are {_times(last)} as fast as {curve.base_workers}"
     if not _is_known(last.speedup):
-        return f"How many workers to use is open: {others}, known only within {_span(last.speedup)}"
+        return f"How many workers to use is unclear: {others}, known only within {_span(last.speedup)}"
     share = f"{last.efficiency.value:.0%} of ideal ({curve.mode} scaling)"
     if chosen is not last and last.speedup.value > _surely_faster(chosen, last):
-        return f"Whether {workers} workers pay is open: {others} ({_span(last.speedup)})"
+        return f"Whether {workers} workers are worthwhile is unclear: {others} ({_span(last.speedup)})"
     if chosen is not last:
         return f"Stay on {number}: {others}, {share}"
     return f"Use {number}: {_times(last)} as fast as {curve.base_workers}, {share}"
 
 
 def worth_using(curve: Curve) -> CurvePoint:
-    """The fewest workers that are worth it: beyond them, twice as many are not surely MUCH_FASTER.
+    """The smallest worthwhile number of workers: beyond it, twice as many are not certainly MUCH_FASTER.
 
-    Sure is what the ends of the intervals say: the slower end of the larger size against the value of the smaller.
+    Certainty is judged by the intervals: the slower end of the larger size is compared with the value of the smaller
+    one.
     """
     chosen = curve.points[0]
     for at in curve.points[1:]:
@@ -56,8 +56,8 @@ def worth_using(curve: Curve) -> CurvePoint:
 
 
 def would_pay(curve: Curve) -> str:
-    """Step time from which the largest number of workers would be worth it, as a sentence; nothing where it is, or
-    where no step time would do. Each step of it costs the same time more than its share of the computation as now."""
+    """Sentence with the step time from which the largest number of workers would be worthwhile; empty if it already is,
+    or if no step time suffices. Each step is assumed to have the same overhead as now."""
     chosen, last = worth_using(curve), curve.points[-1]
     before, now = chosen.point.step_time_s.value, last.point.step_time_s.value
     ratio = last.point.workers / chosen.point.workers
@@ -69,17 +69,17 @@ def would_pay(curve: Curve) -> str:
     number = quantity(chosen.point.workers, "worker")
     return (
         f"A step takes {seconds(before)} on {number}: from about {seconds(much * extra / rest)}, with more work in it, "
-        f"{last.point.workers} would pay"
+        f"{last.point.workers} would be worthwhile"
     )
 
 
 def _surely_faster(chosen: CurvePoint, at: CurvePoint) -> float:
-    """Speed-up that a larger number of workers must exceed to be worth it."""
+    """Speed-up that a larger number of workers must exceed to be worthwhile."""
     return chosen.speedup.value * MUCH_FASTER ** math.log2(at.point.workers / chosen.point.workers)
 
 
 def sweep_headline(record: SweepRecord) -> str:
-    """Which batch size is the fastest and which the cheapest to the target; without a target, the best value."""
+    """The fastest and the cheapest batch size to the target; without a target, the best value."""
     found = settings(record)
     reached = [setting for setting in found if setting.samples_to_target is not None]
     if reached:
@@ -90,9 +90,7 @@ def sweep_headline(record: SweepRecord) -> str:
         return "No trial gave a result" + "".join(f", {n} {status}" for status, n in statuses)
     where = f"{figure(chosen.value)} at batch {chosen.batch_size}, learning rate {chosen.learning_rate:.3g}"
     return (
-        f"No setting reached {record.target}; the closest: {where}"
-        if record.target
-        else f"Best {record.metric}: {where}"
+        f"No setting reached {record.target}; closest: {where}" if record.target else f"Best {record.metric}: {where}"
     )
 
 

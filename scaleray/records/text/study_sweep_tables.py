@@ -1,4 +1,4 @@
-"""The tables of a study and of a sweep as words and figures: the same in MLflow, on the terminal and in the report."""
+"""Tables of a study and of a sweep as text: the same in MLflow, on the terminal and in the report."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MOST_MARKDOWN_ROWS = 60
 
 @dataclass(frozen=True)
 class Table:
-    """A title, columns with their units, and rows of text. notes: what a reader must know of the figures. has_words:
-    there are no figures in it, whatever its cells begin with."""
+    """A title, columns with their units, and rows of text. notes: explanations of the values. has_words: all columns
+    are text, even if cells begin with digits."""
 
     title: str
     columns: tuple[str, ...]
@@ -29,11 +29,11 @@ class Table:
     has_words: bool = False
 
     def is_text(self, column: int) -> bool:
-        """Whether a column holds words, which begin at the left, rather than figures."""
+        """Whether a column is left-aligned text rather than numbers."""
         return self.has_words or not any(row[column][:1].isdigit() for row in self.rows)
 
     def markdown(self) -> str:
-        """The table as Markdown, cut after MOST_MARKDOWN_ROWS rows with a word about it."""
+        """The table as Markdown, truncated after MOST_MARKDOWN_ROWS rows with a note."""
         lines = [
             f"**{escaped(self.title)}**",
             "",
@@ -49,12 +49,12 @@ class Table:
 
 
 def study_tables(record: StudyRecord, *, is_brief: bool = False) -> list[Table]:
-    """A table for each mode. is_brief: without what follows from other columns, for where there is little room."""
+    """One table for each mode. is_brief: without columns that follow from others, for limited space."""
     return [_curve_table(record, curve, is_brief=is_brief) for curve in record.curves]
 
 
 def sweep_table(record: SweepRecord) -> Table:
-    """The best setting of each rule at each batch size."""
+    """Table with the best setting of each rule at each batch size."""
     rows, missed = [], "missed" if record.target else ""
     for rule, batches in best_by_batch(record).items():
         for batch, setting in batches.items():
@@ -96,7 +96,7 @@ def sweep_table(record: SweepRecord) -> Table:
 
 
 def marks_of(point: CurvePoint) -> list[str]:
-    """The conditions of a point that every figure must show."""
+    """Conditions of a point to show with all of its values."""
     marks = list(point.point.marks)
     return marks + (["reused"] if point.point.reused_from else [])
 
@@ -111,7 +111,7 @@ def _curve_table(record: StudyRecord, curve: Curve, *, is_brief: bool) -> Table:
         price: any(p.cost_per_million_samples is not None for p in points),
         "time to target": any(p.to_target for p in points),
         "samples to target": not is_brief and any(p.to_target for p in points),
-        # above the tables stands what is true of the whole study
+        # facts about the whole study are shown above the tables
         "marks": any(set(marks_of(at)) - set(record.marks) for at in curve.points),
     }
     rows = []
@@ -159,7 +159,7 @@ def _curve_title(curve: Curve) -> str:
 
 
 def sentence_case(text: str) -> str:
-    """The text as a sentence begins."""
+    """The text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
@@ -168,7 +168,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text of a config as Markdown shows it, neither table nor tag."""
+    """Text of a config in Markdown, escaped from table and tag syntax."""
     for character in "\\`*_|[]#!":
         text = text.replace(character, f"\\{character}")
-    return " ".join(html.escape(text, quote=False).split())  # MLflow's pages take an escaped \< for the start of a tag
+    return " ".join(html.escape(text, quote=False).split())  # MLflow's pages read an escaped \< as the start of a tag

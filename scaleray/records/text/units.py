@@ -1,4 +1,4 @@
-"""Numbers with their units, as every page, table and line writes them."""
+"""Formatting of numbers with units, for all pages, tables and lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB, GIB = 2.0**20, 2.0**30
 
 
 def shown(row: Row) -> str:
-    """A row's value in a unit in which it is easy to read; nothing for one that is not known."""
+    """A row's value in a readable unit; empty if unknown."""
     if row.value is None:
         return ""
     if row.metric in (names.INPUT_WAIT_SHARE, names.POINT_MFU):
@@ -25,7 +25,8 @@ def shown(row: Row) -> str:
 
 
 def with_interval(estimate: Estimate, show: Callable[[float], str]) -> str:
-    """The value and its interval in brackets, such as `124 ms (122–127 ms)`; alone where the interval is the value."""
+    """The value and its interval in brackets, such as `124 ms (122–127 ms)`; without it if the interval is a single
+    value."""
     if estimate.low == estimate.high:
         return show(estimate.value)
     low, high = show(estimate.low), show(estimate.high)
@@ -34,7 +35,7 @@ def with_interval(estimate: Estimate, show: Callable[[float], str]) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """A duration with a unit in which it is easy to read."""
+    """A duration in a readable unit."""
     if value is None:
         return ""
     if value >= 7200:
@@ -63,7 +64,7 @@ def disk_space(num_bytes: int) -> str:
 
 
 def count(value: float | None) -> str:
-    """A number of things, with k, M or G from ten thousand on."""
+    """A count, with k, M or G from ten thousand on."""
     if value is None:
         return ""
     for limit, unit, suffix in ((1e9, 1e9, " G"), (1e6, 1e6, " M"), (1e4, 1e3, " k")):
@@ -73,7 +74,7 @@ def count(value: float | None) -> str:
 
 
 def figure(value: float | None) -> str:
-    """A number as text; nothing for what is not known."""
+    """A number as text; empty if unknown."""
     return "" if value is None else f"{value:.4g}"
 
 
@@ -85,4 +86,4 @@ SHOWN_AS: dict[str, Callable[[float], str]] = {
     "tokens/s": count,
     "steps": count,
 }
-"""How values are written, by their unit; others are figures."""
+"""Formatting by unit; values of other units are plain numbers."""

@@ -49,7 +49,7 @@ def test_exit_codes_say_done_failed_and_that_a_person_must_decide(path, commands
     commands.codes = [0] * 6 + [3]
     assert along(path, "next", "--until", "produce") == 3, "a gate is inconclusive"
     assert along(path, "next", "--until", "produce") == 0
-    assert along(path, "next") == 0 and "the path is at its end" in capsys.readouterr().out
+    assert along(path, "next") == 0 and "the path is complete" in capsys.readouterr().out
 
 
 def test_status_shows_every_task_and_decision_as_tables_and_as_json(path, commands, capsys):

@@ -87,7 +87,7 @@ def test_goodput_is_drawn_with_the_shares_of_what_there_was():
     goodput = Goodput(10.0, {"productive": 6.0, "start": 3.0, "repeated": 1.0, "restart": 0.0}, 2, 5)
     found = drawn(profile(goodput=goodput), "goodput")
     assert "productive 60.0%" in found.svg and "restart" not in found.svg
-    assert "2 attempts" in found.caption and "5 steps were taken again" in found.caption
+    assert "2 attempts" in found.caption and "5 steps were repeated" in found.caption
     assert all(one.name != "goodput" for one in profile_drawings(profile()))
 
 

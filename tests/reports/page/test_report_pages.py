@@ -192,7 +192,7 @@ def test_a_page_says_where_a_trainings_compute_was_emulated():
 def test_the_page_of_a_training_says_what_limits_it():
     profile = run_profile([measured(rank, num_steps=60, input=0.01) for rank in (0, 1)])
     page = render(run_page(study_examples.run_record(profile=profile), rows=[], evaluations={}))
-    assert "The input is the limit: 40% of a step on 2 workers; rows that are always ready" in page
+    assert "The input is the limit: 40% of a step on 2 workers; rows that are ready in time" in page
 
 
 @pytest.mark.combination

@@ -247,7 +247,7 @@ def change(folder, name, value):
         (
             "model.layers.2.mlp.up_proj.weight",
             torch.zeros(40, 24),
-            r"model\.layers\.2\.mlp\.up_proj\.weight is not there",
+            r"model\.layers\.2\.mlp\.up_proj\.weight is missing",
         ),
         ("model.norm.weight", torch.zeros(24, dtype=torch.float64), "wider dtype"),
     ],
@@ -292,11 +292,11 @@ def test_rotations_of_a_newer_config_and_tables_of_an_old_folder_are_understood(
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda f: (f / "config.json").unlink(), r"config\.json is not there"),
+        (lambda f: (f / "config.json").unlink(), r"config\.json is missing"),
         (lambda f: (f / "config.json").write_text("{"), r"config\.json is not readable"),
         (lambda f: (f / "model.safetensors").write_bytes(b"no"), r"model\.safetensors is not readable"),
         (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}'), "weight_map"),
-        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}'), "a in .* is not there"),
+        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors"}}'), "a in .* is missing"),
     ],
 )  # fmt: skip
 def test_a_spoilt_folder_is_refused(tmp_path, spoil, words):
@@ -414,7 +414,7 @@ def test_adapters_resume_and_a_checkpoint_writes_the_base_once(gloo, tmp_path):
     again = train_alone(Llama(), {**LORA, "workload.weights": str(tmp_path / "run"), "stop.after": "1 steps"})
     fresh = train_alone(Llama(), {**LORA, "stop.after": "1 steps"})
     assert again.losses != fresh.losses
-    with pytest.raises(CheckpointError, match="lora_a is not there"):
+    with pytest.raises(CheckpointError, match="lora_a is missing"):
         train_alone(Llama(), {"workload.weights": str(tmp_path / "run")})
 
 

@@ -177,7 +177,7 @@ def test_a_check_in_float64_leaves_float8_out():
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ({"precision.dtype": "fp32"}, "its products give bf16"),
+        ({"precision.dtype": "fp32"}, "its products are bf16"),
         ({"precision.emulate_float8": False}, "the workers have no GPU"),
         ({"precision.float8": "rowwise_with_gw_hp"}, "cannot emulate rowwise_with_gw_hp"),
         ({"strategy.name": "tensor", "scale.workers": 2}, "does not support float8"),

@@ -239,7 +239,7 @@ def test_verify_finds_steps_of_tokens_equal_on_two_workers(gloo):
         ({"data.shuffle": False}, "keeps the order of the file"),
         ({"batch.drop_last": True}, "no partial batch to drop"),
         ({"batch.global_size": 7}, "the longest row has 8, so some steps would get no row"),
-        ({"batch.micro_size": 7}, "counts tokens, as batch.unit says, and the longest row has 8"),
+        ({"batch.micro_size": 7}, "is in tokens, by batch.unit, and the longest row has 8"),
         ({"batch.micro_size": 9, "memory.on_out_of_memory": "halve"}, "the search tries numbers of rows"),
     ],
 )
