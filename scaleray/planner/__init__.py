@@ -1,1 +1,1 @@
-"""Needs and speed of a training on a cluster that is not there yet: arithmetic only."""
+"""Memory needs and speed of a training on a cluster that is not available yet: arithmetic only."""

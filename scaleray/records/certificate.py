@@ -89,13 +89,13 @@ class Outcome:
     """Largest relative difference that counted as equal; above the requested one if rounding errors grow."""
     duration_s: float = 0.0
     workers: list[dict[str, Any]] = field(default_factory=list)
-    """Each kind of hardware that its workers ran on, with their device."""
+    """Types of hardware on which its workers ran, with their device."""
     layout: str = ""
-    """Degrees such as `pipeline 2 x tensor 2`, where several axes have more than one worker."""
+    """Degrees such as `pipeline 2 x tensor 2`, if several axes have more than one worker."""
 
     @property
     def label(self) -> str:
-        """Name of the variant, such as `ddp x 2`, with the number of micro-batches where it accumulates."""
+        """Name of the variant, such as `ddp x 2`, with the number of micro-batches if it accumulates."""
         more = f", {self.accumulation} micro-batches" if self.accumulation > 1 else ""
         return (self.layout or f"{self.strategy} x {self.world_size}") + more
 

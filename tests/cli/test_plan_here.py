@@ -54,9 +54,9 @@ def test_nodes_without_gpus_are_their_processors():
     ("nodes", "says"),
     [
         ([gpu_node(0), gpu_node(1, "A100-80G")], "H100:8x1, A100-80GB:8x1"),
-        ([gpu_node(0), gpu_node(1, count=4)], "one kind and number"),
+        ([gpu_node(0), gpu_node(1, count=4)], "one type and number"),
         ([gpu_node(0, "H9000")], "nearest|known"),
-        ([Node("a", {"GPU": 4.0, "CPU": 8.0}, {})], "name them with --cluster"),
+        ([Node("a", {"GPU": 4.0, "CPU": 8.0}, {})], "specify them with --cluster"),
         ([gpu_node(0, "A10"), gpu_node(1, "A10")], "--network"),
         ([HEAD, Node("b", {"CPU": 8.0}, {})], "--network"),
         ([HEAD, Node("b", {"CPU": 4.0}, {})], "8 on 1 nodes, 4 on 1 nodes"),

@@ -1,7 +1,7 @@
-"""The layout to train with on a cluster: every sensible one is computed, those that do not fit are dropped with the
-reason, the rest ranked.
+"""Recommended layout for training on a cluster: all sensible ones are predicted, those that do not fit are dropped with
+the reason, and the rest are ranked.
 
-Predictions, not measurements: each has the interval that the planner's own misses on published measurements give
+The results are predictions, not measurements: each has an interval from the planner's errors on published measurements
 (`uncertainty`), and choices whose intervals overlap count as equal.
 """
 
@@ -24,7 +24,7 @@ from scaleray.records.study_record import Estimate
 from scaleray.records.text.units import GIB
 
 TIE = 1.02
-"""Ratio of step times up to which two layouts count as equally fast; the plainer one is put first."""
+"""Ratio of step times up to which two layouts count as equally fast; the simpler one is then put first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Choice:
     """Reasons why the interval is wider than the narrowest of its class."""
     is_trusted: bool
     doubts: tuple[str, ...] = ()
-    """Differences of the layout from the rows behind its interval."""
+    """Differences between the layout and the measurements behind its interval."""
     cost_per_million_samples: float | None = None
 
 
@@ -69,7 +69,7 @@ class Advice:
 
     @property
     def best(self) -> Choice:
-        """The recommended choice: the fastest (or smallest) that surely fits, or the fastest if none does."""
+        """The recommended choice: the fastest (or smallest) that certainly fits, or the fastest if none does."""
         return self.choices[0]
 
     @property
@@ -80,9 +80,9 @@ class Advice:
 
 
 def advise(question: Question) -> Advice:
-    """Every layout of the question's strategies on all of its cluster's GPUs, ranked.
+    """Rank all layouts of the question's strategies on all GPUs of its cluster.
 
-    Raises ConfigError with a remedy if the batch does not divide at all, or nothing fits.
+    Raises ConfigError, with a remedy, if the batch cannot be divided at all, or if no layout fits.
     """
     choices: list[Choice] = []
     rejected: list[Rejected] = []
@@ -107,7 +107,7 @@ def advise(question: Question) -> Advice:
     if question.rank_by == "memory":
         choices.sort(key=lambda one: one.memory.device_bytes)
     else:
-        # on given GPUs the fastest is the cheapest and the soonest done as well
+        # with a fixed number of GPUs, the fastest is also the cheapest and the first to finish
         choices.sort(key=lambda one: one.step_time_s.value)
     best = recommended(choices, is_by_time=question.rank_by != "memory")
     ranked = [best, *(one for one in choices if one is not best)]
@@ -115,8 +115,8 @@ def advise(question: Question) -> Advice:
 
 
 def best_of(question: Question) -> Choice | None:
-    """The choice that `advise` recommends, without all others; None if it refuses. Layouts are predicted in the order
-    of their lowest possible step time, until no other can be the best."""
+    """Return only the choice that `advise` recommends; None if `advise` raises. Layouts are predicted in the order of
+    their lowest possible step time, until no other can be the best."""
     model, cluster = question.model, question.cluster
     found: dict[Verdict, list[tuple[Layout, MemoryEstimate]]] = defaultdict(list)
     for layout in layouts(question):
@@ -137,14 +137,14 @@ def best_of(question: Question) -> Choice | None:
         layout, needed = fitting[index]
         predicted[index] = predict(question, layout, needed=needed)
         fastest = min(fastest, predicted[index].step_time_s.value)
-    # equals stay in the order of their layouts
+    # ties keep the order of their layouts
     ranked = sorted((predicted[index] for index in sorted(predicted)), key=lambda one: one.step_time_s.value)
     return recommended(ranked) if ranked else None
 
 
 def recommended(choices: Sequence[Choice], *, is_by_time: bool = True) -> Choice:
-    """The first of ranked choices that surely fits, or the first of all if none does. is_by_time: prefer the simplest
-    of equally fast ones."""
+    """Return the first of ranked choices that certainly fits, or the first of all if none does. is_by_time: prefer the
+    simplest of equally fast ones."""
     safe = [one for one in choices if one.fits == "fits"] or list(choices)
     if not is_by_time:
         return safe[0]
@@ -196,8 +196,8 @@ def _rejected(question: Question, layout: Layout, needed: MemoryEstimate) -> Rej
 
 
 def _plainness(choice: Choice) -> tuple[float, ...]:
-    """Sort key that puts simpler layouts first: fewer kinds of parallelism, less sharding, fewer
-    chunks, no recomputation; then the faster."""
+    """Sort key that puts simpler layouts first: fewer types of parallelism, less sharding, fewer chunks, no
+    recomputation; then faster ones."""
     layout = choice.layout
     level = {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}[layout.sharding] + (layout.shard not in (1, layout.data))
     return (
@@ -225,7 +225,7 @@ def _fits_nowhere(question: Question, rejected: list[Rejected]) -> str:
 
 
 def _what_would_fit(question: Question, rejected: list[Rejected]) -> str:
-    """The smallest number of nodes on which the state and one micro-batch fit, or another card."""
+    """Smallest number of nodes on which the state and one micro-batch fit, or another GPU."""
     closest = min(rejected, key=lambda one: one.missing_gib)
     unused = [
         name for name in STRATEGIES if name not in question.strategies and (name != "ep" or question.model.num_experts)
@@ -250,4 +250,4 @@ def _what_would_fit(question: Question, rejected: list[Rejected]) -> str:
     return ", ".join(words)
 
 
-_SOME_NETWORK = Network(name="8x400G", gb_per_s=400.0, num_adapters=8, source="assumed, to count memory alone")
+_SOME_NETWORK = Network(name="8x400G", gb_per_s=400.0, num_adapters=8, source="assumed, to count only memory")

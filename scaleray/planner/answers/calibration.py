@@ -1,7 +1,7 @@
-"""Calibration by measurements: how much longer than predicted compute and collectives take, and the real bandwidth of a
-node's link. One step time cannot separate compute from communication, so the error is divided in the most likely way:
-each part's logarithm in proportion to its variance and to its weight in the step (the mode of two normal priors on a
-line). On one GPU all of it is compute."""
+"""Calibration by measurements: ratios of measured to predicted time for compute and collectives, and the actual
+bandwidth of a node's link. A single step time cannot separate compute from communication, so the error is divided in
+the most likely way: the logarithm of each part in proportion to its variance and to its weight in the step (the mode of
+two normal priors on a line). On one GPU all of it is compute."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from scaleray.planner.cost.step_time import step_time
 from scaleray.planner.models.block_counts import ModelProfile
 
 COMM_DOUBT = 2.5
-"""Standard deviation of the logarithm of communication over that of compute: rates of products are known to 20 %,
-networks to a factor of one and a half, as the catalogue's sources differ among themselves."""
+"""Standard deviation of the logarithm of communication over that of compute: rates of matrix products are known to 20
+%, networks to a factor of one and a half, the variation among the catalogue's sources."""
 PRECISION = 1e-5
-"""Relative error of the step time at which the search for the scales stops: no clock is better."""
+"""Relative error of the step time at which the search for the scales stops: clocks are no more precise."""
 MOST_COMM = 4.0
-"""Largest factor, up or down, by which communication is scaled; beyond, something else than the network is wrong."""
+"""Largest factor, up or down, by which communication is scaled; beyond it, the error is not in the network."""
 
 
 def calibrate(
@@ -34,8 +34,8 @@ def calibrate(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> Measured:
-    """Factors of compute and communication that make the prediction equal a measured step time. The compute's factor
-    stays within 0.05 and 20: beyond, the error is not in compute."""
+    """Factors of compute and communication with which the prediction equals a measured step time. The factor of compute
+    is limited to 0.05 to 20: beyond that, the error is not in compute."""
     start = (
         Measured()
         if model.has_flops
@@ -61,7 +61,7 @@ def calibrate(
         if abs(off) < PRECISION or high - low < 1e-9:
             break
         low, high = (guess, high) if off < 0 else (low, guess)
-        # the secant through this guess and the one before; the middle where it leaves the bracket
+        # the secant through the last two guesses; the midpoint if it leaves the bracket
         if guess != before[0]:
             slope = max(0.05, (off - before[1]) / (guess - before[0]))
         nearer, before = guess - off / slope, (guess, off)
@@ -88,10 +88,10 @@ def calibrate_link(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> Link:
-    """The node's link with the bandwidth that makes the prediction equal a step measured on several GPUs of one node.
+    """Return the node's link with the bandwidth at which the prediction equals a step measured on several of its GPUs.
 
-    `measured`: the compute, calibrated on fewer. The bandwidth is kept within a thousandth and ten times of
-    what the link has.
+    `measured`: the compute, calibrated on fewer GPUs. The bandwidth is limited to a thousandth to ten times that of the
+    link.
     """
     low, high = math.log(cluster.link.bus_gb_per_s / 1000), math.log(cluster.link.bus_gb_per_s * 10)
     for _ in range(50):

@@ -1,6 +1,6 @@
-"""The planner's throughput over the number of workers, as a law for a measured scaling curve.
+"""Law for a measured scaling curve: the planner's throughput over the number of workers.
 
-Compute is scaled to one measured size. Between the sizes that it is asked for, throughput is a power of their number.
+Compute is scaled to one measured size. Between the requested sizes, throughput is a power of the number of workers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Size:
 def predicted_throughput(
     model: ModelProfile, layout: Layout, node: Cluster, sizes: Sequence[Size], *, measured_step_s: float
 ) -> Callable[[float], float]:
-    """A function from a number of workers to samples/s: interpolated between the `sizes`, constant beyond them.
+    """Return a function from a number of workers to samples/s: interpolated between the `sizes`, constant beyond them.
 
-    layout: the same for all sizes but for its degrees and micro-batches. node: one node of the cluster, with the
+    layout: the same for all sizes except for its degrees and micro-batches. node: one node of the cluster, with the
     network between several. measured_step_s: step time of the smallest size. Raises UsageError if the prediction cannot
-    match that step time, or sizes need an unknown network."""
+    match that step time, or if sizes need an unknown network."""
     ordered = sorted(sizes, key=lambda size: size.workers)
     base = ordered[0]
     measured = calibrate(model, _layout(layout, base), _cluster(node, base.workers), measured_step_s)
@@ -64,7 +64,7 @@ def predicted_throughput(
 
 
 def _layout(layout: Layout, size: Size) -> Layout:
-    # HSDP has as many replicas on all sizes
+    # HSDP has the same number of replicas at all sizes
     replicas = max(1, layout.data // layout.shard) if layout.sharding == "zero3" else 1
     shard = max(1, size.workers // replicas) if layout.sharding == "zero3" else 1
     return replace(
@@ -73,7 +73,7 @@ def _layout(layout: Layout, size: Size) -> Layout:
 
 
 def _cluster(node: Cluster, workers: int) -> Cluster:
-    """The cluster of so many workers, nodes filled one after another."""
+    """The cluster with this number of workers, with nodes filled one after another."""
     per_node = min(workers, node.gpus_per_node)
     num_nodes = math.ceil(workers / node.gpus_per_node)
     if num_nodes > 1 and node.network is None:

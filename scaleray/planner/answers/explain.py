@@ -1,4 +1,4 @@
-"""Sources of the planner's figures, and reasons for dropped layouts, as lines of text."""
+"""Sources of the planner's values, and reasons for dropped layouts, as lines of text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from scaleray.records.text.units import GIB
 
 
 def explain_constants() -> list[str]:
-    """Every constant with its value and reason."""
+    """All constants with their values and reasons."""
     source = inspect.getsource(Constants)
     lines = ["the planner's constants; fitted ones are repeated by `python -m jobs.planner_evidence fit DATA`", ""]
     for name in Constants.__dataclass_fields__:
@@ -44,7 +44,7 @@ def explain_constants() -> list[str]:
 
 
 def explain_intervals() -> list[str]:
-    """Every class of interval with what it holds."""
+    """All classes of intervals with their ranges."""
     lines = ["90 % of published rows of each class lie between these factors of the prediction", ""]
     for kind, spread in SPREADS.items():
         low, high = math.exp(spread.low), math.exp(spread.high)
@@ -57,7 +57,7 @@ def explain_intervals() -> list[str]:
         "each doubling of the GPUs beyond 1.5": OF_A_DOUBLING,
         "another layout": OF_A_LAYOUT,
         "each doubling of the micro-batch beyond the first": OF_A_MICRO_BATCH,
-        "another kind of GPU": OF_A_GPU,
+        "another type of GPU": OF_A_GPU,
     }.items():
         lines.append(f"  {words:<52} {math.exp(-down):.2f} to {math.exp(up):.2f}")
     lines.append(
@@ -67,7 +67,7 @@ def explain_intervals() -> list[str]:
 
 
 def explain_hardware(name: str) -> list[str]:
-    """A GPU, link or network with its source. Raises UsageError for a name that none has."""
+    """Return a GPU, link or network with its source. Raises UsageError for an unknown name."""
     for find in (CATALOGUE.find_gpu, CATALOGUE.find_link, CATALOGUE.find_network):
         try:
             entry = find(name)
@@ -84,7 +84,7 @@ def explain_hardware(name: str) -> list[str]:
 
 
 def explain_layouts(question: Question, *, rows: int) -> list[str]:
-    """The layouts that do not fit, the closest first, with their memory by part; and how many of each kind."""
+    """The layouts that do not fit, closest first, with their memory by part; and the number of each kind."""
     dropped, kept = [], Counter[str]()
     for layout in layouts(question):
         needed = memory(question.model, layout)

@@ -1,4 +1,4 @@
-"""Candidate layouts of a question: every one that divides its GPUs and its batch, whether it fits or not."""
+"""Candidate layouts of a question: all that divide its GPUs and its batch, whether they fit or not."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def layouts(question: Question) -> Iterator[Layout]:
-    """Every layout of the question: degrees that multiply to the GPUs, times micro-batches that divide the batch, times
-    kinds of recomputation and of sharding."""
+    """Yield all layouts of the question: degrees whose product is the number of GPUs, times micro-batches that divide
+    the batch, times types of recomputation and sharding."""
     num_gpus, model = question.cluster.num_gpus, question.model
     is_wide = question.precision in ("fp32", "tf32")
     for tensor in _tensor_degrees(question):
@@ -48,8 +48,8 @@ def layouts(question: Question) -> Iterator[Layout]:
                                     schedule=schedule,
                                     chunks=chunks,
                                     expert=expert,
-                                    # the tensor strategy reduces once a step; plain FSDP is told to reduce each
-                                    # micro-batch's gradients
+                                    # the tensor strategy reduces once per step; plain FSDP is set to reduce after each
+                                    # micro-batch
                                     accumulates_whole=sharding == "zero3" and tensor > 1,
                                 )
 
@@ -68,8 +68,8 @@ def _pipeline_degrees(question: Question, rest: int) -> list[int]:
 
 
 def _expert_degrees(question: Question, ranks: int) -> list[int]:
-    """Expert parallel degrees to try: 1, which keeps all experts on each rank, and its doublings that divide both the
-    experts and a stage's `ranks`."""
+    """Expert parallel degrees to try: 1, with all experts on each rank, and its doublings that divide both the experts
+    and a stage's `ranks`."""
     experts = question.model.num_experts
     if not experts or "ep" not in question.strategies:
         return [1]
@@ -81,8 +81,8 @@ def _shardings(question: Question, data: int, tensor: int, pipeline: int) -> lis
     if data == 1:
         return [("none", 1)]
     found: list[tuple[Sharding, int]] = []
-    # gradients of a pipeline's replicas have to be summed whatever was asked for; its state is sharded
-    # where sharding was
+    # gradients of a pipeline's replicas must be summed in any case; its state is sharded if the
+    # strategies include sharding
     needs_sum = pipeline > 1 or not {"ddp", "zero1", "fsdp", "hsdp"} & set(wanted)
     if "ddp" in wanted or needs_sum:
         found.append(("none", 1))

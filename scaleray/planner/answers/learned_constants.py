@@ -1,9 +1,9 @@
-"""Corrections from a team's own measured steps: how much longer than predicted its compute and collectives take; and
-whether corrections predict held-out steps.
+"""Corrections from a team's own measured steps: ratios of measured to predicted time for compute and collectives; and
+whether they improve predictions of held-out steps.
 
-The two factors are the most likely ones: errors of a step's logarithm are `NOISE`, and before anything is measured the
-factors themselves are one within `DOUBT`. They are validated on held-out points: each study by all others, or
-each point where there is one study alone. They are used only if they help there.
+The two factors are the most likely ones: errors of a step's logarithm are `NOISE`, and the factors' prior is one,
+within `DOUBT`. They are validated on held-out points: each study by all others, or each point if there is only one
+study. They are used only if they help there.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from scaleray.planner.cost.step_time import step_time
 from scaleray.planner.models.block_counts import ModelProfile
 
 NOISE = 0.15
-"""Standard deviation of the logarithm of measured over predicted steps near a measured one, as `uncertainty` has it."""
+"""Standard deviation of the logarithm of measured over predicted steps near a measured one, as in `uncertainty`."""
 DOUBT = (1.0, 0.5)
-"""Standard deviations of the logarithms of both factors before anything is measured: of compute wide, for rates of
-processors are known to an order of magnitude only; of communication as catalogues differ among themselves."""
+"""Prior standard deviations of the logarithms of both factors: wide for compute, as rates of processors are known only
+to an order of magnitude; for communication the variation among catalogues."""
 MOST_COMPUTE = 20.0
-"""Largest factor, up or down, by which compute is scaled; beyond, something else than its rate is wrong."""
+"""Largest factor, up or down, by which compute is scaled; beyond it, the error is not in its rate."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Errors:
 
     @classmethod
     def of(cls, logarithms: Sequence[float]) -> Errors:
-        """Of logarithms of measured over predicted."""
+        """Errors from logarithms of measured over predicted."""
         shares = [math.expm1(abs(one)) for one in logarithms]
         return cls(statistics.median(shares), max(shares))
 
@@ -54,8 +54,8 @@ class Errors:
 
 @dataclass(frozen=True)
 class Lesson:
-    """Learned corrections. points: those that were used. before and after: errors on points that were left out; after
-    is None if there are too few. is_used: whether the factors are used: they help there.
+    """Learned corrections. points: the ones used. before and after: errors on held-out points; after is None if there
+    are too few. is_used: whether the factors are applied because they help there.
     """
 
     measured: Measured
@@ -68,18 +68,18 @@ class Lesson:
 
     @property
     def is_used(self) -> bool:
-        """Whether the factors predict points that did not teach them better than data sheets do."""
+        """Whether the factors predict held-out points better than data sheets do."""
         return self.after is not None and self.after.median < self.before.median
 
     def lines(self) -> list[str]:
-        """The learned corrections, and how much better they predict, as text."""
+        """Lines on the learned corrections, and how much they improve predictions."""
         studies = len({point.study for point in self.points})
         whose = "this model" if self.is_of_model else "other models"
         number = f"{studies} studies" if studies != 1 else "1 study"
         taught = f"{quantity(len(self.points), 'point')} in {number} of {whose}"
         factors = f"compute x {self.measured.compute_scale:.3g}, communication x {self.measured.comm_scale:.3g}"
         if self.after is None:
-            return [f"learned nothing from {taught}: it takes at least two, to check one against the other"]
+            return [f"learned nothing from {taught}: at least two are needed, to check one against the other"]
         errors = f"median error of a step {self.before} by data sheets, {self.after} learned; {self.left_out}"
         if self.is_used:
             return [f"learned from {taught}: {factors}", errors]
@@ -87,15 +87,15 @@ class Lesson:
 
 
 def learn(known: TeamPoints, model: ModelProfile, cluster: Cluster, *, key: str | None, catalogue: Catalogue) -> Lesson:
-    """Corrections from the points on GPUs of the cluster's kind, those of the same model alone if there are any. key:
-    of the model that is planned, None if that is not the team's own. Raises UsageError without such points.
+    """Return corrections from the points on the cluster's type of GPU, only those of the same model if there are any.
+    key: that of the planned model, None if it is not the team's own. Raises UsageError without such points.
     """
     on_gpu = [point for point in known.points if point.gpu == cluster.gpu.name]
     if not on_gpu:
         others = ", ".join(sorted({point.gpu for point in known.points}))
-        hint = f"left out: {'; '.join(known.skipped[:3])}" if known.skipped else "plan for hardware that was measured"
-        found = f"found points on {others} only" if known.points else "found no points"
-        raise UsageError.problem("--learn", f"{found}, but the plan is for {cluster.gpu.name}", hint)
+        hint = f"omitted: {'; '.join(known.skipped[:3])}" if known.skipped else "plan for hardware that was measured"
+        found = f"found points only on {others}" if known.points else "found no points"
+        raise UsageError.problem("--learn", f"{found}, and the plan is for {cluster.gpu.name}", hint)
     own = [point for point in on_gpu if point.model == key]
     points = own or on_gpu
     asked = [_Asked(point, model if point.model == key else known.profile(point.model), catalogue) for point in points]
@@ -136,7 +136,7 @@ class _Asked:
 
 
 def _fit(asked: Sequence[_Asked]) -> Measured:
-    """The most likely factors, each study with as many votes as any other."""
+    """Return the most likely factors, with equal weight for each study."""
     studies = [one.point.study for one in asked]
     weights = [math.sqrt(len(asked) / len(set(studies)) / studies.count(study)) / NOISE for study in studies]
 

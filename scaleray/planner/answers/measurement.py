@@ -1,6 +1,6 @@
-"""A step measured on one or a few GPUs, to which a plan's compute is scaled.
+"""A step measured on a few GPUs, to which a plan's compute is scaled.
 
-Read from a study's record (its smallest point) or a run's, or given by hand.
+Read from a study's record (its smallest point) or a run's, or given directly.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from scaleray.records.sweep_record import SweepRecord
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """A step time with the layout it was measured with; its precision is set to the plan's."""
+    """A step time with the layout with which it was measured; its precision is set to the plan's."""
 
     step_time_s: float
     num_gpus: int
     layout: Layout
     gpu: str | None = None
-    """Driver's name of the GPU of the measurement; None if not recorded."""
+    """Driver's name of the GPU used; None if not recorded."""
     larger: Measurement | None = None
     """The next larger point of the same study, which determines the link."""
 
 
 def read_measurement(path: Path) -> Measurement | None:
-    """The smallest point of a study's record, or a run's record; a folder means its record.json. None for a sweep,
-    whose trials share their workers with each other.
+    """Read the smallest point of a study's record, or a run's record; a folder means its record.json. None for a sweep,
+    whose trials share their machines.
 
-    Raises UsageError for a file that is neither, or holds no step time.
+    Raises UsageError if the file is neither, or has no step time.
     """
     try:
         record = read_record(path)
@@ -88,9 +88,9 @@ def measurement_of(
 
 
 def anchor_of(found: Measurement, cluster: Cluster, catalogue: Catalogue) -> Anchor:
-    """The measured point for the intervals, on the cluster's kind of GPU where the record does not say.
+    """Return the measured point for the intervals, on the cluster's type of GPU if the record does not have one.
 
-    A GPU that the catalogue does not have keeps the name that the record gives."""
+    A GPU that is not in the catalogue keeps the name from the record."""
     gpu = cluster.gpu.name
     if found.gpu is not None:
         try:

@@ -1,7 +1,6 @@
-"""The best layout on fewer and on more GPUs: the curve, its limit, and whether the next doubling is worth it.
+"""Best layouts on fewer and more GPUs: the curve, its limit, and whether the next doubling is worthwhile.
 
-The global batch is constant (strong scaling), as in a run; the layout of each size is the best one of the
-same strategies.
+The global batch is constant (strong scaling), as in a run; each size has the best layout of the same strategies.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from scaleray.planner.answers.plan_question import Question
 from scaleray.records.study_record import Estimate
 
 WORTH_IT = 1.6
-"""Smallest gain in throughput that justifies twice the GPUs; below, more than a fifth of the ideal is lost."""
+"""Smallest gain in throughput that justifies twice the GPUs; below it, more than a fifth of the ideal is lost."""
 ROUNDING = 1e-3
-"""Largest difference between figures that print alike."""
+"""Largest difference between values that are printed alike."""
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The best choice on a number of GPUs. `efficiency`: throughput per GPU over that of one GPU alone
+    """The best choice for a number of GPUs. `efficiency`: throughput per GPU over that of a single GPU
     (`Outlook.alone`)."""
 
     num_gpus: int
@@ -35,21 +34,21 @@ class CurvePoint:
 
 @dataclass(frozen=True)
 class Outlook:
-    """The curve up to twice the cluster, and the words for it."""
+    """The curve up to twice the cluster, with explanations."""
 
     points: list[CurvePoint]
     alone: Choice
-    """The fastest layout on one GPU, were its memory large enough: the reference of efficiency. Not the smallest size
-    that fits: lack of memory may slow it, and larger ones would exceed 100 %. """
+    """The fastest layout on one GPU with unlimited memory: the reference of efficiency. The smallest size that fits is
+    not used: lack of memory may slow it, and larger ones would exceed 100 %."""
     limit: str
     doubling: str
     doubling_gain: float | None
     remarks: tuple[str, ...] = ()
-    """Remarks on figures that look impossible: superlinear gains, and their reasons."""
+    """Remarks on values that look impossible: superlinear gains, and their reasons."""
 
 
 def outlook(advice: Advice) -> Outlook:
-    """The curve around an advice. Sizes on which nothing fits or the batch cannot be divided are left out."""
+    """Return the curve around an advice, without sizes on which no layout fits or the batch cannot be divided."""
     question = advice.question
     found: list[tuple[int, Choice]] = []
     for cluster in sizes(question.cluster):
@@ -80,8 +79,7 @@ def alone(question: Question) -> Choice:
 
 
 def sizes(cluster: Cluster) -> Iterator[Cluster]:
-    """Clusters to predict: parts of a node, then nodes, by doublings up to twice the cluster, and the
-    cluster itself."""
+    """Clusters to predict: parts of a node, then nodes, doubling up to twice the cluster, and the cluster itself."""
     per_node = cluster.gpus_per_node
     gpus = 1
     while gpus < per_node and per_node % gpus == 0:
@@ -99,13 +97,13 @@ def sizes(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def limit_of(choice: Choice) -> str:
-    """The largest part of a step that is not useful arithmetic, in words."""
+    """Description of the largest part of a step that is not useful arithmetic."""
     parts = {name: seconds for name, seconds in choice.step.parts().items() if name not in ("forward", "backward")}
     name = max(parts, key=lambda key: parts[key])
     share = parts[name] / choice.step.total_s
     words = {
         "recompute": "recomputing activations; more memory per GPU or a smaller micro-batch avoids it",
-        "exchange comm": "tokens on their way to experts, or keys and values of other ranks; "
+        "exchange comm": "tokens sent to experts, or keys and values of other ranks;  "
         "a smaller degree, or one that stays inside the node",
         "tensor comm": "tensor parallel communication; a smaller degree or a faster link inside the node",
         "pipeline bubble": "the pipeline's bubble; more micro-batches, or fewer stages",
@@ -123,7 +121,7 @@ def limit_of(choice: Choice) -> str:
 
 
 def kinds_of(question: Question, best: Choice) -> tuple[str, ...]:
-    """The question's strategies that a choice uses, for a search on another size to be over soon."""
+    """The question's strategies that a choice uses, to limit the search on another size."""
     uses = {
         "tp": best.layout.tensor > 1,
         "pp": best.layout.pipeline > 1,
@@ -152,24 +150,24 @@ def _doubling_words(question: Question, gain: float | None) -> str:
             else f"the batch of {question.global_batch} does not divide further"
         )
         return f"{2 * gpus} GPUs: not predicted, {reason}"
-    verdict = "worth it" if gain >= WORTH_IT else "not worth it at this batch"
-    return f"{2 * gpus} GPUs: {gain:.2f} times the throughput at twice the price, {verdict}"
+    verdict = "worthwhile" if gain >= WORTH_IT else "not worthwhile at this batch"
+    return f"{2 * gpus} GPUs: {gain:.2f} times the throughput at twice the cost, {verdict}"
 
 
 def remarks_on(points: list[CurvePoint], lone: Choice) -> Iterator[str]:
-    """Remarks on every size with an efficiency over 1, and on every step up to a size that is worth more than the
-    GPUs it adds."""
+    """Remarks on every size with an efficiency over 1, and on every step to a size whose gain exceeds that of the added
+    GPUs."""
     for point in points:
         if point.efficiency > 1 + ROUNDING:
             yield f"efficiency over 100 % on {point.num_gpus} GPUs: {_saved(lone, point.choice)}"
     for before, after in itertools.pairwise(points):
         if after.efficiency > TIE * before.efficiency:
             cause = _saved(before.choice, after.choice)
-            yield f"from {before.num_gpus} to {after.num_gpus} GPUs throughput grows more than the GPUs: {cause}"
+            yield f"from {before.num_gpus} to {after.num_gpus} GPUs throughput grows by more: {cause}"
 
 
 def _saved(before: Choice, after: Choice) -> str:
-    """The part of a step that saves most GPU seconds per sample from `before` to `after`, in words."""
+    """Description of the part of a step that saves most GPU seconds per sample from `before` to `after`."""
 
     def gpu_seconds(choice: Choice) -> dict[str, float]:
         parts = choice.step.parts()
@@ -182,7 +180,7 @@ def _saved(before: Choice, after: Choice) -> str:
     spent, needed = gpu_seconds(before), gpu_seconds(after)
     name = max(spent, key=lambda part: spent[part] - needed[part])
     words = {
-        "recompute": "there is memory to recompute fewer activations",
+        "recompute": "there is enough memory to recompute fewer activations",
         "passes": "micro-batches or experts are larger on each GPU, and kernels run better",
         "optimizer": "the optimizer's update is shared by more GPUs",
     }

@@ -1,4 +1,4 @@
-"""Question to the planner: a model to train on a cluster, with which strategies, and the order of the answers."""
+"""Question to the planner: a model, a cluster, the strategies, and the order of the results."""
 
 from __future__ import annotations
 
@@ -28,14 +28,13 @@ class Question:
     compiled: bool = False
     measured: Measured | None = None
     anchor: Anchor | None = None
-    """The point that `measured` was calibrated on."""
+    """The point on which `measured` was calibrated."""
     learned: tuple[str, ...] = ()
     """Corrections from a team's own points, as text."""
     input_samples_per_s: float | None = None
     """Samples per second that the input pipeline of one node delivers; None: enough."""
     rank_by: str = "throughput"
-    """`throughput` (and with it cost and time), or `memory`. `time-to-target` compares batch sizes as well
-    (`to_target`)."""
+    """`throughput` (also for cost and time), or `memory`. `time-to-target` compares batch sizes, too (`to_target`)."""
 
     def __post_init__(self) -> None:
         if self.rank_by not in RANKINGS:
@@ -44,7 +43,7 @@ class Question:
             raise ConfigError("--global-batch", self.global_batch, "it must be at least 1 sample")
         unknown = [name for name in self.strategies if name not in STRATEGIES]
         if unknown:
-            raise ConfigError("--strategies", ",".join(unknown), f"the planner knows {', '.join(STRATEGIES)}")
+            raise ConfigError("--strategies", ",".join(unknown), f"the planner supports {', '.join(STRATEGIES)}")
         if not self.model.has_flops and self.measured is None:
             raise ConfigError(
                 "model",

@@ -1,5 +1,5 @@
-"""A team's own measured steps as the planner learns from them: the counted costs of each model, and a point for each
-number of workers that was measured."""
+"""A team's own measured steps as training data for the planner: the counted costs of each model, and a point for each
+measured number of workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STATE_BYTES = {"sgd": 4, "lars": 4}
 
 @dataclass(frozen=True, kw_only=True)
 class TeamPoint:
-    """One measured step. study: name of the study that measured it; points of one study were measured in one go."""
+    """One measured step. study: name of the study that measured it; points of one study were measured together."""
 
     study: str
     model: str
@@ -49,7 +49,7 @@ class TeamPoint:
 
     @property
     def layout(self) -> Layout:
-        """How the model was spread."""
+        """How the model was distributed."""
         sharding = traits_of(self.strategy).sharding
         return Layout(
             data=self.workers,
@@ -65,13 +65,13 @@ class TeamPoint:
         )
 
     def cluster(self, catalogue: Catalogue = CATALOGUE) -> Cluster:
-        """Hardware of a point, as machines of this kind usually are. Raises UsageError for an unknown GPU, and for
-        several nodes with a network that is not known.
+        """Hardware of a point, assumed to be the usual machine of this type. Raises UsageError for an unknown GPU, and
+        for several nodes with an unknown network.
         """
         gpu = catalogue.find_gpu(self.gpu)
         num_nodes = math.ceil(self.workers / self.workers_per_node)
         if num_nodes > 1 and not gpu.network:
-            raise UsageError.problem("The network between nodes", f"is not known: {gpu.name} has no usual one")
+            raise UsageError.problem("The network between nodes", f"is unknown: {gpu.name} has no usual one")
         return Cluster(
             gpu=gpu,
             gpus_per_node=min(self.workers, self.workers_per_node),
@@ -96,9 +96,8 @@ class TeamPoints:
 
 
 def points_of(records: Sequence[StudyRecord]) -> TeamPoints:
-    """Points of these studies for the planner: each measured point once, with the costs of its model if it counted
-    them.
-    """
+    """Return the points of these studies for the planner: each measured point once, with the costs of its model if
+    counted."""
     points: dict[str, TeamPoint] = {}
     models: dict[str, WorkloadProfile] = {}
     skipped: list[str] = []
@@ -110,7 +109,7 @@ def points_of(records: Sequence[StudyRecord]) -> TeamPoints:
             models.setdefault(key, TypeAdapter(WorkloadProfile).validate_python(record.model_profile))
             _check_config(record.config)
             for point in (at.point for curve in record.curves for at in curve.points):
-                if point.reused_from:  # it is in the study that measured it
+                if point.reused_from:  # it belongs to the study that measured it
                     continue
                 if why := _why_not(point):
                     skipped.append(f"{record.name}, {point.workers} workers: {why}")
@@ -124,14 +123,14 @@ def points_of(records: Sequence[StudyRecord]) -> TeamPoints:
 
 
 def model_key(config: Mapping[str, Any]) -> str:
-    """Key that two configs share if they train the same model: the workload with its arguments."""
+    """Key shared by configs that train the same model: the workload with its arguments."""
     workload = config.get("workload") or {}
     args = json.dumps(workload.get("args") or {}, sort_keys=True)
     return f"{str(workload.get('name')).rpartition('/')[2]} {args}"
 
 
 def precision_of(config: Mapping[str, Any]) -> str:
-    """The planner's name of a config's precision."""
+    """The planner's name for a config's precision."""
     precision = config.get("precision") or {}
     dtype = str(precision.get("dtype", "fp32"))
     return "tf32" if precision.get("tf32") and dtype == "fp32" else dtype
@@ -140,7 +139,7 @@ def precision_of(config: Mapping[str, Any]) -> str:
 def _check_config(config: Mapping[str, Any]) -> None:
     method = (config.get("compression") or {}).get("name", "none")
     if method != "none":
-        raise UsageError("compression.name", method, "the cost of compression is not known")
+        raise UsageError("compression.name", method, "the cost of compression is unknown")
     tuning = config.get("fine_tuning") or {}
     if tuning.get("lora_rank") or tuning.get("freeze"):
         raise UsageError("fine_tuning", "frozen parameters", "the planner counts a gradient for every parameter")
@@ -151,7 +150,7 @@ def _why_not(point: Point) -> str:
     if point.marks:
         return f"it is {', '.join(point.marks)}"
     if traits is None or traits.trains_apart or traits.splits_replica:
-        return f"the planner has no model of scaleray's {point.strategy} steps"
+        return f"the planner does not model the steps of {point.strategy}"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""Time of a training to a target for each batch size and number of GPUs, and the best trade-offs. A larger batch uses
-more GPUs well but needs more samples for the same progress; the caller gives their number, from the gradient noise
-(`scaling.noise.goodput`), which the planner does not know. Interruptions and checkpoints lengthen the wall time
-(`checkpoints`)."""
+"""Training time to a target for each batch size and number of GPUs, and the best trade-offs. A larger batch uses more
+GPUs well but needs more samples for the same progress; the caller provides their number, from the gradient noise
+(`training.noise.statistical_efficiency`), which the planner does not compute. Interruptions and checkpoints lengthen
+the wall time (`checkpoint_stalls`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scaleray.planner.cost.checkpoint_stalls import checkpoint_cost, is_asked
 from scaleray.records.study_record import Estimate
 
 FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
-"""Batch sizes looked at, as multiples of the question's."""
+"""Batch sizes to evaluate, as multiples of the question's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,7 @@ class Way:
     cost: float | None
     time_ratio: float
     is_trusted: bool
-    """Whether the gradient noise was measured near this batch size; the step time has a mark of its
-    own, in `choice`."""
+    """Whether the gradient noise was measured near this batch size; the step time has a separate flag, in `choice`."""
     is_on_frontier: bool = False
     """Whether no other way takes both less time and fewer GPU hours."""
 
@@ -48,8 +47,8 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The target of a plan. `samples(batch)`: samples to the target; `is_trusted(batch)`: whether
-    that number is known near this batch size.
+    """The target of a plan. `samples(batch)`: samples to the target; `is_trusted(batch)`: whether that number is
+    reliable near this batch size.
     """
 
     samples: Callable[[int], Estimate]
@@ -66,14 +65,14 @@ def ways_to(
     is_asynchronous: bool = True,
     all_sizes: bool = True,
 ) -> list[Way]:
-    """The best layout of every batch size, on the cluster and on smaller and larger ones of its kind; the fastest
+    """Return the best layout of every batch size, on the cluster and on smaller and larger ones of its type; fastest
     first.
 
     Raises ConfigError if no batch size works on any of them.
     """
     own = _ways(target, question, interval_s=interval_s, is_asynchronous=is_asynchronous)
     found = list(own)
-    # other sizes are searched for the kinds of parallelism that are best here, for the answer to come soon
+    # other sizes are searched only for the types of parallelism that are best here, to limit the time
     kinds = kinds_of(question, min(own, key=_time).choice) if own else question.strategies
     for cluster in _others(question.cluster) if all_sizes else ():
         smaller = replace(question, cluster=cluster, strategies=kinds)
@@ -89,8 +88,8 @@ def ways_to(
 
 
 def best_way(ways: Iterable[Way], *, num_gpus: int) -> Way | None:
-    """The soonest way on a number of GPUs: among those that surely fit, and among those whose batch size the gradient
-    noise is trusted at, where there are any."""
+    """The fastest way on a number of GPUs, among those that certainly fit and those with reliable gradient noise, if
+    there are any."""
     own = [way for way in ways if way.num_gpus == num_gpus]
     own = [way for way in own if way.choice.fits == "fits"] or own
     return min([way for way in own if way.is_trusted] or own, key=_time, default=None)
@@ -139,7 +138,7 @@ def _way(
 
 
 def _marked(ways: Sequence[Way]) -> list[Way]:
-    """The ways sorted by time, with the frontier of time and GPU hours marked: each that needs fewer GPU hours than
+    """The ways sorted by time, with the frontier of time and GPU hours marked: each way that needs fewer GPU hours than
     all before it."""
     made, least = [], float("inf")
     for way in sorted(ways, key=lambda one: (one.hours.value, one.gpu_hours)):

@@ -19,10 +19,10 @@ def is_runnable(layout: Layout) -> bool:
 
 
 def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict[str, Any]:
-    """Sections of a config that `scaleray train` runs the layout with.
+    """Return the sections of a config with which `scaleray train` uses the layout.
 
-    tokens_per_sample: for a config whose batch is counted in tokens. Raises ConfigError for a layout that
-    is not runnable.
+    tokens_per_sample: for a config whose batch is counted in tokens. Raises ConfigError for a layout that is not
+    runnable.
     """
     if not is_runnable(layout):
         raise ConfigError(
@@ -42,7 +42,7 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
         keys["compilation"] = {"what": "blocks"}
     strategy = keys["strategy"]["name"]
     if strategy in ("pipeline", "tensor", "fsdp"):
-        # in a pipeline gathered and reduced once a step, as the planner counts ZeRO-1
+        # in a pipeline gathered and reduced once per step, as the planner assumes for ZeRO-1
         shard = 1 if layout.sharding == "none" else layout.shard if layout.shard > 1 else layout.data
         degrees = Degrees(layout.pipeline, layout.data // shard, shard, layout.tensor)
         keys["parallel"] = {axis: degree for axis, degree in asdict(degrees).items() if degree > 1}
@@ -59,8 +59,8 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
 
 
 def layout_options(layout: Layout) -> list[str]:
-    """The layout as options of `scaleray train` on a config that has the batch, the precision and the
-    workers already."""
+    """Return the layout as options of `scaleray train` for a config that already has the batch, the precision and the
+    workers."""
     known = known_keys()
     keys = {name: values for name, values in config_keys(layout).items() if name not in ("scale", "precision")}
     keys["batch"] = {"micro_size": layout.micro_batch}
@@ -75,7 +75,7 @@ def layout_options(layout: Layout) -> list[str]:
 _ACTIVATIONS: dict[str, dict[str, Any]] = {
     "none": {"checkpointing": "none"},
     "selective": {"checkpointing": "selective"},
-    # torchtitan's policy, which keeps every other product; the nearest of ours keeps all
+    # torchtitan's policy keeps every other product; the nearest setting of scaleray keeps all
     "alternate": {"checkpointing": "selective"},
     "full": {"checkpointing": "full"},
 }

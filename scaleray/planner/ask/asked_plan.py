@@ -1,4 +1,4 @@
-"""The options of `scaleray plan` as the planner's question: model, cluster, batch, and measurements."""
+"""The planner's question from the options of `scaleray plan`: model, cluster, batch, and measurements."""
 
 from __future__ import annotations
 
@@ -32,24 +32,22 @@ if TYPE_CHECKING:
 
 OPTIMIZER_BYTES = {"adam": 8, "adamw": 8, "lamb": 8, "sgd": 0, "momentum": 4, "lars": 4}
 TRACKING = "tracking"
-"""Value of --learn for the team's MLflow, where scaleray records anyway."""
+"""Value of --learn for the team's MLflow, where scaleray records by default."""
 USUAL_TOKENS = 4_000_000
-"""Tokens of a step, where a transformer is named and no batch: those of Llama 2 (Touvron et al. 2023, arXiv:2307.09288,
-section 2)."""
+"""Default tokens of a step for a transformer by name: those of Llama 2 (Touvron et al. 2023, arXiv:2307.09288, section
+2)."""
 USUAL_SAMPLES = 32
-"""Samples of a step for each GPU, where another model is named: 256 on 8, as in Goyal et al. 2017, arXiv:1706.02677."""
+"""Default samples of a step per GPU for other models by name: 256 on 8, as in Goyal et al. 2017, arXiv:1706.02677."""
 
 
 def question_of(
     options: LayoutOptions, *, rank_by: str = "throughput", config: Path | None = None, overrides: Sequence[str] = ()
 ) -> Question:
-    """Question for the planner. Raises ConfigError or UsageError if something is missing, unknown or impossible."""
+    """Return the question to the planner. Raises ConfigError or UsageError if an input is missing, unknown or
+    impossible."""
     if overrides and config is None:
         raise ConfigError(
-            "an option",
-            overrides[0],
-            "keys of the config can be given with -c only",
-            "scaleray plan --help lists the options",
+            "an option", overrides[0], "config keys can be given only with -c", "scaleray plan --help lists the options"
         )
     resolved = load_config(config, flags=overrides) if config else None
     own = read_hardware_file(Path(options.hardware)) if options.hardware else None
@@ -62,10 +60,10 @@ def question_of(
     if batch is None:
         batch = _batch_of(resolved, shape, target.num_gpus)
         if resolved is None:
-            note = f"{batch} samples a step, since --global-batch was not given"
+            note = f"{batch} samples per step, since --global-batch was not given"
             target = dataclasses.replace(target, notes=(*target.notes, note))
     wanted = options.precision or _precision_of(resolved) or ("bf16" if "bf16" in target.gpu.peak_tflops else "fp16")
-    target.gpu.peak_flops(wanted)  # an unknown precision is refused here
+    target.gpu.peak_flops(wanted)  # raises for an unknown precision
     is_fused = "bf16" in target.gpu.peak_tflops and wanted not in ("fp32", "tf32")
     found, scaled, anchor, lesson = _measurement(options), None, None, None
     if found is not None:
@@ -73,7 +71,7 @@ def question_of(
         anchor = anchor_of(found, target, catalogue)
     if options.learn is not None:
         if found is not None:
-            raise ConfigError("--learn", options.learn, "it excludes a measured step", "leave one of them out")
+            raise ConfigError("--learn", options.learn, "it excludes a measured step", "omit one of them")
         lesson = _lesson(options.learn, shape, target, config=resolved, catalogue=catalogue)
         scaled, anchor = _used(lesson)
     named = options.optimizer or (resolved.optimizer.name if resolved is not None else "adam")
@@ -112,13 +110,13 @@ def _measurement(options: LayoutOptions) -> Measurement | None:
 def _cluster(options: LayoutOptions, catalogue: Catalogue) -> Cluster:
     text, here, address, network = options.cluster, options.here, options.address, options.network
     if address is not None and not here:
-        raise ConfigError("--address", address, "it applies to --here only", "add --here")
+        raise ConfigError("--address", address, "it applies only to --here", "add --here")
     if network is not None and address is None:
         raise ConfigError(
             "--network", network, "it needs --here and --address", "--cluster takes net=, as in h100:8x16,net=8x400G"
         )
     if here and text is not None:
-        raise ConfigError("--cluster", text, "it cannot be given with --here", "leave one of them out")
+        raise ConfigError("--cluster", text, "it cannot be given with --here", "omit one of them")
     if here:
         from scaleray.planner.ask.this_machine import ray_cluster, this_machine
 
@@ -145,8 +143,8 @@ def _model(
 
 
 def _batch_of(config: RunConfig | None, model: ModelProfile, num_gpus: int) -> int:
-    """Samples of a step: the config's, or a usual number, a multiple of the GPUs near USUAL_TOKENS, or USUAL_SAMPLES
-    for each GPU."""
+    """Samples of a step: the config's, or a default: a multiple of the GPUs near USUAL_TOKENS, or USUAL_SAMPLES per
+    GPU."""
     if config is None:
         each = USUAL_TOKENS / model.tokens_per_sample / num_gpus if model.tokens_per_sample > 1 else USUAL_SAMPLES
         return max(1, round(each)) * num_gpus
@@ -164,10 +162,10 @@ def _precision_of(config: RunConfig | None) -> str | None:
 def _lesson(
     where: str, model: ModelProfile, cluster: Cluster, *, config: RunConfig | None, catalogue: Catalogue
 ) -> Lesson:
-    """Corrections from the points there for this question. config: of the workload that is planned; None for a model by
-    name. Raises UsageError if there are none for this kind of GPU.
+    """Return the corrections for this question from the available points. config: of the planned workload; None for a
+    model by name. Raises UsageError if there are none for this type of GPU.
     """
-    from scaleray.planner.answers.learned_constants import learn  # it fits, by scipy
+    from scaleray.planner.answers.learned_constants import learn  # imports scipy
     from scaleray.planner.answers.team_points import model_key
 
     key = None if config is None else model_key(config.to_dict())
@@ -175,7 +173,7 @@ def _lesson(
 
 
 def _used(lesson: Lesson) -> tuple[Measured | None, Anchor | None]:
-    """The factors for the plan, and the nearest point of its own model, if any, to narrow the intervals; nothing if
+    """Return the factors for the plan, and the nearest point of its own model, if any, to narrow the intervals; None if
     they predict no better than data sheets."""
     if not lesson.is_used:
         return None, None

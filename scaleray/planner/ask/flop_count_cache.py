@@ -1,4 +1,4 @@
-"""Counts of a workload's operations, taken once in a separate process and cached."""
+"""Counts of a workload's operations, made in a separate process and cached."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelPro
             )
         except subprocess.TimeoutExpired:
             raise UsageError(
-                "counting the workload", f"longer than {COUNTING_LIMIT_S} s", "it must end", "name the model: --model"
+                "counting the workload", f"longer than {COUNTING_LIMIT_S} s", "it must finish", "use --model NAME"
             ) from None
         if done.returncode:
             last = done.stderr.strip().splitlines()
@@ -41,7 +41,7 @@ def counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelPro
                 "counting the workload",
                 config.workload.name,
                 f"it failed: {last[-1] if last else done.returncode}",
-                "name the model: --model",
+                "use --model NAME",
             )
         partial = kept.with_suffix(f".{os.getpid()}")
         partial.write_text(done.stdout)
@@ -50,8 +50,8 @@ def counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelPro
 
 
 def _fingerprint(config: RunConfig, path: Path) -> str:
-    """Hash of the profile's inputs: the workload's arguments, its file and neighbours, the precision, and how it
-    is counted."""
+    """Hash of the profile's inputs: the workload's arguments, its file and neighbours, the precision, and the counting
+    method."""
     from scaleray import __version__
 
     facts: dict[str, Any] = {

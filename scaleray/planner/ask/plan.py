@@ -20,8 +20,8 @@ from scaleray.planner.cost.checkpoint_stalls import CheckpointCost, checkpoint_c
 
 @dataclass(frozen=True)
 class Answer:
-    """One plan. found: length of the training, and the ways to its target if requested. checkpoints: their cost if
-    requested."""
+    """Result of one plan. found: length of the training, and the ways to its target if requested. checkpoints: their
+    cost if requested."""
 
     advice: Advice
     seen: Outlook
@@ -29,7 +29,7 @@ class Answer:
     checkpoints: CheckpointCost | None
 
     def write_config(self, config: Path | None, out: Path) -> list[str]:
-        """Write the best layout that `scaleray train` can run as a config, onto `config`; returns lines about it."""
+        """Write the best layout that `scaleray train` can run as a config, based on `config`; return lines about it."""
         from scaleray.planner.ask.written_plan import write_config
 
         return list(write_config(self.advice, config, out))
@@ -50,7 +50,7 @@ class Answer:
 
 
 def answered(options: PlanOptions, *, config: Path | None, overrides: Sequence[str]) -> Answer:
-    """The answer to a plan's options. Raises ConfigError or UsageError if something is missing or impossible."""
+    """Compute the answer for a plan's options. Raises ConfigError or UsageError for missing or impossible options."""
     question = question_of(options, rank_by=options.rank_by, config=config, overrides=overrides)
     question, found = ways_and_samples(question, options)
     advice = advise(question)
@@ -65,11 +65,11 @@ def answered(options: PlanOptions, *, config: Path | None, overrides: Sequence[s
 @names_what_is_missing
 @takes(PlanOptions)
 def plan(*, options: PlanOptions, config: str | Path | None = None, overrides: Sequence[str] = ()) -> Advice:
-    """Rank the layouts of a model on a cluster, by arithmetic alone; `.best` of the advice is the recommended one.
+    """Rank the layouts of a model on a cluster by arithmetic alone; `.best` of the result is the recommended one.
 
-    A model is named by `model`, by `profile`, or by config: a YAML file whose workload is counted, with `overrides` as
-    on the command line. A cluster is named by `cluster`, or by `here`. With rank_by="time-to-target" the advice is for
-    the batch size of the best way. Needs neither torch nor Ray. Raises ConfigError and UsageError.
+    The model is given by `model`, by `profile`, or by config: a YAML file whose workload is counted, with `overrides`
+    as on the command line. The cluster is given by `cluster`, or by `here`. With rank_by="time-to-target" the advice is
+    for the batch size of the best way. Needs neither torch nor Ray. Raises ConfigError and UsageError.
     """
     file, command = None if config is None else Path(config), "scaleray.plan(...)"
     answer = answered(options, config=file, overrides=overrides)
@@ -84,7 +84,7 @@ def plan(*, options: PlanOptions, config: str | Path | None = None, overrides: S
 @names_what_is_missing
 @takes(LayoutOptions)
 def explain_plan(what: str = "constants", *, options: LayoutOptions, rows: int = 20) -> list[str]:
-    """Return the planner's figures with their sources, or the layouts that do not fit in memory, as lines.
+    """Return the planner's constants with their sources, or the layouts that do not fit in memory, as lines.
 
     what: constants; intervals; a GPU, link or network by name; or, with a model, a cluster and a global batch, layouts.
     rows: layouts to list. Raises ConfigError and UsageError.

@@ -12,47 +12,50 @@ from scaleray.common.options import File, Words
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOptions:
-    """Model, hardware, recipe and measurements, from which layouts follow."""
+    """Model, hardware, recipe and measurements, which determine the layouts."""
 
     model: str | None = None
-    """A model by name (llama-70b, gpt2-xl, resnet-50) or size (gpt-13b)."""
+    """Model by name (llama-70b, gpt2-xl, resnet-50) or size (gpt-13b)."""
     profile: File | None = None
-    """A workload's counted costs, as training.flop_counter writes them."""
+    """File with a workload's counted costs, as written by training.flop_counter."""
     cluster: str | None = None
     """GPU:PERNODExNODES[,net=...][,link=...][,price=...], as in h100:8x16 or a100-80:8x64,net=200G; or a YAML file."""
     here: bool = False
     """The GPUs of this machine instead of --cluster."""
     address: str | None = None
-    """With --here: the GPUs of the Ray cluster there (host:port, ray://host:port or auto) instead of this machine's."""
+    """With --here: the GPUs of the Ray cluster at this address (host:port, ray://host:port or auto) instead."""
     network: str | None = None
-    """Network between that cluster's nodes, which Ray does not know: a name, 100G or 8x400G; else a usual one."""
+    """Network between that cluster's nodes, which Ray does not report: a name, 100G or 8x400G; default: the usual
+    one."""
     hardware: File | None = None
-    """YAML file with GPUs, links and networks of your own."""
+    """YAML file with your own GPUs, links and networks."""
     collectives: File | None = None
     """All-reduces measured on the cluster: output of nccl-tests' all_reduce_perf or CSV (ranks,nodes,bytes,seconds)."""
     global_batch: int | None = None
-    """Samples of an optimizer step over all GPUs; else the config's, or about 4 million tokens (32 images a GPU)."""
+    """Samples per optimizer step over all GPUs; default: the config's, or about 4 million tokens (32 images per
+    GPU)."""
     sequence: int | None = None
-    """Tokens of a sample."""
+    """Tokens per sample."""
     precision: str | None = None
-    """bf16, fp16, fp8, tf32 or fp32; by default the GPU's usual 16 bits, or the config's."""
+    """bf16, fp16, fp8, tf32 or fp32; default: the config's, or the GPU's usual 16-bit format."""
     strategies: Words = "ddp,zero1,fsdp,hsdp,tp,pp,ep"
-    """Names with commas: ddp, zero1, fsdp, hsdp, tp, pp, ep (experts of a mixture, spread over GPUs)."""
+    """Strategies, with commas: ddp, zero1, fsdp, hsdp, tp, pp, ep (experts of a mixture, spread over GPUs)."""
     optimizer: Literal["adam", "momentum", "sgd"] | None = None
-    """Optimizer, with its state in bytes a parameter: adam 8, momentum 4, sgd none; else the config's, or adam."""
+    """Optimizer, with its state in bytes per parameter: adam 8, momentum 4, sgd none; default: the config's, or
+    adam."""
     compiled: bool = False
     """The model is compiled."""
     step_time: float | None = None
-    """Seconds of a step measured on one GPU of the cluster's kind with --micro-batch samples, to scale the compute."""
+    """Seconds of a step measured on one GPU of the cluster's type with --micro-batch samples, to scale the compute."""
     micro_batch: int | None = None
     """Samples of the measured step."""
     from_run: File | None = None
-    """Record of a run or study on one worker or more, whose smallest point replaces --step-time; or of a sweep."""
+    """Record of a run or study, whose smallest point replaces --step-time; or of a sweep."""
     learn: str | None = None
-    """The team's own points that correct the data sheets: tracking, or MLflow's URI. The plan shows by how much they
-    do, on points left out."""
+    """The team's own points for corrections of the data sheets: tracking, or MLflow's URI. The plan shows the
+    improvement on held-out points."""
     input_rate: float | None = None
-    """Samples a second that the input pipeline of one node delivers."""
+    """Samples per second that the input pipeline of one node delivers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,25 +63,26 @@ class PlanOptions(LayoutOptions):
     """Length of the training, the ranking, and files to write."""
 
     samples: Annotated[float | None, Parameter(name=["--samples", "--target-samples"])] = None
-    """Samples of the whole training at --global-batch: the plan says how long it takes."""
+    """Samples of the whole training at --global-batch, to predict its duration."""
     target_steps: float | None = None
-    """The length of the whole training in optimizer steps at --global-batch, instead of in samples."""
+    """Optimizer steps of the whole training at --global-batch, instead of samples."""
     noise_scale: float | None = None
-    """Gradient noise scale in samples at --global-batch: what a sample is worth in larger and smaller batches."""
+    """Gradient noise scale in samples at --global-batch, to value samples in larger and smaller batches."""
     rank_by: Annotated[str, Parameter(name=["--rank", "--rank-by"])] = "throughput"
-    """throughput, cost, time, memory; or time-to-target, which seeks the batch size too (--noise-scale, --from-run)."""
+    """throughput, cost, time, memory; or time-to-target, which also varies the batch size (--noise-scale,
+    --from-run)."""
     checkpoint_minutes: float | None = None
-    """Minutes of training between two checkpoints; by default what is best for the cluster file's gpu_mtbf_hours."""
+    """Minutes of training between two checkpoints; default: the best for the cluster file's gpu_mtbf_hours."""
     waits_for_checkpoints: Annotated[bool, Parameter(name="--checkpoints-wait", negative="")] = False
-    """Checkpoints are synchronous: the training waits until storage has them."""
+    """Checkpoints are synchronous: training waits until they are stored."""
     write: File | None = None
-    """Write the best layout that `scaleray train` can run as a config, onto -c where it is given."""
+    """Write the best layout that `scaleray train` can run as a config, based on -c if given."""
     html: File | None = None
     """Write the plan as one HTML page."""
     record: bool = False
-    """Record the plan in MLflow; a team with a policy (tracking.policy) has all recorded."""
+    """Record the plan in MLflow; under a team policy (tracking.policy) all plans are recorded."""
 
     @property
     def interval_s(self) -> float | None:
-        """Seconds of training between two checkpoints, where they are given."""
+        """Seconds of training between two checkpoints, if given."""
         return None if self.checkpoint_minutes is None else 60 * self.checkpoint_minutes

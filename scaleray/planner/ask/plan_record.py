@@ -1,4 +1,4 @@
-"""A plan as a record, and as an experiment of the registry: checked against the team's policy, recorded on request."""
+"""A plan as a record and as an experiment in the registry: checked against the team's policy, recorded on request."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from scaleray.planner.ask.plan import Answer
 
 EXPERIMENT = "scaleray plans"
-"""Experiment in MLflow of plans without a config."""
+"""MLflow experiment for plans without a config."""
 
 
 def plan_record(
     advice: Advice, seen: Outlook, *, rows: int, kept: CheckpointCost | None = None, ways: Sequence[Way] = ()
 ) -> dict[str, Any]:
-    """The first `rows` choices, up to 200 rejected layouts, the curve, and checkpoints and ways to a target if
+    """Return the first `rows` choices, up to 200 rejected layouts, the curve, and checkpoints and ways to a target if
     requested."""
     return (
         _question(advice)
@@ -136,7 +136,7 @@ def _way(way: Way) -> dict[str, Any]:
 def registered(
     answer: Answer, *, config: Path | None, overrides: Sequence[str], record: bool, command: str
 ) -> str | None:
-    """MLflow page of the plan, if it was recorded: with `record`, and always under a team policy.
+    """Return the MLflow page of the plan, if recorded: with `record`, and always under a team policy.
 
     Raises ConfigError for a plan that breaks the policy, TrackingError if MLflow cannot be used.
     """

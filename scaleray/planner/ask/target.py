@@ -1,5 +1,5 @@
-"""`scaleray plan --rank time-to-target`: the options, or a record that measured gradient noise, as the samples that
-each batch size needs."""
+"""`scaleray plan --rank time-to-target`: samples needed by each batch size, from the options or from a record with
+measured gradient noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scaleray.training.noise.statistical_efficiency import Noise, is_trusted, pr
 
 @dataclass(frozen=True)
 class Learned:
-    """Facts of a record on learning: samples to its target by batch size, and noise scales."""
+    """Facts from a record: samples to its target by batch size, and noise scales."""
 
     samples: Mapping[int, float] = field(default_factory=dict)
     noises: Sequence[Noise] = ()
@@ -33,7 +33,7 @@ class Asked:
     """Length of the training for a plan.
 
     samples: samples of the whole training, if known. ways: batch sizes and numbers of GPUs with their times, if
-    requested, and `words` on the source of the target."""
+    requested, with `words` on the source of the target."""
 
     samples: float | None
     ways: Sequence[Way] = ()
@@ -41,8 +41,8 @@ class Asked:
 
 
 def ways_and_samples(question: Question, options: PlanOptions) -> tuple[Question, Asked]:
-    """Samples of the training and the ways to its target; with `--rank time-to-target` the question then has the batch
-    size of the best way.
+    """Return samples of the training and the ways to its target; with `--rank time-to-target` the question gets the
+    batch size of the best way.
 
     Raises ConfigError for options without effect, and the errors of `target_of`.
     """
@@ -72,7 +72,7 @@ def ways_and_samples(question: Question, options: PlanOptions) -> tuple[Question
 def target_of(
     *, batch_size: int, noise_scale: float | None, samples: float | None, steps: float | None, from_run: Path | None
 ) -> Target:
-    """The target, from the options and the record. Raises ConfigError if the noise or the target is not known.
+    """Return the target, from the options and the record. Raises ConfigError if the noise or the target is unknown.
 
     noise_scale: in samples, measured at `batch_size`, as are `samples` and `steps` to the target.
     """
@@ -80,7 +80,7 @@ def target_of(
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(name, value, "it must be positive")
     if samples is not None and steps is not None:
-        raise ConfigError("--target-steps", steps, "it cannot be given with --target-samples", "leave one of them out")
+        raise ConfigError("--target-steps", steps, "it cannot be given with --target-samples", "omit one of them")
     learned = read_learned(from_run) if from_run is not None else Learned()
     if noise_scale is not None:
         learned = Learned(learned.samples, [Noise(batch_size, Estimate(noise_scale, noise_scale, noise_scale))])
@@ -109,8 +109,8 @@ def target_of(
 
 
 def read_learned(path: Path) -> Learned:
-    """Samples of a sweep's trials, or the noise scale that a study or a run measured; empty if it measured none. Raises
-    UsageError for a file that is not a record.
+    """Read the samples of a sweep's trials, or the noise scale of a study or run; empty if it has none. Raises
+    UsageError if the file is not a record.
     """
     try:
         record = read_record(path)
@@ -126,9 +126,7 @@ def read_learned(path: Path) -> Learned:
 
 
 def _of_sweep(trials: Sequence[Trial]) -> Learned:
-    """Facts of a sweep on learning; for each batch size, the trial that reached the target with the fewest samples
-    counts.
-    """
+    """Facts from a sweep; for each batch size, the trial that reached the target with the fewest samples is used."""
     samples: dict[int, float] = {}
     noises: dict[int, Noise] = {}
     for trial in trials:
@@ -153,8 +151,8 @@ def _of_run(record: RunRecord) -> Learned:
 
 
 def _noise(size: int, scale: float | None, low: float | None, high: float | None) -> Noise | None:
-    """The noise scale of a record, in which None is infinite: a scale without a value and with a lower end is larger
-    than could be resolved."""
+    """The noise scale of a record, in which None is infinite: a scale without a value but with a lower end was too
+    large to be resolved."""
     if scale is None and low is None:
         return None
     value = math.inf if scale is None else float(scale)

@@ -1,4 +1,4 @@
-"""Measured points of a team's studies in MLflow, from which the planner learns."""
+"""Measured points of a team's studies in MLflow, for corrections of the planner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from scaleray.records.study_record import StudyRecord
 
 
 def points_in_mlflow(uri: str | None = None) -> TeamPoints:
-    """The points of all studies in MLflow, by the studies' records, without those that are invalid or changed."""
+    """Return the points of all studies in MLflow, from the studies' records, without invalid or changed ones."""
     store = resolve_uri(uri)
     found = read_experiments(uri, kinds=["study", "point"])
     unusable = {one.run_id: one for one in found if one.kind == "point" and not one.is_usable}

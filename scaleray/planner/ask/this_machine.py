@@ -1,5 +1,5 @@
-"""The hardware at hand as a cluster: this machine, with its GPUs by the driver or its processors without any; or the
-nodes of a Ray cluster.
+"""The available hardware as a cluster: this machine, with the GPUs reported by the driver or else its processors; or
+the nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def this_machine(catalogue: Catalogue) -> Cluster:
-    """GPUs of one kind with their link, as the driver reports them. Raises ClusterError if they differ."""
+    """Return the GPUs, of one type, with their link, as reported by the driver. Raises ClusterError if they differ."""
     try:
         driver = nvml.opened()
-    except Exception as exc:  # no driver, or none that answers: the processors are what there is
+    except Exception as exc:  # no driver, or one that fails: use the processors
         return _processors(catalogue, f"no NVIDIA driver answered ({type(exc).__name__})")
     count = driver.nvmlDeviceGetCount()
     handles = [driver.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
@@ -34,11 +34,11 @@ def this_machine(catalogue: Catalogue) -> Cluster:
     names = [nvml.name_of(driver, handle) for handle in handles]
     if len(set(names)) > 1:
         raise ClusterError(
-            "GPUs here", ", ".join(sorted(set(names))), "they must be of one kind", "plan each kind with --cluster"
+            "GPUs here", ", ".join(sorted(set(names))), "they must be of one type", "plan each type with --cluster"
         )
     gpu = catalogue.find_gpu(names[0])
     joined = nvml.num_nvlinks(driver, handles[0])
-    # a card that could have NVLink and has none talks over PCIe
+    # a GPU that could have NVLink but has none communicates over PCIe
     link = gpu.link if joined or not gpu.link.startswith("nvlink") else "pcie4"
     notes = (f"{count} x {names[0]}, {joined} NVLinks each", "one node: other nodes of the cluster are not counted")
     return Cluster(gpu=gpu, gpus_per_node=count, num_nodes=1, link=catalogue.find_link(link), network=None, notes=notes)
@@ -49,16 +49,16 @@ def _processors(catalogue: Catalogue, reason: str) -> Cluster:
     known = catalogue.find_gpu("cpu")
     share = psutil.virtual_memory().total / GIB / cores
     core = Gpu(**{**known.__dict__, "memory_gib": share})
-    notes = (f"{reason}: {cores} processor cores, whose speed is an order of magnitude only; measure with --step-time",)
+    notes = (f"{reason}: {cores} processor cores of roughly known speed; measure it with --step-time",)
     return Cluster(
         gpu=core, gpus_per_node=cores, num_nodes=1, link=catalogue.find_link(core.link), network=None, notes=notes
     )
 
 
 def ray_cluster(address: str, catalogue: Catalogue, *, network: str | None = None) -> Cluster:
-    """The GPU nodes of the Ray cluster at `address`; Ray is imported here only.
+    """Return the GPU nodes of the Ray cluster at `address`. Only this function imports Ray.
 
-    Raises ClusterError as `cluster_of_nodes`.
+    Raises ClusterError like `cluster_of_nodes`.
     """
     from scaleray.launch.cluster.connection import joined
 
@@ -67,11 +67,11 @@ def ray_cluster(address: str, catalogue: Catalogue, *, network: str | None = Non
 
 
 def cluster_of_nodes(nodes: Sequence[Node], catalogue: Catalogue, *, network: str | None = None) -> Cluster:
-    """Nodes with GPUs of one kind and number, or without any the processors of all. Ray reports neither links nor
-    networks: they are those of the usual machine, unless `network` is given.
+    """Combine nodes with GPUs of one type and number, or without any GPU the processors of all. Ray reports neither
+    links nor networks: those of the usual machine are assumed, unless `network` is given.
 
-    Raises ClusterError for nodes that differ, and for several without a network; UsageError for a GPU that the
-    catalogue does not have.
+    Raises ClusterError if nodes differ, or for several without a network; UsageError for a GPU that is not in the
+    catalogue.
     """
     with_gpus = [node for node in nodes if node.resources.get("GPU", 0) >= 1]
     kinds = Counter((_accelerator(node), int(node.resources["GPU"])) for node in with_gpus)
@@ -80,22 +80,22 @@ def cluster_of_nodes(nodes: Sequence[Node], catalogue: Catalogue, *, network: st
     if len(kinds) > 1:
         named = [f"{name}:{count}x{number}" for (name, count), number in kinds.items()]
         raise ClusterError(
-            "the nodes' GPUs", ", ".join(named), "they must be of one kind and number", "plan each kind with --cluster"
+            "the nodes' GPUs", ", ".join(named), "they must be of one type and number", "plan each type with --cluster"
         )
     (name, per_node), num_nodes = next(iter(kinds.items()))
     if not name:
         raise ClusterError(
             "the nodes' GPUs",
             f"{per_node} on each of {num_nodes} nodes",
-            "Ray does not report their kind",
-            "name them with --cluster",
+            "Ray does not report their type",
+            "specify them with --cluster",
         )
     gpu = catalogue.find_gpu(name)
-    notes = [f"link {gpu.link}, as machines with {gpu.name} usually have: Ray does not know it"]
-    notes += [f"{len(nodes) - num_nodes} nodes without GPUs are left out"] if len(nodes) > num_nodes else []
+    notes = [f"link {gpu.link}, as usual for machines with {gpu.name}: Ray does not report it"]
+    notes += [f"{len(nodes) - num_nodes} nodes without GPUs are ignored"] if len(nodes) > num_nodes else []
     joined_by = _network(network, gpu.network, num_nodes, catalogue)
     if joined_by is not None and network is None:
-        notes.append(f"network {gpu.network}, as machines with {gpu.name} usually have: Ray does not know it")
+        notes.append(f"network {gpu.network}, as usual for machines with {gpu.name}: Ray does not report it")
     return Cluster(
         gpu=gpu,
         gpus_per_node=per_node,
@@ -108,7 +108,7 @@ def cluster_of_nodes(nodes: Sequence[Node], catalogue: Catalogue, *, network: st
 
 
 def _accelerator(node: Node) -> str:
-    """The GPU's name as the catalogue has it: Ray writes A100-80G for 80 GB."""
+    """The GPU's name in the catalogue's form: Ray writes A100-80G for 80 GB."""
     name = next((key.partition(":")[2] for key in node.resources if key.startswith("accelerator_type:")), "")
     return re.sub(r"-(\d+)G$", r"-\1GB", name or node.labels.get("ray.io/accelerator-type", ""))
 
@@ -118,7 +118,7 @@ def _network(said: str | None, usual: str, num_nodes: int, catalogue: Catalogue)
         return None
     if not (said or usual):
         raise ClusterError.problem(
-            "The network", f"between {num_nodes} nodes is not known to Ray", "add --network 100G, or 8x400G"
+            "The network", f"between {num_nodes} nodes is unknown to Ray", "add --network 100G, or 8x400G"
         )
     return catalogue.find_network(said or usual)
 
@@ -131,13 +131,13 @@ def _processors_of(nodes: Sequence[Node], catalogue: Catalogue, network: str | N
             "the nodes' processors",
             ", ".join(f"{count} on {number} nodes" for count, number in counts.items()) or "none",
             "there are no GPUs, and the nodes must be equal",
-            "plan each kind with --cluster",
+            "plan each type with --cluster",
         )
     (cores, num_nodes), known = next(iter(counts.items())), catalogue.find_gpu("cpu")
     share = min(node.resources.get("memory", 0.0) for node in nodes if node.resources.get("CPU", 0) >= 1) / GIB / cores
     core = Gpu(**{**known.__dict__, "memory_gib": share or known.memory_gib})
     notes = (
-        f"no node has a GPU: {cores} processor cores each, whose rate is an order of magnitude only; "
+        f"no node has a GPU: {cores} processor cores each, whose speed is known only to an order of magnitude;  "
         "measure with --step-time",
     )
     return Cluster(

@@ -14,8 +14,9 @@ from scaleray.planner.answers.written_config import config_keys, is_runnable
 
 
 def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
-    """Write the best layout that has a strategy in `scaleray train` onto `config`, and report it. Raises ConfigError if
-    there is none, or `scaleray train` refuses the config with it; StorageError if `path` cannot be written."""
+    """Write the best layout that has a strategy in `scaleray train`, based on `config`, and report it. Raises
+    ConfigError if there is none, or if `scaleray train` would reject the config; StorageError if `path` cannot be
+    written."""
 
     runnable = [choice for choice in advice.choices if is_runnable(choice.layout)]
     if not runnable:
@@ -24,7 +25,7 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
     given = load_yaml(config.read_text()) if config else {}
     in_tokens = (given.get("batch") or {}).get("unit") == "tokens"
     keys = config_keys(chosen.layout, tokens_per_sample=advice.question.model.tokens_per_sample if in_tokens else None)
-    # what the run is held against while it lives
+    # prediction with which the run is compared while running
     held_against = {
         "expected_samples_per_s": chosen.samples_per_s,
         "flops_per_sample": advice.question.model.train_flops,
@@ -37,7 +38,7 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
     try:
         partial.write_text(text)
         if config is not None:
-            load_config(partial, environ={})  # what train would refuse is not left lying about
+            load_config(partial, environ={})  # do not leave a config that train would reject
         partial.replace(path)
     except OSError as exc:
         raise StorageError(
@@ -53,12 +54,12 @@ def write_config(advice: Advice, config: Path | None, path: Path) -> list[str]:
         )
     if chosen.fits != "fits":
         lines.append(
-            "  it may not fit: no layout that scaleray train can run surely does; "
+            "  it may not fit: no layout that scaleray train can run certainly does;  "
             "memory.on_out_of_memory halve may help"
         )
     if chosen.layout.checkpointing == "alternate":
         lines.append(
-            "  recompute alternate became activations.checkpointing selective, "
+            "  recompute alternate is written as activations.checkpointing selective,  "
             "which keeps every matrix product and needs more memory; full is safe"
         )
     if config is None:

@@ -1,1 +1,1 @@
-"""Cost of one step on a layout: memory, compute, communication, and the uncertainty of each."""
+"""Cost of one step with a layout: memory, compute, communication, and the uncertainty of each."""

@@ -1,6 +1,6 @@
-"""Time of one micro-batch through a block of the model, forward and backward, and its share of communication.
+"""Time of one micro-batch through a block of the model, forward and backward, including communication.
 
-A stage of the pipeline is a sum of blocks.
+A pipeline stage is a sum of blocks.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from scaleray.planner.cost.layout import Layout, group_of
 from scaleray.planner.cost.remembered import remembered
 from scaleray.planner.models.block_counts import Block, ModelProfile
 
-# Context parallelism's exchange: every rank holds a part of each sequence, and needs the keys and values of the
+# Exchange of context parallelism: every rank holds a part of each sequence, and needs the keys and values of the
 # others.
 #
-# Ring attention (Liu et al. 2023, arXiv:2310.01889) passes them on while the scores of the last part are computed, so
-# that only what takes longer than attention is exposed; gathering them first (Llama 3, arXiv:2407.21783, section
-# 3.3.2) is exposed whole, but needs few bytes where keys and values have few heads. The planner counts the ring, and
+# Ring attention (Liu et al. 2023, arXiv:2310.01889) sends them while the scores of the last part are computed, so
+# that only the excess over attention is exposed; gathering them first (Llama 3, arXiv:2407.21783, section
+# 3.3.2) is fully exposed, but needs few bytes if keys and values have few heads. The planner counts the ring, and
 # the latency of its hops.
 
 
 def key_value_exchange_s(
     block: Block, layout: Layout, cluster: Cluster, attention_s: float, constants: Constants = DEFAULT
 ) -> float:
-    """Seconds of one micro-batch's forward pass that wait for keys and values; `attention_s`: this rank's attention,
-    during which they travel.
+    """Seconds of one micro-batch's forward pass spent waiting for keys and values; `attention_s`: this rank's
+    attention, which runs concurrently.
     """
     if layout.context == 1 or not block.kv_bytes:
         return 0.0
@@ -37,16 +37,14 @@ def key_value_exchange_s(
     nbytes = block.kv_bytes * layout.micro_batch / layout.tensor * element_bytes(layout) / 2
     ring = all_gather_s(nbytes, group, cluster, constants)
     latency = ring_latency_s(group, cluster)
-    # the first part is there, and each of the others is waited for as far as the part before it is not computed yet
+    # the first part is local; the transfer of each other part overlaps with attention on the one before it
     beside = attention_s * (1 - 1 / layout.context)
     return latency + max(0.0, ring - latency - beside) + constants.leak * min(beside, ring - latency)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Corrections from a measurement at a small size: how much longer than predicted the GPU computes, and collectives
-    take.
-    """
+    """Corrections from a measurement at a small size: measured over predicted time of compute and collectives."""
 
     compute_scale: float = 1.0
     comm_scale: float = 1.0
@@ -71,17 +69,17 @@ class BlockPass:
     backward_s: float = 0.0
     recompute_s: float = 0.0
     tensor_comm_s: float = 0.0
-    """Communication inside the layers that the compute waits for, with `exchange_comm_s`."""
+    """Communication inside the layers for which the compute waits, including `exchange_comm_s`."""
     exchange_comm_s: float = 0.0
     """Communication of experts and context parallelism."""
     launch_s: float = 0.0
     reduced_params: float = 0.0
-    """Parameters that gather and reduction move; fewer than are held if experts have fewer replicas than the rest."""
+    """Parameters moved by gather and reduction; fewer than are held if experts have fewer replicas than the rest."""
     owned_params: float = 0.0
     """Parameters that the optimizer of this rank updates."""
 
     def __add__(self, other: BlockPass) -> BlockPass:
-        # written out: the planner spends a tenth of its time here
+        # written out for speed: the planner spends a tenth of its time here
         return BlockPass(
             self.forward_s + other.forward_s,
             self.backward_s + other.backward_s,
@@ -119,7 +117,7 @@ def block_passes(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> list[tuple[int, BlockPass]]:
-    """How often each block is repeated, and one micro-batch through one of them."""
+    """Number of repeats of each block, and one micro-batch through one of them."""
     works = [
         block_work(layout, block, model, cluster, measured or UNMEASURED, fused_attention, constants)
         for block in model.blocks
@@ -143,7 +141,7 @@ def block_work(
     fused: bool,
     constants: Constants,
 ) -> BlockPass:
-    """One micro-batch through one such block, without the parameters that it holds."""
+    """One micro-batch through one block, without the parameters that it holds."""
     if measured.sample_s is not None:
         # only the time of a whole step is known: a third of it is the forward pass
         share = block.num_params / model.num_params * measured.sample_s * layout.micro_batch * measured.compute_scale
@@ -163,13 +161,13 @@ def block_work(
             * (2 + (1 if layout.checkpointing == "full" and is_layer else 0))
             * (0.3 if layout.overlaps_tensor else 1.0)
         )
-    # the exchange goes back as often as forth, and once more where the layer is computed again; ring attention passes
-    # on gradients of keys and values too
+    # the backward exchange is as large as the forward one, and recomputation repeats it; ring attention also
+    # sends the gradients of keys and values
     again_too = 1 if layout.checkpointing == "full" and is_layer else 0
     keys_and_values = key_value_exchange_s(block, layout, cluster, times.attention_s * scale, constants)
     tokens = expert_exchange_s(block, layout, cluster, constants)
     exchange = measured.comm_scale * (tokens * (2 + again_too) + keys_and_values * (3 + again_too))
-    # the forward pass is a third of a block's kernels, and what is repeated is launched again
+    # the forward pass has a third of a block's kernels, and recomputation launches its part again
     launches = times.launch_s * (1 + recompute / times.forward_s / 3 if times.forward_s else 1.0)
     return BlockPass(
         forward_s=times.forward_s * scale,

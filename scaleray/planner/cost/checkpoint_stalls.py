@@ -1,8 +1,8 @@
-"""Cost of checkpoints and interruptions to a training: the stall of each checkpoint, the best interval between them,
-and the share of the wall time in which the training makes progress.
+"""Cost of checkpoints and interruptions: the stall of each checkpoint, the best interval between them, and the share of
+the wall time in which the training makes progress.
 
-A synchronous checkpoint stops the training until storage has all bytes; an asynchronous one until each GPU's part is in
-its host's memory, and the rest is written during the training. An interruption loses the work since the last complete
+A synchronous checkpoint stops the training until all bytes are stored; an asynchronous one until each GPU's part is in
+its host's memory, and the rest is written during training. An interruption costs the work since the last complete
 checkpoint, and a restart. Sources: Young 1974 (first-order interval); Daly 2006, doi:10.1016/j.future.2004.11.016
 (equations 20 and 37); Llama 3's interruptions, arXiv:2407.21783, section 3.3.4.
 """
@@ -19,14 +19,14 @@ from scaleray.planner.cost.layout import Layout
 from scaleray.planner.models.block_counts import ModelProfile
 
 STORAGE_GB_PER_S_PER_NODE = 1.0
-"""Rate at which one node writes, assumed if a cluster does not give it: usual for one client of a shared file system or
-object store."""
+"""Write rate of one node, assumed if a cluster file lacks it: usual for one client of a shared file system or object
+store."""
 HOST_COPY_GB_PER_S = 20.0
-"""Rate of a copy from a GPU into its host's memory: page-locked memory over PCIe 4 gets 20 to 25 GB/s. Assumed
-for every card."""
+"""Rate of a copy from a GPU to its host's memory: page-locked memory over PCIe 4 reaches 20 to 25 GB/s. Assumed for
+every GPU."""
 RESTART_S = 600.0
-"""Seconds of a restart, assumed if a cluster does not give it: detection, starting processes, building model and
-communicators. Reading the checkpoint is extra."""
+"""Seconds of a restart, assumed if a cluster file lacks it: detection, starting processes, building model and
+communicators, without reading the checkpoint."""
 USUAL_INTERVAL_S = 600.0
 """Seconds between checkpoints without a rate of interruptions: the default of `checkpoint.every_minutes` of
 `scaleray train`."""
@@ -34,14 +34,12 @@ USUAL_INTERVAL_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointCost:
-    """Cost of checkpoints and interruptions to a training. `time_ratio`: useful training time over wall time, from 0 to
-    1.
-    """
+    """Cost of checkpoints and interruptions. `time_ratio`: useful training time over wall time, from 0 to 1."""
 
     state_bytes: float
     """Bytes of one checkpoint: parameters and optimizer state, each element once."""
     write_s: float
-    """Seconds until storage has all of a checkpoint."""
+    """Seconds until a checkpoint is completely stored."""
     stall_s: float
     """Seconds that the training stops for each checkpoint."""
     interval_s: float
@@ -52,14 +50,14 @@ class CheckpointCost:
     mtbf_s: float | None
     """Mean seconds between interruptions of the whole training; None: interruptions are not counted."""
     restart_s: float
-    """Seconds that a restart takes after an interruption, with reading the checkpoint."""
+    """Seconds of a restart after an interruption, including reading the checkpoint."""
     time_ratio: float
     notes: tuple[str, ...] = ()
     """Assumptions in place of values that were not given."""
 
     @property
     def stall_share(self) -> float:
-        """Share of the time without interruptions that goes to checkpoints."""
+        """Share of the time without interruptions that is spent on checkpoints."""
         return self.stall_s / (self.interval_s + self.stall_s)
 
 
@@ -71,8 +69,8 @@ def checkpoint_cost(
     interval_s: float | None = None,
     is_asynchronous: bool = True,
 ) -> CheckpointCost:
-    """The cost of checkpoints `interval_s` seconds of training apart; None: the interval with the best time ratio, or
-    the default without a rate of interruptions. Raises ConfigError for an interval that is not positive."""
+    """Return the cost of checkpoints every `interval_s` seconds of training; None: the interval with the best time
+    ratio, or the default if interruptions are not counted. Raises ConfigError for an interval that is not positive."""
     if interval_s is not None and not 0 < interval_s < math.inf:
         raise ConfigError("--checkpoint-minutes", interval_s / 60, "it must be positive")
     notes: list[str] = []
@@ -80,9 +78,9 @@ def checkpoint_cost(
     nodes = math.ceil(layout.num_gpus / cluster.gpus_per_node)
     if storage is None:
         storage = STORAGE_GB_PER_S_PER_NODE * nodes
-        notes.append(f"storage takes {storage:g} GB/s, {STORAGE_GB_PER_S_PER_NODE:g} from each node")
+        notes.append(f"storage writes {storage:g} GB/s, {STORAGE_GB_PER_S_PER_NODE:g} from each node")
     state = state_bytes(model, layout)
-    # replicas share the writing out between them, so that each GPU copies as much
+    # replicas divide the writing among them, so each GPU copies the same amount
     copy_s = state / layout.num_gpus / (HOST_COPY_GB_PER_S * 1e9)
     write_s = max(copy_s, state / (storage * 1e9))
     mtbf_s = None if cluster.gpu_mtbf_hours is None else cluster.gpu_mtbf_hours * 3600 / layout.num_gpus
@@ -91,7 +89,7 @@ def checkpoint_cost(
         restart = RESTART_S
         if mtbf_s is not None:
             notes.append(f"a restart takes {restart:g} s before the checkpoint is read")
-    restart += write_s  # it is read as fast as it is written
+    restart += write_s  # reading is as fast as writing
     is_chosen = interval_s is None and mtbf_s is not None
     if interval_s is None:
         interval_s = USUAL_INTERVAL_S
@@ -100,7 +98,7 @@ def checkpoint_cost(
             # an asynchronous one must be complete before the next begins
             interval_s = max(interval_s, write_s - copy_s) if is_asynchronous else interval_s
     stall_s = copy_s + max(0.0, write_s - copy_s - interval_s) if is_asynchronous else write_s
-    # what is written beside the training is not there yet when an interruption comes
+    # an asynchronous checkpoint that is still being written is lost in an interruption
     late_s = write_s - stall_s if is_asynchronous else 0.0
     return CheckpointCost(
         state_bytes=state,
@@ -119,13 +117,13 @@ def checkpoint_cost(
 
 
 def is_asked(cluster: Cluster, interval_s: float | None) -> bool:
-    """Whether checkpoints were specified, so a plan should count them."""
+    """Whether checkpoints were specified, so that a plan should include them."""
     return any(given is not None for given in (interval_s, cluster.gpu_mtbf_hours, cluster.storage_gb_per_s))
 
 
 def state_bytes(model: ModelProfile, layout: Layout) -> float:
-    """Bytes of one checkpoint: parameters at the precision they are kept in, 32 bits in mixed precision, and the
-    optimizer's state for each."""
+    """Bytes of one checkpoint: parameters at their stored precision, 32 bits in mixed precision, and the optimizer's
+    state for each."""
     kept = 4 if layout.is_mixed else element_bytes(layout)
     return model.num_params * (kept + layout.optimizer_bytes)
 
@@ -137,7 +135,7 @@ def effective_time_ratio(interval_s: float, *, stall_s: float, restart_s: float,
         return interval_s / (interval_s + stall_s)
     exponent = (interval_s + stall_s) / mtbf_s
     if exponent + restart_s / mtbf_s > 700:
-        return 0.0  # so many interruptions that no interval is ever finished
+        return 0.0  # interruptions are so frequent that no interval is ever completed
     return interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent))
 
 

@@ -1,7 +1,7 @@
 """Time of a collective, by group, message and network.
 
-Every operation is a number of latencies and a number of bytes over a bandwidth (alpha-beta; Hockney), for the cheapest
-of the cluster's algorithms, as NCCL chooses; if all-reduces were measured (`Cluster.measured`), by these.
+Every operation is a number of latencies and a number of bytes over a bandwidth (alpha-beta; Hockney), for the fastest
+of the cluster's algorithms, as chosen by NCCL; measured all-reduces (`Cluster.measured`) are used if available.
 Bandwidths are achieved ones (`Link.bus_gb_per_s`, `Transport.bandwidth_share`), not nominal.
 Sources: ring and tree latency, NCCL's tuning.cc; hop counts, Thakur et al. 2005.
 """
@@ -16,7 +16,7 @@ from scaleray.planner.cost.layout import Group
 
 
 def node_bytes_per_s(cluster: Cluster, num_nodes: int, constants: Constants = DEFAULT) -> float:
-    """Bytes per second that all GPUs of a node together send to other nodes when `num_nodes` talk. Infinite
+    """Bytes per second that all GPUs of a node together send to other nodes when `num_nodes` communicate. Infinite
     without a network."""
     if cluster.network is None or num_nodes < 2:
         return math.inf
@@ -30,8 +30,8 @@ def node_bytes_per_s(cluster: Cluster, num_nodes: int, constants: Constants = DE
 
 
 def bus_bytes_per_s(group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Bus bandwidth of a ring over `group`, in bytes per second: its narrowest part, the link in the node or its share
-    of the node's network."""
+    """Bus bandwidth of a ring over `group`, in bytes per second: that of its narrowest part, the link in the node or
+    its share of the node's network."""
     inside = cluster.link.bus_gb_per_s * 1e9 if group.per_node > 1 else math.inf
     if cluster.link.is_shared:
         inside /= group.per_node
@@ -44,14 +44,13 @@ def bus_bytes_per_s(group: Group, cluster: Cluster, constants: Constants = DEFAU
 
 
 def ring_latency_s(group: Group, cluster: Cluster) -> float:
-    """Seconds of latency of one turn around the ring: (n - 1) hops, of which as many leave the node as there
-    are other nodes."""
+    """Latency in seconds of one round of the ring: (n - 1) hops, one of them between nodes for each other node."""
     between = group.num_nodes - 1
     return ((group.num_ranks - 1 - between) * cluster.link.latency_us + between * network_latency_us(cluster)) * 1e-6
 
 
 def tree_latency_s(group: Group, cluster: Cluster) -> float:
-    """Seconds of latency of the way to the root: a chain in each node, then a binary tree of nodes."""
+    """Latency in seconds of the path to the root: a chain in each node, then a binary tree of nodes."""
     up = 0.0
     if group.num_nodes > 1 and cluster.network is not None:
         transport = TRANSPORTS[cluster.network.transport]
@@ -60,12 +59,12 @@ def tree_latency_s(group: Group, cluster: Cluster) -> float:
 
 
 def network_latency_us(cluster: Cluster) -> float:
-    """Microseconds of latency of a hop between nodes; 0 without a network."""
+    """Latency in microseconds of a hop between nodes; 0 without a network."""
     return TRANSPORTS[cluster.network.transport].latency_us if cluster.network else 0.0
 
 
 def all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds to sum `nbytes` over the group, by measurements of such a group or the cheapest algorithm."""
+    """Seconds to sum `nbytes` over the group, from measurements of such a group or by the fastest algorithm."""
     if group.num_ranks < 2:
         return 0.0
     for table in cluster.measured:
@@ -83,8 +82,8 @@ def all_gather_s(nbytes: float, group: Group, cluster: Cluster, constants: Const
 
 
 def algorithms(group: Group, cluster: Cluster) -> tuple[str, ...]:
-    """The cluster's algorithms that can serve the group: `hierarchical` if the group has parts in several nodes,
-    `in_network` if the switches that it crosses reduce."""
+    """The cluster's algorithms that suit the group: `hierarchical` if the group has parts in several nodes,
+    `in_network` if the switches on its path reduce."""
     leaves = group.num_nodes > 1
     adds_between = cluster.in_network == "all" and cluster.network is not None and cluster.network.transport == "rdma"
     adds_inside = cluster.in_network != "none" and cluster.link.switch_sum_gb_per_s is not None
@@ -101,12 +100,13 @@ def ring_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: 
 
 
 def tree_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds of an all-reduce up a tree and down again, in pieces: fewer hops, and all bytes twice."""
+    """Seconds of an all-reduce up a tree and down again, in pieces: fewer hops, but all bytes are sent twice."""
     return 2 * tree_latency_s(group, cluster) + 2 * nbytes / bus_bytes_per_s(group, cluster, constants)
 
 
 def hierarchical_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds of a reduce-scatter in the node, an all-reduce of the parts between nodes, an all-gather in the node."""
+    """Seconds of a reduce-scatter in the node, an all-reduce of the parts between nodes, and an all-gather in the
+    node."""
     inside = Group(group.per_node, group.per_node, 1)
     between = Group(group.num_nodes, 1, group.num_nodes, group.num_rivals * group.per_node)
     part = nbytes / group.per_node
@@ -118,7 +118,7 @@ def hierarchical_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, con
 
 
 def in_network_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds of an all-reduce by switches that add (NVLS in the node, SHARP between nodes): every rank sends its bytes
+    """Seconds of an all-reduce by summing switches (NVLS in the node, SHARP between nodes): every rank sends its bytes
     once and receives the sums once."""
     if group.num_ranks < 2:
         return 0.0
@@ -130,7 +130,7 @@ def in_network_all_reduce_s(nbytes: float, group: Group, cluster: Cluster, const
             if adding is None
             else adding * 1e9
         )
-    # what the node has summed leaves it once, over all of its adapters
+    # the node's sum leaves it once, over all of its adapters
     bandwidth = min(inside, node_bytes_per_s(cluster, group.num_nodes, constants) / group.num_rivals)
     latency_us = constants.switch_sum_us + 2 * (network_latency_us(cluster) if group.num_nodes > 1 else 0.0)
     return latency_us * 1e-6 + nbytes / bandwidth
@@ -150,8 +150,8 @@ def _ring_gather_s(nbytes: float, group: Group, cluster: Cluster, constants: Con
 
 
 def _measured_over_formula(nbytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Measured time over the formulas' on the measured group most like this one, for the same bytes: both inside a
-    node, or both between nodes. 1 if there is none."""
+    """Ratio of measured to predicted time on the most similar measured group, for the same bytes: both inside a node,
+    or both between nodes. 1 if there is none."""
     alike = [table for table in cluster.measured if (table.num_nodes > 1) == (group.num_nodes > 1)]
     if not alike:
         return 1.0

@@ -1,11 +1,11 @@
-"""Mixtures of experts over many GPUs: the part of a block on a rank, its exchanges with others, and the fill of its
+"""Mixtures of experts over many GPUs: a rank's part of a block, its exchanges with others, and the utilisation of its
 products.
 
-Expert parallelism takes its ranks from those that hold the same layers (data, context and tensor parallel together).
-Where these suffice, tensor parallelism cuts the experts as well; otherwise each expert stays whole. The rest are
-replicas of the expert group. Tokens are assumed to be spread evenly over experts, approximately true for training with
-a balancing loss or bias. Sources: GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596; tokens that cross to a
-node once, DeepSeek-V3, arXiv:2412.19437, section 3.2."""
+Expert parallelism uses the ranks that hold the same layers (data, context and tensor parallel together). If these
+suffice, tensor parallelism also splits the experts; otherwise each expert stays whole. The remaining ranks are replicas
+of the expert group. Tokens are assumed to be spread evenly over experts, which is approximately true for training with
+a balancing loss or bias. Sources: GShard, arXiv:2006.16668; DeepSpeed-MoE, arXiv:2201.05596; tokens that are sent to
+each node only once, DeepSeek-V3, arXiv:2412.19437, section 3.2."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from scaleray.planner.cost.layout import Group, Layout, group_of
 from scaleray.planner.models.block_counts import Block
 
 MESH_SHARE = 0.7
-"""Share of a link's all-reduce bandwidth that an all-to-all gets: each pair sends little at once. nccl-tests on
+"""Share of a link's all-reduce bandwidth that an all-to-all reaches: each pair sends little at once. nccl-tests on
 NVSwitch show 0.6 to 0.8, from memory."""
 
 
 def expert_tensor_degree(layout: Layout) -> int:
-    """Ranks over which one expert is cut."""
+    """Number of ranks over which one expert is split."""
     return layout.tensor if layout.data * layout.context % layout.expert == 0 else 1
 
 
 def expert_replicas(layout: Layout) -> int:
-    """Ranks that hold the same part of the same experts, and sum its gradient."""
+    """Number of ranks that hold the same part of the same experts, and sum its gradient."""
     ranks = layout.data * layout.context * layout.tensor
     return max(1, ranks // (layout.expert * expert_tensor_degree(layout)))
 
@@ -42,30 +42,30 @@ def held_params(block: Block, layout: Layout) -> float:
 
 
 def owned_params(block: Block, layout: Layout) -> float:
-    """Parameters of the block that one rank updates: all it holds, or its shard of that."""
+    """Parameters of the block that one rank updates: all that it holds, or its shard of them."""
     if layout.sharding == "none":
         return held_params(block, layout)
     return held_params(block, layout) / state_shards([block], layout)
 
 
 def state_shards(blocks: Sequence[Block], layout: Layout) -> float:
-    """Ranks over which the state of `blocks` is sharded, if it is; if dense and expert parts differ, their combined
-    effect."""
+    """Number of ranks over which the state of `blocks` is sharded, if at all; an effective value if dense and expert
+    parts differ."""
     experts = sum(block.expert_params for block in blocks) / (layout.expert * expert_tensor_degree(layout))
     if not experts:
         return float(layout.num_shards)
     dense = sum(block.num_params - block.expert_params for block in blocks) / layout.tensor
-    # hybrid sharding keeps to its part of the replicas
+    # hybrid sharding is limited to its part of the replicas
     expert_shards = max(1.0, expert_replicas(layout) * layout.num_shards / (layout.data * layout.context))
     return (dense + experts) / (dense / layout.num_shards + experts / expert_shards)
 
 
 def reduced_params(block: Block, layout: Layout) -> float:
-    """Parameters whose reduction over the data parallel group takes as long as that of this block's over the
-    groups that it has.
+    """Number of parameters whose reduction over the data parallel group takes as long as that of this block over its
+    actual groups.
 
-    Each of n replicas sends (n - 1)/n of what it reduces, and experts have fewer replicas than the rest: none where
-    they are all apart.
+    Each of n replicas sends (n - 1)/n of its reduced parameters, and experts have fewer replicas than the rest, or none
+    if they are all on different ranks.
     """
     if not block.expert_params:
         return block.num_params / layout.tensor
@@ -76,7 +76,7 @@ def reduced_params(block: Block, layout: Layout) -> float:
 
 
 def expert_exchange_s(block: Block, layout: Layout, cluster: Cluster, constants: Constants = DEFAULT) -> float:
-    """Seconds of sending the tokens of one micro-batch to their experts and back, in the forward pass."""
+    """Seconds for sending the tokens of one micro-batch to their experts and back, in the forward pass."""
     if layout.expert == 1 or not block.num_experts:
         return 0.0
     group = group_of(cluster, layout.expert, expert_tensor_degree(layout), num_gpus=layout.num_gpus)
@@ -90,8 +90,8 @@ def all_to_all_s(
 ) -> float:
     """Seconds for every rank to send `nbytes`, evenly spread over the ranks of `group`.
 
-    `copies`: the bytes are so many copies of the same tokens. A copy crosses to each other node once, and is
-    passed on there.
+    `copies`: number of copies of the same tokens in the bytes. A copy is sent only once to each other node, and is
+    forwarded there.
     """
     if group.num_ranks < 2:
         return 0.0
@@ -103,7 +103,7 @@ def all_to_all_s(
     inside = nbytes * (group.per_node - 1) / group.per_node / inside_bus if group.per_node > 1 else 0.0
     between = 0.0
     if nodes > 1:
-        # expected number of other nodes that `copies` draws among the nodes hit at least once
+        # expected number of other nodes among the nodes drawn by `copies`, each counted once
         others = (nodes - 1) * (1 - (1 - 1 / nodes) ** copies)
         speed = node_bytes_per_s(cluster, nodes, constants) / group.num_rivals / group.per_node
         between = nbytes / copies * others / speed

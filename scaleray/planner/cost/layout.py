@@ -1,6 +1,6 @@
-"""Layout of a model on the GPUs of a cluster: the degrees of each kind of parallelism, and related settings.
+"""Layout of a model on the GPUs of a cluster: the degree of each type of parallelism, and related settings.
 
-Ranks are numbered so that tensor parallel groups hold neighbours, then context, then data parallel, then the pipeline's
+Ranks are numbered so that tensor parallel groups are neighbours, followed by context, data parallel, and the pipeline's
 stages: the parallelism with most communication stays inside the node (Narayanan et al. 2021, arXiv:2104.04473, section
 3). Experts are spread over the first three, from the inside out."""
 
@@ -20,75 +20,75 @@ Schedule = Literal["1f1b", "gpipe", "interleaved", "zero_bubble"]
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One way to place a training. `num_gpus` is the product of the degrees."""
+    """One way to distribute a training. `num_gpus` is the product of the degrees."""
 
     data: int = 1
     """Replicas of the model, sharded or not."""
     shard: int = 1
-    """GPUs over which a replica's state is cut: `data` for FSDP, fewer for HSDP; 1 keeps it whole."""
+    """GPUs over which a replica's state is sharded: `data` for FSDP, fewer for HSDP; 1 keeps it whole."""
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
     expert: int = 1
     """Ranks over which a layer's experts are spread. They are taken from data, context and tensor parallel ranks, and
-    make no more GPUs."""
+    add no GPUs."""
     micro_batch: int = 1
     """Samples in one pass of one replica."""
     accumulation: int = 1
     """Micro-batches of a replica in an optimizer step."""
     sharding: Sharding = "none"
     checkpointing: Checkpointing = "none"
-    """`selective` runs the attention scores again, `alternate` every other operation or layer, `full` every layer."""
+    """`selective` recomputes the attention scores, `alternate` every other operation or layer, `full` every layer."""
     sequence_parallel: bool = False
     """Whether norms and residuals are divided by the tensor parallel degree too."""
     keeps_gathered: bool = True
-    """Whether tensors that sequence parallel gathers for a product stay for the backward pass; Megatron gathers them
-    again."""
+    """Whether tensors that sequence parallel gathers for a product are kept for the backward pass; Megatron gathers
+    them again."""
     schedule: Schedule = "1f1b"
     even_stages: bool = False
-    """Whether every stage has the same number of layers (Megatron); otherwise stages are cut so that the slowest is as
-    fast as can be."""
+    """Whether every stage has the same number of layers (Megatron); otherwise stages are divided so that the slowest is
+    as fast as possible."""
     filled_stages: bool = False
-    """Whether every stage takes layers until it has passed its share of the compute (nanotron), so that the first
+    """Whether every stage takes layers until it has exceeded its share of the compute (nanotron), so that the first
     ones hold most."""
     chunks: int = 1
-    """Parts of the model each pipeline stage holds; more than 1 with the interleaved schedule only."""
+    """Parts of the model held by each pipeline stage; more than 1 only with the interleaved schedule."""
     precision: str = "bf16"
     is_mixed: bool = True
-    """16-bit compute on a 32-bit master copy; False trains in `precision` alone."""
+    """16-bit compute with a 32-bit master copy; False trains only in `precision`."""
     gradient_bytes: float = 2
     """Bytes of one gradient element in the reduction; below 1 with compression."""
     optimizer_bytes: int = 8
-    """Bytes of optimizer state per parameter, besides the parameter itself: 8 for Adam, 4 for momentum, 0
-    for plain SGD."""
+    """Bytes of optimizer state per parameter, without the parameter itself: 8 for Adam, 4 for momentum, 0 for plain
+    SGD."""
     compiled: bool = False
     overlaps_tensor: bool = False
     """Whether tensor parallel communication runs during the products (async TP)."""
     overlaps_data: bool = True
-    """Whether gradients are reduced while the backward pass still runs."""
+    """Whether gradients are reduced during the backward pass."""
     overlaps_gather: bool = False
     """Whether ZeRO-1 and 2 gather updated parameters during the next forward pass."""
     reduces_every_micro_batch: bool = False
     """Whether gradients are reduced after each micro-batch, not only after the last: FSDP without no_sync."""
     accumulates_whole: bool = False
-    """Whether whole gradients of FSDP wait on every GPU for the last micro-batch, so that they are reduced once;
-    otherwise a shard of them waits."""
+    """Whether FSDP keeps whole gradients on every GPU until the last micro-batch, so that they are reduced once;
+    otherwise it keeps a shard of them."""
     splits_logits: bool = True
-    """Whether logits of tensor parallel stay divided up to the loss; otherwise every GPU of the group
-    gathers all of them."""
+    """Whether logits of tensor parallel stay sharded up to the loss; otherwise every GPU of the group gathers them
+    all."""
     gather_bits: int = 16
     """Bits of a parameter in an all-gather; 8 with float8 or ZeRO++."""
     channels_last: bool = False
-    """Whether images have the memory layout that 16-bit convolutions prefer; not PyTorch's default."""
+    """Whether images have the memory layout preferred by 16-bit convolutions, which is not PyTorch's default."""
     extra_s: float = 0.0
-    """Seconds of the recipe's own work in each step's backward pass, known by other means, such as statistics of
+    """Seconds of the recipe's additional work in each step's backward pass, known from elsewhere, such as statistics of
     every gradient."""
     engine: Engine = "torch"
-    """The library that lays out memory. `deepspeed` keeps gradients and what the optimizer updates in long rows;
-    `planned` decides before the first step where everything lies (XLA, OneFlow), so that what is not needed at the same
-    time shares a place and nothing is lost between."""
+    """Library that manages memory. `deepspeed` keeps gradients and the optimizer's inputs in long rows; `planned`
+    allocates all tensors in advance (XLA, OneFlow), so that those that are not needed at the same time share memory,
+    without fragmentation."""
     offloads: bool = False
-    """Whether optimizer state lives in the host's memory."""
+    """Whether optimizer state is in the host's memory."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -122,8 +122,8 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """GPUs over which a replica's state is cut, where it is sharded; those of a context parallel group hold the
-        same state, and share it out."""
+        """GPUs over which a replica's state is sharded, if it is; the ranks of a context parallel group hold the same
+        state, and share it."""
         return (self.shard if 1 < self.shard < self.data else self.data) * self.context
 
     @property
@@ -133,8 +133,7 @@ class Layout:
 
     @property
     def strategy(self) -> str:
-        """The layout in the words of scaleray's strategies: `ddp`, `zero1`, `fsdp`, `hsdp`, with `tp` and `pp` where
-        they are used."""
+        """The layout in terms of scaleray's strategies: `ddp`, `zero1`, `fsdp`, `hsdp`, with `tp` and `pp` if used."""
         state = {
             "none": "ddp",
             "zero1": "zero1",
@@ -149,8 +148,8 @@ class Layout:
         return " x ".join(words) or "single"
 
     def describe(self) -> str:
-        """The strategy with what else decides memory and time."""
-        # ZeRO-1 and 2 always share out over all replicas
+        """The strategy with the other settings that determine memory and time."""
+        # ZeRO-1 and 2 always shard over all replicas
         shard = f" shard {self.shard}" if self.sharding == "zero3" and self.shard != self.data else ""
         recompute = {
             "none": "",
@@ -177,12 +176,13 @@ class Group:
 
 
 def group_of(cluster: Cluster, num_ranks: int, stride: int, *, num_gpus: int) -> Group:
-    """The group of `num_ranks` ranks that lie `stride` apart on the `num_gpus` GPUs of `cluster` that a layout uses."""
+    """The group of `num_ranks` ranks at a distance of `stride` on the `num_gpus` GPUs of `cluster` that a layout
+    uses."""
     used = min(cluster.gpus_per_node, num_gpus)
     per_node = max(1, min(num_ranks, used // stride))
     num_nodes = -(-num_ranks // per_node)
     if num_ranks * stride >= num_gpus:
-        # it reaches every node, also where a scheduler gave some nodes fewer GPUs than others
+        # it spans all nodes, even if a scheduler gave some of them fewer GPUs than others
         num_nodes = max(num_nodes, min(cluster.num_nodes, num_ranks))
     rivals = max(1, used // per_node) if num_nodes > 1 else 1
     return Group(num_ranks, per_node, num_nodes, rivals)

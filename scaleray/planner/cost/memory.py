@@ -2,9 +2,9 @@
 
 Model states as in ZeRO (arXiv:1910.02054), activations as in Korthikanti et al. 2022 (arXiv:2205.05198), the unsharded
 unit of FSDP as in Zhao et al. 2023 (arXiv:2304.11277). `allocated` corresponds to torch.cuda.max_memory_allocated,
-`reserved` adds what the caching allocator loses to fragmentation, `device` adds the context and the communication
-library, as nvidia-smi counts. A step has several possible peaks with different contents: logits at the loss, a
-recomputed layer in the backward pass, widened gradients in the optimizer's step."""
+`reserved` adds the caching allocator's loss to fragmentation, `device` adds the context and the communication library,
+as counted by nvidia-smi. A step has several possible peaks with different contents: logits at the loss, a recomputed
+layer in the backward pass, widened gradients in the optimizer's step."""
 
 from __future__ import annotations
 
@@ -26,28 +26,26 @@ from scaleray.records.study_record import Estimate
 from scaleray.records.text.units import GIB
 
 FRAGMENTATION_SHARE = 0.05
-"""Fragmentation, as a share of allocated memory; 3 to 8 % in torchtitan's and nanotron's logs (reserved
-over allocated)."""
+"""Fragmentation, as a share of allocated memory; 3 to 8 % in torchtitan's and nanotron's logs (reserved over
+allocated)."""
 CONTEXT_BYTES = 1.0 * GIB
 """CUDA context with its kernels, cuBLAS workspace: 0.5 to 1.5 GiB."""
 COLLECTIVE_BYTES = 0.5 * GIB
-"""NCCL's channels and buffers, for each group that a rank is in: two dozen channels with 10 MiB each in
-both directions."""
+"""NCCL's channels and buffers, for each group of a rank: two dozen channels with 10 MiB each in both directions."""
 LIVE_PARAMS = 1e9
-"""Parameters that DeepSpeed's ZeRO-3 lets be whole at a time (stage3_max_live_parameters)."""
+"""Most parameters that DeepSpeed's ZeRO-3 keeps whole at a time (stage3_max_live_parameters)."""
 PIPELINE_GROUPS = 3
-"""Communication groups of a rank in a pipeline: all stages, and those of two that it forms with the next and the
-previous one."""
+"""Communication groups of a rank in a pipeline: all stages, and the pairs with the next and the previous one."""
 BUCKET_BYTES = 1e9
 """Bytes of a bucket in which ZeRO-1 and 2 reduce 16-bit gradients: DeepSpeed's 500 million elements."""
 ALTERNATE_SHARE = 1 / 3
-"""Share of a block's activations that stay with alternate recomputation, if it is not known which operations are
+"""Share of a block's activations that are kept with alternate recomputation, if it is unknown which operations are
 products."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the fullest GPU, at its fullest moment: a part that is not there then is 0."""
+    """Bytes on the fullest GPU, at its peak: a part that is absent then is 0."""
 
     parameters: float
     gradients: float
@@ -55,7 +53,7 @@ class MemoryEstimate:
     activations: float
     logits: float
     unsharded: float
-    """Units of FSDP that are whole for a moment, with their gradients."""
+    """Units of FSDP that are temporarily whole, with their gradients."""
     buckets: float
     """Second copies of gradients while they are reduced."""
     fragmentation: float
@@ -76,16 +74,16 @@ class MemoryEstimate:
 
     @property
     def reserved_bytes(self) -> float:
-        """Bytes of tensors and of the allocator's losses between them."""
+        """Bytes of tensors and of fragmentation between them."""
         return self.allocated_bytes + self.fragmentation
 
     @property
     def device_bytes(self) -> float:
-        """All bytes taken of the card."""
+        """Total bytes used on the GPU."""
         return self.reserved_bytes + self.context
 
     def parts(self) -> dict[str, float]:
-        """Bytes of each part by name; they add up to `device_bytes`."""
+        """Bytes of each part by name; they sum to `device_bytes`."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def spare_bytes(self, gpu: Gpu) -> float:
@@ -112,8 +110,7 @@ def memory(model: ModelProfile, layout: Layout) -> MemoryEstimate:
 
 
 def activation_bytes(block: Block, layout: Layout, checkpointing: Checkpointing | None = None) -> float:
-    """Bytes that one such block keeps of one micro-batch until its backward pass. checkpointing: instead of the
-    layout's."""
+    """Bytes that one block keeps of one micro-batch until its backward pass. checkpointing: replaces the layout's."""
     checkpointing = checkpointing or layout.checkpointing
     samples = layout.micro_batch / layout.context
     width = element_bytes(layout) / 2
@@ -130,7 +127,7 @@ def activation_bytes(block: Block, layout: Layout, checkpointing: Checkpointing 
     if checkpointing != "selective":
         kept += block.score_kept_bytes / tensor
     if layout.sequence_parallel and layout.keeps_gathered:
-        # what is gathered along the sequence before two of the products stays whole for their weights' gradients
+        # tensors gathered along the sequence before two of the products stay whole for the gradients of their weights
         kept += 2 * block.boundary_bytes * (1 - 1 / layout.tensor) if block.count > 1 else 0.0
     if checkpointing == "alternate" and block.count > 1:
         kept *= ALTERNATE_SHARE
@@ -159,7 +156,7 @@ class _Stage:
     last_sent: Block | None
     """Block whose output is sent on, if there is a next stage."""
     has_root: bool
-    """Whether blocks that are not repeated make a unit of FSDP of their own."""
+    """Whether blocks that are not repeated form a separate unit of FSDP."""
 
 
 @remembered("pipeline", "even_stages", "filled_stages")
@@ -229,8 +226,8 @@ def _activations(layout: Layout, stage: _Stage) -> tuple[float, float, float, fl
 
 @dataclass(frozen=True)
 class _Held:
-    """Bytes of a stage that do not depend on the micro-batch. `update`: of what only the optimizer's step needs;
-    `unsharded`: of FSDP's units that are whole during a pass; `reduced`: of the gradient that is reduced."""
+    """Bytes of a stage that do not depend on the micro-batch. `update`: needed only in the optimizer's step;
+    `unsharded`: FSDP units that are whole during a pass; `reduced`: of the gradient being reduced."""
 
     parameters: float
     gradients: float
@@ -255,7 +252,7 @@ def _held(layout: Layout, of: _Stage, accumulates: bool) -> _Held:
     cut_params = shards if layout.sharding == "zero3" else 1
     narrow = layout.is_mixed and layout.sharding != "zero3"
     param_bytes, master_bytes = (2.0, 4) if narrow else (4.0 if layout.is_mixed else element_bytes(layout), 0)
-    # FSDP keeps 32-bit shards, and gradients of the same width; what is compressed is so on the wire only
+    # FSDP keeps 32-bit shards, and gradients of the same width; compression applies only to communication
     gradient_bytes = (
         (4 if layout.sharding == "zero3" else max(2.0, layout.gradient_bytes))
         if layout.is_mixed
@@ -263,13 +260,13 @@ def _held(layout: Layout, of: _Stage, accumulates: bool) -> _Held:
     )
     waits_whole = layout.sharding in ("zero2", "zero3") and layout.accumulates_whole
     if (waits_whole or (layout.sharding == "zero3" and layout.pipeline > 1)) and accumulates:
-        # what waits whole for the last micro-batch, as it does in a pipeline, has the width that it is reduced in
+        # whole gradients kept for the last micro-batch, as in a pipeline, have the width of their reduction
         gradient_bytes, cut_gradients = max(2.0, layout.gradient_bytes), 1
     is_in_rows = layout.engine == "deepspeed"
     if is_in_rows and narrow and gradient_bytes > 2:
-        gradient_bytes += 2  # 16-bit gradients stay beside the 32-bit row that they are added to
-    # 16-bit gradients are widened for the update, of the part that this rank updates; DeepSpeed puts them
-    # in a row first
+        gradient_bytes += 2  # 16-bit gradients are kept next to the 32-bit row to which they are added
+    # 16-bit gradients of the part that this rank updates are widened for the update; DeepSpeed first
+    # copies them to a row
     is_widened = narrow and layout.gradient_bytes < 4
     # DDP's buckets are the gradients themselves (gradient_as_bucket_view)
     buckets = 0.0
@@ -289,21 +286,21 @@ def _held(layout: Layout, of: _Stage, accumulates: bool) -> _Held:
 
 
 def _unsharded(of: _Stage, layout: Layout) -> tuple[float, float]:
-    """Bytes of FSDP's units that are whole during a pass, and of the gradient that is reduced."""
+    """Bytes of FSDP's units that are whole during a pass, and of the gradient being reduced."""
     stage = of.blocks
     if layout.sharding != "zero3" or layout.num_shards == 1:
         return 0.0, 0.0
     unit = max(
         (held_params(block, layout) for block in stage if block.count > 1), default=held_params(stage[0], layout)
     )
-    # what is in no layer, embedding and head, is a unit of its own that stays
+    # parameters outside the layers, embedding and head, form a separate unit that stays whole
     root = sum(held_params(block, layout) for block in stage if block.count == 1) if of.has_root else 0.0
-    # two of the layers' units are whole: the one in use and the one that is fetched; those that are narrower on the
-    # wire are widened again before they are used
+    # two of the layers' units are whole: the one in use and the one being fetched; those sent in a narrower type
+    # are widened before use
     wide = 2.0 if layout.is_mixed else element_bytes(layout)
     whole = 2 * unit + root
     if layout.pipeline > 1:
-        # a stage's units would be gathered again for each of the micro-batches that are under way: they stay
+        # a stage's units would be gathered for each of the micro-batches in flight: they stay whole
         whole = sum(held_params(block, layout) for block in stage)
     if layout.engine == "deepspeed":
         whole = max(whole, min(LIVE_PARAMS, sum(held_params(block, layout) for block in stage)))
@@ -316,7 +313,7 @@ def _sent_bytes(block: Block, layout: Layout) -> float:
 
 
 def _again_bytes(block: Block, layout: Layout) -> float:
-    """Extra bytes of the backward pass of one such block: recomputed activations, and gradients of activations."""
+    """Extra bytes of the backward pass of one block: recomputed activations, and gradients of activations."""
     whole = activation_bytes(block, layout, "none")
     products = max((2.0 * product.rows * product.columns for product in block.matmuls), default=0.0)
     passing = layout.micro_batch / layout.context * element_bytes(layout) / 2 * products / layout.tensor
@@ -327,18 +324,18 @@ Verdict = Literal["fits", "may not fit", "does not fit"]
 
 HEADROOM = 0.05
 
-"""Share of the card's memory that is kept free. A published run failed although the planner predicted 3.8 % free."""
+"""Share of the GPU's memory that is kept free. A published run failed although the planner predicted 3.8 % free."""
 
 
 def memory_interval(needed: MemoryEstimate) -> Estimate:
-    """Bytes taken of the card, with the interval that holds 90 % of published rows."""
+    """Bytes used on the GPU, with the interval that holds 90 % of published measurements."""
     spread = SPREADS["memory"]
     value = needed.device_bytes
     return Estimate(value, value * math.exp(spread.low), value * math.exp(spread.high))
 
 
 def verdict(needed: MemoryEstimate, gpu: Gpu) -> Verdict:
-    """The verdict on the prediction and its interval, against all of the card's memory that a process can have."""
+    """Verdict on the prediction and its interval, compared with all of the GPU's memory available to a process."""
     card = gpu.memory_gib * GIB
     if needed.spare_bytes(gpu) < HEADROOM * card:
         return "does not fit"

@@ -1,15 +1,16 @@
-"""Where a pipeline cuts a model: as many layers in each stage, or so that the slowest stage is as fast as can be."""
+"""Division of a model into pipeline stages: the same number of layers in each, or the fastest possible slowest
+stage."""
 
 from __future__ import annotations
 
 from scaleray.planner.models.block_counts import ModelProfile
 
 PRECISION = 1e-6
-"""Relative precision to which the least cost of the slowest stage is searched."""
+"""Relative precision of the search for the lowest cost of the slowest stage."""
 
 
 def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
-    """Where to cut the list of blocks so that each stage has as many of the repeated ones as any other."""
+    """Where to cut the list of blocks so that each stage has the same number of repeated ones."""
     singles = [block.count > 1 for block in model.blocks for _ in range(block.count)]
     if not any(singles):
         singles = [True] * len(singles)
@@ -19,10 +20,10 @@ def even_cuts(model: ModelProfile, num_stages: int) -> list[int]:
 
 
 def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
-    """Cut `costs` into stages of neighbours that minimise the most expensive stage."""
+    """Cut `costs` into consecutive stages that minimise the cost of the most expensive one."""
     low, high = max(costs), sum(costs)
     backwards = costs[::-1]
-    # a cut changes only where a block moves, so that a fine bracket is as good as an exact bound
+    # cuts change only if a block moves, so a fine bracket is as good as an exact bound
     while high > low * (1 + PRECISION):
         middle = (low + high) / 2
         low, high = (low, middle) if _fits(backwards, middle, num_stages) else (middle, high)
@@ -31,7 +32,7 @@ def balanced_cuts(costs: list[float], num_stages: int) -> list[int]:
 
 
 def filled_cuts(costs: list[float], num_stages: int) -> list[int]:
-    """Where to cut `costs` into stages that each take blocks until the sum so far has passed their share of all."""
+    """Where to cut `costs` into stages that each take blocks until the running sum exceeds their share of the total."""
     starts, total, so_far = [0], sum(costs), 0.0
     for index, cost in enumerate(costs):
         so_far += cost
@@ -55,8 +56,8 @@ def _fits(backwards: list[float], limit: float, num_stages: int) -> bool:
 
 
 def _cut(costs: list[float], limit: float) -> list[int]:
-    """Starts of stages that cost at most `limit`, filled from the last one back: the first, with the most micro-batches
-    in flight, gets the rest."""
+    """Starts of stages that cost at most `limit`, filled from the last one backwards: the first, with the most
+    micro-batches in flight, gets the rest."""
     starts, filled = [0], 0.0
     for index in range(len(costs) - 1, -1, -1):
         if filled + costs[index] > limit * (1 + 1e-9) and filled > 0:

@@ -1,5 +1,5 @@
-"""Results shared by many layouts: a cost names its inputs, and is computed once for all layouts that agree in them. A
-survey of 16,384 GPUs has tens of thousands of layouts, which differ in a degree or two."""
+"""Cache of results shared by many layouts: a cost declares its inputs, and is computed once for all layouts that agree
+in them. A survey of 16,384 GPUs has tens of thousands of layouts, which differ in a degree or two."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ if TYPE_CHECKING:
     from scaleray.planner.cost.layout import Layout
 
 MOST = 2**14
-"""Results kept of one function: more than one survey needs."""
+"""Cached results per function: more than one survey needs."""
 
 Others = TypeVarTuple("Others")
 T = TypeVar("T")
 
 
 def remembered(*fields: str) -> Callable[[Callable[[Layout, *Others], T]], Callable[[Layout, *Others], T]]:
-    """Remember the result of a pure function of a layout and other objects, by these fields of the layout and the
-    others.
+    """Cache the results of a pure function of a layout and other objects, by these fields of the layout and the others.
 
     The function must read no other field. The other objects are distinguished by identity: they must be long-lived,
     such as a block or a GPU, not numbers. `forget`, an attribute of the new function, clears the cache."""
@@ -36,7 +35,7 @@ def remembered(*fields: str) -> Callable[[Callable[[Layout, *Others], T]], Calla
             if found is None:
                 if len(known) >= MOST:
                     known.clear()
-                # the others are kept with the result, so that no new object can have the identity of one of them
+                # the others are stored with the result, so that no new object can have the identity of one of them
                 found = known[key] = (function(layout, *others), others)
             return found[0]
 

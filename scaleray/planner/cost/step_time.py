@@ -1,9 +1,9 @@
 """Duration of one optimizer step, and its parts.
 
 Compute of the slowest stage for every micro-batch, plus communication that compute cannot hide, plus the pipeline's
-bubble, the optimizer, the wait for the slowest rank. Overlap is a window: a collective that runs during compute costs
-the part that does not fit into the window, and `leak` of the rest, for it takes SMs and bandwidth from the compute it
-hides behind. Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 2023, arXiv:2304.11277;
+bubble, the optimizer, and the wait for the slowest rank. Overlap is a window: a concurrent collective costs the part
+that does not fit into the window, and `leak` of the rest, as it takes SMs and bandwidth from the compute that hides it.
+Sources: pipeline, Narayanan et al. 2021, arXiv:2104.04473; FSDP, Zhao et al. 2023, arXiv:2304.11277;
 ZeRO, arXiv:1910.02054.
 """
 
@@ -26,12 +26,12 @@ from scaleray.planner.cost.remembered import remembered
 from scaleray.planner.models.block_counts import ModelProfile
 
 ROUNDING = 1e-9
-"""Relative error that sums of a model's blocks stay below, in whatever order they are taken."""
+"""Bound on the relative error of sums over a model's blocks, in any order of summation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one optimizer step; the parts add up to `total_s`."""
+    """Seconds of one optimizer step; the parts sum to `total_s`."""
 
     forward_s: float
     backward_s: float
@@ -40,26 +40,26 @@ class StepTime:
     tensor_comm_s: float
     pipeline_comm_s: float
     data_comm_s: float
-    """Exposed data parallel communication, which the step waits for; tensor and pipeline communication
-    are exposed too."""
+    """Exposed data parallel communication, for which the step waits; tensor and pipeline communication are exposed
+    too."""
     optimizer_s: float
     straggler_s: float
     overhead_s: float
     exchange_comm_s: float = 0.0
-    """Exposed exchange: tokens on their way to experts and back, keys and values of context parallel ranks."""
+    """Exposed exchange: tokens sent to experts and back, keys and values of context parallel ranks."""
     hidden_comm_s: float = 0.0
-    """Communication that runs during compute; not a part of the total."""
+    """Communication that runs during compute; not included in the total."""
     sent_bytes: float = 0.0
     """Bytes sent by one GPU."""
 
     @property
     def compute_s(self) -> float:
-        """Seconds in which the GPU computes, useful or repeated."""
+        """Seconds in which the GPU computes, including recomputation."""
         return self.forward_s + self.backward_s + self.recompute_s
 
     @property
     def exposed_comm_s(self) -> float:
-        """Seconds of all communication that the step waits for."""
+        """Seconds of all communication for which the step waits."""
         return self.tensor_comm_s + self.exchange_comm_s + self.pipeline_comm_s + self.data_comm_s
 
     @property
@@ -95,14 +95,14 @@ def step_time(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> StepTime:
-    """One optimizer step of `layout`. `measured` scales the compute to measurements of a GPU."""
+    """Predict one optimizer step of `layout`. `measured` scales the compute to measurements of a GPU."""
     measured = measured or UNMEASURED
     hand_overs = [measured.comm_scale * one for one in hand_overs_s(model, layout, cluster, constants)]
     stages = _stages(model, layout, cluster, measured, fused_attention, constants)
     stage, wait = _slowest(stages, hand_overs)
     passes = layout.accumulation
     forward, backward, recompute = _stretched(stage, layout)
-    # all stages keep the pace of the slowest, and the step ends where most is left to be done: often at the embedding
+    # all stages keep the pace of the slowest, and the step ends where most work remains: often at the embedding
     ends = [
         (
             _data_comm(model, one, layout, cluster, constants, measured.comm_scale),
@@ -145,8 +145,8 @@ def least_step_s(
     fused_attention: bool = True,
     constants: Constants = DEFAULT,
 ) -> float:
-    """A time that `step_time` does not go below, and that is found much sooner: every micro-batch and the bubble at the
-    pace of an average stage, which the slowest one cannot beat, and nothing else."""
+    """Lower bound on `step_time` that is much cheaper to compute: every micro-batch and the bubble at the pace of an
+    average stage, which the slowest one cannot beat, and nothing else."""
     whole = _whole(layout, model, cluster, measured or UNMEASURED, fused_attention, constants)
     passes = layout.accumulation + idle_micro_batches(layout)
     return passes * whole.total_s / layout.pipeline * (1 - ROUNDING)
@@ -168,7 +168,7 @@ def _stages(
     passes = block_passes(model, layout, cluster, measured=measured, fused_attention=fused, constants=constants)
     if layout.pipeline == 1:
         return [sum((one.times(count) for count, one in passes), BlockPass())]
-    # cuts as they are planned, before anything is measured: else a step's time would jump where a block
+    # cuts as planned, without measurements: otherwise a step's time would jump when a block
     # changes its stage
     planned = UNMEASURED if model.has_flops else measured
     cuts = (
@@ -177,7 +177,7 @@ def _stages(
         else _cuts(layout, model, cluster, planned, fused, constants)
     )
     blocks = [index for index, (count, _) in enumerate(passes) for _ in range(count)]
-    sums: dict[tuple[int, ...], BlockPass] = {}  # most stages hold the same
+    sums: dict[tuple[int, ...], BlockPass] = {}  # most stages hold the same blocks
     stages: list[BlockPass] = []
     for start, end in itertools.pairwise(cuts):
         held = tuple(blocks[start:end])
@@ -191,13 +191,13 @@ def _stages(
 def _cuts(
     layout: Layout, model: ModelProfile, cluster: Cluster, measured: Measured, fused: bool, constants: Constants
 ) -> list[int]:
-    """Where the pipeline cuts the model's blocks, each taken as often as it is repeated."""
+    """Where the pipeline cuts the model's blocks, each counted as often as it is repeated."""
     works = [(one.count, block_work(layout, one, model, cluster, measured, fused, constants)) for one in model.blocks]
     return balanced_cuts([one.total_s for count, one in works for _ in range(count)], layout.pipeline)
 
 
 def _slowest(stages: list[BlockPass], hand_overs: list[float]) -> tuple[BlockPass, float]:
-    """The stage with the most compute, and the time that hand-overs add to each micro-batch, there or at a stage that
+    """The stage with the most compute, and the time that transfers add to each micro-batch, there or at a stage that
     they make even slower."""
     seconds = [stage.total_s for stage in stages]
     most = max(seconds)
@@ -212,7 +212,7 @@ def _stretched(stage: BlockPass, layout: Layout) -> tuple[float, float, float]:
     """Seconds of the forward pass, the backward pass and recomputation of one micro-batch."""
     # the host launches kernels while the GPU runs them: a stage cannot be faster than its launches
     stretch = max(1.0, stage.launch_s / max(stage.forward_s + stage.backward_s + stage.recompute_s, 1e-12))
-    # statistics of gradients are taken as these appear, so that communication goes on beside them
+    # statistics of gradients are computed as these appear, concurrently with communication
     backward = stage.backward_s * stretch + layout.extra_s / layout.accumulation
     return stage.forward_s * stretch, backward, stage.recompute_s * stretch
 
@@ -236,7 +236,7 @@ def _data_comm(
     if layout.sharding == "zero3":
         return _sharded_comm(model, stage, layout, cluster, forward_s, backward_s, stride, constants, scale)
     gradients = stage.reduced_params * layout.gradient_bytes
-    # the last bucket is as full as chance will have it, unless it holds a tensor that cannot be cut
+    # the last bucket is filled at random, unless it holds a tensor that cannot be split
     last = max(
         min(gradients, constants.bucket_bytes) / 2, model.largest_tensor_params / layout.tensor * layout.gradient_bytes
     )
@@ -256,7 +256,7 @@ def _data_comm(
     if layout.sharding in ("zero1", "zero2"):
         params = stage.reduced_params * layout.gather_bits / 8
         gather = scale * all_gather_s(params, group, cluster, constants)
-        # parameters come back one layer after the other, beside the next forward pass where that is implemented
+        # parameters are gathered layer by layer, during the next forward pass if that is implemented
         late, early = _hide(
             gather, constants.prefetch_share * forward_s if layout.overlaps_gather else 0.0, 0.0, constants
         )
@@ -303,8 +303,8 @@ def _sharded_comm(
 
 
 def _hide(comm_s: float, window_s: float, tail_s: float, constants: Constants) -> tuple[float, float]:
-    """(exposed, hidden): exposed is the part that does not fit into the compute, at least the tail, and the leak of the
-    rest.
+    """(exposed, hidden): exposed is the part that does not fit into the compute, at least the tail, plus the leak of
+    the rest.
     """
     exposed = min(comm_s, max(tail_s, comm_s - window_s))
     hidden = comm_s - exposed

@@ -1,10 +1,11 @@
 """Uncertainty of a prediction: an interval from the planner's errors on published measurements, and the reasons for its
 width.
 
-The spread of the logarithm of measured over predicted step time: 5 and 95 % quantiles with as many votes for each
-source, so that about 90 % of rows lie inside. Predictions from data sheets have one spread. A prediction from a
-measured point has a narrow one near that point, and a reason for every difference from it, whose widths add in
-quadrature as independent errors. To validate, run `python -m jobs.planner_evidence validate DATA --transfers`."""
+It uses the spread of the logarithm of measured over predicted step time: 5 and 95 % quantiles with equal weight for
+each source, so that about 90 % of measurements are inside. Predictions from data sheets share one spread. A prediction
+from a measured point has a narrow spread near that point, and a reason for every difference from it, whose widths are
+added in quadrature as independent errors. To validate, run `python -m jobs.planner_evidence validate DATA
+--transfers`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from scaleray.records.study_record import Estimate
 
 @dataclass(frozen=True)
 class Spread:
-    """Quantiles of log(measured / predicted): `low` and `high` hold 90 % of the rows of its class."""
+    """Quantiles of log(measured / predicted): `low` and `high` hold 90 % of the measurements of its class."""
 
     low: float
     high: float
@@ -27,49 +28,49 @@ class Spread:
 
 
 # class: spread. `python -m jobs.planner_evidence fit DATA --leave-out --rounds 2` prints this table: every row is
-# judged with constants fitted without its source
+# predicted with constants fitted without its source
 SPREADS: dict[str, Spread] = {
     "unmeasured": Spread(-0.237, 0.501, 2756),
-    # asked within 1.5 doublings of the measured point; without any of the `reasons` 199 rows lie within -0.15 and 0.18
+    # within 1.5 doublings of the measured point; without any of the `reasons`, 199 rows are between -0.15 and 0.18
     "anchored": Spread(-0.163, 0.236, 191),
-    # the 104 rows that the formulas were made with lie within -0.06 and 0.15; with 28 of other runs and recipes,
-    # which were not
+    # the 104 rows used to make the formulas are between -0.06 and 0.15, together with 28 of other runs and recipes,
+    # which were not used
     "memory": Spread(-0.15, 0.21, 132),
 }
 
-# What each way to be unlike the measured point adds to the width of an anchored interval, as logarithms down and up;
-# `python -m jobs.planner_evidence validate DATA --transfers` judges them.
+# Additional width of an anchored interval for each difference from the measured point, as logarithms down and up;
+# `python -m jobs.planner_evidence validate DATA --transfers` validates them.
 NEAR_DOUBLINGS = 1.5
 """Doublings of the GPUs within which a question is near its measured point."""
 OF_A_DOUBLING = (0.04, 0.10)
-"""Width for each doubling of the GPUs beyond `NEAR_DOUBLINGS`: measured steps are slower than predicted more
-often than faster."""
+"""Width for each doubling of the GPUs beyond `NEAR_DOUBLINGS`: measured steps are slower than predicted more often than
+faster."""
 OF_A_NETWORK = 2.0
-"""Factor by which the time of collectives on an unmeasured network may be off: sources differ by 1.5 among themselves
-(`calibration`), which is a standard deviation. It counts for the share of the step that waits for them."""
+"""Possible error factor of the time of collectives on an unmeasured network: sources differ by 1.5 (`calibration`),
+taken as a standard deviation. It applies to the share of the step that waits for them."""
 OF_A_LAYOUT = (0.20, 0.25)
-"""Width for another tensor, pipeline, context or expert parallel degree, recomputation or sharding than the
-measured one's."""
+"""Width for a tensor, pipeline, context or expert parallel degree, recomputation or sharding that differs from the
+measured one."""
 OF_A_MICRO_BATCH = (0.25, 0.30)
 """Width for each doubling or halving of the micro-batch beyond the first: small ones are limited by launches, large
 ones by arithmetic."""
 OF_A_GPU = (0.45, 0.50)
-"""Width for a point measured on another kind of GPU: wider than from data sheets alone, as both kinds'
-errors are in it."""
+"""Width for a point measured on another type of GPU: wider than from data sheets alone, as it includes the errors of
+both types."""
 
 WIDER = 1.5
-"""Factor of an interval's logarithm if a layout differs from the rows behind it; estimated, not measured."""
+"""Factor of an interval's logarithm if a layout differs from the measurements behind it; estimated, not measured."""
 SEEN_GPUS = frozenset({
     "t4", "p100", "v100", "v100-32", "v100-pcie", "quadro-rtx-6000", "a100-40", "a100-80", "h100", "h100-96", "h200",
     "rtx-a6000", "rtx-4090",
 })  # fmt: skip
-"""GPUs of the published rows."""
+"""GPUs of the published measurements."""
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """The measured point that a prediction was calibrated on. gpu: the kind of its GPUs; network: the network of its
-    nodes, None for one node."""
+    """The measured point on which a prediction was calibrated. gpu: type of its GPUs; network: between its nodes, None
+    for one node."""
 
     layout: Layout
     gpu: str
@@ -77,14 +78,14 @@ class Anchor:
 
     @property
     def num_gpus(self) -> int:
-        """Number of GPUs that the step ran on."""
+        """Number of GPUs on which the step ran."""
         return self.layout.num_gpus
 
 
 @dataclass(frozen=True)
 class Reason:
-    """A reason why an interval is wider than the narrowest of its kind, with the width that it adds, as
-    logarithms down and up."""
+    """Reason why an interval is wider than the narrowest of its kind, with the width that it adds, as logarithms down
+    and up."""
 
     words: str
     low: float
@@ -92,8 +93,8 @@ class Reason:
 
 
 def reasons(anchor: Anchor | None, layout: Layout, cluster: Cluster, *, exposed_share: float) -> tuple[Reason, ...]:
-    """Ways in which a question is unlike the measured point. `exposed_share`: share of the predicted step that waits
-    for communication."""
+    """Differences of a question from the measured point. `exposed_share`: share of the predicted step that waits for
+    communication."""
     if anchor is None:
         return ()
     found = [
@@ -122,7 +123,7 @@ def _network(anchor: Anchor, layout: Layout, cluster: Cluster, exposed_share: fl
     share = min(1.0, max(0.0, exposed_share))
     words = (
         f"the network {used.name} was not measured, "
-        f"and {100 * share:.0f} % of the step wait for communication (--collectives narrows it)"
+        f"and {100 * share:.0f} % of the step waits for communication (--collectives narrows it)"
     )
     return Reason(words, -math.log(1 - share * (1 - 1 / OF_A_NETWORK)), math.log(1 + share * (OF_A_NETWORK - 1)))
 
@@ -153,8 +154,8 @@ def _micro_batch(measured: Layout, asked: Layout) -> Reason | None:
 
 
 def doubts(layout: Layout, cluster: Cluster, *, is_guessed: bool = False) -> tuple[str, ...]:
-    """Differences of a question from all or nearly all rows behind the intervals. is_guessed: whether
-    the model's shape is guessed."""
+    """Differences of a question from nearly all measurements behind the intervals. is_guessed: whether the model's
+    shape is guessed."""
     found = {
         f"tensor parallel over {layout.tensor} leaves the node": layout.tensor > cluster.gpus_per_node,
         f"a pipeline of {layout.pipeline} stages": layout.pipeline > 16,
@@ -170,15 +171,15 @@ def doubts(layout: Layout, cluster: Cluster, *, is_guessed: bool = False) -> tup
 
 
 def interval(step_time_s: float, kind: str, *, widened: Sequence[Reason] = (), doubted: bool = False) -> Estimate:
-    """The step time with the interval that holds 90 % of rows like it; wider for each reason, and if no row is
-    similar."""
+    """The step time with the interval that holds 90 % of similar measurements; wider for each reason, and if no
+    measurement is similar."""
     low, high = _widths(kind, widened, doubted=doubted)
     return Estimate(step_time_s, step_time_s * math.exp(-low), step_time_s * math.exp(high))
 
 
 def is_trusted(kind: str, *, widened: Sequence[Reason] = (), doubted: bool = False) -> bool:
-    """Whether the interval is narrower than a factor of two; if it is wider, the order of layouts may still be right,
-    but not the figures."""
+    """Whether the interval is narrower than a factor of two; otherwise the order of layouts may still be right, but not
+    the values."""
     return sum(_widths(kind, widened, doubted=doubted)) < math.log(2.0)
 
 

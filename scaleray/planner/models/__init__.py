@@ -1,1 +1,1 @@
-"""Models as the planner sees them: blocks of matrix products, from a name, a shape or a counted workload."""
+"""Models in the planner's form: blocks of matrix products, from a name, a shape or a counted workload."""

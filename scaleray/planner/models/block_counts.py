@@ -1,6 +1,6 @@
-"""Cost of training a model, before any GPU is named: parameters, FLOPs, memory traffic and activations of each block.
+"""Cost of training a model, independent of the GPU: parameters, FLOPs, memory traffic and activations of each block.
 
-Everything is per sample (a sequence, an image) and in forward direction; the backward pass costs twice the matrix
+All values are per sample (a sequence, an image) and for the forward pass; the backward pass needs twice the matrix
 products. `transformers` and `convolutions` count from the shape; `training.flop_counter` counts a user's own model by
 running it once.
 """
@@ -13,8 +13,8 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Matmul:
-    """`rows` x `inner` times `inner` x `columns`, for each sample. The dimension that tensor parallelism divides is in
-    `split`.
+    """`rows` x `inner` times `inner` x `columns`, for each sample. `split` is the dimension divided by tensor
+    parallelism.
     """
 
     rows: float
@@ -22,7 +22,8 @@ class Matmul:
     inner: int
     split: Literal["columns", "rows", "none"] = "none"
     num_weights: int = 1
-    """Matrices that the rows are spread over evenly: the experts of a mixture, computed by one grouped kernel."""
+    """Number of matrices over which the rows are evenly spread: experts of a mixture, computed by one grouped
+    kernel."""
 
     @property
     def flops(self) -> float:
@@ -38,53 +39,51 @@ class Block:
     count: int = 1
     num_params: float
     tied_params: float = 0.0
-    """Parameters shared with another block; a pipeline keeps a copy where the two are on different stages."""
+    """Parameters shared with another block; a pipeline keeps a copy if the two are on different stages."""
     matmuls: tuple[Matmul, ...] = ()
     attention_flops: float = 0.0
     """FLOPs of attention scores and their product with the values, without weights."""
     head_dim: int = 0
     conv_flops: float = 0.0
-    """FLOPs of convolutions, which are not written as matrix products here."""
+    """FLOPs of convolutions, which are not expressed as matrix products here."""
     winograd_flops: float = 0.0
-    """The part of `conv_flops` whose filters are 3x3 or 5x5, ungrouped and of stride 1: in 32 bit they need
-    fewer products."""
+    """Part of `conv_flops` with ungrouped filters of 3x3 or 5x5 and stride 1: in 32 bit they need fewer products."""
     traffic_bytes: float = 0.0
-    """Bytes read and written by other operations than matrix products, divided only by sequence parallel: norms,
+    """Bytes read and written by operations other than matrix products, divided only by sequence parallel: norms,
     activations, dropout, residual sums."""
     split_traffic_bytes: float = 0.0
-    """Bytes read and written by other operations than matrix products, divided by tensor parallel."""
+    """Bytes read and written by operations other than matrix products, divided by tensor parallel."""
     score_traffic_bytes: float = 0.0
-    """Bytes read and written for attention scores that a kernel writes out; tensor parallel divides it, selective
-    recomputation repeats it."""
+    """Bytes read and written for attention scores by a kernel that materialises them; tensor parallel divides them,
+    selective recomputation repeats them."""
     kept_bytes: float = 0.0
-    """Bytes kept for the backward pass when nothing is recomputed, which only sequence parallel divides."""
+    """Bytes kept for the backward pass without recomputation, divided only by sequence parallel."""
     split_kept_bytes: float = 0.0
     score_kept_bytes: float = 0.0
-    """Bytes of attention scores kept by kernels that write them out; divided by tensor parallel, dropped by selective
+    """Bytes of attention scores kept by kernels that materialise them; divided by tensor parallel, dropped by selective
     recomputation."""
     eager_kept_bytes: float = 0.0
-    """The part of `kept_bytes` that a compiler recomputes instead of keeping; `eager_split_kept_bytes`:
-    the same of `split_kept_bytes`."""
+    """Part of `kept_bytes` that a compiler recomputes instead of keeping; `eager_split_kept_bytes`: the same for
+    `split_kept_bytes`."""
     eager_split_kept_bytes: float = 0.0
     alternate_kept_bytes: float = 0.0
-    """Bytes kept, besides what enters the block, by recomputation that keeps every other product's output and
-    attention's; 0 if unknown."""
+    """Bytes kept, in addition to the block's input, by recomputation that keeps the outputs of every other product and
+    of attention; 0 if unknown."""
     boundary_bytes: float = 0.0
-    """Bytes that enter the block: kept with full recomputation, sent between pipeline stages."""
+    """Bytes of the block's input: kept with full recomputation, sent between pipeline stages."""
     num_kernels: int = 0
     num_all_reduces: int = 0
-    """All-reduces of `boundary_bytes` each, in forward direction, when the block is split by tensor parallel."""
+    """Number of all-reduces of `boundary_bytes`, in the forward pass, if the block is split by tensor parallel."""
     kv_bytes: float = 0.0
-    """Bytes of the keys and values of all tokens, which the ranks of a context parallel group show each other."""
+    """Bytes of the keys and values of all tokens, exchanged by the ranks of a context parallel group."""
     num_experts: int = 0
-    """Experts that a token is routed among; 0 in a dense block."""
+    """Experts among which a token is routed; 0 in a dense block."""
     active_experts: int = 0
-    """Experts that each token visits."""
+    """Experts of each token."""
     expert_params: float = 0.0
-    """The part of `num_params` that expert parallelism divides: all routed experts together."""
+    """Part of `num_params` that expert parallelism divides: all routed experts together."""
     routed_bytes: float = 0.0
-    """Bytes of tokens on their way to their experts, every token as often as it has experts; the way
-    back is as long."""
+    """Bytes of tokens sent to their experts, each token once per expert; the way back is equal."""
 
     @property
     def forward_flops(self) -> float:
@@ -94,7 +93,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
-    """A model as the planner sees it, in the order in which a sample passes through it."""
+    """A model in the planner's form, in the order in which a sample passes through it."""
 
     name: str
     blocks: tuple[Block, ...]
@@ -102,13 +101,13 @@ class ModelProfile:
     kind: Literal["transformer", "cnn", "other"] = "transformer"
     vocab: int = 0
     has_flops: bool = True
-    """Whether FLOPs are known; a model of which only the number of parameters is known needs a measured step time."""
+    """Whether FLOPs are known; if only the number of parameters is known, a measured step time is needed."""
     num_heads: int = 0
     largest_tensor_params: float = 0.0
-    """Elements of the parameter whose gradient comes last and cannot be cut, a word embedding as a rule."""
+    """Elements of the parameter whose gradient comes last and cannot be split, usually a word embedding."""
     notes: tuple[str, ...] = ()
     is_guessed: bool = False
-    """Whether only the model's size is known; the shape is a usual one then."""
+    """Whether only the model's size is known; its shape is then a typical one."""
 
     @property
     def num_params(self) -> float:
@@ -117,7 +116,7 @@ class ModelProfile:
 
     @property
     def num_active_params(self) -> float:
-        """Number of parameters that take part in one token: of the routed experts only as many as a token visits."""
+        """Number of parameters used for one token: of the routed experts only as many as a token visits."""
         idle = sum(
             block.expert_params * (1 - block.active_experts / block.num_experts) * block.count
             for block in self.blocks
@@ -144,20 +143,20 @@ class ModelProfile:
 
     @property
     def train_flops(self) -> float:
-        """FLOPs of one sample, forward and backward, without recomputation: what MFU counts."""
+        """FLOPs of one sample, forward and backward, without recomputation, as counted for MFU."""
         return 3.0 * self.forward_flops
 
     @property
     def num_layers(self) -> int:
-        """Number of repeated blocks, between which a pipeline is cut."""
+        """Number of repeated blocks, between which a pipeline can be cut."""
         return sum(block.count for block in self.blocks if block.count > 1)
 
 
 def of_size(
     name: str, num_params: float, *, tokens_per_sample: int = 1, num_layers: int = 1, largest_params: float = 0.0
 ) -> ModelProfile:
-    """A model of which only the number of parameters is known: its gradients have a size, its compute
-    must be measured."""
+    """Return a model of which only the number of parameters is known: its gradients have a size, but its compute must
+    be measured."""
     block = Block(name="layer", count=num_layers, num_params=num_params / num_layers)
     return ModelProfile(
         name=name,

@@ -1,4 +1,4 @@
-"""A convolutional network's cost: residual networks by their shape, others by the figures of their papers."""
+"""Costs of convolutional networks: residual networks from their shape, others from published figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESNETS = {
 
 
 def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_stem: bool = False) -> ModelProfile:
-    """A residual network of `depth` layers, version 1.5. `is_small_stem`: one 3x3 convolution, as for CIFAR.
+    """Return a residual network of `depth` layers, version 1.5. `is_small_stem`: one 3x3 convolution, as for CIFAR.
 
     Raises ConfigError for a depth that He et al. 2015, arXiv:1512.03385, do not list.
     """
@@ -58,8 +58,8 @@ def resnet(depth: int, *, image: int = 224, num_classes: int = 1000, is_small_st
 def _conv(
     name: str, channels_in: int, channels: int, kernel: int, size: int, *, stride: int = 1, copies: int = 2
 ) -> Block:
-    """A convolution with its norm. `copies` of the output stay: the norm's input and, where an activation
-    follows, its output."""
+    """A convolution with its norm. `copies` of the output are kept: the norm's input and, before an activation, its
+    output."""
     outputs = channels * size * size
     return Block(
         name=name,
@@ -67,7 +67,7 @@ def _conv(
         conv_flops=2.0 * outputs * channels_in * kernel * kernel,
         winograd_flops=2.0 * outputs * channels_in * kernel * kernel if kernel == 3 and stride == 1 else 0.0,
         # the convolution writes it, batch norm reads it twice and writes it, the activation reads and writes it,
-        # the next reads it
+        # the next layer reads it
         traffic_bytes=2.0 * 7 * outputs,
         kept_bytes=2.0 * copies * outputs,
         boundary_bytes=2.0 * outputs,
@@ -99,10 +99,10 @@ def convolutional(
     winograd_share: float = 0.0,
     has_norms: bool = True,
 ) -> ModelProfile:
-    """A convolutional network by the figures of its paper: `outputs` are the elements that its convolutions write,
+    """Return a convolutional network from published figures: `outputs` are the elements written by its convolutions,
     `winograd_share` the part of the products in 3x3 or 5x5 filters of stride 1."""
-    # without a norm: written, read and written by the activation, read by the next layer; what the activation wrote in
-    # its place stays
+    # without a norm: written, read and written by the activation, read by the next layer; the in-place result of the
+    # activation is kept
     passes, copies = (7, 2) if has_norms else (4, 1)
     block = Block(
         name="layer",

@@ -1,4 +1,4 @@
-"""A user's own model, as `training.flop_counter` counted it, in the planner's terms."""
+"""A user's own model in the planner's form, as counted by `training.flop_counter`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scaleray.records.workload_profile import PartProfile, WorkloadProfile
 
 
 def read_profile(path: Path) -> ModelProfile:
-    """A profile that `WorkloadProfile.to_json` wrote. Raises UsageError for anything else."""
+    """Read a profile written by `WorkloadProfile.to_json`. Raises UsageError for anything else."""
     try:
         return from_workload(WorkloadProfile.from_json(path.read_text()), name=path.stem)
     except (OSError, ValueError) as exc:  # pydantic's errors are ValueErrors
@@ -19,8 +19,8 @@ def read_profile(path: Path) -> ModelProfile:
 
 
 def from_workload(profile: WorkloadProfile, *, name: str) -> ModelProfile:
-    """The counted parts as blocks, equal neighbours as one block that repeats. How tensor parallel would split them
-    is not counted."""
+    """Convert the counted parts to blocks, combining equal neighbours into one repeated block. How tensor parallel
+    would split them is not counted."""
     widths = 2.0 if profile.precision in ("fp32", "fp64") else 1.0
     first, *inner, last = (
         profile.parts if len(profile.parts) > 1 else [PartProfile(name="nothing", num_parameters=0), *profile.parts]
@@ -39,12 +39,12 @@ def from_workload(profile: WorkloadProfile, *, name: str) -> ModelProfile:
         tokens_per_sample=round(tokens),
         kind="cnn" if convolves and not has_attention else "transformer",
         largest_tensor_params=float(first.num_parameters),
-        notes=("counted from the workload; tensor parallel is left out, since the count has no splits of layers",),
+        notes=("counted from the workload; tensor parallel is omitted, since the count has no splits of layers",),
     )
 
 
 def _with_inputs(parts: list[PartProfile]) -> list[tuple[PartProfile, float]]:
-    """Each part with the bytes that enter it: what the one before hands on."""
+    """Each part with the bytes of its input: the output of the previous one."""
     given = [0.0, *(part.output_bytes for part in parts[:-1])]
     return list(zip(parts, given, strict=True))
 

@@ -1,6 +1,6 @@
 """Models by name, or only by size.
 
-`find_model` takes `llama-70b`, `Llama 3.1 8B`, `gpt2-xl`, `resnet-50`; a number alone (`gpt-13b`, `7b`) becomes a
+`find_model` accepts `llama-70b`, `Llama 3.1 8B`, `gpt2-xl`, `resnet-50`; a size alone (`gpt-13b`, `7b`) becomes a
 transformer of usual proportions.
 """
 
@@ -17,12 +17,12 @@ from scaleray.planner.models.shapes import ALIASES, CONVOLUTIONAL, SIZES, TRANSF
 from scaleray.planner.models.transformers import TransformerShape, transformer
 
 LEAST_PARAMS, MOST_PARAMS = 3e7, 1e13
-"""Least and largest number of parameters for which a size alone is taken for a transformer: the least of
-`usual_shape`'s, and several times the largest that were trained."""
+"""Smallest and largest number of parameters for which a size alone is read as a transformer: the smallest of
+`usual_shape`, and several times the largest trained so far."""
 
 
 def find_model(name: str, *, sequence: int | None = None) -> ModelProfile:
-    """The profile of a model by name. `sequence` replaces the usual length of its samples.
+    """Return the profile of a model by name. `sequence` replaces the usual length of its samples.
 
     Raises UsageError with the nearest names.
     """
@@ -46,7 +46,7 @@ def find_model(name: str, *, sequence: int | None = None) -> ModelProfile:
                 has_norms=has_norms,
             )
             return _taken_for(made, known, key)
-    # a bare size or GPT's; another name with a size is more likely a slip, for which another shape must not be planned
+    # only a bare size or GPT's: another name with a size is probably a mistake
     match = re.fullmatch(r"(?:gpt-)?(\d+(?:\.\d+)?)([bm])", key)
     if match:
         return _of_size_alone(name, float(match[1]) * (1e9 if match[2] == "b" else 1e6), sequence=sequence or 2048)
@@ -59,12 +59,12 @@ def find_model(name: str, *, sequence: int | None = None) -> ModelProfile:
         "model",
         name,
         "no such model is known",
-        f"nearest: {', '.join(near)}" if near else f"known: {', '.join(every)}, or a size as in gpt-13b",
+        f"nearest: {', '.join(near)}" if near else f"available: {', '.join(every)}, or a size as in gpt-13b",
     )
 
 
 def find_shape(name: str) -> TransformerShape | None:
-    """The shape of a transformer by its name; None for an unlisted name."""
+    """Return the shape of a transformer by name; None for an unlisted name."""
     known = _known_name(_key(name))
     return None if known is None else TRANSFORMERS[ALIASES.get(known, known)]
 
@@ -76,7 +76,7 @@ def _known_name(key: str) -> str | None:
     for known in sorted([*TRANSFORMERS, *ALIASES], key=lambda one: (-one.count("-"), -len(one))):
         parts = known.split("-")
         at = next((i for i in range(len(words) - len(parts) + 1) if words[i : i + len(parts)] == parts), None)
-        # what is left over may be a version or a task (Instruct-2507), but no other size: GPT-2 8B is not GPT-2
+        # the rest may be a version or a task (Instruct-2507), but not another size: GPT-2 8B is not GPT-2
         if at is not None and not any(
             _SIZE.fullmatch(word) or word in _SIZE_WORDS for word in words[:at] + words[at + len(parts) :]
         ):
@@ -85,28 +85,28 @@ def _known_name(key: str) -> str | None:
 
 
 def _taken_for(model: ModelProfile, known: str, key: str) -> ModelProfile:
-    """The model, with a note if the given name has more than the matched one: a version or a task, or
-    another size."""
+    """Add a note to the model if the given name has more words than the matched one: a version or a task, or another
+    size."""
     if known.replace("-", "") == key.replace("-", ""):
         return model
     return replace(
         model,
         notes=(
             *model.notes,
-            f"by its name, the model is taken for {known}; "
+            f"by its name, the model is assumed to be {known};  "
             "if it is another, give its size as in gpt-13b, or a config with -c",
         ),
     )
 
 
 def _of_size_alone(name: str, num_params: float, *, sequence: int) -> ModelProfile:
-    """A transformer of usual proportions, with a note that it is one. Raises UsageError for an impossible size."""
+    """Return a transformer of usual proportions, with a note on it. Raises UsageError for an impossible size."""
     if not LEAST_PARAMS <= num_params <= MOST_PARAMS:
         raise UsageError(
             "model",
             name,
             f"a size must be from {LEAST_PARAMS / 1e6:.0f}m to {MOST_PARAMS / 1e9:,.0f}b parameters",
-            "the largest models trained have some thousand b; in smaller ones the vocabulary dominates: use -c",
+            "the largest models so far have some 1,000b; below the minimum the vocabulary dominates: use -c",
         )
     shape = usual_shape(num_params, sequence=sequence)
     made = transformer(shape, name)
@@ -119,7 +119,7 @@ def _of_size_alone(name: str, num_params: float, *, sequence: int) -> ModelProfi
     note = (
         f"only the size of the model is known: {shape.layers} layers of width {shape.hidden} with {shape.heads} heads "
         f"and a vocabulary of {shape.vocab} ({made.num_params / 1e9:.3g}b), in GPT-3's proportions; "
-        f"give a name from the catalogue{also} or -c CONFIG to plan the model itself"
+        f"give a name from the catalogue{also}, or -c CONFIG, to plan the actual model"
     )
     return replace(made, notes=(*made.notes, note), is_guessed=True)
 
@@ -130,13 +130,13 @@ def _is_near(known: str, name: str) -> bool:
 
 
 def usual_mixture(num_params: float, active_params: float, *, sequence: int, vocab: int = 128256) -> TransformerShape:
-    """A mixture of experts of which only the sizes are known: the first of the usual numbers of experts, from 8 with 2
-    visited to 512 with 8 visited, that leaves a usual share to the dense part."""
+    """Return a mixture of experts of which only the sizes are known: the first of the usual numbers of experts, from 8
+    with 2 active to 512 with 8 active, that leaves a usual share to the dense part."""
     for experts, active in ((8, 2), (16, 2), (64, 8), (128, 8), (256, 8), (512, 8)):
         routed = (num_params - active_params) / (1 - active / experts)
         dense = active_params - routed * active / experts
-        # attention, embeddings and whatever else every token passes: a third of the active parameters, as in those
-        # that are known
+        # attention, embeddings and other parts used by every token: a third of the active parameters, as in known
+        # models
         if dense > 0.2 * active_params:
             break
     else:
@@ -154,8 +154,8 @@ def usual_mixture(num_params: float, active_params: float, *, sequence: int, voc
 
 
 def usual_shape(num_params: float, *, sequence: int, vocab: int = 51200, ffn_ratio: int = 4) -> TransformerShape:
-    """A GPT of about `num_params` parameters with heads of 128: as wide for its depth as GPT-3's sizes are, about 110
-    to 130 a layer."""
+    """Return a GPT of about `num_params` parameters with heads of 128: with GPT-3's ratio of width to depth, about 110
+    to 130 per layer."""
     best: tuple[float, TransformerShape] | None = None
     for heads in range(4, 160):
         hidden = heads * 128

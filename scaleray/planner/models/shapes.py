@@ -1,5 +1,5 @@
-"""Shapes and sizes of the models that the planner knows by name. Sources: their papers and model cards, from memory
-unless noted; parameter counts, total and active, are checked by a test."""
+"""Shapes and sizes of the models that the planner supports by name. Sources: their papers and model cards, from memory
+unless noted; a test checks parameter counts, total and active."""
 
 from __future__ import annotations
 
@@ -244,9 +244,9 @@ ALIASES = {
     "gpt2-1.5b": "gpt2-xl", "gpt-3": "gpt3-175b", "gpt3": "gpt3-175b", "bloom": "bloom-176b",
 }  # fmt: skip
 
-# name: parameters, multiply-adds of a forward pass, elements that its convolutions write, layers, parameters of the
+# name: parameters, multiply-adds of a forward pass, elements written by its convolutions, layers, parameters of the
 # largest tensor, share of the multiply-adds in ungrouped 3x3 and 5x5 filters of stride 1, whether norms follow the
-# convolutions. Keras applications, torchvision and the papers, from memory to two digits; activations from Dollar et
+# convolutions. From Keras applications, torchvision and the papers, to two digits; activations from Dollar et
 # al. 2021, arXiv:2103.06877
 CONVOLUTIONAL = {
     "vgg16": (138.4e6, 15.5e9, 13.6e6, 16, 102.8e6, 0.99, False),
@@ -268,8 +268,8 @@ CONVOLUTIONAL = {
     "efficientnet-b4": (19.3e6, 4.4e9, 49.5e6, 32, 1.8e6, 0.0, True),
 }
 
-# models that are not taken apart: parameters and those of the largest tensor, from their papers and
-# repositories, from memory
+# models known only by size: parameters and those of the largest tensor, from their papers and repositories, from
+# memory
 SIZES = {
     "yolov3": (61.6e6, 4.7e6), "deepspeech2": (52.0e6, 5.0e6), "transformer-xl": (192e6, 20e6),
     "transformer-big": (210e6, 33.5e6), "gnmt": (160e6, 33e6), "mask-r-cnn": (44e6, 13e6), "quartznet": (18.9e6, 1.0e6),

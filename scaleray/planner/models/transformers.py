@@ -1,7 +1,7 @@
-"""A transformer's cost by its shape: dense ones, grouped and latent attention, mixtures of experts.
+"""Costs of a transformer from its shape: dense ones, grouped and latent attention, mixtures of experts.
 
 Sources: activation bytes of a layer, Korthikanti et al. 2022, arXiv:2205.05198, section 4; FLOPs per token as in the
-appendix of Narayanan et al. 2021, arXiv:2104.04473, but with attention counted once for causal masks where the kernel
+appendix of Narayanan et al. 2021, arXiv:2104.04473, but with attention counted once for causal masks if the kernel
 skips the other half.
 """
 
@@ -16,7 +16,7 @@ from scaleray.planner.models.block_counts import Block, Matmul, ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerShape:
-    """The numbers a transformer's cost follows from."""
+    """Shape of a transformer, from which its costs follow."""
 
     layers: int
     hidden: int
@@ -25,7 +25,7 @@ class TransformerShape:
     sequence: int
     kv_heads: int | None = None
     ffn: int | None = None
-    """Width inside the MLP; 4 x hidden where it is not given."""
+    """Width inside the MLP; 4 x hidden if not given."""
     head_dim: int | None = None
     is_gated: bool = False
     """SwiGLU: three matrices instead of two."""
@@ -37,27 +37,27 @@ class TransformerShape:
     learned_positions: bool = False
     has_lm_head: bool = True
     predicted_share: float = 1.0
-    """Share of the tokens that the head is computed for; 0.15 in BERT's pretraining."""
+    """Share of the tokens for which the head is computed; 0.15 in BERT's pretraining."""
     experts: int = 0
     """Routed experts of a layer, each as wide as `expert_ffn`; 0 for a dense model."""
     active_experts: int = 0
-    """Experts that each token is sent to."""
+    """Experts to which each token is sent."""
     expert_ffn: int | None = None
-    """Width of a routed expert; `ffn` where it is not given."""
+    """Width of a routed expert; `ffn` if not given."""
     shared_ffn: int = 0
-    """Width of the experts that every token visits, all together."""
+    """Total width of the experts used by every token."""
     dense_layers: int = 0
     """Number of the `layers` without experts."""
     query_rank: int = 0
-    """Latent attention (DeepSeek-V2, arXiv:2405.04434): queries go through as many dimensions; 0: not compressed."""
+    """Latent attention (DeepSeek-V2, arXiv:2405.04434): rank of the compressed queries; 0: not compressed."""
     kv_rank: int = 0
-    """Latent attention: keys and values go through as many dimensions; 0: not compressed."""
+    """Latent attention: rank of the compressed keys and values; 0: not compressed."""
     rotary_dim: int = 0
-    """Dimensions of each head in addition to `head_dim` that only carry the position, with `kv_rank`."""
+    """With `kv_rank`: dimensions of each head, in addition to `head_dim`, that only carry the position."""
     logit_bytes: int = 14
-    """Bytes for each logit at the peak of the loss: 2 for itself and 12 for its 32-bit softmax, the gradient of that
-    and its own. 8 where all of them have 16 bits; 6 where the softmax takes the logit's place and the gradient the
-    softmax's (Megatron, nanotron)."""
+    """Bytes per logit at the peak of the loss: 2 for itself and 12 for its 32-bit softmax, the softmax's gradient and
+    its own. 8 if all of them have 16 bits; 6 if the softmax replaces the logit in place and the gradient the softmax
+    (Megatron, nanotron)."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -78,7 +78,7 @@ class TransformerShape:
 
 
 def transformer(shape: TransformerShape, name: str = "transformer") -> ModelProfile:
-    """Embedding, `layers` blocks (dense ones, then those with experts) and the head."""
+    """Return the embedding, `layers` blocks (dense ones, then those with experts) and the head."""
     hidden, sequence = shape.hidden, shape.sequence
     token_bytes = 2.0 * sequence
     num_mixed = shape.layers - shape.dense_layers if shape.experts else 0
@@ -133,8 +133,8 @@ def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) ->
         head_dim=attention.head_dim,
         attention_flops=attention.flops,
         kv_bytes=token_bytes * 2 * attention.kv_width,
-        # two norms, two residual sums and dropouts read and write about 10 hidden vectors a token;
-        # each routed copy is read and written once on its way out and once on its way back
+        # two norms, two residual sums and dropouts read and write about 10 hidden vectors per token;
+        # each routed copy is read and written once on each way
         traffic_bytes=token_bytes * (10 + (4 if shape.has_dropout else 0) + 4 * mlp.routed) * hidden,
         # the activation reads and writes 2 to 3 MLP widths
         split_traffic_bytes=token_bytes * ((mlp.inputs + 1) * mlp.inside + 2 * attention.width),
@@ -142,7 +142,7 @@ def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) ->
         kept_bytes=token_bytes * kept.unsplit,
         split_kept_bytes=token_bytes * kept.split,
         score_kept_bytes=(2.5 if shape.has_dropout else 1.0) * score_bytes,
-        # a compiler fuses 32-bit norms and what stands before the gate's product into what needs them
+        # a compiler fuses 32-bit norms and the operations before the gate's product into their consumers
         eager_kept_bytes=token_bytes * 4 * hidden if shape.is_gated else 0.0,
         eager_split_kept_bytes=token_bytes * mlp.inside if shape.is_gated else 0.0,
         alternate_kept_bytes=token_bytes * kept.alternate,
@@ -157,7 +157,8 @@ def _layer(shape: TransformerShape, name: str, count: int, *, is_mixed: bool) ->
 
 
 def _vector_params(shape: TransformerShape, attention: _Attention, mlp: _Mlp) -> int:
-    """Parameters of norms and biases: gated models have scales only; the others biases and two vectors a norm."""
+    """Parameters of norms and biases: gated models have only scales; the others have biases and two vectors per
+    norm."""
     if shape.is_gated:
         return 2 * shape.hidden
     return 2 * (2 * shape.hidden) + (attention.width + 2 * attention.kv_width) + 2 * shape.hidden + mlp.width
@@ -165,8 +166,8 @@ def _vector_params(shape: TransformerShape, attention: _Attention, mlp: _Mlp) ->
 
 @dataclass(frozen=True)
 class _Kept:
-    """Elements per token that stay for the backward pass, by whether tensor parallelism splits them; `alternate`: those
-    that alternate recomputation keeps."""
+    """Elements per token kept for the backward pass, by whether tensor parallelism splits them; `alternate`: those kept
+    by alternate recomputation."""
 
     unsplit: int
     split: int
@@ -176,19 +177,19 @@ class _Kept:
 def _kept_elements(shape: TransformerShape, attention: _Attention, mlp: _Mlp) -> _Kept:
     """Activations that a layer keeps (arXiv:2205.05198)."""
     hidden, inside, routed = shape.hidden, mlp.inside, mlp.routed
-    # norms' inputs, residual branches
+    # inputs of norms, residual branches
     unsplit = 4 * hidden + (hidden if shape.has_dropout else 0)
-    # gated models as they are written today compute norms in 32 bit: input and normalized values are kept
-    # besides the result
+    # recent gated models compute norms in 32 bit: input and normalised values are kept in addition to the
+    # result
     unsplit += 4 * hidden if shape.is_gated else 0
     split = (
         2 * attention.width
         + 2 * attention.kv_width
         + (mlp.inputs + 1) * inside
         + (inside if shape.is_gated else 0)
-        + 2 * routed * hidden  # tokens in the order of their experts, and what these made of them
+        + 2 * routed * hidden  # tokens in the order of their experts, and the experts' outputs
     )
-    # of seven products the query's, the value's, the gate's and the last; of six the query's, the value's and the one
+    # of seven products those of query, value, gate and output; of six those of query, value and the one
     # before the activation
     alternate = 2 * attention.width + attention.kv_width + inside + routed * hidden + (hidden if shape.is_gated else 0)
     return _Kept(unsplit, split, alternate)
@@ -196,10 +197,10 @@ def _kept_elements(shape: TransformerShape, attention: _Attention, mlp: _Mlp) ->
 
 @dataclass(frozen=True)
 class _Mlp:
-    """An MLP, or experts and what all of them share.
+    """An MLP, or routed experts together with shared ones.
 
-    inputs: number of matrices before the activation. width: MLP's own, or that of shared experts. routed: number of
-    experts of a token. inside: width of all that a token passes.
+    inputs: number of matrices before the activation. width: the MLP's own, or that of shared experts. routed: number of
+    experts per token. inside: total width used by a token.
     """
 
     matmuls: tuple[Matmul, ...]
@@ -242,8 +243,8 @@ def _mlp(shape: TransformerShape, *, is_mixed: bool) -> _Mlp:
 
 @dataclass(frozen=True)
 class _Attention:
-    """Attention's products and widths. `width`: of all heads' outputs; `kv_width`: of keys, and of values, as they are
-    exchanged between ranks."""
+    """Attention's products and widths. `width`: of all heads' outputs; `kv_width`: of keys, and of values, as exchanged
+    between ranks."""
 
     matmuls: tuple[Matmul, ...]
     num_params: float
@@ -257,7 +258,7 @@ def _attention(shape: TransformerShape) -> _Attention:
     hidden, sequence, heads = shape.hidden, shape.sequence, shape.heads
     head_dim = shape.head_dim or hidden // heads
     width = heads * head_dim
-    # only fused kernels skip what a causal mask hides
+    # only fused kernels skip the part hidden by a causal mask
     visible = 0.5 if shape.is_causal and shape.fused_attention else 1.0
     if not shape.kv_rank:
         kv_width = (shape.kv_heads or heads) * head_dim

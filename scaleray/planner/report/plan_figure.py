@@ -1,4 +1,4 @@
-"""The figures of a plan: throughput over memory, the predicted curve, and the parts of memory and of a step."""
+"""Figures of a plan: throughput over memory, the predicted curve, and the parts of memory and of a step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ TIME_COLOURS = {
 }  # fmt: skip
 MEMORY_COLOURS = (BLUE, SKY, GREEN, ORANGE, VERMILION, PURPLE, MUTED, "#8c7460", "#7a5195", PALE)
 LEAST_SHARE = 0.004
-"""Share of the longest bar: parts below it in every bar are not named."""
+"""Share of the longest bar: parts that are smaller in every bar are not named."""
 LEAST_HEIGHT_IN = 2.4
-"""Height in which a legend of ten parts has its place, in inches."""
+"""Height reserved for a legend of ten parts, in inches."""
 LONGEST_LINE = 50
-"""Characters of a layout's name next to its bar."""
+"""Most characters of a layout's name next to its bar."""
 
 
 def frontier(advice: Advice) -> Drawing:
-    """Every layout that fits by its memory and throughput; those that no other beats in both are joined."""
+    """Plot of every layout that fits by its memory and throughput; those on the Pareto frontier are joined."""
     points = sorted((one.memory.device_bytes / GIB, one.samples_per_s) for one in advice.choices)
     best: list[tuple[float, float]] = []
     for gib, rate in points:
@@ -60,7 +60,7 @@ def frontier(advice: Advice) -> Drawing:
         ax.text(card, 0.02 * top, "the card  ", ha="right", va="bottom", fontsize=8.5, color=INK)
 
     caption = (
-        f"One dot for each of {len(points)} layouts that fit; the line joins those that no other beats in both. "
+        f"One dot for each of {len(points)} layouts that fit; the line joins those that none beats in both.  "
         "Star: the recommended one."
     )
     return draw("frontier", "Throughput over memory", caption, paint)
@@ -89,7 +89,7 @@ def curve(seen: Outlook) -> Drawing:
 
 
 def memory_bars(choices: Sequence[Choice], *, limit_gib: float) -> Drawing:
-    """Memory of one GPU, by content."""
+    """Bars of the memory of one GPU, by content."""
     rows = [(one, {name: value / GIB for name, value in one.memory.parts().items()}) for one in choices]
     names = [name.removesuffix("_bytes").replace("_", " ") for name in rows[0][1]]
     colours = dict(zip(rows[0][1], MEMORY_COLOURS, strict=False))
@@ -115,7 +115,7 @@ def memory_bars(choices: Sequence[Choice], *, limit_gib: float) -> Drawing:
 
 
 def time_bars(choices: Sequence[Choice], best: Estimate) -> Drawing:
-    """A step of each layout, by its parts; whiskers are intervals."""
+    """Bars of a step of each layout, by its parts; whiskers are intervals."""
     rows = [(one, one.step.parts()) for one in choices]
 
     def finish(ax: Any) -> None:
@@ -125,9 +125,7 @@ def time_bars(choices: Sequence[Choice], best: Estimate) -> Drawing:
         ax.set(xlabel="s of one step")
 
     names = {name: name for name in rows[0][1]}
-    caption = (
-        "Each layout by the parts of its step as far as they are not hidden behind others; whiskers are 90% intervals."
-    )
+    caption = "Parts of each layout's step, as far as they are not hidden behind others; whiskers are 90% intervals."
     return _bars("step", "Where a step's time goes", caption, rows, names, TIME_COLOURS, finish, longest=best.high)
 
 

@@ -1,5 +1,5 @@
-"""A plan as one HTML page of the same kind as the reports: the recommendation with reasons, the layouts, and the use of
-memory and time."""
+"""HTML page of a plan in the style of the reports: the recommendation with reasons, the layouts, and the use of memory
+and time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_page(
     kept: CheckpointCost | None = None,
     ways: Sequence[Way] = (),
 ) -> str:
-    """The page as HTML. Nothing in it is loaded from elsewhere. rows: layouts to show. command: repeats it. kept and
+    """Return the page as HTML, without external resources. rows: layouts to show. command: repeats the plan. kept and
     ways: checkpoints and ways to a target, if requested."""
     question, best = advice.question, advice.best
     cluster = question.cluster
@@ -47,9 +47,9 @@ def plan_page(
     page = Page(
         kind="Plan",
         name=title,
-        when=f"{question.global_batch} samples a step, {question.precision}",
+        when=f"{question.global_batch} samples per step, {question.precision}",
         headline=(
-            f"{best.layout.strategy} on {cluster.num_gpus} GPUs: {with_interval(best.step_time_s, seconds)} a step"
+            f"{best.layout.strategy} on {cluster.num_gpus} GPUs: {with_interval(best.step_time_s, seconds)} per step"
         ),
         verdicts=[
             f"Recommended: {best.layout.describe()}; {why(advice)}. {seen.limit}.",
@@ -85,7 +85,7 @@ def _marks(best: Choice) -> list[str]:
     missing = (
         "without a measurement on this model" if best.kind == "unmeasured" else "from a measurement of a distant layout"
     )
-    return [f"predicted {missing}: do not trust the figures alone"]
+    return [f"predicted {missing}: do not rely on these values alone"]
 
 
 def _facts(advice: Advice) -> list[Fact]:
@@ -113,9 +113,7 @@ def _doubts(advice: Advice) -> list[str]:
     found = [f"{sentence_case(line)}." for line in (*memory_doubt(advice), *faster_lines(advice))]
     found += [f"{sentence_case(line)}." for line in (*advice.question.learned, *width_lines(advice.best))]
     if advice.best.kind == "unmeasured":
-        found.append(
-            "One step measured on one GPU narrows the intervals: --step-time with --micro-batch, or --from-run."
-        )
+        found.append("A step measured on one GPU narrows the intervals: --step-time with --micro-batch, or --from-run.")
     return found
 
 
@@ -125,4 +123,4 @@ def _dropped(advice: Advice) -> Table:
     rows = tuple((name, str(number), nearest[name].reason) for name, number in strategies.most_common(MOST_REASONS))
     more = len(strategies) - len(rows)
     notes = (f"{more} more kinds: scaleray plan explain layouts.",) if more > 0 else ()
-    return Table("Dropped for memory", ("kind of layout", "layouts", "the nearest to fit"), rows, notes)
+    return Table("Dropped for memory", ("kind of layout", "layouts", "closest to fitting"), rows, notes)

@@ -1,4 +1,4 @@
-"""A plan on the terminal: the ranked layouts, memory and the card's size, the parts of a step, the curve and its
+"""A plan on the terminal: the ranked layouts, memory and the GPU's size, the parts of a step, the curve and its
 verdict."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plan_view(
     num_samples: float | None = None,
     kept: CheckpointCost | None = None,
 ) -> RenderableType:
-    """The whole plan for a console of `width` columns: layouts, reasons, use of memory and time, the curve,
+    """Return the whole plan for a console of `width` columns: layouts, reasons, use of memory and time, the curve,
     checkpoints, the verdict."""
     best, question = advice.best, advice.question
     cluster = question.cluster
@@ -75,22 +75,22 @@ def _closing(advice: Advice, seen: Outlook, num_samples: float | None, kept: Che
     if num_samples:
         hours = num_samples / best.samples_per_s / 3600 / (kept.time_ratio if kept is not None else 1.0)
         price = cluster.price_per_gpu_hour
-        cost = "" if price is None else f", {hours * price * cluster.num_gpus:,.0f} in all"
+        cost = "" if price is None else f", {hours * price * cluster.num_gpus:,.0f} in total"
         lines.append(f"{num_samples:,.0f} samples take {hours:,.1f} hours{cost}")
     if not best.is_trusted:
         lines.append(
-            "do not rely on the figures alone: "
+            "do not rely on these values alone:  "
             + (
-                "nothing was measured on this model. One measured step on one GPU narrows them: --step-time, --from-run"
+                "this model was not measured. A step measured on one GPU narrows the intervals: --step-time, --from-run"
                 if best.kind == "unmeasured"
-                else "the measurement is far from this question"
+                else "the measured point is too different from this question"
             )
         )
     return [*lines, f"next doubling: {seen.doubling}"]
 
 
 def _text(line: str) -> Text:
-    """A line that is wrapped between words, under its own indentation."""
+    """A line that is wrapped between words, with its own indentation."""
     return Text(line, overflow="fold")
 
 

@@ -1,4 +1,4 @@
-"""A plan in sentences and tables, for the terminal and the page alike."""
+"""Sentences and tables of a plan, for both the terminal and the page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scaleray.records.text.units import GIB, count, memory, seconds, with_interv
 
 
 def layout_table(advice: Advice, rows: int) -> Table:
-    """The first `rows` choices, the recommended one first."""
+    """Table of the first `rows` choices, the recommended one first."""
     question, shown = advice.question, advice.choices[:rows]
     cluster = question.cluster
     has_tokens = question.model.tokens_per_sample > 1
@@ -34,31 +34,31 @@ def layout_table(advice: Advice, rows: int) -> Table:
         cells.append(row)
     notes = [
         f"{len(advice.choices)} of {advice.num_layouts} layouts fit. "
-        "In brackets the interval that holds 90% of published rows like these."
+        "In brackets: the interval that holds 90% of similar published measurements."
     ]
     notes.append(f"* recommended: {_ranked_words(advice)}.")
     notes += [] if all(one.fits == "fits" for one in shown) else ["! its memory may not fit."]
-    notes += [] if all(one.is_trusted for one in shown) else ["? do not rely on it without a measurement."]
+    notes += [] if all(one.is_trusted for one in shown) else ["? do not rely on this without a measurement."]
     title = (
         f"{question.model.name} ({_count(question.model.num_params)} parameters) "
         f"on {cluster.num_nodes} x {cluster.gpus_per_node} {cluster.gpu.name}, "
-        f"{question.global_batch} samples a step, {question.precision}"
+        f"{question.global_batch} samples per step, {question.precision}"
     )
     return Table(title, tuple(cells[0]), tuple(tuple(row.values()) for row in cells), tuple(notes))
 
 
 def _ranked_words(advice: Advice) -> str:
     if not any(one.fits == "fits" for one in advice.choices):
-        return "the best of the layouts that may not fit; none surely fits"
+        return "the best of the layouts that may not fit; none certainly fits"
     return (
         "the smallest"
         if advice.question.rank_by == "memory"
-        else "the fastest that surely fits, and the simplest of equally fast ones"
+        else "the fastest that certainly fits, and the simplest of equally fast ones"
     )
 
 
 def curve_table(seen: Outlook) -> Table:
-    """Prediction for the best layout of each number of GPUs."""
+    """Table of the prediction for the best layout of each number of GPUs."""
     rows = tuple(
         (
             str(p.num_gpus),
@@ -69,7 +69,7 @@ def curve_table(seen: Outlook) -> Table:
         for p in seen.points
     )
     base = (
-        f"Efficiency: throughput of a GPU over {count(seen.alone.samples_per_s)} samples/s, "
+        f"Efficiency: throughput per GPU over {count(seen.alone.samples_per_s)} samples/s, "
         "the rate of one GPU with enough memory."
     )
     marks = () if all(p.choice.fits == "fits" for p in seen.points) else ("! its memory may not fit.",)
@@ -101,19 +101,19 @@ def checkpoint_lines(kept: CheckpointCost) -> list[str]:
 
 
 def memory_doubt(advice: Advice) -> list[str]:
-    """Possible memory of the recommended layout, if no layout surely fits."""
+    """Possible memory use of the recommended layout, if no layout certainly fits."""
     best = advice.best
     if best.fits == "fits":
         return []
-    return [f"no layout surely fits; this one may not fit: {_needed(best)}"]
+    return [f"no layout certainly fits; this one may not fit: {_needed(best)}"]
 
 
 def width_lines(choice: Choice) -> list[str]:
     """Lines on the reasons for the width of a choice's interval."""
     found = [f"its interval is wider: {reason.words}" for reason in choice.reasons]
     if choice.kind == "unmeasured":
-        found = ["its interval is wide: nothing measured; all figures are from data sheets"]
-    return [*found, *(f"unlike the published rows, so its interval is wider: {words}" for words in choice.doubts)]
+        found = ["its interval is wide: nothing was measured; all values are from data sheets"]
+    return [*found, *(f"unlike published measurements, so its interval is wider: {words}" for words in choice.doubts)]
 
 
 def faster_lines(advice: Advice) -> list[str]:
@@ -122,7 +122,7 @@ def faster_lines(advice: Advice) -> list[str]:
     if rival is None:
         return []
     gain = rival.samples_per_s / advice.best.samples_per_s - 1
-    found = [f"{100 * gain:.0f} % faster, but may not fit: {rival.layout.describe()}; {_needed(rival)}"]
+    found = [f"{100 * gain:.0f} % faster but may not fit: {rival.layout.describe()}; {_needed(rival)}"]
     if is_runnable(rival.layout):
         options = " ".join(layout_options(rival.layout))
         found.append(
@@ -134,7 +134,7 @@ def faster_lines(advice: Advice) -> list[str]:
 
 def _needed(choice: Choice) -> str:
     said = memory_interval(choice.memory)
-    return f"{said.value / GIB:.1f} GiB are predicted; similar published rows took up to {said.high / GIB:.1f}"
+    return f"{said.value / GIB:.1f} GiB are predicted; similar published measurements used up to {said.high / GIB:.1f}"
 
 
 def why(advice: Advice) -> str:

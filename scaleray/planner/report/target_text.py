@@ -1,5 +1,5 @@
-"""Ways to a target on the terminal: batch sizes and numbers of GPUs with the time they take, and which of them
-no other beats."""
+"""Ways to a target on the terminal: batch sizes and numbers of GPUs with their times, and which of them are on the
+Pareto frontier."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from scaleray.records.text.study_sweep_tables import Table
 WAY_COLUMNS = ("mark", "GPUs", "batch", "steps", "samples", "hours", "90 % interval", "GPU hours", "cost", "layout")
 WAY_CAPTION = (
     "* no other choice takes both less time and fewer GPU hours; "
-    "? the gradient noise was not measured within 4 times of this batch; ! memory may not fit"
+    "? the gradient noise was not measured within a factor of 4 of this batch; ! memory may not fit"
 )
 
 
 def way_table(ways: Sequence[Way], *, num_gpus: int, words: str = "") -> Table:
-    """The frontier, and every batch size on the given cluster. words: source of the target."""
+    """Table of the frontier, and of every batch size on the given cluster. words: source of the target."""
     rows = [dict(zip(WAY_COLUMNS, way_cells(way), strict=True)) for way in shown_ways(ways, num_gpus)]
     columns = tuple(name for name in WAY_COLUMNS if any(row[name] for row in rows))
     title = f"time to the target; {words}" if words else "Batch sizes and numbers of GPUs"
@@ -24,12 +24,12 @@ def way_table(ways: Sequence[Way], *, num_gpus: int, words: str = "") -> Table:
 
 
 def shown_ways(ways: Sequence[Way], num_gpus: int) -> list[Way]:
-    """The ways to show: the frontier, and all on `num_gpus` GPUs, the soonest first."""
+    """The ways to show: the frontier, and all on `num_gpus` GPUs, fastest first."""
     return [way for way in ways if way.is_on_frontier or way.num_gpus == num_gpus]
 
 
 def way_cells(way: Way) -> list[str]:
-    """A way in the columns of the table."""
+    """Cells of a way in the table."""
     mark = (
         ("*" if way.is_on_frontier else "")
         + ("" if way.is_trusted else "?")

@@ -82,7 +82,7 @@ def test_one_study_is_judged_point_by_point_and_one_point_teaches_nothing():
     alone = lesson(team(studies=1))
     assert alone.is_used and "each point from the others of its study" in alone.lines()[1]
     single = lesson(team(studies=1, sizes=(4,)))
-    assert not single.is_used and single.after is None and "it takes at least two" in single.lines()[0]
+    assert not single.is_used and single.after is None and "at least two are needed" in single.lines()[0]
 
 
 def test_the_models_own_points_are_preferred_and_others_teach_where_there_are_none():
@@ -94,7 +94,7 @@ def test_the_models_own_points_are_preferred_and_others_teach_where_there_are_no
 
 
 def test_points_on_another_gpu_teach_nothing_of_this_one():
-    with pytest.raises(UsageError, match="--learn found points on a100-80 only, but the plan is for h100"):
+    with pytest.raises(UsageError, match="--learn found points only on a100-80, and the plan is for h100"):
         lesson(team(gpu="a100-80"))
     with pytest.raises(UsageError, match=r"found no points(?s:.*)left out: curve: the fan was off"):
         lesson(TeamPoints((), {}, ("curve: the fan was off",)))
