@@ -39,7 +39,6 @@ from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.strategies.tensor import Replicated
 from scaleray.training import loop
 from scaleray.training.health.worker_progress import Progress
-from scaleray.training.observer import TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import prepare
 from scaleray.training.setup.place import Place
@@ -327,7 +326,7 @@ class Stepper:
         )
         self.plan = self.job.train_plan()
 
-    def __call__(self, number: int, *, want_norm: bool = True) -> TakenStep:
+    def __call__(self, number: int, *, want_norm: bool = True) -> StepRecord:
         """Take step `number`, from 1; ranks meet where the strategy says."""
         shares = self.job.recipe.worker_shares
         rank, size = self.place.data_rank, self.place.data_parallel_size

@@ -29,10 +29,11 @@ EMULATED = "emulated"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step, from rank 0's view. Loss is the global mean; times are seconds on rank 0.
+    """One optimizer step, as its rank saw it; rank 0 sends its own. Loss is the global mean; times are seconds on the
+    rank.
 
-    If replicas train separately, loss and count are those of rank 0's own samples between synchronisations, and the
-    gradient norm is always its own.
+    Under strategies whose replicas train apart, loss and count are those of the rank's own samples between two
+    meetings, and the gradient's norm is always its own.
     """
 
     step: int
@@ -42,19 +43,32 @@ class StepRecord:
     """Number of samples or tokens over which the loss was summed, on all workers."""
     num_samples: int
     learning_rate: float
+    """Learning rate that the step was taken with, in the optimizer's first group."""
     grad_norm: float | None
+    """Norm before clipping; None unless it was requested."""
     step_time_s: float
+    """Time since the step before, without evaluations; the time that observers spent on that one is included."""
     input_wait_s: float
     epoch: float
+    """Passes over the training data after this step, with fraction."""
     is_finite: bool = True
     loss_scale: float | None = None
     world_size: int = 1
     sent_bytes: float = 0.0
-    """Bytes that rank 0 contributed to collectives in this step for gradients, parameters and activations."""
+    """Bytes that the rank gave to collectives in this step for gradients, parameters and activations."""
     more: dict[str, float] = field(default_factory=dict)
     """Metrics of the strategy or a transform, by name."""
     losses: dict[str, float] = field(default_factory=dict)
     """Each of a workload's several losses, whose sum is `loss`."""
+    is_own: bool = False
+    """Whether loss and count are those of the rank's samples alone: a local step in which the ranks did not meet."""
+    nonfinite_steps: int = 0
+    """Steps since the last synchronisation that were not finite, on the rank that had most of them; the same on all
+    ranks. Not 0 only in a synchronisation, so that all ranks react alike."""
+    nonfinite_in_a_row: int = 0
+    """Number of last steps in a row that were not finite, on the rank that had most. Valid in a synchronisation."""
+    signals: tuple[float, ...] = ()
+    """Signals that the ranks shared with this step, summed."""
     recorded_at: float = field(default_factory=steady_time, compare=False)
 
 

@@ -18,9 +18,8 @@ from scaleray.common.metric_names import GRAD_NORM, LEARNING_RATE, LOSS, LOSS_OF
 from scaleray.common.seeding import same_random_numbers
 from scaleray.common.user_code import call_user_code
 from scaleray.errors import WorkloadError
-from scaleray.records.run_record import Emit, EvaluationRecord
+from scaleray.records.run_record import Emit, EvaluationRecord, StepRecord
 from scaleray.training.logged import Logger
-from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step.evaluation import NamedSums
@@ -86,7 +85,7 @@ class RunContext(Logger):
         self._setup.rate_scale.change(float(factor), first_step=self.step + ahead + 1)
 
 
-class Callbacks(Observer):
+class Callbacks:
     """Calls a workload's callbacks; without any it does nothing. emit: takes what they log."""
 
     def __init__(self, workload: Any, place: Place, emit: Emit) -> None:
@@ -112,13 +111,13 @@ class Callbacks(Observer):
         """Call `on_begin`: everything is restored, and the next step is the first."""
         self._call("on_begin", step=step, epoch=epoch, metrics=metrics)
 
-    def after_step(self, taken: TakenStep) -> None:
+    def after_step(self, taken: StepRecord) -> None:
         if not self.callbacks:
             return
         metrics = {LOSS.name: taken.loss, LEARNING_RATE.name: taken.learning_rate, **by_loss(LOSS_OF, taken.losses)}
         if taken.grad_norm is not None:
             metrics[GRAD_NORM.name] = taken.grad_norm
-        self._call("on_step", step=taken.number, epoch=taken.epoch, metrics=metrics)
+        self._call("on_step", step=taken.step, epoch=taken.epoch, metrics=metrics)
 
     def epoch_starts(self, epoch: float, metrics: Mapping[str, float]) -> None:
         """Call `on_epoch_start`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN, Input, Part, RankBatch, Sources, StepStream
 from scaleray.errors import LeftEarly
 from scaleray.records.phases import Phase
-from scaleray.records.run_record import Emit, EvaluationRecord, EventRecord, WorkerSummary
+from scaleray.records.run_record import Emit, EvaluationRecord, EventRecord, StepRecord, WorkerSummary
 from scaleray.records.start import FIRST_BATCH, MODEL
 from scaleray.strategies.contract.later import steps_ahead
 from scaleray.training.callbacks import Callbacks
@@ -29,7 +30,7 @@ from scaleray.training.health.summary import summary_of
 from scaleray.training.health.worker_errors import locating
 from scaleray.training.health.worker_progress import Progress
 from scaleray.training.noise.noise_watch import NoiseWatch
-from scaleray.training.observer import Observer, Observers, TakenStep
+from scaleray.training.observer import Observer, Observers
 from scaleray.training.profile.profiler import Profile
 from scaleray.training.setup.compilation import eagerly
 from scaleray.training.setup.job import TrainJob
@@ -42,7 +43,7 @@ from scaleray.training.state.loop_state import LoopCheckpoint, LoopState
 from scaleray.training.state.training_state import TrainState
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.first_batch import check_first_batch
-from scaleray.training.step.launched import StepsUnderWay
+from scaleray.training.step.launched import Launched
 from scaleray.training.step.micro_sizes import MicroSizes
 from scaleray.training.step.several_losses import OptimizerStep, train_step
 from scaleray.training.step.step import Probe
@@ -60,14 +61,14 @@ class CompilationWatch(Observer):
         """Store the parts to be compiled."""
         self._compilation = setup.compilation
 
-    def after_step(self, taken: TakenStep) -> None:
+    def after_step(self, taken: StepRecord) -> None:
         """Report the parts that were not compiled, as nothing else would. Raises ConfigError if
         `compilation.must_succeed` is set."""
         if self._compilation is None or self._is_checked:
             return
         self._is_checked = True
         for text in self._compilation.check():
-            self.reporter.say(text, is_warning=True, step=taken.number)
+            self.reporter.say(text, is_warning=True, step=taken.step)
 
     def report(self) -> dict[str, Any]:
         """Compiled parts, for the summary."""
@@ -135,9 +136,7 @@ class _Run:
         with self.located():
             self.plan = job.train_plan()
             self.callbacks = Callbacks(job.workload, place, self.reporter.emit)
-        # the reporter tells what those before it have measured, and callbacks hear of a step that was told
-        watching = (self.memory, self.noise, self.compilation, stray_runs)
-        self.observers = Observers(*self.profile.observers, *watching, self.reporter, self.callbacks)
+        self.observers = Observers(*self.profile.observers, self.memory, self.noise, self.compilation, stray_runs)
         self.micro_sizes = MicroSizes(job.config, place, self.reporter)
         self.limits = CollectiveLimits(progress, job.config.scale.collective_timeout_s)
         self.input = Input(
@@ -152,8 +151,10 @@ class _Run:
             job.config.averaging.decay is not None and job.config.on_nonfinite == "stop"
         )
         self.attributes: dict[str, Any] = {}
-        self.under_way = StepsUnderWay(0 if is_known_first else steps_ahead(place.device))
-        self.callbacks.steps_ahead = self.under_way.ahead
+        self.ahead = self.callbacks.steps_ahead = 0 if is_known_first else steps_ahead(place.device)
+        self.under_way: deque[tuple[Launched, dict[str, Any]]] = deque()
+        """Steps that the device was given and the host has not read, in order, each with the loop's facts of it: at
+        most `ahead` between two steps."""
         self.evaluations = Evaluations(place, self.input, progress.enter, job.config)
         resumed_from = checkpointing.resumed_from if checkpointing is not None else None
         before = resumed_from.values[PROGRESS].get("shares") if resumed_from is not None else None
@@ -183,6 +184,8 @@ class _Run:
                 )
                 self.limits.apply()  # the groups that the strategy has made are among them
                 self.observers.begin(setup)
+                self.reporter.begin(setup)
+                self.callbacks.begin(setup)
                 self.shares.watch(setup.parallel.module)
                 self.fixed = FixedModel(setup, place)
                 step = self._train_step(setup)
@@ -282,6 +285,7 @@ class _Run:
         self.fixed.check(number)
         self.progress.enter(Phase.OTHER)
         self.observers.after_launch()
+        self.reporter.after_launch()
         setup.after_step(number)
         self.state.step = number
         self.progress.finish_step(number)
@@ -292,27 +296,33 @@ class _Run:
             stream.cut(number, self.shares.now)
             self.reporter.say(changed, step=number)
         self.progress.enter(Phase.COMMUNICATION)
-        self.under_way.wait_for_room()
+        if len(self.under_way) >= self.ahead > 0:  # steps take the time that the device needs for them
+            self.under_way[-self.ahead][0].wait()
         step_s, waited_s = self.clock.tick(stream.waited_s)
         self.progress.enter(Phase.OTHER)
-        self.under_way.add(
-            launched,
-            number=number,
-            num_samples=num_samples,
-            learning_rate=learning_rate,
-            epoch=self.plan.epochs(number),
-            step_s=step_s,
-            waited_s=waited_s,
-        )
+        facts = {
+            "step": number,
+            "num_samples": num_samples,
+            "learning_rate": learning_rate,
+            "epoch": self.plan.epochs(number),
+            "step_time_s": step_s,
+            "input_wait_s": waited_s,
+            "world_size": self.place.world_size,
+        }
+        self.under_way.append((launched, facts))
 
     def _know(self, knows_all: bool) -> tuple[float, ...]:
         """Process the results of finished steps, in order, and return the sum of their signals. knows_all: wait for all
         of them. A step that ends the training leaves a verdict."""
         signals: tuple[float, ...] = ()
-        while (taken := self.under_way.next_known(knows_all=knows_all)) is not None:
+        while len(self.under_way) > (0 if knows_all else self.ahead):
+            launched, facts = self.under_way.popleft()
+            taken = launched.result(**facts)
             self.observers.after_step(taken)
+            self.reporter.after_step(taken)  # with the measurements of the observers
+            self.callbacks.after_step(taken)
             if self.state.ends_with(taken, partial(self.input.look_at_step, self.job.splits[TRAIN], self.plan)):
-                self.under_way.forget()
+                self.under_way.clear()  # they changed nothing
             reported = self.callbacks.check_rates(self.fixed.check_shapes(taken.signals))
             signals = tuple(map(sum, zip(signals, reported, strict=True))) if signals else reported
             # whoever leaves, or saves by the clock, does so with what is known of every step
@@ -366,7 +376,7 @@ class _Run:
             before_update=saves.before_update if saves else lambda: None,
             enter=self.progress.enter,
             on_halved=lambda recipe: self._use(recipe, setup, was_halved=True),
-            ahead=self.under_way.ahead,
+            ahead=self.ahead,
         )
         step.num_updates = self.state.step
         return step

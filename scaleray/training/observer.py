@@ -1,4 +1,4 @@
-"""A step that was taken, and the one way in which a training is observed.
+"""The one way in which a training is observed.
 
 An observer reads and reports; without it the weights are the same to the bit. Everything that decides about the
 training (its target, its checkpoints, the shares of its workers) is in the loop itself.
@@ -7,52 +7,13 @@ training (its target, its checkpoints, the shares of its workers) is in the loop
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from scaleray.records.run_record import StepRecord
 
 if TYPE_CHECKING:
     from scaleray.training.setup.model_setup import Setup
-
-
-@dataclass(frozen=True)
-class TakenStep:
-    """An optimizer step that is complete: its result over all workers, and, where the loop took it, its number and its
-    cost on this worker. grad_norm: before clipping; None unless it was requested.
-    """
-
-    loss: float
-    count: float
-    grad_norm: float | None
-    is_finite: bool
-    is_own: bool = False
-    """Whether loss and count are those of this rank's samples alone: a local step in which the ranks did not meet."""
-    nonfinite_steps: int = 0
-    """Steps since the last synchronisation that were not finite, on the rank that had most of them; the same on all
-    ranks. Not 0 only in a synchronisation, so that all ranks react alike."""
-    nonfinite_in_a_row: int = 0
-    """Number of last steps in a row that were not finite, on the rank that had most. Valid in a synchronisation, like
-    the above."""
-    signals: tuple[float, ...] = ()
-    """Signals that the ranks shared with this step, summed."""
-    loss_scale: float | None = None
-    """Factor of the loss in this step; None without loss scaling."""
-    losses: Mapping[str, float] = field(default_factory=dict)
-    """Each of a workload's several losses, of which `loss` is the sum; empty if there is only one."""
-    grad_norms: Mapping[str, float] = field(default_factory=dict)
-    """Norm of each one's gradient, in the same way; `grad_norm` is that of all together."""
-    number: int = 0
-    """Number of this step, from 1."""
-    num_samples: int = 0
-    """Samples of the global batch."""
-    learning_rate: float = 0.0
-    """Learning rate that the step was taken with, in the optimizer's first group."""
-    epoch: float = 0.0
-    """Epochs that are complete after this step, with the part of the one that runs."""
-    step_s: float = 0.0
-    """Seconds since the step before, without evaluations; what observers spent on that one is among them."""
-    waited_s: float = 0.0
-    """Seconds of `step_s` spent waiting for input."""
 
 
 class Observer:
@@ -70,7 +31,7 @@ class Observer:
     def after_launch(self) -> None:
         """Receive a measurement of a step in addition to its result; it may be known later."""
 
-    def after_step(self, taken: TakenStep) -> None:
+    def after_step(self, taken: StepRecord) -> None:
         """Receive a step whose result is known: all of them, in order. On a device that computes asynchronously the
         training may be some steps further. Raises an error if the training must not continue as requested.
         """
@@ -105,7 +66,7 @@ class Observers(Observer):
         for each in self._after_launch:
             each.after_launch()
 
-    def after_step(self, taken: TakenStep) -> None:
+    def after_step(self, taken: StepRecord) -> None:
         for each in self._after_step:
             each.after_step(taken)
 

@@ -59,19 +59,13 @@ def train_worker(config: dict[str, Any]) -> WorkerSummary:
     start.end(WORKER_IMPORTS)
     job = assignment.job.on(ray.train.get_context().get_world_size()).changed(start_ends=start.ends)
     context = context_under_ray(uses_gpu=job.config.scale.gpus > 0)
-    sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s)
     publisher = RankPublisher(*assignment.published_as) if assignment.published_as else None
-
-    def send(message: WorkerMessage) -> None:
-        sender(message)
-        if publisher is not None:
-            publisher.hear(message)
-
+    sender = Sender(assignment.recorder, interval_s=job.config.tracking.interval_s, publisher=publisher)
     with publisher or contextlib.nullcontext():
         return run_rank(
             job,
             context,
-            Channel(send, sender.beat, sender.flush, sender.durable),
+            Channel(sender, sender.beat, sender.flush, sender.durable),
             sources=assignment.sources,
             run_path=assignment.run_path,
             facts=assignment.facts,
@@ -123,10 +117,10 @@ def _nodes_to_go() -> frozenset[str]:
 
 
 class Sender:
-    """Sends messages to the recorder in batches, without waiting for it."""
+    """Sends messages to the recorder in batches, without waiting for it. publisher: takes them as well."""
 
-    def __init__(self, recorder: Any, *, interval_s: float) -> None:
-        self.recorder, self.interval_s = recorder, interval_s
+    def __init__(self, recorder: Any, *, interval_s: float, publisher: RankPublisher | None = None) -> None:
+        self.recorder, self.interval_s, self.publisher = recorder, interval_s, publisher
         self._buffer: list[WorkerMessage] = []
         self._sent_at = time.monotonic()
         self._last: Any = None
@@ -134,12 +128,20 @@ class Sender:
         self._num_taken = self._num_arrived = 0
         self._lock = threading.Lock()  # checkpoints send from a thread of their own
 
-    def __call__(self, message: WorkerMessage) -> None:
+    def __call__(self, *messages: WorkerMessage) -> None:
+        """Take messages, and send all that wait if the last time is an interval ago; without any, send them now."""
         with self._lock:
-            self._buffer.append(message)
-            self._num_taken += 1
-        if time.monotonic() - self._sent_at >= self.interval_s:
-            self._send()
+            self._buffer += messages
+            self._num_taken += len(messages)
+            if not messages or time.monotonic() - self._sent_at >= self.interval_s:
+                # one call at a time: the recorder takes several at once, and would not keep their order
+                if self._is_free() and self._buffer:
+                    self._under_way, self._buffer = self._buffer, []
+                    self._last = self.recorder.log.remote(self._under_way)
+                self._sent_at = time.monotonic()
+        if self.publisher is not None:
+            for message in messages:
+                self.publisher.hear(message)
 
     def beat(self, heartbeat: Heartbeat) -> Wish:
         """Deliver a sign of life at once, and return the recorder's request."""
@@ -157,7 +159,7 @@ class Sender:
         with self._lock:
             wanted = self._num_taken
         for _ in range(3):  # what is under way, what waited behind it, and what did not arrive
-            self._send()
+            self()
             if self._last is not None:
                 ray.wait([self._last], timeout=30)
             with self._lock:
@@ -179,14 +181,6 @@ class Sender:
             return ray.get(self.recorder.durable.remote(), timeout=90)
         except ray.exceptions.RayError as exc:  # a plain one: Ray's cannot be pickled, and other ranks must hear of it
             raise RuntimeError(f"the recorder has not kept the steps before it: {str(exc).splitlines()[-1]}") from None
-
-    def _send(self) -> None:
-        with self._lock:
-            # one call at a time: the recorder takes several at once, and would not keep their order
-            if self._is_free() and self._buffer:
-                self._under_way, self._buffer = self._buffer, []
-                self._last = self.recorder.log.remote(self._under_way)
-            self._sent_at = time.monotonic()
 
     def _is_free(self) -> bool:
         """Whether nothing is under way.

@@ -4,20 +4,19 @@ nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
 from scaleray.common.installed import newer_than_tested
-from scaleray.common.metric_names import GRAD_NORM_OF, LOSS_OF, by_loss
 from scaleray.common.watchers import Guard, Watcher
 from scaleray.config.idle_settings import idle_settings
 from scaleray.config.recipe.lr_rules import MOVED_BY_RULES
 from scaleray.records.run_record import DerivedRecord, Emit, EventRecord, ModelRecord, StepRecord, SystemRecord
 from scaleray.strategies.contract.parallel import Metrics, known
 from scaleray.training.health.system_metrics import SystemMetrics
-from scaleray.training.observer import Observer, TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
@@ -26,7 +25,7 @@ from scaleray.workload import brings_optimizer, brings_schedule, own_method
 SHORTEST_SAMPLING_S = 5.0
 
 
-class Reporter(Observer):
+class Reporter:
     """Tells through `emit` what happens on this worker, and what all workers have in common on rank 0 alone.
 
     step: gives the number of the last step. figures: gives what others measured in it, by metric name. guard: calls
@@ -82,10 +81,12 @@ class Reporter(Observer):
             self._kept.append((sent_bytes - self._sent_bytes, self._figures()))
         self._sent_bytes = sent_bytes
 
-    def after_step(self, taken: TakenStep) -> None:
+    def after_step(self, taken: StepRecord) -> None:
         """Report a step with the notes and samples that belong to it."""
         if self._is_first:
-            self.emit(self._record(taken, *self._kept.popleft()))
+            sent_bytes, numbers = self._kept.popleft()
+            figures = self.guard(Watcher.FIGURES, lambda: known(numbers), {}, part=self.job.recipe.strategy)
+            self.emit(dataclasses.replace(taken, sent_bytes=sent_bytes, more={**taken.more, **figures}))
         self.notes()
         self._sample_system()
 
@@ -108,29 +109,6 @@ class Reporter(Observer):
             self.emit(DerivedRecord({**derived, **in_use.values}))
         for text in in_use.warnings:
             self.say(text, is_warning=True)
-
-    def _record(self, taken: TakenStep, sent_bytes: float, figures: Metrics) -> StepRecord:
-        return StepRecord(
-            step=taken.number,
-            loss=taken.loss,
-            count=taken.count,
-            num_samples=taken.num_samples,
-            learning_rate=taken.learning_rate,
-            grad_norm=taken.grad_norm,
-            step_time_s=taken.step_s,
-            input_wait_s=taken.waited_s,
-            epoch=taken.epoch,
-            is_finite=taken.is_finite,
-            loss_scale=taken.loss_scale,
-            world_size=self.place.world_size,
-            sent_bytes=sent_bytes,
-            more={
-                **by_loss(LOSS_OF, taken.losses),
-                **by_loss(GRAD_NORM_OF, taken.grad_norms),
-                **self.guard(Watcher.FIGURES, lambda: known(figures), {}, part=self.job.recipe.strategy),
-            },
-            losses=dict(taken.losses),
-        )
 
     def _figures(self) -> Metrics:
         """Measurements of the last step by the strategy, pruning and others."""

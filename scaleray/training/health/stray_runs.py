@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from scaleray.training.observer import Observer, TakenStep
+from scaleray.records.run_record import StepRecord
+from scaleray.training.observer import Observer
 
 if TYPE_CHECKING:
     from scaleray.training.health.reporter import Reporter
@@ -21,7 +22,7 @@ class StrayRuns(Observer):
         self._before = run_ids() if before is None else tuple(before)
         self._is_said = False
 
-    def after_step(self, taken: TakenStep) -> None:
+    def after_step(self, taken: StepRecord) -> None:
         self._look()
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ import torch
 from scaleray.common.watchers import Guard, Watcher
 from scaleray.profiling.links import in_words, slow_link, slowest, why_not
 from scaleray.records.published import LinksMeasured
-from scaleray.records.run_record import Emit, EventRecord
-from scaleray.training.observer import Observer, TakenStep
+from scaleray.records.run_record import Emit, EventRecord, StepRecord
+from scaleray.training.observer import Observer
 from scaleray.training.profile.link_probe import probe_links
 from scaleray.training.setup.place import Place
 
@@ -37,11 +37,11 @@ class LinkWatch(Observer):
     def __init__(self, place: Place, asks: AsksForLinks | None, *, emit: Emit, guard: Guard) -> None:
         self.place, self.asks, self._emit, self._guard = place, asks, emit, guard
 
-    def after_step(self, taken: TakenStep) -> None:
+    def after_step(self, taken: StepRecord) -> None:
         """Measure, if all ranks were asked to with this step. Collective then."""
         if self.asks is None or self.place.world_size == 1 or not self.asks.asks_for_links(taken.signals):
             return
-        self._guard(Watcher.FIGURES, lambda: self._measure(taken.number), None, part="links")
+        self._guard(Watcher.FIGURES, lambda: self._measure(taken.step), None, part="links")
 
     def _measure(self, step: int) -> None:
         if self.place.all_reduce_max([float(_is_full(self.place.device))])[0] > 0:

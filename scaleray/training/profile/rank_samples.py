@@ -17,9 +17,9 @@ from scaleray.profiling.run_profile import STEP
 from scaleray.records.live_state import RecentSteps
 from scaleray.records.phases import PARTS
 from scaleray.records.published import RankSample
-from scaleray.records.run_record import Emit
+from scaleray.records.run_record import Emit, StepRecord
 from scaleray.records.start import steady_time
-from scaleray.training.observer import Observer, TakenStep
+from scaleray.training.observer import Observer
 from scaleray.training.profile.arrival_recording import ArrivalTimes
 from scaleray.training.profile.phase_times import PhaseTimes
 from scaleray.training.setup.place import Place
@@ -62,15 +62,15 @@ class RankSamples(Observer):
             means.every_s, means.due_at = every_s, time.monotonic() + every_s
         self._due_at = min(self._recent.due_at, self._means.due_at)
 
-    def after_step(self, taken: TakenStep) -> None:
+    def after_step(self, taken: StepRecord) -> None:
         """Tell and take a sample, if it is time to and a step was measured since the last one."""
         now = time.monotonic()
         if now < self._due_at:
             return
         if self._recent.is_due(now):
-            self._guard(Watcher.FIGURES, lambda: self._tell_of(taken.number, now), None, part="last steps")
+            self._guard(Watcher.FIGURES, lambda: self._tell_of(taken.step, now), None, part="last steps")
         if self._means.is_due(now):
-            sample = self._guard(Watcher.FIGURES, lambda: self._sample(taken.number, now), None, part="live metrics")
+            sample = self._guard(Watcher.FIGURES, lambda: self._sample(taken.step, now), None, part="live metrics")
             if sample is not None:
                 self._emit(sample)
         self._due_at = min(self._recent.due_at, self._means.due_at)

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from scaleray.records.run_record import StepRecord
 from scaleray.training.health.clock import Clock
 from scaleray.training.noise.noise_watch import NoiseWatch
-from scaleray.training.observer import TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.micro_sizes import MicroSizes
@@ -29,13 +29,13 @@ class LoopState:
     verdict: str | None = None
     """Why the training has stopped for good before its end."""
 
-    def ends_with(self, taken: TakenStep, look: Look) -> bool:
+    def ends_with(self, taken: StepRecord, look: Look) -> bool:
         """Count steps that were not finite; whether the training ends with this one, and then the verdict says why.
         look: at the rows of a step that ends it. Raises NonFiniteLossError where it fails."""
         self.nonfinite_steps += taken.nonfinite_steps
         if not taken.nonfinite_steps or not stops_at(taken, self.job.config.on_nonfinite, look):
             return False
-        self.step, self.verdict = taken.number, verdict_of(taken, look)
+        self.step, self.verdict = taken.step, verdict_of(taken, look)
         return True
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from scaleray.errors import WorkloadError
+from scaleray.records.run_record import StepRecord
 from scaleray.strategies.contract.numbers import Number, Truth, Unread
-from scaleray.training.observer import TakenStep
+
+UNKNOWN = {"step": 0, "num_samples": 0, "learning_rate": 0.0, "step_time_s": 0.0, "input_wait_s": 0.0, "epoch": 0.0}
+"""Facts of a step that was taken without the loop."""
 
 
 @dataclass
@@ -24,7 +26,7 @@ class LaunchedStep:
     grad_norm: Number | None
     is_finite: Truth
     nonfinite: tuple[Number, Number]
-    """See `TakenStep.nonfinite_steps` and `nonfinite_in_a_row`."""
+    """See `StepRecord.nonfinite_steps` and `nonfinite_in_a_row`."""
     loss_scale: Number | None
     is_own: bool = False
 
@@ -37,14 +39,14 @@ class LaunchedStep:
         """Wait until the device has computed the step's numbers."""
         self._numbers.wait()
 
-    def result(self, **facts: Any) -> TakenStep:
-        """The step with its result, and with facts that the loop knows. Raises WorkloadError if its count is 0."""
+    def result(self, **facts: Any) -> StepRecord:
+        """Record of the step: its result, and the facts that the loop knows. Raises WorkloadError if its count is 0."""
         loss, count, grad_norm, is_finite, loss_scale, nonfinite_steps, in_a_row, *signals = self._numbers.read()
         if not self.is_own and not 0 < count < math.inf:
             raise WorkloadError(
                 "loss()", f"a total count of {count:g}", "at least one sample or token must count in every global batch"
             )
-        return TakenStep(
+        return StepRecord(
             loss=loss,
             count=count,
             grad_norm=grad_norm,
@@ -54,7 +56,7 @@ class LaunchedStep:
             nonfinite_in_a_row=int(in_a_row),
             signals=tuple(signals),
             loss_scale=loss_scale,
-            **facts,
+            **(UNKNOWN | facts),
         )
 
 
@@ -63,34 +65,4 @@ class Launched(Protocol):
 
     def wait(self) -> None: ...
 
-    def result(self, **facts: Any) -> TakenStep: ...
-
-
-class StepsUnderWay:
-    """Steps that the device has been given and the host knows nothing of yet, in order; at most `ahead` between two
-    steps."""
-
-    def __init__(self, ahead: int) -> None:
-        self.ahead = ahead
-        self._steps: deque[tuple[Launched, dict[str, Any]]] = deque()
-
-    def add(self, launched: Launched, **facts: Any) -> None:
-        """Add the next step, with the loop's facts of it."""
-        self._steps.append((launched, facts))
-
-    def wait_for_room(self) -> None:
-        """Wait until the device is no further behind than it may be: steps then take the time that it needs for
-        them."""
-        if len(self._steps) >= self.ahead > 0:
-            self._steps[-self.ahead][0].wait()
-
-    def next_known(self, *, knows_all: bool) -> TakenStep | None:
-        """The next step with its result, or None while the host may be ahead of it. knows_all: read what there is."""
-        if len(self._steps) <= (0 if knows_all else self.ahead):
-            return None
-        launched, facts = self._steps.popleft()
-        return launched.result(**facts)
-
-    def forget(self) -> None:
-        """Forget the steps behind one that has ended the training: they changed nothing."""
-        self._steps.clear()
+    def result(self, **facts: Any) -> StepRecord: ...

@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 from scaleray.data import RowsOfStep
 from scaleray.errors import NonFiniteLossError
-from scaleray.training.observer import TakenStep
+from scaleray.records.run_record import StepRecord
 
 Look = Callable[[int], RowsOfStep | None]
 """Description of the rows of a step, by its number from 1; None if it is not known."""
 MAX_SKIPPED_IN_A_ROW = 10  # with `skip`: a run that only skips is not training any more
 
 
-def stops_at(taken: TakenStep, policy: str, look: Look) -> bool:
+def stops_at(taken: StepRecord, policy: str, look: Look) -> bool:
     """Whether the run ends in good order after a step that was not finite. Raises NonFiniteLossError where it fails."""
     if policy == "raise":
-        rows = look(taken.number)
+        rows = look(taken.step)
         advice = "Lower the learning rate, clip gradients (optimizer.clip_norm), or set on_nonfinite to skip or stop."
         if rows is not None and rows.bad is not None:
             advice = "Clean the data or fill the gaps; with on_nonfinite skip such steps are left out."
@@ -26,15 +26,15 @@ def stops_at(taken: TakenStep, policy: str, look: Look) -> bool:
         return True
     if taken.nonfinite_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise NonFiniteLossError(
-            f"{taken.nonfinite_in_a_row} steps in a row up to step {taken.number} were not finite and skipped: "
+            f"{taken.nonfinite_in_a_row} steps in a row up to step {taken.step} were not finite and skipped: "
             "the model is lost"
         )
     return False
 
 
-def verdict_of(taken: TakenStep, look: Look) -> str:
+def verdict_of(taken: StepRecord, look: Look) -> str:
     """Why a run has stopped in good order."""
-    rows = look(taken.number)
+    rows = look(taken.step)
     because = f": {rows.bad}" if rows is not None and rows.bad is not None else ""
     return f"stopped: {_what_was_nonfinite(taken)}{because}"
 
@@ -47,13 +47,11 @@ def _in_rows(rows: RowsOfStep | None) -> str:
     return ", and every number in the rows of that step is finite" if rows.is_whole else ""
 
 
-def _what_was_nonfinite(taken: TakenStep) -> str:
+def _what_was_nonfinite(taken: StepRecord) -> str:
     """Value that was not finite, and its place."""
     if not math.isfinite(taken.loss):
-        return f"the loss became {taken.loss} at step {taken.number}"
+        return f"the loss became {taken.loss} at step {taken.step}"
     if taken.grad_norm is not None and not math.isfinite(taken.grad_norm):
-        return f"the gradient norm became {taken.grad_norm} at step {taken.number}"
+        return f"the gradient norm became {taken.grad_norm} at step {taken.step}"
     # replicas that train apart learn of each other's losses only where they meet
-    return (
-        f"the loss or gradient of a worker was not finite in {taken.nonfinite_steps} step(s) up to step {taken.number}"
-    )
+    return f"the loss or gradient of a worker was not finite in {taken.nonfinite_steps} step(s) up to step {taken.step}"

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from scaleray.common.metric_names import GRAD_NORM_OF, LOSS_OF, by_loss
 from scaleray.config.recipe.values import Recipe
 from scaleray.config.strategy_traits import traits_of
 from scaleray.data import RankBatch
 from scaleray.errors import WorkloadError
+from scaleray.records.run_record import StepRecord
 from scaleray.training.noise.meter import NoiseMeter
-from scaleray.training.observer import TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.several_optimizers import SeveralOptimizers
 from scaleray.training.setup.weighted_losses import OneLoss, losses_of
@@ -180,24 +181,25 @@ class LaunchedSteps:
         for step in self._by_name.values():
             step.wait()
 
-    def result(self, **facts: Any) -> TakenStep:
+    def result(self, **facts: Any) -> StepRecord:
         """Result of the step: the losses are summed, and the norm is that of all gradients together."""
-        found: dict[str, TakenStep] = {}
+        found: dict[str, StepRecord] = {}
         for name, step in self._by_name.items():
             with named(name):
                 found[name] = step.result()
         first, last = next(iter(found.values())), next(reversed(found.values()))
+        losses = {name: result.loss for name, result in found.items()}
         norms = {name: result.grad_norm for name, result in found.items() if result.grad_norm is not None}
         return dataclasses.replace(
             first,
-            loss=sum(result.loss for result in found.values()),
+            loss=sum(losses.values()),
             grad_norm=math.hypot(*norms.values()) if norms else None,
             is_finite=all(result.is_finite for result in found.values()),
             nonfinite_steps=max(result.nonfinite_steps for result in found.values()),
             nonfinite_in_a_row=max(result.nonfinite_in_a_row for result in found.values()),
             loss_scale=last.loss_scale,
-            losses={name: result.loss for name, result in found.items()},
-            grad_norms=norms,
+            more={**by_loss(LOSS_OF, losses), **by_loss(GRAD_NORM_OF, norms)},
+            losses=losses,
             **facts,
         )
 
@@ -220,7 +222,7 @@ class _Part:
                 parameter.grad = None  # another loss's, or computed on the way
         self.probe.on_gradients(correction)
 
-    def on_step(self, result: TakenStep, learning_rate: float) -> None: ...
+    def on_step(self, result: StepRecord, learning_rate: float) -> None: ...
 
 
 @contextlib.contextmanager

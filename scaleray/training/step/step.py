@@ -20,10 +20,10 @@ from scaleray.config import RunConfig
 from scaleray.config.recipe.values import Recipe
 from scaleray.data import RankBatch
 from scaleray.records.phases import Phase
+from scaleray.records.run_record import StepRecord
 from scaleray.strategies.contract.numbers import Number, Truth, as_factor, choose, is_finite, ratio, together
 from scaleray.strategies.contract.parallel import MicroBatch, Run
 from scaleray.training.noise.meter import NoiseMeter
-from scaleray.training.observer import TakenStep
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.setup.weighted_losses import has_batch_loss
@@ -51,7 +51,7 @@ class Probe(Protocol):
         """Look at gradients that are synchronised and unscaled, and not yet clipped; times `correction` they are what
         is meant."""
 
-    def on_step(self, result: TakenStep, learning_rate: float) -> None:
+    def on_step(self, result: StepRecord, learning_rate: float) -> None:
         """Look at the training after the optimizer has taken the step, with this learning rate in its first group."""
 
 
@@ -123,7 +123,7 @@ class TrainStep:
         """Change nothing more where another one, whose step comes before, has ended the training."""
         self._has_ended = other._has_ended
 
-    def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> TakenStep:
+    def __call__(self, batch: RankBatch, *, num_rows: int, want_norm: bool, meets: bool = True) -> StepRecord:
         """Train on one global batch, and wait for the result. See `launch`."""
         return self.launch(batch, num_rows=num_rows, want_norm=want_norm, meets=meets).result()
 

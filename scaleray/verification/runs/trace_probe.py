@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from scaleray.common.equal_models import dense_buffers
 from scaleray.data import RankBatch
-from scaleray.records.run_record import EvaluationRecord, WorkerMessage
+from scaleray.records.run_record import EvaluationRecord, StepRecord, WorkerMessage
 from scaleray.strategies.contract.parallel import full
 from scaleray.strategies.contract.weight_shares import WeightShare
 from scaleray.strategies.local_sgd import machine
-from scaleray.training.observer import TakenStep
 from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.optimizers import Schedule
@@ -151,7 +150,7 @@ class TraceProbe:
         if self.parts is not None:
             self.parts.see(whole, correction)
 
-    def on_step(self, result: TakenStep, learning_rate: float) -> None:
+    def on_step(self, result: StepRecord, learning_rate: float) -> None:
         after, random_before = self._signatures(), self._random_before
         assert self._gradients is not None
         replica = self._replica() if self._setup.parallel.replicas_differ else None

@@ -12,8 +12,7 @@ from small_runs import Classify, make_job, train_job
 from scaleray.profiling.links import EVERY_OTHER, slowest
 from scaleray.records.profile_record import LinkRow
 from scaleray.records.published import LinksMeasured
-from scaleray.records.run_record import EventRecord
-from scaleray.training.observer import TakenStep
+from scaleray.records.run_record import EventRecord, StepRecord
 from scaleray.training.profile import link_probe, link_watch
 from scaleray.training.profile.link_watch import LinkWatch
 from scaleray.training.state.checkpointing import Control
@@ -87,7 +86,7 @@ def test_a_full_gpu_is_not_asked_for_more_memory(monkeypatch):
     monkeypatch.setattr(link_watch, "probe_links", lambda *about, **more: 1 / 0)
     asks = SimpleNamespace(asks_for_links=lambda signals: True)
     watch = LinkWatch(place, asks, emit=told.append, guard=lambda watcher, look, otherwise, part: look())
-    watch.after_step(TakenStep(1.0, 8.0, None, True, number=7))
+    watch.after_step(StepRecord(7, 1.0, 8.0, 8, 0.1, None, 0.01, 0.0, 0.1))
     assert [event.text for event in told] == [
         "links between workers, not measured: a GPU has less than 1 GiB free for the connections of pairs"
     ]

@@ -45,7 +45,7 @@ def taken():
         before = len(samples), len(told)
         for _ in range(count):
             steps.num_known += 1
-            watched.after_step(SimpleNamespace(number=steps.num_known))
+            watched.after_step(SimpleNamespace(step=steps.num_known))
         assert all(isinstance(sample, RankSample) for sample in samples)
         return len(samples) - before[0], len(told) - before[1]
 

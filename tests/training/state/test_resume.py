@@ -187,6 +187,7 @@ LOOP_STATELESS = {
     "fixed",  # of the model as it is built
     "attributes",  # read when training has ended
     "under_way",  # empty whenever something is saved
+    "ahead",
 }  # fmt: skip
 MICRO_SIZES = {"now"} | {"config", "place", "reporter", "search"}  # saved, and no state
 NOISE = {"kept", "meter"} | {"guard"}
