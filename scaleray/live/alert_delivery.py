@@ -71,28 +71,24 @@ class Delivery:
     def _deliver(self) -> None:
         while (item := self._waiting.get()) is not None and not self._is_over.is_set():
             alert, body = item
-            problem = self._try(body)
+            problem = ""
+            for attempt in range(self.attempts):
+                if attempt and self._pause(FIRST_PAUSE_S * 2 ** (attempt - 1)):
+                    problem = f"{problem}; the run is over"
+                    break
+                try:
+                    self.send(body)
+                except NotTaken as exc:
+                    problem = f"{exc}, {attempt + 1} of {self.attempts} attempts"
+                    if not exc.may_later:
+                        break
+                except Exception as exc:  # a slip of ours must not end the deliveries
+                    problem = type(exc).__name__
+                else:
+                    self._has_failed, problem = False, ""
+                    break
             if problem:
                 self._fail(alert, problem)
-            else:
-                self._has_failed = False
-
-    def _try(self, body: bytes) -> str:
-        """Error of the last attempt; empty if it succeeded."""
-        problem = ""
-        for attempt in range(self.attempts):
-            if attempt and self._pause(FIRST_PAUSE_S * 2 ** (attempt - 1)):
-                return f"{problem}; the run is over"
-            try:
-                self.send(body)
-                return ""
-            except NotTaken as exc:
-                problem = f"{exc}, {attempt + 1} of {self.attempts} attempts"
-                if not exc.may_later:
-                    break
-            except Exception as exc:  # a slip of ours must not end the deliveries
-                problem = type(exc).__name__
-        return problem
 
     def _fail(self, alert: str, problem: str) -> None:
         if not self._has_failed:

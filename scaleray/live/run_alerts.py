@@ -11,7 +11,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from scaleray.common import live_metrics as live
@@ -21,16 +21,14 @@ from scaleray.common.watchers import Guard, Watcher
 from scaleray.config.alerts import SEVERITIES
 from scaleray.config.base import HIDDEN
 from scaleray.live.alert_delivery import Delivery, to_command, to_webhook, webhook_named
-from scaleray.live.rules import gpu_rules
-from scaleray.live.rules.rule import Found, Rule
 from scaleray.live.rules.rule_evaluator import Judge
-from scaleray.live.rules.series_history import Seen
+from scaleray.live.rules.series_history import SeriesHistory
 from scaleray.live.rules.webhook_body import webhook_body
 from scaleray.live.state.series import Series
 from scaleray.records.alert_record import ALERTS_FILE, Alert
 from scaleray.records.mlflow_operations import LogArtifact, Operation, SetTags
 from scaleray.records.run_description import RunDescription
-from scaleray.records.run_record import EventRecord, StepRecord, SystemRecord
+from scaleray.records.run_record import EventRecord
 from scaleray.records.start import steady_time
 
 LOOK_EVERY_S = 2.0
@@ -51,7 +49,6 @@ LOOKED_AT = {
 }  # fmt: skip
 """Metrics that rules look at, which are a few of all series, by their identity: each is one object of the table. Loss
 and gradient norm are heard of with every step."""
-LOSS, GRAD_NORM = prometheus_name(names.LOSS), prometheus_name(names.GRAD_NORM)
 SLOW_LINK = "slow_link"
 ENDS = ("run_failed", "run_finished")
 """Rules of which everybody but a webhook knows already."""
@@ -59,8 +56,8 @@ ALERT_TAG, NOTE = "scaleray.alert.", "mlflow.note.content"
 
 
 class RunAlerts:
-    """The alerts of one run. series: what is published of it now. news: gives steps and utilisation since the last
-    call, with the time of their arrival. tell: takes events and tags. act: does what an alert asks for."""
+    """The alerts of one run. series: gives the series published now. history: takes the run's messages. tell: takes
+    events and tags. act: does what an alert asks for."""
 
     def __init__(
         self,
@@ -69,11 +66,11 @@ class RunAlerts:
         series: Callable[[], Sequence[Series]],
         tell: Callable[[EventRecord | Operation], None],
         act: Callable[[Alert], None],
-        news: Callable[[], Iterable[tuple[StepRecord | SystemRecord, float]]] = tuple,
+        history: SeriesHistory | None = None,
         measure_links: Callable[[], None] = lambda: None,
     ) -> None:
         self.description, self.settings = description, description.alerts
-        self._series, self._news, self._tell, self._act = series, news, tell, act
+        self._series, self._tell, self._act = series, tell, act
         self.measure_links = measure_links
         """Asks the workers which link is slow."""
         self.show: Callable[[EventRecord], None] = lambda event: None
@@ -81,9 +78,9 @@ class RunAlerts:
         self.raised: list[Alert] = []
         """Those that began, but for the run's own end."""
         self._file = Path(description.work_dir) / ALERTS_FILE
-        self._seen = Seen()
+        self._seen = history or SeriesHistory()
         self._guard = Guard(self._warn)
-        self._judge = Judge(self.settings, without=self.settings.without, guarded=self._guarded)
+        self._judge = Judge(self.settings, self._guard, without=self.settings.without)
         self._deliveries: list[Delivery] = []
         self._link = ""
         self._is_over = threading.Event()
@@ -126,9 +123,6 @@ class RunAlerts:
     def look(self, now: float) -> None:
         """Judge the run as it is. now: wall clock."""
         seen = self._seen
-        for message, at in self._news():
-            for name, of, value in _values(message):
-                seen.add(name, value, at=at, of=of)
         for metric, labels, value in self._series():
             published = LOOKED_AT.get(id(metric))
             if published is None or labels.get("kind", "used") != "used":
@@ -146,10 +140,6 @@ class RunAlerts:
             began = time.monotonic()
             self._guard(Watcher.ALERTS, lambda: self.look(steady_time()), None)
             took_s = time.monotonic() - began
-
-    def _guarded(self, rule: Rule, look: Callable[[], Found | None]) -> Found | None:
-        found: Found | None = self._guard(Watcher.ALERTS, look, None, part=rule.name)
-        return found
 
     def _raise(self, alert: Alert) -> None:
         actions, is_end = self.settings.action, alert.name in ENDS
@@ -195,17 +185,6 @@ class RunAlerts:
     def _say(self, event: EventRecord) -> None:
         self._tell(event)
         self.show(event)
-
-
-def _values(message: StepRecord | SystemRecord) -> list[tuple[str, str, float | None]]:
-    """Name, rank or GPU, and value of the figures that rules need of every step, and of a node's GPUs."""
-    if isinstance(message, StepRecord):
-        return [(LOSS, "", message.loss), (GRAD_NORM, "", message.grad_norm)]
-    return [
-        (gpu_rules.ACTIVE, f"GPU {name.split('_')[1]} of {message.node}", value / 100)
-        for name, value in message.metrics.items()
-        if name.startswith("gpu_") and name.endswith("_utilization_percentage")
-    ]
 
 
 def _of(labels: Mapping[str, str]) -> str:

@@ -23,6 +23,7 @@ from scaleray.common.watchers import Guard, Watcher
 from scaleray.errors import StorageError, TrackingError, first_line
 from scaleray.live.live_run import LiveFile, live_state
 from scaleray.live.published_steps import PublishedSteps
+from scaleray.live.rules.series_history import SeriesHistory
 from scaleray.live.run_alerts import RunAlerts
 from scaleray.live.signs_of_life import ShownMessages, SignsOfLife
 from scaleray.live.state.run_state import RunState
@@ -77,11 +78,12 @@ class Recorder(SignsOfLife):
         self.recovery = Recovery(description, self.steps, self.points, self.spool, say=self._event)
         self.note = RunNote(description)
         self._goodput_file = GoodputFile(description)
+        history = SeriesHistory()
         self.state = RunState(
             tokens_per_sample=description.tokens_per_sample,
             flops_per_sample=description.published.flops_per_sample,
             ledger=self._goodput_file.ledger,
-            keeps_news=description.alerts.watch,
+            history=history if description.alerts.watch else None,
         )
         if description.continues is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -97,9 +99,10 @@ class Recorder(SignsOfLife):
             silent=lambda: self.silent_ranks(self.state.summaries),
         )
         # a slip in one message must not end the recording of all others
-        self._look = partial(Guard(self._event), Watcher.RECORDING)
+        guard = Guard(self._event)
+        self._look = partial(guard, Watcher.RECORDING)
         self._writer = Writer[WorkerMessage | Operation](
-            self.spool, self._take_item, self._flush_guarded, name="scaleray-recorder"
+            self.spool, self._take, self._flush_guarded, name="scaleray-recorder", guard=guard
         )
         self._described = Described(description, self._writer.put)
         self._logged = LoggedFiles(self.work_dir, Store(elsewhere) if elsewhere else None, self._writer.put)
@@ -108,7 +111,7 @@ class Recorder(SignsOfLife):
         self.alerts = RunAlerts(
             description,
             series=self.publishing.series,
-            news=self.state.news,
+            history=history,
             tell=self._writer.put,
             act=self.act_on,
             measure_links=self.ask_for_links,
@@ -336,14 +339,10 @@ class Recorder(SignsOfLife):
             return str(exc)
         return None
 
-    def _take_item(self, item: WorkerMessage | Operation) -> None:
-        if isinstance(item, Operation):
+    def _take(self, message: WorkerMessage | Operation) -> None:
+        if isinstance(message, Operation):
             self._flush_guarded()  # order: points before the status that ends the run
-            self._look(partial(self.spool.send, item), None)
-        else:
-            self._look(partial(self._take, item), None, part=type(item).__name__)
-
-    def _take(self, message: WorkerMessage) -> None:
+            return self.spool.send(message)
         self._look(partial(self.state.take, message), None, part="state of the run")
         if self.state.last is not None:
             self._look(self._goodput_file.save_if_due, None, part="goodput")

@@ -8,8 +8,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.recording.outbox import Outbox
 
 FLUSH_S = 1.0
@@ -33,15 +35,22 @@ class Marker:
 
 
 class Writer(Generic[Item]):
-    """Passes items to `take` one at a time, and calls `flush` at least every FLUSH_S seconds. Neither may raise.
+    """Passes items to `take` one at a time, through `guard`, and calls `flush` at least every FLUSH_S seconds, which
+    may not raise.
 
     flush: writes the items gathered by `take`; returns the error, if any. outbox: outbox that both send through.
     """
 
     def __init__(
-        self, outbox: Outbox[Any], take: Callable[[Item], None], flush: Callable[[], str | None], *, name: str
+        self,
+        outbox: Outbox[Any],
+        take: Callable[[Item], None],
+        flush: Callable[[], str | None],
+        *,
+        name: str,
+        guard: Guard | None = None,
     ) -> None:
-        self._outbox, self._take, self._flush = outbox, take, flush
+        self._outbox, self._take, self._flush, self._guard = outbox, take, flush, guard or Guard()
         self._queue: queue.Queue[Item | Marker | None] = queue.Queue()
         self._is_abandoned = False
         self._written_at = time.monotonic()
@@ -94,7 +103,7 @@ class Writer(Generic[Item]):
                 item.problem = self._flush() or (item.then() if item.then is not None else None)
                 item.is_passed.set()
             else:
-                self._take(item)
+                self._guard(Watcher.RECORDING, partial(self._take, item), None, part=type(item).__name__)
                 if time.monotonic() - flushed_at > FLUSH_S:
                     self._flush()
                     flushed_at = time.monotonic()

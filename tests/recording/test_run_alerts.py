@@ -14,9 +14,10 @@ from scaleray.common import metric_names as names
 from scaleray.common.metric import prometheus_name
 from scaleray.config.alerts import AlertSettings
 from scaleray.live import run_alerts
+from scaleray.live.rules import series_history
 from scaleray.live.rules.gpu_rules import ACTIVE
 from scaleray.live.rules.rule_evaluator import RULES
-from scaleray.live.rules.series_history import Seen
+from scaleray.live.rules.series_history import SeriesHistory
 from scaleray.live.run_alerts import RunAlerts
 from scaleray.live.signs_of_life import SignsOfLife
 from scaleray.records.alert_record import parse_alerts
@@ -34,9 +35,10 @@ class Run:
     def __init__(self, folder, monkeypatch, *, webhook=None, figures=(), **settings):
         folder.mkdir(exist_ok=True)
         self.folder, self.figures, self.told, self.acted, self.shown = folder, dict(figures), [], [], []
-        self.news = []
+        self.history = SeriesHistory()
         self.now = 1000.0
-        monkeypatch.setattr(run_alerts, "steady_time", lambda: self.now)
+        for module in (run_alerts, series_history):
+            monkeypatch.setattr(module, "steady_time", lambda: self.now)
         monkeypatch.setattr(run_alerts, "LOOK_EVERY_S", 1e6)  # looks are taken by hand
         description = RunDescription(
             tracking_uri="", experiment="", run_name="digits", work_dir=str(folder), every_steps=1, params={}, tags={},
@@ -49,14 +51,10 @@ class Run:
             ],
             tell=self.told.append,
             act=self.acted.append,
-            news=self.taken,
+            history=self.history,
         )
         self.alerts.show = self.shown.append
         self.alerts.begin("http://mlflow/1")
-
-    def taken(self):
-        news, self.news = self.news, []
-        return news
 
     def has(self, metric, value, rank=None):
         labels = {"rank": str(rank), "node": "a"} if rank is not None else {}
@@ -64,7 +62,7 @@ class Run:
 
     def step(self, number, loss, grad_norm=1.0):
         self.now += 0.001
-        self.news.append((StepRecord(number, loss, 8.0, 8, 0.1, grad_norm, 0.01, 0.0, number / 10), self.now))
+        self.history.take(StepRecord(number, loss, 8.0, 8, 0.1, grad_norm, 0.01, 0.0, number / 10))
 
     def looks(self, times=1, every_s=5.0):
         for _ in range(times):
@@ -209,7 +207,7 @@ def test_an_idle_gpu_is_found_by_what_its_node_says(tmp_path, monkeypatch):
     run = Run(tmp_path, monkeypatch)
     for _ in range(70):
         used = {"gpu_0_utilization_percentage": 95.0, "gpu_1_utilization_percentage": 2.0}
-        run.news.append((SystemRecord("a", 1, used), run.now))
+        run.history.take(SystemRecord("a", 1, used))
         run.looks()
     assert [(alert.name, alert.summary[:11]) for alert in run.written] == [("gpu_idle", "GPU 1 of a ")]
 
@@ -312,7 +310,7 @@ def test_whatever_the_rules_look_at_is_taken_from_the_series(tmp_path, monkeypat
     """A metric that a predicate reads and nobody hands over would keep its rule silent for ever."""
     asked = set()
 
-    class Asked(Seen):
+    class Asked(SeriesHistory):
         def newest(self, metric):
             asked.add(metric)
             return {"": 1.0}

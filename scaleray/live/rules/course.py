@@ -8,7 +8,7 @@ from scaleray.common.metric import Metric, prometheus_name
 from scaleray.config.alerts import AlertLimits
 from scaleray.live.rules.promql import RUN, ended, grown, of_run, remembered
 from scaleray.live.rules.rule import Found, Rule
-from scaleray.live.rules.series_history import Seen
+from scaleray.live.rules.series_history import SeriesHistory
 
 HOUR_S = 3600.0
 BEGAN_AGAIN_S = 60.0
@@ -24,7 +24,7 @@ def _no_progress_query(limits: AlertLimits) -> str:
     return f"{age} > {limits.no_progress_s:g} unless {usual} unless ({ended()})"
 
 
-def _no_progress(seen: Seen, limits: AlertLimits) -> Found | None:
+def _no_progress(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     last = seen.last(LAST_STEP)
     if last is None or _has_ended(seen):
         return None
@@ -42,7 +42,7 @@ def _worker_lost_query(limits: AlertLimits) -> str:
     return f"(({missing}) or ({all_gone}) or ({began_again})) unless ({ended()})"
 
 
-def _worker_lost(seen: Seen, limits: AlertLimits) -> Found | None:
+def _worker_lost(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     known, telling = len(seen.series.get(LAST_STEP, {})), len(seen.newest(LAST_STEP))
     if not known or _has_ended(seen):
         return None
@@ -52,19 +52,19 @@ def _worker_lost(seen: Seen, limits: AlertLimits) -> Found | None:
     return Found(missing) if missing > 0 else None
 
 
-def _restarts(seen: Seen, limits: AlertLimits) -> Found | None:
+def _restarts(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     count = grown_in(seen, live.RESTARTS, HOUR_S)
     return Found(count) if count >= limits.restarts_an_hour else None
 
 
-def grown_in(seen: Seen, metric: Metric, last_s: float) -> float:
+def grown_in(seen: SeriesHistory, metric: Metric, last_s: float) -> float:
     """Growth of a counter in the last seconds; before its first point it was 0."""
     points = list(seen.series.get(prometheus_name(metric), {}).get("", ()))
     before = [value for at, value in points if at <= seen.now - last_s]
     return points[-1][1] - (before[-1] if before else 0.0) if points else 0.0
 
 
-def _has_ended(seen: Seen) -> bool:
+def _has_ended(seen: SeriesHistory) -> bool:
     steps, planned = seen.last(prometheus_name(live.STEPS)), seen.last(prometheus_name(live.STEPS_PLANNED))
     is_over = any(seen.last(prometheus_name(metric)) for metric in (live.RUN_FINISHED, live.RUN_FAILED))
     return is_over or (steps is not None and planned is not None and steps >= planned)

@@ -13,7 +13,7 @@ from scaleray.common.metric import prometheus_name
 from scaleray.config.alerts import AlertLimits
 from scaleray.live import foreign
 from scaleray.live.rules.rule import OF_GPU, Found, Rule
-from scaleray.live.rules.series_history import Seen
+from scaleray.live.rules.series_history import SeriesHistory
 
 ACTIVE = foreign.GPU_ENGINE_ACTIVE.name
 THROTTLED = tuple(metric.name for metric in foreign.GPU_THROTTLED[:2])
@@ -49,7 +49,7 @@ def _at_its_host(series: str) -> str:
     return f'label_replace({series}, "node", "$1", "instance", "([^:]+)(:.*)?")'
 
 
-def _idle(seen: Seen, limits: AlertLimits) -> Found | None:
+def _idle(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     if not seen.knows_since(ACTIVE, LOOK_BACK_S):
         return None
     for gpu in seen.newest(ACTIVE):

@@ -17,7 +17,7 @@ from scaleray.config.alerts import AlertLimits
 from scaleray.live.rules.course import grown_in
 from scaleray.live.rules.promql import RUN, grown, of_run, over
 from scaleray.live.rules.rule import Found, Rule
-from scaleray.live.rules.series_history import Seen, Values
+from scaleray.live.rules.series_history import SeriesHistory, Values
 
 LOOK_BACK, IN_A_ROW, LEAST_POINTS = 200, 3, 20
 LOOK_BACK_S = 1000.0
@@ -62,7 +62,9 @@ def _has_enough(metric: Metric) -> str:
     return f"{over('count_over_time', metric, LOOK_BACK_S)} >= {LEAST_POINTS}"
 
 
-def _in_a_row(seen: Seen, metric: Metric, measure: Callable[[Values, Values], Values], limit: float) -> Found | None:
+def _in_a_row(
+    seen: SeriesHistory, metric: Metric, measure: Callable[[Values, Values], Values], limit: float
+) -> Found | None:
     """The largest of the first at least three values in a row beyond the limit, among those since the last look and the
     two before them. Each `LOOK_BACK` of them are measured by those before: many steps may lie between two looks."""
     times, values = seen.points(prometheus_name(metric))
@@ -89,7 +91,7 @@ def _first_row(measured: Values, limit: float) -> Values | None:
     return None
 
 
-def _nonfinite(seen: Seen, limits: AlertLimits) -> Found | None:
+def _nonfinite(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     count = grown_in(seen, names.NONFINITE_STEPS, NONFINITE_WITHIN_S)
     return Found(count) if count > 0 else None
 
@@ -100,7 +102,7 @@ def _scale_query(limits: AlertLimits) -> str:
     return f"{scale} < 1 or {scale} <= {highest} / {limits.loss_scale_drop:g}"
 
 
-def _loss_scale_collapse(seen: Seen, limits: AlertLimits) -> Found | None:
+def _loss_scale_collapse(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     scale = seen.last(LOSS_SCALE)
     if scale is None:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scaleray.config.alerts import AlertLimits, Severity
-from scaleray.live.rules.series_history import Seen
+from scaleray.live.rules.series_history import SeriesHistory
 from scaleray.records.text import units
 
 Unit = Literal["seconds", "share", "bytes", "number", "count"]
@@ -39,7 +39,7 @@ class Found:
 
 
 Query = Callable[[AlertLimits], str]
-Predicate = Callable[[Seen, AlertLimits], Found | None]
+Predicate = Callable[[SeriesHistory, AlertLimits], Found | None]
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
+from scaleray.common.watchers import Guard, Watcher
 from scaleray.config.alerts import AlertLimits
 from scaleray.live.rules import course, gpu_rules, learning_rules, speed_rules, upkeep_rules
-from scaleray.live.rules.rule import Found, Rule
-from scaleray.live.rules.series_history import Seen
+from scaleray.live.rules.rule import Rule
+from scaleray.live.rules.series_history import SeriesHistory
 from scaleray.records.alert_record import Alert
 
 RULES: tuple[Rule, ...] = (
@@ -33,53 +35,46 @@ class _State:
     held_at: float = 0.0
     alert: Alert | None = None
 
+    def ended(self, now: float) -> Alert | None:
+        """The alert, if it is over now that the rule does not hold."""
+        self.since = None
+        if self.alert is None or now - self.held_at < KEEP_S:
+            return None
+        over, self.alert = replace(self.alert, state="resolved", recorded_at=now), None
+        return over
+
 
 class Judge:
-    """Looks at a run with all rules that need no other run. guarded: calls a rule's predicate, whose slip must not keep
+    """Looks at a run with all rules that need no other run. guard: calls a rule's predicate, whose slip must not keep
     the others from being judged."""
 
-    def __init__(
-        self,
-        limits: AlertLimits,
-        *,
-        without: Iterable[str] = (),
-        guarded: Callable[[Rule, Callable[[], Found | None]], Found | None] = lambda rule, look: look(),
-    ) -> None:
-        self.limits, self._guarded = limits, guarded
+    def __init__(self, limits: AlertLimits, guard: Guard, *, without: Iterable[str] = ()) -> None:
+        self.limits, self._guard = limits, guard
         left_out = set(without)
-        self.rules = [rule for rule in RULES if rule.predicate is not None and rule.name not in left_out]
-        self._states = {rule.name: _State() for rule in self.rules}
+        self._states = [
+            (rule, rule.predicate, _State())
+            for rule in RULES
+            if rule.predicate is not None and rule.name not in left_out
+        ]
 
     @property
     def firing(self) -> list[Alert]:
         """Alerts that are not over."""
-        return [state.alert for state in self._states.values() if state.alert is not None]
+        return [state.alert for _, _, state in self._states if state.alert is not None]
 
-    def look(self, seen: Seen) -> list[Alert]:
+    def look(self, seen: SeriesHistory) -> list[Alert]:
         """The alerts that begin or end at this look."""
-        changed = [self._look(rule, seen) for rule in self.rules]
+        changed: list[Alert | None] = []
+        for rule, predicate, state in self._states:
+            found = self._guard(Watcher.ALERTS, partial(predicate, seen, self.limits), None, part=rule.name)
+            if found is None:
+                changed.append(state.ended(seen.now))
+                continue
+            state.held_at, state.since = seen.now, seen.now if state.since is None else state.since
+            if state.alert is None and seen.now - state.since >= rule.lasts_s:
+                text = rule.in_words(found)
+                state.alert = Alert(
+                    rule.name, rule.severity, "firing", state.since, found.value, text, recorded_at=seen.now
+                )
+                changed.append(state.alert)
         return [alert for alert in changed if alert is not None]
-
-    def _look(self, rule: Rule, seen: Seen) -> Alert | None:
-        predicate, state = rule.predicate, self._states[rule.name]
-        assert predicate is not None
-        found = self._guarded(rule, lambda: predicate(seen, self.limits))
-        if found is None:
-            state.since = None
-            return self._end(state, seen.now)
-        state.held_at = seen.now
-        if state.since is None:
-            state.since = seen.now
-        if state.alert is not None or seen.now - state.since < rule.lasts_s:
-            return None
-        state.alert = Alert(
-            rule.name, rule.severity, "firing", state.since, found.value, rule.in_words(found), recorded_at=seen.now
-        )
-        return state.alert
-
-    @staticmethod
-    def _end(state: _State, now: float) -> Alert | None:
-        if state.alert is None or now - state.held_at < KEEP_S:
-            return None
-        ended, state.alert = replace(state.alert, state="resolved", recorded_at=now), None
-        return ended

@@ -9,6 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from scaleray.common import metric_names as names
+from scaleray.common.metric import prometheus_name
+from scaleray.live import foreign
+from scaleray.records.run_record import StepRecord, SystemRecord, WorkerMessage
+from scaleray.records.start import steady_time
+
 MOST_POINTS = 4000
 """Points that are kept of a series in addition to those since the last check: more than the half hour that rules look
 back, a point every two seconds.
@@ -19,8 +25,13 @@ Values = npt.NDArray[np.float64]
 Points = deque[tuple[float, float]]
 
 
+MOST_NEW = 100_000
+"""Points of messages that wait for the next look."""
+LOSS, GRAD_NORM = prometheus_name(names.LOSS), prometheus_name(names.GRAD_NORM)
+
+
 @dataclass
-class Seen:
+class SeriesHistory:
     """The past of one run. now: the time at which rules look, on the clock of the points; before: when they looked
     last."""
 
@@ -28,6 +39,21 @@ class Seen:
     before: float = -np.inf
     series: dict[str, dict[str, Points]] = field(default_factory=dict)
     """Points (time, value) by metric and, of a metric that every rank has, by rank; else by an empty name."""
+    _new: deque[tuple[str, float | None, float, str]] = field(default_factory=lambda: deque(maxlen=MOST_NEW))
+
+    def take(self, message: WorkerMessage) -> None:
+        """Take the figures that rules need of every step and of a node's GPUs, with the time of their arrival. The next
+        look adds them, as another thread may be reading."""
+        if isinstance(message, StepRecord):
+            at = steady_time()
+            self._new += [(LOSS, message.loss, at, ""), (GRAD_NORM, message.grad_norm, at, "")]
+        elif isinstance(message, SystemRecord):
+            at = steady_time()
+            self._new += [
+                (foreign.GPU_ENGINE_ACTIVE.name, value / 100, at, f"GPU {name.split('_')[1]} of {message.node}")
+                for name, value in message.metrics.items()
+                if name.startswith("gpu_") and name.endswith("_utilization_percentage")
+            ]
 
     def add(self, metric: str, value: float | None, *, at: float, of: str = "") -> None:
         """Add a point; None is no point. of: rank or device that it is of."""
@@ -37,6 +63,9 @@ class Seen:
 
     def look(self, now: float) -> None:
         """Move on to the next look."""
+        while self._new:
+            metric, value, at, of = self._new.popleft()
+            self.add(metric, value, at=at, of=of)
         self.before, self.now = self.now, now
         for of_metric in self.series.values():
             for points in of_metric.values():

@@ -10,7 +10,7 @@ from scaleray.common.metric import prometheus_name
 from scaleray.config.alerts import AlertLimits
 from scaleray.live.rules.promql import RUN, of_rank, of_run, over
 from scaleray.live.rules.rule import OF_LINK, OF_RANK, Found, Rule
-from scaleray.live.rules.series_history import Seen
+from scaleray.live.rules.series_history import SeriesHistory
 
 LEAST_LATENESS_S = 0.001
 """Smallest lateness that counts: less is what a host's scheduler costs, see `profiling/lateness.py`."""
@@ -34,7 +34,7 @@ def _straggler_query(limits: AlertLimits) -> str:
     return f"{share} > {limits.straggler_share:g}"
 
 
-def _straggler(seen: Seen, limits: AlertLimits) -> Found | None:
+def _straggler(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     step_s = seen.last(STEP_TIME)
     late = {of: value for of, value in seen.newest(LATENESS).items() if value > LEAST_LATENESS_S}
     if not late or not step_s:
@@ -51,7 +51,7 @@ def _slow_link_query(limits: AlertLimits) -> str:
     return f"min by ({RUN}) ({slower}) and on ({RUN}) {costs}"
 
 
-def _slow_link(seen: Seen, limits: AlertLimits) -> Found | None:
+def _slow_link(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     now = seen.last(LINK_RATIO)
     if now is None or (seen.last(EXPOSED) or 0.0) <= LEAST_EXPOSED:
         return None
@@ -62,7 +62,7 @@ def _slow_link(seen: Seen, limits: AlertLimits) -> Found | None:
     return Found(ratio) if ratio < limits.link_ratio else None
 
 
-def _slow_pair(seen: Seen, limits: AlertLimits) -> Found | None:
+def _slow_pair(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     found = seen.newest(SLOWEST_LINK)
     slowest = min(found, key=lambda of: found[of], default=None)
     if slowest is None or found[slowest] >= limits.pair_ratio:
@@ -78,7 +78,7 @@ def _slower_than_before_query(limits: AlertLimits) -> str:
     return f"{recent} / {past} < {limits.throughput_ratio:g} unless {resized}"
 
 
-def _slower_than_before(seen: Seen, limits: AlertLimits) -> Found | None:
+def _slower_than_before(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     recent = seen.past(SAMPLES_PER_S, last_s=RECENT_S)
     past = seen.past(SAMPLES_PER_S, last_s=PAST_S + RECENT_S, until_s=RECENT_S)
     sizes = seen.past(WORLD_SIZE, last_s=PAST_S + RECENT_S)
@@ -90,12 +90,12 @@ def _slower_than_before(seen: Seen, limits: AlertLimits) -> Found | None:
     return Found(ratio) if ratio < limits.throughput_ratio else None
 
 
-def _slower_than_predicted(seen: Seen, limits: AlertLimits) -> Found | None:
+def _slower_than_predicted(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     ratio = seen.last(OVER_PREDICTION)
     return Found(ratio) if ratio is not None and ratio < limits.predicted_ratio else None
 
 
-def _input_starved(seen: Seen, limits: AlertLimits) -> Found | None:
+def _input_starved(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     share = seen.last(INPUT_WAIT)
     return Found(share) if share is not None and share > limits.input_wait_share else None
 

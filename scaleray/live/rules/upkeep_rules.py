@@ -12,7 +12,7 @@ from scaleray.common.metric import prometheus_name
 from scaleray.config.alerts import AlertLimits
 from scaleray.live.rules.promql import RANK, RUN, of_rank, of_run, over
 from scaleray.live.rules.rule import OF_RANK, Found, Rule
-from scaleray.live.rules.series_history import Seen
+from scaleray.live.rules.series_history import SeriesHistory
 
 USED = '{kind="used"}'
 CREEP_S, WITHIN_S = 1200.0, 300.0
@@ -33,7 +33,7 @@ WRITE = prometheus_name(names.CHECKPOINT_DURATION_S)
 SPOOLED, DISK_FREE = prometheus_name(live.RECORDER_SPOOLED_POINTS), prometheus_name(live.DISK_FREE)
 
 
-def _near_limit(seen: Seen, limits: AlertLimits) -> Found | None:
+def _near_limit(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     most = seen.newest(MEMORY_LIMIT)
     shares = {of: used / most[of] for of, used in seen.newest(MEMORY).items() if most.get(of)}
     rank = max(shares, key=lambda of: shares[of], default=None)
@@ -55,7 +55,7 @@ def _filling_query(limits: AlertLimits) -> str:
     return " and ".join([f"{left} < {limits.memory_full_within_s:g}", *grows, is_new, known])
 
 
-def _filling(seen: Seen, limits: AlertLimits) -> Found | None:
+def _filling(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     for rank, most in seen.newest(MEMORY_LIMIT).items():
         usual = seen.past(MEMORY, last_s=BLOCK_S * BLOCKS + USUAL_S, until_s=BLOCK_S * BLOCKS, of=rank)
         blocks = [
@@ -80,7 +80,7 @@ def _creeping_query(limits: AlertLimits) -> str:
     return f"{growth} > {limits.memory_creep_gib * GIB:.0f} and {growth} > {CREEP_SHARE:g} * {before}"
 
 
-def _creeping(seen: Seen, limits: AlertLimits) -> Found | None:
+def _creeping(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     for rank in seen.newest(MEMORY):
         now = seen.past(MEMORY, last_s=WITHIN_S, of=rank)
         before = seen.past(MEMORY, last_s=CREEP_S + WITHIN_S, until_s=CREEP_S, of=rank)
@@ -98,7 +98,7 @@ def _checkpoint_query(limits: AlertLimits) -> str:
     return f"{age} > {limits.checkpoint_intervals:g} * {interval} + {write}"
 
 
-def _checkpoint_too_old(seen: Seen, limits: AlertLimits) -> Found | None:
+def _checkpoint_too_old(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     age, interval = seen.last(AGE), seen.last(INTERVAL)
     if age is None or interval is None:
         return None
@@ -107,12 +107,12 @@ def _checkpoint_too_old(seen: Seen, limits: AlertLimits) -> Found | None:
     return Found(age) if age > limits.checkpoint_intervals * interval + write_s else None
 
 
-def _recorder_spooling(seen: Seen, limits: AlertLimits) -> Found | None:
+def _recorder_spooling(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     points = seen.last(SPOOLED)
     return Found(points) if points else None
 
 
-def _disk_nearly_full(seen: Seen, limits: AlertLimits) -> Found | None:
+def _disk_nearly_full(seen: SeriesHistory, limits: AlertLimits) -> Found | None:
     share = min(seen.newest(DISK_FREE).values(), default=1.0)
     return Found(share) if share < limits.disk_free_share else None
 

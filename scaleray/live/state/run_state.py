@@ -7,9 +7,10 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scaleray.live.rules.series_history import SeriesHistory
 from scaleray.live.state.rank_series import ComparedRanks
 from scaleray.profiling.goodput import GoodputLedger
 from scaleray.records.judged_metric import judged_metric
@@ -22,7 +23,6 @@ from scaleray.records.run_record import (
     EventRecord,
     LoggedMetrics,
     StepRecord,
-    SystemRecord,
     WorkerMessage,
     WorkerSummary,
 )
@@ -35,8 +35,6 @@ MOST_POINTS = 200
 MOST_EVENTS = 20
 OF_A_STEP = ("step", "epoch", "loss", "learning_rate", "grad_norm", "loss_scale")
 """Figures of the last step in a LiveState."""
-MOST_NEWS = 50_000
-"""Messages that wait for the next evaluation of the alerts."""
 
 
 class Curve:
@@ -114,8 +112,8 @@ class RunState:
     """State of one attempt of a run, and of the attempts before it as far as `continue_from` and the ledger give it.
 
     One thread takes messages. Others hold `lock` while they read. ledger: use of the run's time; None does not count
-    it. flops_per_sample: as planned, until the workers have counted them. keeps_news: keep messages until `news` is
-    read.
+    it. flops_per_sample: as planned, until the workers have counted them. history: takes messages for the rules of
+    alerts.
     """
 
     def __init__(
@@ -124,10 +122,10 @@ class RunState:
         tokens_per_sample: int | None = None,
         flops_per_sample: float | None = None,
         ledger: GoodputLedger | None = None,
-        keeps_news: bool = False,
+        history: SeriesHistory | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self.ledger = ledger
+        self.ledger, self._history = ledger, history
         self.last: StepRecord | None = None
         """Newest step of this attempt."""
         self.newest_step = 0
@@ -152,8 +150,6 @@ class RunState:
         """Last warnings and other events that are more than information."""
         self.status = self.verdict = ""
         """How the run ended; empty while it lives."""
-        self._keeps_news = keeps_news
-        self._news: deque[tuple[StepRecord | SystemRecord, float]] = deque(maxlen=MOST_NEWS)
         self._evaluated_before: dict[str, float] = {}
         self._previous_step: int | None = None
         """Number of the step before; None after a restart, whose first step may have that of the last one."""
@@ -176,6 +172,8 @@ class RunState:
 
     def take(self, message: WorkerMessage) -> None:
         """Take the next message."""
+        if self._history is not None:
+            self._history.take(message)
         with self.lock:
             match message:
                 case StepRecord():
@@ -188,8 +186,6 @@ class RunState:
                     self._take_checkpoint(message)
                 case EventRecord():
                     self._take_event(message)
-                case SystemRecord() if self._keeps_news:
-                    self._news.append((message, steady_time()))
                 case LoggedMetrics():
                     self.values.update(message.metrics)
                 case LinksMeasured():
@@ -203,11 +199,6 @@ class RunState:
         """Take how the run ended. status: in MLflow's words."""
         with self.lock:
             self.status, self.verdict = status, verdict
-
-    def news(self) -> Iterator[tuple[StepRecord | SystemRecord, float]]:
-        """Steps and utilisation since the last call, each with the time of its arrival."""
-        while self._news:
-            yield self._news.popleft()
 
     def goodput(self) -> Goodput | None:
         """Use of the time until now; None before the first step."""
@@ -277,8 +268,6 @@ class RunState:
         return LiveState(name=name, **known, **facts)
 
     def _take_step(self, record: StepRecord) -> None:
-        if self._keeps_news:
-            self._news.append((record, steady_time()))
         if record.step == self._previous_step:
             return  # a message that came twice
         if self.last is None or record.step != self.last.step + 1:  # workers may have been lost without a word
