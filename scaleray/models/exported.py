@@ -19,11 +19,11 @@ from scaleray.data.source_interface import Columns, rows_in
 from scaleray.errors import CheckpointError, DataError, StorageError, UsageError, first_line
 from scaleray.models import export_formats as formats
 from scaleray.models.export_folder import write_folder
-from scaleray.models.load import ModelParts, TrainedModel, find_parts, weights_of
+from scaleray.models.load import ModelParts, TrainedModel, find_parts
 from scaleray.models.model_call import ModelCall, distance
 from scaleray.models.model_options import DType, ExportOptions, Format
 from scaleray.models.row_files import Files, columns_of, shape_of
-from scaleray.models.stored_weights import Weights
+from scaleray.models.stored_weights import Weights, read_run_weights
 from scaleray.models.trained_run import TrainedRun, find_trained
 from scaleray.records.json_record import JsonRecord
 from scaleray.records.statement import file_digest
@@ -116,7 +116,7 @@ def export_model(
         return _compared(parts, out, chosen, data, dtype, tolerance)
     trained = find_trained(run, uri=options.uri)
     if chosen == "pt":
-        return _plain(trained, out, weights_of(trained, step, weights))
+        return _plain(trained, out, read_run_weights(trained, step, weights).merged(trained.config.fine_tuning))
     target, is_adapter = out.expanduser().absolute(), chosen == "adapter"
     found, former = write_folder(
         trained, target, step=step, weights=weights, workload=options.workload, adapter=is_adapter

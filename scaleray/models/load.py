@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,19 +162,11 @@ def find_parts(
     """Workload, config and weights of a run, as `load` finds them."""
     found = run if isinstance(run, TrainedRun) else find_trained(run, uri=uri)
     made = workload_of(found, workload)
-    weights = weights_of(found, step, which)
+    weights = read_run_weights(found, step, which).merged(found.config.fine_tuning)
     if weights.workload_state is not None and callable(getattr(made, "load_state_dict", None)):
         state = weights.workload_state
         call_user_code(lambda: made.load_state_dict(state), what="load_state_dict()", doing="restoring its state")
     return ModelParts(found.name, found.config, made, weights, preprocessor_of_run(found, made))
-
-
-def weights_of(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:
-    """The weights of a run as its final ones are: with adapters merged unless `fine_tuning.merge` is off."""
-    weights, settings = read_run_weights(run, step, which), run.config.fine_tuning
-    if settings.lora_rank and settings.merge and fine_tuning.has_adapters(weights.tensors):
-        return replace(weights, tensors=fine_tuning.merged(weights.tensors, settings))
-    return weights
 
 
 def preprocessor_of_run(run: TrainedRun, workload: Any) -> Any:

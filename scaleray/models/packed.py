@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ from scaleray.strategies.contract.weight_shares import Placed, WeightShare
 from scaleray.training.state.weights import complete, save_weights
 from scaleray.workload import name_of
 
+if TYPE_CHECKING:
+    from mlflow.models import ModelSignature
+
 COLUMNS = "columns.json"
 EXAMPLE_ROWS = 4
 """Rows of training with which a packed model is tried."""
@@ -52,19 +55,10 @@ class Column:
     needed: bool
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Contents of a packed model. columns: those of the training. rows: examples of the needed ones; answers: the
-    model's predictions for them, by name."""
-
-    columns: tuple[Column, ...]
-    rows: Columns
-    answers: dict[str, Any]
-
-
-def pack(run: TrainedRun, parts: ModelParts, folder: Path, *, workload: Any = None) -> Packed:
-    """Write the model of a run to a new folder. workload: the workload of `parts`. Raises WorkloadError for a workload
-    whose code is not in a file, and DataError if its training data, which has the columns, cannot be read."""
+def pack(run: TrainedRun, parts: ModelParts, folder: Path, *, workload: Any = None) -> ModelSignature:
+    """Write the model of a run to a new folder, and return its signature for MLflow. workload: the workload of `parts`.
+    Raises WorkloadError for a workload whose code is not in a file, and DataError if its training data, which has the
+    columns, cannot be read."""
     file, name = _home(run, workload)
     folder.mkdir(parents=True)
     tensors = {name: value for name, value in parts.weights.tensors.items() if isinstance(value, torch.Tensor)}
@@ -139,8 +133,8 @@ def _home(run: TrainedRun, given: Any) -> tuple[Path | None, str]:
     return (None if is_installed(str(file)) else file), name
 
 
-def _tried(parts: ModelParts, folder: Path) -> Packed:
-    """The columns, and which of them the model needs: found by leaving each out."""
+def _tried(parts: ModelParts, folder: Path) -> ModelSignature:
+    """Write the columns, and which of them the model needs: found by leaving each out."""
     shape, tuples = shape_of(parts.workload, wide=parts.config.precision.dtype == "fp64", fitted=parts.preprocessor)
     if not shape.columns:
         raise DataError(
@@ -160,7 +154,41 @@ def _tried(parts: ModelParts, folder: Path) -> Packed:
     others = {name: _two_of(values) for name, values in shape.examples.items() if name not in needed}
     about = [{**vars(column), "examples": others.get(column.name)} for column in columns]
     (folder / COLUMNS).write_text(json.dumps(jsonable({"wide": shape.wide, "tuples": tuples, "columns": about})))
-    return Packed(columns, {name: rows[name] for name in rows if name in needed}, every)
+    return signature_of([column for column in columns if column.needed], rows, every)
+
+
+def signature_of(needed: Sequence[Column], rows: Columns, answers: Mapping[str, Any]) -> ModelSignature:
+    """The model's inputs and outputs as an MLflow signature: tensors if every row has the same shape, otherwise columns
+    of a table. rows: examples; answers: the model's predictions for them, by name."""
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, Schema, TensorSpec
+
+    if all(column.shape is not None and np.dtype(column.dtype).kind in "biuf" for column in needed):
+        specs: list[Any] = [
+            TensorSpec(np.dtype(column.dtype), (-1, *(column.shape or ())), column.name) for column in needed
+        ]
+    else:
+        specs = [ColSpec(_column_type(rows[column.name]), column.name) for column in needed]
+    found: list[Any] = [
+        TensorSpec(values.dtype, (-1, *values.shape[1:]), name)
+        for name, values in answers.items()
+        if isinstance(values, np.ndarray) and values.dtype.kind in "biuf"
+    ]
+    # MLflow has no word for texts among tensors: without a schema of the answers anything may be answered
+    outputs = Schema(found) if len(found) == len(answers) else None
+    return ModelSignature(inputs=Schema(specs), outputs=outputs)
+
+
+def _column_type(values: Any) -> Any:
+    """MLflow's type of a value in a row of this column."""
+    from mlflow.types import DataType
+    from mlflow.types.schema import Array
+
+    kinds = {"b": DataType.boolean, "i": DataType.long, "u": DataType.long, "f": DataType.double}
+    found: Any = kinds.get(values.dtype.kind, DataType.string)
+    for _ in range(np.asarray(values[0]).ndim):
+        found = Array(found)
+    return found
 
 
 def _answers_without(answer: RowAnswers, rows: Columns, name: str, every: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,12 @@ def check_alias(alias: str) -> str:
     return alias
 
 
+def last_given(versions: Iterable[ModelVersion], alias: str) -> ModelVersion | None:
+    """The one of these versions that scaleray gave the alias last; None if it gave it to none."""
+    given = [(at, one.number, one) for one in versions if (at := one.given_at(alias)) is not None]
+    return max(given, key=lambda found: found[:2])[2] if given else None
+
+
 class ModelRegistry:
     """The registry behind a tracking URI. MLflow's errors become TrackingErrors."""
 
@@ -130,9 +136,7 @@ class ModelRegistry:
         )
 
     def make(self, model: str, *, source: str, run_id: str, tags: Mapping[str, str], description: str) -> ModelVersion:
-        """A version with these tags, including PROMOTION_TAG: an existing one, or a new one."""
-        if (known := self.of_promotion(model, tags[PROMOTION_TAG])) is not None:
-            return known
+        """Make a version with these tags."""
         from mlflow.exceptions import MlflowException
 
         with self._asking(f"a version of {model}"):
@@ -142,11 +146,6 @@ class ModelRegistry:
                 model, source, run_id=run_id, tags=dict(tags), description=description, await_creation_for=30
             )
         return _version(made, {})
-
-    def of_promotion(self, model: str, promotion: str) -> ModelVersion | None:
-        """The version that a promotion has made, the first one if a response was lost; None if there is none."""
-        made = [one for one in self.versions(model) if one.promotion == promotion]
-        return made[-1] if made else None
 
     def give(self, version: ModelVersion, alias: str, *, by: str) -> ModelVersion:
         """Let the alias name a version, and return the version it then names: concurrent calls agree."""
@@ -169,8 +168,7 @@ class ModelRegistry:
 
     def expected(self, model: str, alias: str) -> ModelVersion | None:
         """The version that the alias should name; None if scaleray never set it."""
-        given = [(at, one.number, one) for one in self.versions(model) if (at := one.given_at(alias)) is not None]
-        return max(given, key=lambda found: found[:2])[2] if given else None
+        return last_given(self.versions(model), alias)
 
     def download(self, version: ModelVersion, folder: Path) -> Path:
         """The files of a version, copied below `folder`."""
@@ -208,11 +206,11 @@ class ModelRegistry:
                 token = page.token or ""
             return {info.run_id: info.status for info in ended if info.status in ("FINISHED", "FAILED")}
 
-    def upload(self, run_id: str, folder: Path, place: str) -> str:
-        """Copy a folder to a run's artifacts, and return its URI for a version."""
-        with self._asking(f"the artifacts of {run_id}"):
-            self.client.log_artifacts(run_id, str(folder), place)
-            return f"{self.client.get_run(run_id).info.artifact_uri.rstrip('/')}/{place}"
+    def upload(self, run: Any, folder: Path, place: str) -> str:
+        """Copy a folder to the artifacts of a run of MLflow, and return its URI for a version."""
+        with self._asking(f"the artifacts of {run.info.run_id}"):
+            self.client.log_artifacts(run.info.run_id, str(folder), place)
+            return f"{run.info.artifact_uri.rstrip('/')}/{place}"
 
     def _set(self, model: str, alias: str, number: int) -> None:
         for attempt in range(ATTEMPTS):

@@ -15,7 +15,7 @@ import numpy as np
 
 from scaleray.models.fetched import check_served
 from scaleray.models.load import find_parts
-from scaleray.models.packed import Packed, RowAnswers, read_shape
+from scaleray.models.packed import RowAnswers, read_shape
 
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
@@ -45,9 +45,9 @@ def _load_pyfunc(data_path: str) -> ServedModel:
     return ServedModel(Path(data_path))
 
 
-def save_for_mlflow(packed: Packed, folder: Path, out: Path, *, libraries: Mapping[str, str]) -> None:
-    """Write an MLflow model to a new folder. folder: the packed model's; libraries: the training's versions by name;
-    the server gets the needed ones."""
+def save_for_mlflow(signature: ModelSignature, folder: Path, out: Path, *, libraries: Mapping[str, str]) -> None:
+    """Write an MLflow model to a new folder. folder, signature: of the packed model; libraries: the training's versions
+    by name; the server gets the needed ones."""
     import mlflow.pyfunc
 
     with warnings.catch_warnings():
@@ -56,44 +56,9 @@ def save_for_mlflow(packed: Packed, folder: Path, out: Path, *, libraries: Mappi
             str(out),
             loader_module=__name__,
             data_path=str(folder),
-            signature=signature_of(packed),
+            signature=signature,
             pip_requirements=_requirements(libraries),
         )
-
-
-def signature_of(packed: Packed) -> ModelSignature:
-    """The model's inputs and outputs as an MLflow signature: tensors if every row has the same shape, otherwise columns
-    of a table."""
-    from mlflow.models import ModelSignature
-    from mlflow.types import ColSpec, Schema, TensorSpec
-
-    needed = [column for column in packed.columns if column.needed]
-    if all(column.shape is not None and np.dtype(column.dtype).kind in "biuf" for column in needed):
-        specs: list[Any] = [
-            TensorSpec(np.dtype(column.dtype), (-1, *(column.shape or ())), column.name) for column in needed
-        ]
-    else:
-        specs = [ColSpec(_column_type(packed.rows[column.name]), column.name) for column in needed]
-    answers: list[Any] = [
-        TensorSpec(values.dtype, (-1, *values.shape[1:]), name)
-        for name, values in packed.answers.items()
-        if isinstance(values, np.ndarray) and values.dtype.kind in "biuf"
-    ]
-    # MLflow has no word for texts among tensors: without a schema of the answers anything may be answered
-    outputs = Schema(answers) if len(answers) == len(packed.answers) else None
-    return ModelSignature(inputs=Schema(specs), outputs=outputs)
-
-
-def _column_type(values: Any) -> Any:
-    """MLflow's type of a value in a row of this column."""
-    from mlflow.types import DataType
-    from mlflow.types.schema import Array
-
-    kinds = {"b": DataType.boolean, "i": DataType.long, "u": DataType.long, "f": DataType.double}
-    found: Any = kinds.get(values.dtype.kind, DataType.string)
-    for _ in range(np.asarray(values[0]).ndim):
-        found = Array(found)
-    return found
 
 
 def _requirements(libraries: Mapping[str, str]) -> list[str]:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,12 @@ from scaleray.checkpoints.tensor_files import read_tensor
 from scaleray.checkpoints.weight_sums import check_manifest, sums_name
 from scaleray.common.own_folder import cache_folder
 from scaleray.common.parsing import load_json
+from scaleray.config.averaging_pruning_fine_tuning import FineTuningSettings
 from scaleray.errors import CheckpointError, UsageError
 from scaleray.models.trained_run import PACKED, TrainedRun
 from scaleray.recording.find_record import fetch_model_files
 from scaleray.training.health.attributes import common_attributes, set_plain_attributes
+from scaleray.training.setup import fine_tuning
 from scaleray.training.state.items import ATTRIBUTES, WORKLOAD, as_json, flattened, nested, tensors_of
 from scaleray.training.state.weights import read_weights
 
@@ -84,6 +86,12 @@ class Weights:
     workload_state: dict[str, Any] | None = None
     has_hash: bool = True
     attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def merged(self, settings: FineTuningSettings) -> Weights:
+        """The weights as a run's final ones are: with adapters merged unless `fine_tuning.merge` is off."""
+        if settings.lora_rank and settings.merge and fine_tuning.has_adapters(self.tensors):
+            return replace(self, tensors=fine_tuning.merged(self.tensors, settings))
+        return self
 
 
 def read_run_weights(run: TrainedRun, step: int | str | None = None, which: str | None = None) -> Weights:

@@ -16,7 +16,7 @@ from scaleray.errors import TrackingError, UsageError, WorkloadError, first_line
 from scaleray.models.fetched import fetch_model
 from scaleray.models.packed_code import installed_module, packed_module
 from scaleray.models.registry import MODEL_URI
-from scaleray.recording.find_record import find_run, places_of, record_of
+from scaleray.recording.find_record import FoundRun, find_run, places_of, record_of
 from scaleray.recording.store import named_or_in_use, resolve_uri
 from scaleray.records.run_record import RunRecord
 from scaleray.workload import build_workload, load_workload
@@ -62,11 +62,17 @@ def find_trained(run: str | Path, *, uri: str | None = None) -> TrainedRun:
         run = str(fetch_model(run, uri=uri))
     for place in places_of(run):
         if (about := _note(place)) is not None:
-            return _checked(place, {**about, "tracking_uri": named_or_in_use(about.get("tracking_uri"), uri)})
-    found = find_run(run, uri=uri)
+            return _checked(place, _with_uri(about, uri))
+    return trained_of(find_run(run, uri=uri), uri=uri)
+
+
+def trained_of(found: FoundRun, *, uri: str | None = None) -> TrainedRun:
+    """The training of a record that was found. Raises TrackingError for a study or sweep."""
     record = found.record
     if not isinstance(record, RunRecord):
-        raise TrackingError("RUN", run, "studies and sweeps have no model", "give one of its trainings")
+        raise TrackingError("RUN", found.where, "studies and sweeps have no model", "give one of its trainings")
+    if found.place is not None and (about := _note(found.place)) is not None:
+        return _checked(found.place, _with_uri(about, uri), record)
     # what MLflow knows lies where the run wrote it, or among its artifacts
     folder = Store(record.run_dir)
     about = _note(folder) or {
@@ -111,6 +117,10 @@ def _note(place: Store) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return about if isinstance(about, dict) and isinstance(about.get("config"), dict) else None
+
+
+def _with_uri(about: dict[str, Any], uri: str | None) -> dict[str, Any]:
+    return {**about, "tracking_uri": named_or_in_use(about.get("tracking_uri"), uri)}
 
 
 def _checked(folder: Store, about: dict[str, Any], record: RunRecord | None = None) -> TrainedRun:

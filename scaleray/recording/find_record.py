@@ -59,16 +59,21 @@ PARENT_TAG = "mlflow.parentRunId"
 class FoundRun:
     """A record and where it was found. steps: the text of steps.csv of a training, None without one.
 
-    folder: local; None for what lies in a bucket or in MLflow alone. evaluations: (step, value) by metric. alerts: the
-    text of alerts.jsonl of a training, None without one.
+    place: its folder; None for a run in MLflow alone. evaluations: (step, value) by metric. alerts: the text of
+    alerts.jsonl of a training, None without one.
     """
 
     record: AnyRecord
     where: str
-    folder: Path | None = None
+    place: Store | None = None
     steps: str | None = None
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     alerts: str | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """Its folder, if that is local."""
+        return Path(self.place.root) if self.place is not None and self.place.is_local else None
 
 
 def find_run(run: str, *, uri: str | None = None) -> FoundRun:
@@ -79,8 +84,10 @@ def find_run(run: str, *, uri: str | None = None) -> FoundRun:
     """
     for place in places_of(run):
         with contextlib.suppress(OSError, ValueError):
-            text = place.read(FILE)
-            return _with_evaluations(_read(place, text), uri)
+            text, where = place.read(FILE), without_password(place.root)
+            record = record_of(text, where=f"{where}/{FILE}")
+            steps = text_of(place, STEPS) if isinstance(record, RunRecord) else None
+            return _with_evaluations(FoundRun(record, where, place, steps, alerts=text_of(place, ALERTS_FILE)), uri)
     return _with_evaluations(_in_mlflow(run, resolve_uri(uri)), uri)
 
 
@@ -105,21 +112,10 @@ def places_of(run: str) -> list[Store]:
     return found
 
 
-def _read(place: Store, text: bytes) -> FoundRun:
-    where = without_password(place.root)
-    record = record_of(text, where=f"{where}/{FILE}")
-    steps = None
-    if isinstance(record, RunRecord):
-        with contextlib.suppress(OSError):
-            steps = place.read(STEPS).decode(errors="replace")  # whoever reads it leaves damaged lines out
-    folder = Path(place.root) if place.is_local else None
-    return FoundRun(record, where, folder, steps, alerts=read_alerts(place))
-
-
-def read_alerts(place: Store) -> str | None:
-    """The text of a run's alerts.jsonl; None where there is none."""
+def text_of(place: Store, name: str) -> str | None:
+    """Text of a file, of which readers leave damaged lines out; None if there is none."""
     with contextlib.suppress(OSError):
-        return place.read(ALERTS_FILE).decode(errors="replace")
+        return place.read(name).decode(errors="replace")
     return None
 
 

@@ -7,7 +7,9 @@ sources are the resolved dependencies. The statement is not signed: it reveals l
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +40,10 @@ def file_digest(path: Path) -> str:
 
 
 def statement_of(
-    files: Mapping[str, str],
-    run: RunRecord,
-    gates: GateRecord,
-    *,
-    promotion: str,
-    model: str,
-    weights: str,
-    by: str,
-    at: str,
-    version: str,
+    files: Mapping[str, str], run: RunRecord, gates: GateRecord, *, promotion: str, model: str, weights: str, by: str
 ) -> dict[str, Any]:
-    """Return the statement. files: SHA-256 by path; weights: description of the weights; by, at: user and time of the
-    promotion; version: of scaleray.
-    """
+    """The statement of a promotion that ends now. files: SHA-256 by path; weights: which ones, as text; by: user."""
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     facts = run.environment.get("environment") or {}
     git = facts.get("git") or {}
     materials = [
@@ -83,7 +75,7 @@ def statement_of(
                 "resolvedDependencies": materials,
             },
             "runDetails": {
-                "builder": {"id": "scaleray promote", "version": {"scaleray": version}},
+                "builder": {"id": "scaleray promote", "version": {"scaleray": metadata.version("scaleray")}},
                 "metadata": {"invocationId": promotion, "startedOn": at, "finishedOn": at, "by": by},
                 "byproducts": [{"name": GATES_FILE, "digest": {"sha256": files[GATES_FILE]}}],
             },

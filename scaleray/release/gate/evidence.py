@@ -19,8 +19,8 @@ from scaleray.config.decides import Decides, decides
 from scaleray.errors import TrackingError, UsageError
 from scaleray.launch.session.conditions import digest, training_of
 from scaleray.live.live_folder import LOCK, RUN, state_in_folder
-from scaleray.recording.find_record import FoundRun, find_run, places_of, read_alerts
-from scaleray.records.alert_record import Alert, parse_alerts
+from scaleray.recording.find_record import FoundRun, find_run, places_of, text_of
+from scaleray.records.alert_record import ALERTS_FILE, Alert, parse_alerts
 from scaleray.records.certificate import FILE as CERTIFICATE
 from scaleray.records.certificate import EqualityCertificate
 from scaleray.records.conditions import repeat_key, start_key
@@ -179,9 +179,8 @@ class _Neighbour:
 
 def _neighbours(found: FoundRun) -> list[_Neighbour]:
     """The folders next to a run's own, newest first; none for a run in MLflow alone."""
-    if "://" not in found.where and found.folder is None:
+    if (own := found.place) is None:
         return []
-    own = Store(str(found.folder) if found.folder is not None else found.where)
     with contextlib.suppress(OSError):
         names = [name for name in own.parent.names() if name != own.name]
         if own.is_local:
@@ -246,7 +245,7 @@ def _lost(own: RunRecord, one: _Neighbour) -> FoundRun | None:
         config=one.about.get("config") or {}, steps=0, final_loss=None, samples_per_s=None, metrics={}, evaluations={},
         resumed_after=[], profile=None, alerts=[], weights={}, best={},
     )  # fmt: skip
-    return FoundRun(record, str(folder), folder, alerts=read_alerts(one.place))
+    return FoundRun(record, str(folder), one.place, alerts=text_of(one.place, ALERTS_FILE))
 
 
 def _endured(candidates: Sequence[FoundRun], beside: Sequence[_Neighbour]) -> list[FoundRun]:

@@ -13,7 +13,7 @@ from scaleray.checkpoints.storage import Store
 from scaleray.common.filesystems import write_whole
 from scaleray.common.parsing import load_json
 from scaleray.errors import TrackingError
-from scaleray.recording.find_record import FoundRun, read_alerts, record_of
+from scaleray.recording.find_record import FoundRun, record_of, text_of
 from scaleray.records.alert_record import ALERTS_FILE
 from scaleray.records.certificate import EqualityCertificate
 from scaleray.records.json_record import jsonable
@@ -30,13 +30,19 @@ INDEX, EVALUATIONS, STUDY = "evidence.json", "evaluations.json", "study.json"
 SIDES = ("candidates", "baselines", "endured")
 
 
-def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> None:
-    """Write evidence and policy to a new folder."""
+def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> Evidence:
+    """Write evidence and policy to a new folder, and return the evidence as it is read back: judged by that, the gates
+    give the same answers again."""
     folder.mkdir(parents=True)
     sides: dict[str, list[FoundRun]] = {side: getattr(evidence, side) for side in SIDES}
     for side, runs in sides.items():
         for number, found in enumerate(runs):
-            _keep_run(found, folder / side / str(number))
+            place = folder / side / str(number)
+            place.mkdir(parents=True)
+            write_whole(place / FILE, training(found).to_json())
+            write_whole(place / EVALUATIONS, json.dumps(jsonable(found.evaluations)))
+            if found.alerts is not None:
+                write_whole(place / ALERTS_FILE, found.alerts)
     about = {
         **{side: [one.where for one in runs] for side, runs in sides.items()},
         "certificates": [dataclasses.asdict(one) for one in evidence.certificates],
@@ -46,40 +52,30 @@ def keep_evidence(evidence: Evidence, policy: Policy, folder: Path) -> None:
     write_whole(folder / INDEX, json.dumps(jsonable(about), indent=1))
     if evidence.study is not None:
         write_whole(folder / STUDY, evidence.study.to_json())
+    return read_evidence(folder)[0]
 
 
 def read_evidence(folder: Path) -> tuple[Evidence, Policy]:
     """Read evidence that `keep_evidence` wrote. Raises TrackingError for an incomplete folder."""
     try:
         about = load_json((folder / INDEX).read_bytes())
-        sides = [
-            [_read_run(folder / side / str(number), where) for number, where in enumerate(about.get(side, []))]
-            for side in SIDES
-        ]
+        sides: dict[str, list[FoundRun]] = {side: [] for side in SIDES}
+        for side, runs in sides.items():
+            for number, where in enumerate(about.get(side, [])):
+                place = Store(str(folder / side / str(number)))
+                record = record_of(place.read(FILE), where=f"{where}, from the stored evidence")
+                evaluations = {
+                    str(name): [(int(step), math.nan if value is None else float(value)) for step, value in points]
+                    for name, points in load_json(place.read(EVALUATIONS)).items()
+                }
+                runs.append(FoundRun(record, where, place, None, evaluations, text_of(place, ALERTS_FILE)))
         certificates = [_certificate(values) for values in about["certificates"]]
         study = record_of((folder / STUDY).read_bytes(), where=STUDY) if (folder / STUDY).is_file() else None
         policy = policy_of(about["policy"], where="stored with the evidence")
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as exc:
         raise TrackingError("the evidence", str(folder), f"it is incomplete: {type(exc).__name__} {exc}") from exc
     assert study is None or isinstance(study, StudyRecord)
-    return Evidence(sides[0], sides[1], certificates, study, list(about["notes"]), sides[2]), policy
-
-
-def _keep_run(found: FoundRun, folder: Path) -> None:
-    folder.mkdir(parents=True)
-    write_whole(folder / FILE, training(found).to_json())
-    write_whole(folder / EVALUATIONS, json.dumps(jsonable(found.evaluations)))
-    if found.alerts is not None:
-        write_whole(folder / ALERTS_FILE, found.alerts)
-
-
-def _read_run(folder: Path, where: str) -> FoundRun:
-    evaluations = {
-        str(name): [(int(step), math.nan if value is None else float(value)) for step, value in points]
-        for name, points in load_json((folder / EVALUATIONS).read_bytes()).items()
-    }
-    record = record_of((folder / FILE).read_bytes(), where=f"{where}, from the stored evidence")
-    return FoundRun(record, where, folder, None, evaluations, read_alerts(Store(str(folder))))
+    return Evidence(**sides, certificates=certificates, study=study, notes=list(about["notes"])), policy
 
 
 def _certificate(values: dict[str, Any]) -> NamedCertificate:

@@ -9,9 +9,7 @@ import dataclasses
 import hashlib
 import json
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +23,27 @@ from scaleray.models.fetched import MODEL
 from scaleray.models.load import find_parts
 from scaleray.models.model_options import ModelChoice
 from scaleray.models.packed import pack
-from scaleray.models.registry import MODEL_URI, STATEMENT_TAG, ModelRegistry, ModelVersion, Named, check_alias
-from scaleray.models.trained_run import TrainedRun, find_trained
+from scaleray.models.registry import (
+    MODEL_URI,
+    PROMOTION_TAG,
+    STATEMENT_TAG,
+    ModelRegistry,
+    Named,
+    check_alias,
+    last_given,
+)
+from scaleray.models.trained_run import trained_of
+from scaleray.recording.find_record import FoundRun
 from scaleray.records.gates import GateRecord
 from scaleray.records.promotion import Promotion
 from scaleray.records.run_record import RunRecord, Say
 from scaleray.records.statement import GATES_FILE, STATEMENT, digests, file_digest, statement_of
-from scaleray.release.gate.evidence import collect
+from scaleray.release.gate.evidence import collect, training
 from scaleray.release.gate.gate import judge_evidence
-from scaleray.release.gate.kept_evidence import EVIDENCE, keep_evidence, read_evidence
+from scaleray.release.gate.kept_evidence import EVIDENCE, keep_evidence
 from scaleray.release.gate.policy_file import read_policy
 from scaleray.release.gates.policy import Policy
 from scaleray.release.promote.pipeline import FOLDER, check_cluster, copy_pipeline, write_pipeline
-from scaleray.release.promote.version_tags import version_description, version_tags
 
 ARTIFACTS = "promoted"
 """Folder of a run's artifacts with a folder for each promotion of it."""
@@ -81,50 +87,44 @@ def promote(
         raise UsageError("--pipeline", str(pipeline), "it needs an alias", "scaleray promote RUN --as ALIAS")
     check_cluster(cluster)
     held = read_policy(policy)
-    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as place:
-        out = Path(place) / "model"
+    with tempfile.TemporaryDirectory(dir=cache_folder("models")) as folder:
+        place, out = Path(folder), Path(folder) / "model"
         with stage("running the gates"):
             evidence = collect(names, against=against, study=study, certificates=certificates, uri=uri)
-            keep_evidence(evidence, held, Path(place) / EVIDENCE)
-            # what is judged is what is kept: asked again of it, the gates answer the same
-            kept, _ = read_evidence(Path(place) / EVIDENCE)
-            gates = judge_evidence(kept, held, uri=uri)
-        run, name = evidence.run, model or _model_name(evidence.run)
-        answers: dict[str, str] = {gate.gate: gate.answer for gate in gates.gates}
+            gates = judge_evidence(keep_evidence(evidence, held, place / EVIDENCE), held, uri=uri)
+        run = evidence.run
         found = Promotion(
-            model=name, alias=alias, answer=gates.answer, gates=answers, not_passed=_not_passed(gates), run=run.name,
-            run_id=_in_mlflow(run),
+            model=model or _model_name(run), alias=alias, answer=gates.answer, not_passed=_not_passed(gates),
+            gates={gate.gate: gate.answer for gate in gates.gates}, run=run.name, run_id=_in_mlflow(run),
         )  # fmt: skip
         if alias is not None and gates.answer != PASSED:
             return found
         registry = ModelRegistry(uri)
-        _refuse_deleted(registry, run)
+        stored = _stored(registry, run)
         say(f"packing the model of {run.name}")
-        trained = find_trained(evidence.candidates[0].folder or names[0], uri=uri)  # the run that was judged
-        words = _write(trained, out, Path(place), gates, run, options)
+        found = dataclasses.replace(found, weights=_write(evidence.candidates[0], gates, place, out, options))
         if alias is not None:
-            write_pipeline(evidence.candidates, out / MODEL, out / FOLDER, model=str(Named(name, alias)),
+            write_pipeline(evidence.candidates, out / MODEL, out / FOLDER, model=str(Named(found.model, alias)),
                            cluster=cluster, policy=held, uri=registry.uri)  # fmt: skip
-        files = digests(out)
-        chosen = dataclasses.replace(found, promotion=_id(files, name, held), weights=words)
-        done = _registered(registry, chosen, out, files, run, gates, say=say)
+        done = _registered(registry, found, stored, run, gates, out, held, say=say)
         if pipeline is not None:
             copy_pipeline(out / FOLDER, pipeline)
         return done
 
 
-def _write(trained: TrainedRun, out: Path, place: Path, gates: GateRecord, run: RunRecord, options: ModelChoice) -> str:
+def _write(found: FoundRun, gates: GateRecord, place: Path, out: Path, options: ModelChoice) -> str:
     """Write MLflow's model with the evidence and answers of the gates, and return a description of its weights."""
     from scaleray.models.served import save_for_mlflow
 
+    run, trained = training(found), trained_of(found, uri=options.uri)
     parts = find_parts(trained, **options.parts)
     if not parts.weights.has_hash:
         advice = "train it again to its end: this version records hashes"
         raise CheckpointError(parts.weights.words, f"those of {run.name}", "they have no recorded hash", advice)
     with stage("packing the model"):
-        packed = pack(trained, parts, place / "packed", workload=options.workload)
+        signature = pack(trained, parts, place / "packed", workload=options.workload)
         libraries = (run.environment.get("environment") or {}).get("packages") or {}
-        save_for_mlflow(packed, place / "packed", out, libraries={k: v for k, v in libraries.items() if v})
+        save_for_mlflow(signature, place / "packed", out, libraries={k: v for k, v in libraries.items() if v})
     (place / EVIDENCE).rename(out / EVIDENCE)
     write_whole(out / GATES_FILE, gates.to_json())
     return parts.weights.words
@@ -153,27 +153,41 @@ def _id(files: Mapping[str, str], model: str, policy: Policy) -> str:
 def _registered(
     registry: ModelRegistry,
     found: Promotion,
-    out: Path,
-    files: Mapping[str, str],
+    stored: Any,
     run: RunRecord,
     gates: GateRecord,
+    out: Path,
+    policy: Policy,
     *,
     say: Say,
 ) -> Promotion:
-    by = user_or_somebody()
-    before = registry.expected(found.model, found.alias) if found.alias else None
-    version = registry.of_promotion(found.model, str(found.promotion))
-    if version is None:
-        version = _made(registry, found, out, files, run, gates, by=by)
-        say(f"made version {version.number} of {found.model}")
-    else:
+    """Make the version of the files in `out`, unless there is one, and give it the alias. stored: the run in MLflow."""
+    files, by, known = digests(out), user_or_somebody(), registry.versions(found.model)
+    promotion, before = _id(files, found.model, policy), last_given(known, found.alias) if found.alias else None
+    # the first one: a version whose answer was lost may have been made twice
+    version = next((one for one in reversed(known) if one.promotion == promotion), None)
+    if version is not None:
         say(f"version {version.number} of {found.model} was already made by this promotion")
+    else:
+        statement = statement_of(
+            files, run, gates, promotion=promotion, model=found.model, weights=str(found.weights), by=by
+        )
+        write_whole(out / STATEMENT, json.dumps(statement, indent=1))
+        with stage("writing to MLflow"):
+            source = registry.upload(stored, out, f"{ARTIFACTS}/{promotion}")
+            tags = {PROMOTION_TAG: promotion, STATEMENT_TAG: file_digest(out / STATEMENT), "scaleray.by": by}
+            tags |= {"scaleray.gates": gates.answer}
+            tags |= {f"scaleray.gate.{name}": answer for name, answer in found.gates.items()}
+            text = _description(found, run)
+            version = registry.make(found.model, source=source, run_id=run.run_id, tags=tags, description=text)
+        say(f"made version {version.number} of {found.model}")
     if found.alias is not None:
         named = registry.give(version, found.alias, by=by)
         if named.number != version.number:
             say(f"a later promotion won: {found.alias} names version {named.number}")
     return dataclasses.replace(
         found,
+        promotion=promotion,
         version=version.number,
         was=None if before is None else before.number,
         uri=f"{MODEL_URI}{Named(found.model, found.alias, None if found.alias else version.number)}",
@@ -181,35 +195,14 @@ def _registered(
     )
 
 
-def _made(
-    registry: ModelRegistry,
-    found: Promotion,
-    out: Path,
-    files: Mapping[str, str],
-    run: RunRecord,
-    gates: GateRecord,
-    *,
-    by: str,
-) -> ModelVersion:
-    assert found.promotion is not None and found.weights is not None
-    statement = statement_of(
-        files,
-        run,
-        gates,
-        promotion=found.promotion,
-        model=found.model,
-        weights=found.weights,
-        by=by,
-        at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        version=metadata.version("scaleray"),
+def _description(found: Promotion, run: RunRecord) -> str:
+    """Markdown for MLflow's page of the version."""
+    rows = "\n".join(f"| {name} | {answer} |" for name, answer in found.gates.items())
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in sorted(run.metrics.items()) if value is not None)
+    workers = f"{run.workers} worker{'s' * (run.workers > 1)}"
+    return (
+        f"{run.name}: {run.strategy} on {workers}, {run.steps} steps. {metrics}\n\n| gate | answer |\n|---|---|\n{rows}"
     )
-    write_whole(out / STATEMENT, json.dumps(statement, indent=1))
-    with stage("writing to MLflow"):
-        source = registry.upload(found.run_id, out, f"{ARTIFACTS}/{found.promotion}")
-        tags = version_tags(found, gates, by=by, statement_sha256=file_digest(out / STATEMENT))
-        return registry.make(
-            found.model, source=source, run_id=found.run_id, tags=tags, description=version_description(found, run)
-        )
 
 
 def _model_name(run: RunRecord) -> str:
@@ -229,7 +222,8 @@ def _in_mlflow(run: RunRecord) -> str:
     return run.run_id
 
 
-def _refuse_deleted(registry: ModelRegistry, run: RunRecord) -> None:
+def _stored(registry: ModelRegistry, run: RunRecord) -> Any:
+    """The run in MLflow. Raises TrackingError if it is deleted."""
     found = registry.run(run.run_id)
     if found is None or found.info.lifecycle_stage == "deleted":
         state = "not there" if found is None else "deleted"
@@ -239,3 +233,4 @@ def _refuse_deleted(registry: ModelRegistry, run: RunRecord) -> None:
             f"it is {state}",
             "restore it, name its MLflow with --uri, or promote another run",
         )
+    return found
