@@ -9,7 +9,6 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,7 @@ class StepsFile:
     def add(self, record: StepRecord) -> None:
         """Add a row after the last one."""
         self._count(record.step, record.loss, record.is_finite)
-        values = {**asdict(record), "losses": ";".join(f"{name}={value!r}" for name, value in record.losses.items())}
+        values = {**vars(record), "losses": ";".join(f"{name}={value!r}" for name, value in record.losses.items())}
         self._csv.writerow([repr(values[c]) if isinstance(values[c], float) else values[c] for c in STEP_COLUMNS])
 
     def write(self) -> None:

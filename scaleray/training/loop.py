@@ -285,7 +285,7 @@ class _Run:
         self.fixed.check(number)
         self.progress.enter(Phase.OTHER)
         self.observers.after_launch()
-        self.reporter.after_launch()
+        sent_bytes = self.reporter.after_launch()
         setup.after_step(number)
         self.state.step = number
         self.progress.finish_step(number)
@@ -308,6 +308,7 @@ class _Run:
             "step_time_s": step_s,
             "input_wait_s": waited_s,
             "world_size": self.place.world_size,
+            "sent_bytes": sent_bytes,
         }
         self.under_way.append((launched, facts))
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from scaleray.common import metric_names as names
 from scaleray.common.metric import prometheus_name
 from scaleray.live import foreign
-from scaleray.records.run_record import StepRecord, SystemRecord, WorkerMessage
+from scaleray.records.run_record import StepRecord, SystemRecord
 from scaleray.records.start import steady_time
 
 MOST_POINTS = 4000
@@ -25,8 +25,8 @@ Values = npt.NDArray[np.float64]
 Points = deque[tuple[float, float]]
 
 
-MOST_NEW = 100_000
-"""Points of messages that wait for the next look."""
+MOST_NEW = 50_000
+"""Messages that wait for the next look."""
 LOSS, GRAD_NORM = prometheus_name(names.LOSS), prometheus_name(names.GRAD_NORM)
 
 
@@ -39,21 +39,11 @@ class SeriesHistory:
     before: float = -np.inf
     series: dict[str, dict[str, Points]] = field(default_factory=dict)
     """Points (time, value) by metric and, of a metric that every rank has, by rank; else by an empty name."""
-    _new: deque[tuple[str, float | None, float, str]] = field(default_factory=lambda: deque(maxlen=MOST_NEW))
+    _new: deque[tuple[StepRecord | SystemRecord, float]] = field(default_factory=lambda: deque(maxlen=MOST_NEW))
 
-    def take(self, message: WorkerMessage) -> None:
-        """Take the figures that rules need of every step and of a node's GPUs, with the time of their arrival. The next
-        look adds them, as another thread may be reading."""
-        if isinstance(message, StepRecord):
-            at = steady_time()
-            self._new += [(LOSS, message.loss, at, ""), (GRAD_NORM, message.grad_norm, at, "")]
-        elif isinstance(message, SystemRecord):
-            at = steady_time()
-            self._new += [
-                (foreign.GPU_ENGINE_ACTIVE.name, value / 100, at, f"GPU {name.split('_')[1]} of {message.node}")
-                for name, value in message.metrics.items()
-                if name.startswith("gpu_") and name.endswith("_utilization_percentage")
-            ]
+    def take(self, message: StepRecord | SystemRecord) -> None:
+        """Take a message of now, from any thread; the next look adds its points."""
+        self._new.append((message, steady_time()))
 
     def add(self, metric: str, value: float | None, *, at: float, of: str = "") -> None:
         """Add a point; None is no point. of: rank or device that it is of."""
@@ -64,12 +54,22 @@ class SeriesHistory:
     def look(self, now: float) -> None:
         """Move on to the next look."""
         while self._new:
-            metric, value, at, of = self._new.popleft()
-            self.add(metric, value, at=at, of=of)
+            self._add_points(*self._new.popleft())
         self.before, self.now = self.now, now
         for of_metric in self.series.values():
             for points in of_metric.values():
                 _forget(points, self.before)
+
+    def _add_points(self, message: StepRecord | SystemRecord, at: float) -> None:
+        """Add the figures that rules need of every step, and of a node's GPUs."""
+        if isinstance(message, StepRecord):
+            self.add(LOSS, message.loss, at=at)
+            self.add(GRAD_NORM, message.grad_norm, at=at)
+            return
+        for name, value in message.metrics.items():
+            if name.startswith("gpu_") and name.endswith("_utilization_percentage"):
+                gpu = f"GPU {name.split('_')[1]} of {message.node}"
+                self.add(foreign.GPU_ENGINE_ACTIVE.name, value / 100, at=at, of=gpu)
 
     def newest(self, metric: str) -> dict[str, float]:
         """The newest value of each rank or device that is not gone."""

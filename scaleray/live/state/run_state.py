@@ -23,6 +23,7 @@ from scaleray.records.run_record import (
     EventRecord,
     LoggedMetrics,
     StepRecord,
+    SystemRecord,
     WorkerMessage,
     WorkerSummary,
 )
@@ -172,11 +173,11 @@ class RunState:
 
     def take(self, message: WorkerMessage) -> None:
         """Take the next message."""
-        if self._history is not None:
-            self._history.take(message)
         with self.lock:
             match message:
                 case StepRecord():
+                    if self._history is not None:
+                        self._history.take(message)
                     self._take_step(message)
                 case RankSample():
                     self.ranks.hear(message)
@@ -186,6 +187,8 @@ class RunState:
                     self._take_checkpoint(message)
                 case EventRecord():
                     self._take_event(message)
+                case SystemRecord() if self._history is not None:
+                    self._history.take(message)
                 case LoggedMetrics():
                     self.values.update(message.metrics)
                 case LinksMeasured():

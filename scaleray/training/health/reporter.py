@@ -4,7 +4,6 @@ nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
@@ -47,7 +46,7 @@ class Reporter:
         self._is_first = place.rank == 0
         self._num_notes = 0
         self._sent_bytes = 0.0
-        self._kept: deque[tuple[float, Metrics]] = deque()
+        self._kept: deque[Metrics] = deque()
         is_sampled = self.config.tracking.system_metrics and place.local_rank == 0
         self._system = (
             self.guard(Watcher.SYSTEM_METRICS, lambda: SystemMetrics(self.guard), None) if is_sampled else None
@@ -74,19 +73,20 @@ class Reporter:
             for text in self.job.data_warnings():
                 self.say(text, is_warning=True)
 
-    def after_launch(self) -> None:
-        """Store a measurement of a step in addition to its result; it may be known later."""
-        sent_bytes = self.guard(Watcher.FIGURES, self._setup.parallel.bytes_sent, self._sent_bytes, part="bytes sent")
+    def after_launch(self) -> float:
+        """Bytes that this rank has sent in a step. Its figures are stored, which may be known later."""
+        before = self._sent_bytes
+        self._sent_bytes = self.guard(Watcher.FIGURES, self._setup.parallel.bytes_sent, before, part="bytes sent")
         if self._is_first:
-            self._kept.append((sent_bytes - self._sent_bytes, self._figures()))
-        self._sent_bytes = sent_bytes
+            self._kept.append(self._figures())
+        return self._sent_bytes - before
 
     def after_step(self, taken: StepRecord) -> None:
         """Report a step with the notes and samples that belong to it."""
         if self._is_first:
-            sent_bytes, numbers = self._kept.popleft()
-            figures = self.guard(Watcher.FIGURES, lambda: known(numbers), {}, part=self.job.recipe.strategy)
-            self.emit(dataclasses.replace(taken, sent_bytes=sent_bytes, more={**taken.more, **figures}))
+            numbers, strategy = self._kept.popleft(), self.job.recipe.strategy
+            taken.more.update(self.guard(Watcher.FIGURES, lambda: known(numbers), {}, part=strategy))
+            self.emit(taken)
         self.notes()
         self._sample_system()
 

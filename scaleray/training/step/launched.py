@@ -56,7 +56,7 @@ class LaunchedStep:
             nonfinite_in_a_row=int(in_a_row),
             signals=tuple(signals),
             loss_scale=loss_scale,
-            **(UNKNOWN | facts),
+            **(facts or UNKNOWN),
         )
 
 
