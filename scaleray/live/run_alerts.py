@@ -123,12 +123,12 @@ class RunAlerts:
     def look(self, now: float) -> None:
         """Judge the run as it is. now: wall clock."""
         seen = self._seen
+        seen.look(now)
         for metric, labels, value in self._series():
             published = LOOKED_AT.get(id(metric))
             if published is None or labels.get("kind", "used") != "used":
                 continue
             seen.add(published, value, at=now, of=_of(labels))
-        seen.look(now)
         for alert in self._judge.look(seen):
             self._raise(alert)
         if self.settings.measures_links and any(alert.name == SLOW_LINK for alert in self._judge.firing):

@@ -63,10 +63,7 @@ class PublishedMetrics(Publisher):
 
     def own_series(self) -> list[Series]:
         """Series that exist once a run: under Ray each rank publishes its own."""
-        return self._series.of_run(self._snapshot())
-
-    def _snapshot(self) -> RecorderSnapshot:
-        return RecorderSnapshot(
+        snapshot = RecorderSnapshot(
             now=steady_time(),
             nonfinite_steps=self._steps.num_nonfinite,
             spooled_points=len(self._spool.points()),
@@ -75,6 +72,7 @@ class PublishedMetrics(Publisher):
             beats=self._beats(),
             status=self._status,
         )
+        return self._series.of_run(snapshot)
 
 
 def free_share(folder: str) -> float | None:

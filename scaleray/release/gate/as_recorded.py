@@ -4,7 +4,6 @@ that the reader chose."""
 
 from __future__ import annotations
 
-from scaleray.recording.find_record import FoundRun
 from scaleray.recording.same_in_mlflow import certificate_differences, differences_from_mlflow, study_differences
 from scaleray.recording.store import resolve_uri, without_password
 from scaleray.records.gate_answer import Check
@@ -21,13 +20,14 @@ def runs_as_recorded(evidence: Evidence, uri: str | None) -> Check:
     unknown = []
     runs = [*evidence.candidates, *evidence.baselines, *evidence.endured]
     for found in runs:
-        differs = _of_run(found, uri)
+        record, alerts = training(found), alerts_of(found)
+        names = None if alerts is None else [alert.name for alert in alerts]
+        differs = differences_from_mlflow(record, alerts=names, uri=uri)
         if differs:
-            name = training(found).name
-            words = f"{name} differs from MLflow: {', '.join(differs[:4])}"
+            words = f"{record.name} differs from MLflow: {', '.join(differs[:4])}"
             return Check(what=what, answer="fail", words=words, numbers={"differences": float(len(differs))})
         if differs is None:
-            unknown.append(training(found).name)
+            unknown.append(record.name)
     if unknown:
         return Check(what=what, answer="inconclusive", words=_away(", ".join(unknown[:4]), uri), remedy=NAME_IT)
     return Check(what=what, answer="pass", words=f"{len(runs)} runs")
@@ -43,12 +43,6 @@ def certificate_as_recorded(certificate: NamedCertificate, uri: str | None) -> C
     """Whether the certificate equals the one that `scaleray verify` recorded."""
     differs = certificate_differences(certificate.record.run_id, certificate.sha256, uri=uri)
     return _check("the certificate as MLflow has it", certificate.name, differs, uri)
-
-
-def _of_run(found: FoundRun, uri: str | None) -> list[str] | None:
-    record, alerts = training(found), alerts_of(found)
-    names = None if alerts is None else [alert.name for alert in alerts]
-    return differences_from_mlflow(record, alerts=names, uri=uri)
 
 
 def _check(what: str, name: str, differs: list[str] | None, uri: str | None) -> Check:

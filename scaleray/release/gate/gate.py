@@ -53,45 +53,32 @@ def gate(
 
     Raises ConfigError for a policy or gate that is not known, TrackingError for a run that is not there.
     """
+    names, facts = [str(run) for run in runs], [str(one) for one in certificates]
     baselines = [str(run) for run in ([against] if isinstance(against, str | Path) else against)]
-    return _judged([str(run) for run in runs], baselines, policy, study, list(map(str, certificates)), gates, days, uri)
-
-
-def _judged(
-    runs: Sequence[str],
-    against: Sequence[str],
-    policy: str | Path | Mapping[str, Any] | None,
-    study: str | None,
-    certificates: Sequence[str],
-    gates: Sequence[str] | None,
-    days: float | None,
-    uri: str | None,
-) -> GateRecord:
-    version = registered(against)
+    version = registered(baselines)
     if version is not None:
-        if study or certificates:
-            option, value = ("--study", study) if study else ("--certificates", " ".join(certificates))
+        if study or facts:
+            option, value = ("--study", study) if study else ("--certificates", " ".join(facts))
             allowed = f"against a registered version it has no effect: the gates are {', '.join(OF_PROMOTED)}"
             raise UsageError(option, value, allowed, "leave it out, or name runs with --against")
-        return judge_promoted(runs, version, days=days, policy=policy, gates=gates, uri=uri)
+        return judge_promoted(names, version, days=days, policy=policy, gates=gates, uri=uri)
     if days is not None:
         raise UsageError("--days", days, "it applies only against a registered version", "--against NAME@ALIAS")
-    if not runs:
+    if not names:
         raise UsageError.problem("Give", "the RUN of a training or a study", "scaleray gate RUN --against BASELINE")
     gates = GATES if gates is None else gates
     for name in gates:
         if name not in GATES:
             raise ConfigError("--gates", name, f"gates are {', '.join(GATES)}")
     held = read_policy(policy)
-    first = find_run(runs[0], uri=uri)
-    if isinstance(first.record, StudyRecord) and len(runs) == 1:
-        if against or study:
+    first = find_run(names[0], uri=uri)
+    if isinstance(first.record, StudyRecord) and len(names) == 1:
+        if baselines or study:
             allowed = "a study has no baseline or study of its own"
-            raise UsageError("the study", runs[0], allowed, "give RUN, and the study with --study")
+            raise UsageError("the study", names[0], allowed, "give RUN, and the study with --study")
         named = str(policy) if isinstance(policy, (str, Path)) else None
-        facts = certificates_for(first, certificates)
-        return judge_study(first, held, facts, gates=gates, policy_name=named, uri=uri)
-    evidence = collect([first, *runs[1:]], against=against, study=study, certificates=certificates, uri=uri)
+        return judge_study(first, held, certificates_for(first, facts), gates=gates, policy_name=named, uri=uri)
+    evidence = collect([first, *names[1:]], against=baselines, study=study, certificates=facts, uri=uri)
     record = judge_evidence(evidence, held, gates=gates, uri=uri)
     asked_again = [
         dataclasses.replace(result, command=_command(evidence, policy, study, result.gate)) for result in record.gates
