@@ -55,10 +55,11 @@ def train(
         if not options.local and options.resume is None:  # a finished run leaves nothing to do
             stack.enter_context(connected(resolved, meanwhile=["scaleray.launch.run.train"]))
         with stage("importing"):
-            from scaleray.launch.run.train import train as run
+            from scaleray.launch.run.train import run_training
 
-        record = run(
+        record = run_training(
             resolved,
+            None,
             options=options,
             show=terminal.show,
             say=terminal.say,

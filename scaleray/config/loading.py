@@ -115,38 +115,31 @@ def read_file(path: Path) -> dict[str, Entry]:
         raise ConfigError("config file", str(path), "it does not exist", hint) from None
     except (OSError, ValueError) as exc:  # ValueError: a NUL in the path, or text that is not UTF-8
         raise ConfigError("config file", str(path), f"it cannot be read: {exc}") from exc
-    return parse_yaml(text, name=str(path))
-
-
-def parse_yaml(text: str, *, name: str) -> dict[str, Entry]:
-    """Parse YAML text into entries by dotted key. name: name of the text in messages."""
-    entries: dict[str, Entry] = {}
     try:
         with yaml_nodes(text) as (loader, node):
             if node is None or (isinstance(node, yaml.ScalarNode) and not node.value):
                 allowed = "it needs at least workload, batch, optimizer and stop"
-                raise ConfigError(f"config file {name}", "empty", allowed)
+                raise ConfigError(f"config file {path}", "empty", allowed)
             if not isinstance(node, yaml.MappingNode):
-                raise ConfigError(f"config file {name}", "not a mapping", "it must hold sections such as 'batch:'")
-            _collect(loader, node, prefix="", name=name, entries=entries)
+                raise ConfigError(f"config file {path}", "not a mapping", "it must hold sections such as 'batch:'")
+            return _entries(loader, node, prefix="", file=str(path))
     except NotYaml as exc:
-        place = f"{name}:{exc.line}" if exc.line else name
+        place = f"{path}:{exc.line}" if exc.line else path
         raise ConfigError(f"config file {place}", "not valid YAML", exc.problem) from exc
     except TooLarge as exc:
         hint = "move long data into a file that the workload reads"
-        raise ConfigError(f"config file {name}", "too large", str(exc), hint) from exc
+        raise ConfigError(f"config file {path}", "too large", str(exc), hint) from exc
     except ValueError as exc:
-        raise ConfigError(f"config file {name}", "not readable as values", str(exc)) from exc
-    return entries
+        raise ConfigError(f"config file {path}", "not readable as values", str(exc)) from exc
 
 
-def _collect(
-    loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, name: str, entries: dict[str, Entry]
-) -> None:
+def _entries(loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, file: str) -> dict[str, Entry]:
+    """The values of a mapping, and of the sections in it, by dotted key."""
     sections = _sections()
-    for key, (where, value_node) in _own_keys(loader, node, prefix=prefix, name=name).items():
+    entries: dict[str, Entry] = {}
+    for key, (where, value_node) in _own_keys(loader, node, prefix=prefix, file=file).items():
         if not prefix and key in sections and isinstance(value_node, yaml.MappingNode):
-            _collect(loader, value_node, prefix=f"{key}.", name=name, entries=entries)
+            entries.update(_entries(loader, value_node, prefix=f"{key}.", file=file))
             continue
         if not prefix and key in sections:
             if isinstance(value_node, yaml.ScalarNode) and value_node.tag == "tag:yaml.org,2002:null":
@@ -157,6 +150,7 @@ def _collect(
         value = loader.construct_object(value_node, deep=True)
         check_size(value, most=MAX_ENTRIES)
         entries[key] = Entry(value, where)
+    return entries
 
 
 def _sections() -> set[str]:
@@ -168,7 +162,7 @@ def _sections() -> set[str]:
 
 
 def _own_keys(
-    loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, name: str
+    loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, file: str
 ) -> dict[str, tuple[str, yaml.Node]]:
     """Each key of a mapping with its place and value; the mapping's own keys take precedence over those merged by
     `<<`."""
@@ -176,7 +170,7 @@ def _own_keys(
     def read(pairs: list[tuple[yaml.Node, yaml.Node]], *, may_repeat: bool) -> dict[str, tuple[str, yaml.Node]]:
         found: dict[str, tuple[str, yaml.Node]] = {}
         for key_node, value_node in pairs:
-            where = f"{name}:{key_node.start_mark.line + 1}"
+            where = f"{file}:{key_node.start_mark.line + 1}"
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigError(f"{where} a key", "not a word", "keys must be words such as 'batch'")
             if len(key_node.value) > LONGEST_KEY:

@@ -78,7 +78,7 @@ def derive(config: RunConfig, data: DataSize, *, workers: int | None = None) -> 
         evaluation_micro_batch_size=config.evaluation.micro_size or micro_size,
         accumulation_steps=accumulation_steps,
         degrees=degrees,
-        **vars(lengths),
+        **lengths,
         learning_rate=None if math.isnan(scaled.learning_rate) else scaled.learning_rate,
         betas=scaled.betas,
         epsilon=scaled.epsilon,

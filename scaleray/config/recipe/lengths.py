@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
 from scaleray.config import Duration, RunConfig
 from scaleray.config.recipe.values import DataSize
@@ -54,19 +54,6 @@ class StepCounter:
         return steps, f"{duration} at {self._samples_per_step:g} samples per step, {self.per_epoch} steps per epoch"
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Optimizer steps; see the fields of `Recipe` of the same names."""
-
-    steps_per_epoch: int
-    total_steps: int
-    warmup_steps: int
-    schedule_steps: int
-    evaluate_every_steps: int | None
-    checkpoint_every_steps: int | None
-    keep_checkpoint_every_steps: int | None
-
-
 def schedule_lengths(
     config: RunConfig, counter: StepCounter, total_steps: int, *, warmup_factor: float, why: dict[str, str]
 ) -> tuple[int, int]:
@@ -112,19 +99,19 @@ def schedule_lengths(
 
 def lengths_of(
     config: RunConfig, counter: StepCounter, total_steps: int, *, warmup_factor: float, why: dict[str, str]
-) -> Lengths:
-    """Return all lengths of a training with this number of steps. Raises the errors of `schedule_lengths`."""
+) -> dict[str, Any]:
+    """All lengths of a training of so many steps, as fields of `Recipe`. Raises what `schedule_lengths` raises."""
     warmup, schedule = schedule_lengths(config, counter, total_steps, warmup_factor=warmup_factor, why=why)
-    by_time = "by time only" if config.checkpoint.every_minutes else "none"
-    saved, kept = config.checkpoint.every, config.checkpoint.keep_every
-    return Lengths(
-        steps_per_epoch=counter.per_epoch,
-        total_steps=total_steps,
-        warmup_steps=warmup,
-        schedule_steps=schedule,
-        evaluate_every_steps=counter.every(
-            config.evaluation.every, "evaluate_every_steps", otherwise="only at the end"
-        ),
-        checkpoint_every_steps=counter.every(saved, "checkpoint_every_steps", otherwise=by_time),
-        keep_checkpoint_every_steps=counter.every(kept, "keep_checkpoint_every_steps", otherwise="none is permanent"),
-    )
+    by_time = "by time alone" if config.checkpoint.every_minutes else "none"
+    every = {
+        "evaluate_every_steps": (config.evaluation.every, "at the end only"),
+        "checkpoint_every_steps": (config.checkpoint.every, by_time),
+        "keep_checkpoint_every_steps": (config.checkpoint.keep_every, "none stays for good"),
+    }
+    return {
+        "steps_per_epoch": counter.per_epoch,
+        "total_steps": total_steps,
+        "warmup_steps": warmup,
+        "schedule_steps": schedule,
+        **{name: counter.every(duration, name, otherwise=otherwise) for name, (duration, otherwise) in every.items()},
+    }
