@@ -29,7 +29,7 @@ def announcement(
 ) -> list[str]:
     """Lines that describe the run. data: facts of each split. local: on this machine, without Ray. port: of its
     metrics."""
-    r, config, before = job.recipe, request.config, request.before
+    r, config, before = job.recipe, job.config, request.before
     here = "this process" if config.scale.max_workers == 1 else "gloo processes of this machine"
     start = "run"
     if before is not None:

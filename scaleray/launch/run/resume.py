@@ -82,13 +82,9 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class Request:
-    """A requested training, from its first step or continuing an interrupted run. before: that run. changed:
-    differences from its config.
+    """Start of a training: its first step, or an interrupted run. before: that run. changed: differences from its
+    config."""
 
-    before: that run. changed: what differs from its config.
-    """
-
-    config: RunConfig
     base_dir: Path | None
     before: Interrupted | None
     changed: Sequence[Change]
@@ -108,9 +104,9 @@ def make_request(
     allow_change: Sequence[str],
     say: Say,
     settled: Settled = lambda config, base_dir: config,
-) -> Request:
-    """The training of this config, of which `resume` may name an interrupted run. settled: gives the config with what
-    its workload brings, which the interrupted run's has. Raises UsageError."""
+) -> tuple[RunConfig, Request]:
+    """The config of a training, which `resume` may continue, and its start. settled: gives the config with what its
+    workload brings, which the interrupted run's has. Raises UsageError."""
     if config is not None and resume == AUTO:
         config = settled(config, base_dir)
     before = find(resume, config, base_dir, say=say) if resume is not None else None
@@ -119,7 +115,7 @@ def make_request(
             raise ConfigError("config", None, "it is needed to start a run", "give a file with -c")
         config = before.valid_config()
     if before is None:
-        return Request(config, base_dir, None, [])
+        return config, Request(base_dir, None, [])
     if base_dir is None and before.about.get("base_dir"):
         base_dir = Path(before.about["base_dir"])
     if resume != AUTO and changes(before.config, config):  # else its workload need not be loaded
@@ -127,8 +123,7 @@ def make_request(
     if config.scale.gpus_per_worker == "auto":  # as it was decided
         known = float(before.config.get("scale", {}).get("gpus_per_worker", 0.0))
         config = config.changed({"scale.gpus_per_worker": known})
-    changed = check_changes(before, config, allow_change)
-    return Request(config, base_dir, before, changed)
+    return config, Request(base_dir, before, check_changes(before, config, allow_change))
 
 
 def find(

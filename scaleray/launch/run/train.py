@@ -168,10 +168,9 @@ def run_training(
         made = make_workload(made, config.workload.name, config.workload.args, base_dir=base_dir)
         return with_brought(config, made)
 
-    request = make_request(
+    config, request = make_request(
         config, base_dir, resume=options.resume, allow_change=options.allow_change, say=say, settled=settled
     )
-    config, before = request.config, request.before
     if (finished := request.finished_record(say)) is not None:
         say(f"run {finished.name} is finished already, after {finished.steps} steps; nothing is left to do")
         return finished
@@ -183,9 +182,8 @@ def run_training(
     port = chosen_port(config.monitoring.port)
     alert_settings(config.alerts)  # for its errors: the recorder asks for it when all data are read
     config, workload = settled(config, request.base_dir), made
-    request = dataclasses.replace(request, config=config)
     check_learning_rate(config, workload)
-    folder = RunFolder.reserve(config) if before is None else RunFolder.reopen(before.path)
+    folder = RunFolder.reserve(config) if request.before is None else RunFolder.reopen(request.before.path)
     try:
         with (
             sigterm_like_ctrl_c(),
@@ -193,17 +191,15 @@ def run_training(
             _environment(config, local=local, say=say) as (config, topology),
             sigterm_like_ctrl_c(),  # Ray has put its own handler in place, which ends the process with a stack of C++
         ):
-            request = dataclasses.replace(request, config=config)
             if not local:
                 start.end(RAY)
-            sources = load_sources(
-                workload, fitted=preprocessing.load(folder.path) if before else None, in_steps=is_in_steps(config)
-            )
+            fitted = preprocessing.load(folder.path) if request.before else None
+            sources = load_sources(workload, fitted=fitted, in_steps=is_in_steps(config))
             if not local:
                 refuse_unsendable(sources)
                 if found := stray_runs.stray(mlflow_runs):  # workers look for their own
                     say(found)
-            run = _Run(request, workload, sources, folder, tracking_uri, topology, show, start, port)
+            run = _Run(config, request, workload, sources, folder, tracking_uri, topology, show, start, port)
             traced = None if trace is None else trace.into(folder.path)
             run.job = run.job.changed(trace=traced, probes_links=probes_links, mlflow_runs=mlflow_runs)
             expect_steps(run.recipe.total_steps)
@@ -274,6 +270,7 @@ def _environment(config: RunConfig, *, local: bool, say: Say) -> Iterator[tuple[
 class _Run:
     def __init__(
         self,
+        config: RunConfig,
         request: Request,
         workload: Any,
         sources: dict[str, Source],
@@ -284,7 +281,7 @@ class _Run:
         start: StartClock,
         port: int | None,
     ) -> None:
-        config, before = request.config, request.before
+        before = request.before
         self.config, self.sources, self.folder = config, sources, folder
         self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
         self.before, self.base_dir, self.changed = before, request.base_dir, request.changed
@@ -299,14 +296,14 @@ class _Run:
             advice = "resume with the same data, or start a new run from its weights: --workload.weights RUN_FOLDER"
             check_same_data(known.get(TRAIN), self.data[TRAIN].get("sha256"), what="run", advice=advice)
         if config.scale.is_elastic:
-            self._check_every_size(config, self.recipe, sources)
+            self._check_every_size(config, self.recipe, splits[TRAIN])
         start.end(DATA)
         self.job = TrainJob(config, self.recipe, workload, splits, start.started_at, start_ends=start.ends)
 
     @staticmethod
-    def _check_every_size(config: RunConfig, full: Recipe, sources: Mapping[str, Source]) -> None:
+    def _check_every_size(config: RunConfig, full: Recipe, train: Split) -> None:
         """Refuse a training that would fail at another number of workers."""
-        if Split.of(TRAIN, sources[TRAIN]).is_streamed:
+        if train.is_streamed:
             raise ConfigError(
                 "scale.workers",
                 str(config.scale.workers),
@@ -315,7 +312,7 @@ class _Run:
             )
         for workers in range(config.scale.min_workers, min(config.scale.max_workers, config.scale.min_workers + 1000)):
             resized = rescaled(config, full, workers) if config.scale.on_resize == "rescale" else config
-            derive(resized, size_of(sources), workers=workers)
+            derive(resized, train.size, workers=workers)
 
     def train(self, *, local: bool) -> RunRecord:
         description = describe(
