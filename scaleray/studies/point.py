@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from scaleray.config import RunConfig
 from scaleray.data import TRAIN
 from scaleray.errors import RunFailedError
 from scaleray.live.state.measured_series import PointSoFar
 from scaleray.records.run_record import EMULATED
-from scaleray.records.study_record import Estimate, Mode, Point, Turn
+from scaleray.records.study_record import Estimate, Mode, Point
 from scaleray.records.workload_profile import ImpossibleUtilisation, WorkloadProfile, mfu
 from scaleray.studies.curves.efficiency import median_step_time, throughput
 from scaleray.studies.curves.steady_state import steady_state
@@ -38,13 +37,16 @@ def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProf
     absence. study: name of this study. A point half of whose turns are not steady is marked. Raises RunFailedError for
     an MFU over 100 %, which no device has."""
     turns, recipe, workers = rung.turns, rung.job.recipe, rung.workers
-    steady = steady_times(turns, rung.period)
-    step_time = median_step_time(steady.times)
-    samples_per_s = throughput(steady.times, samples_per_step=recipe.global_batch_size)
+    every = [periods(turn.step_times_s, rung.period) for turn in turns]
+    states = [steady_state(times) for times in every]
+    steady = [times[state.first :] for times, state in zip(every, states, strict=True)]
+    step_time = median_step_time(steady)
+    samples_per_s = throughput(steady, samples_per_step=recipe.global_batch_size)
     tokens = rung.job.splits[TRAIN].tokens_per_row
     shares = mean_split(
-        [split(statistics.median(times), turn, workers) for times, turn in zip(steady.times, turns, strict=True)]
+        [split(statistics.median(times), turn, workers) for times, turn in zip(steady, turns, strict=True)]
     )
+    num_unsteady = sum(not state.is_steady for state in states)
     comm_times = [turn.comm_s for turn in turns if turn.comm_s is not None]
     t = step_time.value
     return Point(
@@ -54,12 +56,12 @@ def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProf
         global_batch_size=recipe.global_batch_size,
         micro_batch_size=recipe.micro_batch_size,
         accumulation_steps=recipe.accumulation_steps,
-        turns=steady.times,
+        turns=steady,
         rounds=[turn.round_name for turn in turns],
-        num_warmup_steps=steady.num_warmup_steps,
+        num_warmup_steps=max(state.first for state in states) * rung.period,
         step_time_s=step_time,
         samples_per_s=samples_per_s,
-        tokens_per_s=throughput(steady.times, samples_per_step=recipe.global_batch_size * tokens) if tokens else None,
+        tokens_per_s=throughput(steady, samples_per_step=recipe.global_batch_size * tokens) if tokens else None,
         compute_s=shares.compute * t,
         exposed_comm_s=None if shares.comm is None else shares.comm * t,
         input_wait_s=shares.input * t,
@@ -74,29 +76,9 @@ def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProf
         noise_scale=rung.noise.scale if rung.noise else None,
         noise=rung.noise,
         to_target=rung.to_target,
-        marks=[*_marks(rung), *([NOT_STEADY] if 2 * steady.num_unsteady >= len(turns) else [])],
+        marks=[*_marks(rung), *([NOT_STEADY] if 2 * num_unsteady >= len(turns) else [])],
         reused_from=studies_of(turns, own=study),
         measured_at=max(turn.measured_at for turn in turns),
-    )
-
-
-@dataclass(frozen=True)
-class SteadyTimes:
-    """Step times of turns without their warm-up. num_unsteady: turns that drift, or have too few steps to tell."""
-
-    times: list[list[float]]
-    num_warmup_steps: int
-    num_unsteady: int
-
-
-def steady_times(turns: Sequence[Turn], period: int) -> SteadyTimes:
-    """The steady part of each turn, in means of `period` steps."""
-    every = [periods(turn.step_times_s, period) for turn in turns]
-    found = [steady_state(times) for times in every]
-    return SteadyTimes(
-        [times[state.first :] for times, state in zip(every, found, strict=True)],
-        num_warmup_steps=max(state.first for state in found) * period,
-        num_unsteady=sum(not state.is_steady for state in found),
     )
 
 

@@ -55,7 +55,8 @@ def make_rungs(
                 num_turns=options.repeats,
                 steps=options.steps,
                 seconds=options.seconds,
-                period=period_of(spread, recipe.strategy),
+                # occasional averagings count for every step
+                period=spread.local_sgd.sync_every if traits_of(recipe.strategy).averages_now_and_then else 1,
                 trains_to_target=options.to_target,
                 measures_noise=source_of(job).name is not None,
                 marks=[OVERSUBSCRIBED] * is_crowded + [RELAUNCHED] * options.relaunch,
@@ -89,11 +90,6 @@ def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bo
     if not as_given:
         settings |= {"optimizer.rule": "none", "schedule.warmup": Duration(0, "steps"), "schedule.length": None}
     return config.changed(settings)
-
-
-def period_of(config: RunConfig, strategy: str) -> int:
-    """Steps after which a strategy's steps repeat: occasional averagings count for every step."""
-    return config.local_sgd.sync_every if traits_of(strategy).averages_now_and_then else 1
 
 
 def _check(config: RunConfig, options: StudyOptions, splits: Mapping[str, Split]) -> None:

@@ -36,7 +36,7 @@ from scaleray.studies.hardware import OVERSUBSCRIBED
 from scaleray.studies.measure_sizes import Result, Rung
 from scaleray.studies.point import point_of, point_so_far
 from scaleray.studies.study_options import MODES, StudyOptions
-from scaleray.studies.turn_store import KnownTurns
+from scaleray.studies.turn_store import TARGET, TURN, KnownTurns, noise_kind
 from scaleray.training.flop_counter import profile_workload
 
 
@@ -176,7 +176,7 @@ class RunningStudy(Campaign):
                 rung.to_target = result
                 self.say(f"  {name}: training to the target reused")
             if rung.measures_noise:
-                rung.noise = self.known.noise(name, self.config.noise_scale, is_to_target=rung.trains_to_target)
+                rung.noise = self.known.noise(name, noise_kind(self.config.noise_scale, rung.trains_to_target))
                 if rung.noise is not None:
                     self.say(f"  {name}: noise scale reused")
 
@@ -192,7 +192,7 @@ class RunningStudy(Campaign):
             round_number = None if self.options.relaunch else result.round
             turn = dataclasses.replace(result, study=self.folder.name, round=round_number)
             rung.turns.append(turn)
-            self.known.keep(name, turn)
+            self.known.keep(name, TURN, turn, at=turn.measured_at)
             self.num_taken += 1
             self.under_way.advance()
             ms = 1e3 * statistics.median(turn.step_times_s)
@@ -202,12 +202,13 @@ class RunningStudy(Campaign):
             )
         elif isinstance(result, ToTarget):
             rung.to_target = result
-            self.known.keep_target(name, result, at=time.time())
+            self.known.keep(name, TARGET, result, at=time.time())
             how = "reached" if result.is_reached else "missed"
             self.say(f"  {workers}: target {how} after {result.samples} samples and {result.time_s:.3g} s")
         elif isinstance(result, NoiseCourse):
-            rung.noise, settings = result, self.config.noise_scale
-            self.known.keep_noise(name, result, settings, is_to_target=rung.trains_to_target, at=time.time())
+            rung.noise = result
+            kind = noise_kind(self.config.noise_scale, rung.trains_to_target)
+            self.known.keep(name, kind, result, at=time.time())
             self.say(f"  {workers}: gradient noise scale {study_noise.in_words(result)}")
         elif result not in self.said:
             self.said.add(result)
@@ -232,7 +233,7 @@ class RunningStudy(Campaign):
         """The study as far as it is measured."""
         config, study = self.config.study, self.folder.name
         points = [
-            point_of(mode, rung, self.config, profile=self.profile, study=study)
+            self.points.get((mode, rung.name)) or point_of(mode, rung, self.config, profile=self.profile, study=study)
             for mode, rung in self._standing()
             if rung.turns
         ]

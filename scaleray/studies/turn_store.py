@@ -23,7 +23,7 @@ from scaleray.records.study_record import Conditions, NoiseCourse, ToTarget, Tur
 
 Kept = TypeVar("Kept", Turn, ToTarget, NoiseCourse)
 FOLDER = "study_turns"
-TARGET, NOISE = "target-", "noise-"
+TURN, TARGET = "turn-", "target-"
 INVALID = f"{FOLDER}/invalid"
 """Folder with a file for each study whose turns must not be used."""
 SEALED = re.compile(r"-(?P<time>\d+\.\d{3})-(?P<hash>[0-9a-f]{16})\.json$")
@@ -66,31 +66,22 @@ class KnownTurns:
 
     def turns(self, rung: str) -> list[Turn]:
         """Turns of a rung, oldest first. A file that cannot be read counts as not there."""
-        found = [self._read(name, Turn) for name in self.store.names(rung) if "/turn-" in f"/{name}"]
-        return sorted((turn for turn in found if turn is not None and self._is_valid(rung, turn)), key=_measured_at)
+        found = [self._read(name, Turn) for name in self.store.names(rung) if f"/{TURN}" in f"/{name}"]
+        valid = (turn for turn in found if turn is not None and self._is_valid(rung, turn))
+        return sorted(valid, key=lambda turn: turn.measured_at)
 
     def to_target(self, rung: str) -> ToTarget | None:
         """Duration of the newest training of a rung to the target."""
         return self._newest(f"{rung}/{TARGET}", ToTarget)
 
-    def noise(self, rung: str, settings: NoiseScaleSettings, *, is_to_target: bool) -> NoiseCourse | None:
-        """The newest noise of a rung that was measured with these settings, over the training to the target or its
-        first steps."""
-        return self._newest(f"{rung}/{_noise_name(settings, is_to_target)}", NoiseCourse)
+    def noise(self, rung: str, kind: str) -> NoiseCourse | None:
+        """The newest noise of a rung. kind: see `noise_kind`."""
+        return self._newest(f"{rung}/{kind}", NoiseCourse)
 
-    def keep(self, rung: str, turn: Turn) -> None:
-        """Write a turn atomically."""
-        self._write(f"{rung}/turn-", turn, at=turn.measured_at)
-
-    def keep_target(self, rung: str, result: ToTarget, *, at: float) -> None:
-        """Write the cost of a training to the target. at: seconds since 1970."""
-        self._write(f"{rung}/{TARGET}", result, at=at)
-
-    def keep_noise(
-        self, rung: str, result: NoiseCourse, settings: NoiseScaleSettings, *, is_to_target: bool, at: float
-    ) -> None:
-        """Write a rung's noise. at: seconds since 1970."""
-        self._write(f"{rung}/{_noise_name(settings, is_to_target)}", result, at=at)
+    def keep(self, rung: str, kind: str, result: Turn | ToTarget | NoiseCourse, *, at: float) -> None:
+        """Write a result atomically. kind: `TURN`, `TARGET` or a `noise_kind`. at: seconds since 1970."""
+        text = json.dumps(jsonable(dataclasses.asdict(result)))
+        self.store.write_text(f"{rung}/{kind}{at:.3f}-{_hash(text.encode())}.json", text)
 
     def _newest(self, start: str, kind: type[Kept]) -> Kept | None:
         rung, _, stem = start.rpartition("/")
@@ -105,10 +96,6 @@ class KnownTurns:
         sealed = SEALED.search(name)
         rung = name.rpartition("/")[0].rpartition("/")[2]
         return sealed is None or not any(one.holds(rung, study=None, at=float(sealed["time"])) for one in self.invalid)
-
-    def _write(self, start: str, value: Turn | ToTarget | NoiseCourse, *, at: float) -> None:
-        text = json.dumps(jsonable(dataclasses.asdict(value)))
-        self.store.write_text(f"{start}{at:.3f}-{_hash(text.encode())}.json", text)
 
     def _read(self, name: str, kind: type[Kept]) -> Kept | None:
         """Raise StorageError for a file whose content was changed."""
@@ -130,10 +117,6 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-def _measured_at(turn: Turn) -> float:
-    return turn.measured_at
-
-
 def _read_invalid(store: Store) -> list[InvalidTurns]:
     found = []
     with contextlib.suppress(OSError):
@@ -143,8 +126,9 @@ def _read_invalid(store: Store) -> list[InvalidTurns]:
     return found
 
 
-def _noise_name(settings: NoiseScaleSettings, is_to_target: bool) -> str:
-    return f"{NOISE}{'target' if is_to_target else 'start'}-{digest(settings.model_dump())[:8]}-"
+def noise_kind(settings: NoiseScaleSettings, is_to_target: bool) -> str:
+    """Kind of noise measured with these settings, over the training to the target or its first steps."""
+    return f"noise-{'target' if is_to_target else 'start'}-{digest(settings.model_dump())[:8]}-"
 
 
 def studies_of(turns: Iterable[Turn], *, own: str) -> str | None:
