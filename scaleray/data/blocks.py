@@ -13,7 +13,6 @@ from scaleray.data.iterable import IterableSource
 from scaleray.data.ragged import Ragged, concatenated
 from scaleray.data.rank_part import Part
 from scaleray.data.row_values import read_alone, row_values_of
-from scaleray.data.sample_order import StepPlan
 from scaleray.data.source_interface import Columns, Source, rows_in
 from scaleray.data.sources import IN_MEMORY, STORED, DatasetSource
 from scaleray.data.transformed import Transformed
@@ -44,20 +43,24 @@ def read_chunk(source: Source, part: Part, steps: range, *, is_alone: bool = Fal
     """The rows of these steps, one after another, in the exact order of the plan. is_alone: no other code in this
     process draws random numbers meanwhile, so that each row is read under its own seed if user code draws any.
     """
-    return _rows(source, part.positions(steps), part.plan, is_alone=is_alone)
-
-
-def _rows(source: Source, positions: np.ndarray, plan: StepPlan, *, is_alone: bool) -> Columns:
-    if isinstance(source, Transformed):
-        return source.changed(_rows(source.source, positions, plan, is_alone=is_alone), plan.row_seeds(positions))
+    positions, plan = part.positions(steps), part.plan
+    transforms: list[Transformed] = []
+    while isinstance(source, Transformed):
+        transforms.append(source)
+        source = source.source
     if isinstance(source, IterableSource):
-        return source.read_on(positions, plan)
-    # a Dataset takes its turn for each row
-    turn = contextlib.nullcontext() if type(source) in (*STORED, DatasetSource) else TURNS
-    with turn, no_exit("the source of the data"):
-        if is_alone and type(source) not in STORED:
-            return read_alone(source, plan.samples_at(positions), lambda: plan.row_seeds(positions))
-        return source.read(plan.samples_at(positions))
+        rows = source.read_on(positions, plan)
+    else:
+        # a Dataset takes its turn for each row
+        turn = contextlib.nullcontext() if type(source) in (*STORED, DatasetSource) else TURNS
+        with turn, no_exit("the source of the data"):
+            if is_alone and type(source) not in STORED:
+                rows = read_alone(source, plan.samples_at(positions), lambda: plan.row_seeds(positions))
+            else:
+                rows = source.read(plan.samples_at(positions))
+    for transformed in reversed(transforms):
+        rows = transformed.changed(rows, plan.row_seeds(positions))
+    return rows
 
 
 class LocalBlocks(Iterator[Columns]):

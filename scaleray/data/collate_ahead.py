@@ -44,14 +44,11 @@ class CollateAhead:
 
     def __call__(self, batch: RankBatch) -> RankBatch:
         """The batch with its micro-batches. Raises WorkloadError with the user's line where `collate` fails."""
-        made = {
-            (start, stop): [self._made({n: c[start:stop] for n, c in batch.columns.items()}) for _ in range(self.times)]
-            for start, stop in self.cuts(batch)
-        }
+        made: dict[tuple[int, int], list[Any]] = {}
+        for start, stop in self.cuts(batch):
+            rows = ({n: c[start:stop] for n, c in batch.columns.items()} for _ in range(self.times))
+            made[start, stop] = [collated(self.collate, each, gives_tuples=self.gives_tuples) for each in rows]
         return dataclasses.replace(batch, made=made)
-
-    def _made(self, rows: Columns) -> Any:
-        return collated(self.collate, rows, gives_tuples=self.gives_tuples)
 
 
 @dataclass(frozen=True)

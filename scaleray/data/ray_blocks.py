@@ -18,7 +18,6 @@ from scaleray.data.row_random import RowRandom
 from scaleray.data.sample_order import StepPlan, stream_key
 from scaleray.data.source_interface import Columns, Source, as_column, rows_in
 from scaleray.data.transformed import Step
-from scaleray.errors import ScaleRayError
 
 
 def ray_blocks(
@@ -43,19 +42,7 @@ def ray_blocks(
             under_way.append(read.remote([source_ref], part_ref, steps))
         if not under_way:
             return
-        yield _result(under_way.popleft())
-
-
-def _result(reference: Any) -> Columns:
-    import ray
-
-    try:
-        block: Columns = ray.get(reference)
-    except ray.exceptions.RayTaskError as exc:
-        if isinstance(exc.cause, ScaleRayError):
-            raise exc.cause from None  # it says everything; of others Ray's text has the user's own line
-        raise
-    return block
+        yield ray.get(under_way.popleft())
 
 
 def _read_in_task(sources: list[Any], part: Part, steps: range) -> Columns:
@@ -117,9 +104,9 @@ def transformed_blocks(
     for epoch, rows in blocks:
         under_way.append(change.remote([step], rows, seeds_of_values(rows, plan, epoch)))
         if len(under_way) >= most:
-            yield _result(under_way.popleft())
+            yield ray.get(under_way.popleft())
     while under_way:
-        yield _result(under_way.popleft())
+        yield ray.get(under_way.popleft())
 
 
 def _change_in_task(transforms: list[Any], rows: Columns, seeds: np.ndarray) -> Columns:

@@ -219,12 +219,14 @@ def _deliver(
 
 
 def _original_error(exc: BaseException) -> BaseException:
-    """Error that the reading code raised, out of the layers that Ray wraps around it."""
+    """Error that the reading code raised, out of the layers that Ray wraps around it: it says everything. Ray's text of
+    other errors has the user's own line."""
     seen: list[BaseException] = []
     current: BaseException | None = exc
     while current is not None and current not in seen:
-        if isinstance(current, ScaleRayError):
-            return current
+        for error in (getattr(current, "cause", None), current):  # Ray's own layer has the class of its cause as well
+            if isinstance(error, ScaleRayError):
+                return error
         seen.append(current)
         current = current.__cause__ or getattr(current, "cause", None) or current.__context__
     return exc

@@ -43,7 +43,8 @@ from scaleray.training.state.loop_state import LoopCheckpoint, LoopState
 from scaleray.training.state.training_state import TrainState
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.first_batch import check_first_batch
-from scaleray.training.step.launched import Launched
+from scaleray.training.step.launched import StepsUnderWay
+from scaleray.training.step.micro_batches import collate_ahead, cuts_of
 from scaleray.training.step.micro_sizes import MicroSizes
 from scaleray.training.step.several_losses import OptimizerStep, train_step
 from scaleray.training.step.step import Probe
@@ -173,8 +174,10 @@ class _Run:
         part = Part(
             plan, place.data_rank, place.data_parallel_size, self.first_step, job.recipe.total_steps, self.shares.now
         )
+        split, may_draw = job.splits[TRAIN], job.config.deterministic
+        cuts = lambda batch: cuts_of(batch, self.job.recipe.micro_batch_size)  # which may become smaller
         # before the model: its first batch takes seconds on a cold cluster, and the model is built meanwhile
-        stream = self.input.open(job.splits[TRAIN], part, self.micro_sizes.collate_ahead(lambda: self.job))
+        stream = self.input.open(split, part, collate_ahead(job.workload, split, cuts, may_draw=may_draw))
         setup: Setup | None = None
         try:
             with self.located():
@@ -270,14 +273,14 @@ class _Run:
 
     def _take(self, step: OptimizerStep, batch: RankBatch, setup: Setup, stream: StepStream) -> None:
         """Take one optimizer step and prepare the next one: its learning rate and its share of the input."""
-        number, num_samples = batch.step + 1, self.plan.num_rows(batch.step)
+        number, num_rows = batch.step + 1, self.plan.num_rows(batch.step)
         setup.rate_scale.begin_step(number)
         learning_rate = float(setup.schedule.get_last_lr()[0]) * setup.rate_scale.factor
         self.shares.begin_step(number)
         with self.observers.during_step(number), setup.rate_scale.in_use(setup.optimizer):
             launched = step.launch(
                 batch,
-                num_rows=num_samples,
+                num_rows=num_rows,
                 want_norm=number % self.job.config.tracking.every_steps == 0,
                 # whatever is decided together needs the sums of all ranks
                 meets=setup.parallel.meets(number) or self.job.recipe.decides_after(number),
@@ -300,17 +303,15 @@ class _Run:
             self.under_way[-self.ahead][0].wait()
         step_s, waited_s = self.clock.tick(stream.waited_s)
         self.progress.enter(Phase.OTHER)
-        facts = {
-            "step": number,
-            "num_samples": num_samples,
-            "learning_rate": learning_rate,
-            "epoch": self.plan.epochs(number),
-            "step_time_s": step_s,
-            "input_wait_s": waited_s,
-            "world_size": self.place.world_size,
-            "sent_bytes": sent_bytes,
-        }
-        self.under_way.append((launched, facts))
+        self.under_way.add(
+            launched,
+            number=number,
+            num_samples=num_rows,
+            learning_rate=learning_rate,
+            epoch=self.plan.epochs(number),
+            step_s=step_s,
+            waited_s=waited_s,
+        )
 
     def _know(self, knows_all: bool) -> tuple[float, ...]:
         """Process the results of finished steps, in order, and return the sum of their signals. knows_all: wait for all

@@ -55,7 +55,7 @@ FLAGS = {"stop.after": "9 steps", "batch.global_size": 6, "batch.micro_size": 2}
 def in_turn(monkeypatch):
     """No batch is made ahead."""
     monkeypatch.setattr(micro_batches, "collate_ahead", lambda *given, **more: None)
-    monkeypatch.setattr("scaleray.training.step.micro_sizes.collate_ahead", lambda *given, **more: None)
+    monkeypatch.setattr("scaleray.training.loop.collate_ahead", lambda *given, **more: None)
 
 
 def threads_of(workload, *, rows=2):

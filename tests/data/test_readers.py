@@ -146,8 +146,9 @@ def test_an_error_of_scaleray_in_a_task_arrives_as_itself_and_any_other_with_ray
         return value
 
     ray.get = fail
+    options = {"row_bytes": 8, "chunk_bytes": 64, "memory_bytes": 1000, "cpus": 1}
     with pytest.raises((DataError, ray.exceptions.RayTaskError)) as caught:
-        next(ray_blocks(SOURCE, PART, row_bytes=8, chunk_bytes=64, memory_bytes=1000, cpus=1))
+        next(StepStream(lambda part, demand: ray_blocks(SOURCE, part, **options), PART))
     assert caught.value is (cause if isinstance(cause, DataError) else failed)
 
 

@@ -80,7 +80,8 @@ def user_batch(
         made = _taken_out(rows.batch, found)
     elif (collate := own_method(workload, "collate")) is None:
         refuse_ragged(rows, what="the data")
-        return as_user_batch(to_device(rows, device, dtype), gives_tuples)
+        columns = to_device(rows, device, dtype)
+        return tuple(columns[str(i)] for i in range(len(columns))) if gives_tuples else columns
     else:
         made = _taken_out(collated(collate, rows, gives_tuples=gives_tuples), found)
     return _put_back(made, to_device(found, device, dtype))
@@ -145,8 +146,3 @@ def _copied_beside(tensors: dict[str, torch.Tensor], device: torch.device) -> di
 @functools.cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
-
-
-def as_user_batch(columns: dict[str, torch.Tensor], gives_tuples: bool) -> Any:
-    """The batch as the workload's data gave it: a dict of tensors, or a tuple."""
-    return tuple(columns[str(i)] for i in range(len(columns))) if gives_tuples else columns

@@ -8,16 +8,13 @@ from typing import Any
 
 from scaleray.config import RunConfig
 from scaleray.config.recipe.values import Recipe, with_micro_size
-from scaleray.data import TRAIN, RankBatch
-from scaleray.data.collate_ahead import CollateAhead
+from scaleray.data import RankBatch
 from scaleray.records.phases import Phase
 from scaleray.training.health.reporter import Reporter
 from scaleray.training.setup.compilation import eagerly
-from scaleray.training.setup.job import TrainJob
 from scaleray.training.setup.model_setup import Setup
 from scaleray.training.setup.place import Place
 from scaleray.training.step import micro_batch_finder
-from scaleray.training.step.micro_batches import collate_ahead, cuts_of
 
 
 class MicroSizes:
@@ -36,13 +33,6 @@ class MicroSizes:
         many."""
         most = 2 if self.config.memory.find_micro_size else recipe.micro_batch_size
         return min(most, self.now or most)
-
-    def collate_ahead(self, job: Callable[[], TrainJob]) -> CollateAhead | None:
-        """Function that makes the micro-batches of the training's rows as they are read, if they can be made ahead.
-        job: returns the job, whose recipe may later have smaller ones.
-        """
-        cuts = lambda batch: cuts_of(batch, job().recipe.micro_batch_size)
-        return collate_ahead(job().workload, job().splits[TRAIN], cuts, may_draw=self.config.deterministic)
 
     def settle(
         self,
