@@ -9,13 +9,12 @@ from scaleray.config import RunConfig
 from scaleray.config.base import Duration
 from scaleray.config.compression import CompressionSettings
 from scaleray.config.recipe.derive import derive
-from scaleray.config.recipe.values import DataSize, Recipe, nearest_multiples
+from scaleray.config.recipe.values import nearest_multiples
 from scaleray.config.strategy import SharesSettings
 from scaleray.config.strategy_traits import traits_of
 from scaleray.data import TRAIN, Split
 from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError, DataError
-from scaleray.launch.session.data_sources import size_of
 from scaleray.records.start import steady_time
 from scaleray.records.study_record import Mode
 from scaleray.studies.hardware import OVERSUBSCRIBED, RELAUNCHED
@@ -32,14 +31,24 @@ def make_rungs(
     they have no devices; None marks none. Raises UsageError for sizes that do not divide or options that conflict."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     _check(config, options, splits)
-    size = size_of(sources)
     rungs: dict[str, Rung] = {}
     for mode in MODES:
         for workers in options.sizes if mode in options.modes else ():
             batch = _batch(config, mode, workers, options)
             is_as_given = batch == config.batch.global_size
             spread = on_workers(config, workers, batch, as_given=is_as_given or options.to_target)
-            recipe = _derived(spread, size, mode, workers, options)
+            try:
+                recipe = derive(spread, splits[TRAIN].size)
+            except DataError as exc:
+                if mode == "strong" or workers == options.sizes[0]:
+                    raise
+                # what is advised for a training's own batch would be multiplied by the number of workers here
+                raise DataError(
+                    "--world-sizes",
+                    workers,
+                    f"with --mode weak {exc.allowed} there, and {exc.what} is {exc.found}",
+                    "leave the size out, or begin with a smaller batch.global_size",
+                ) from exc
             job = TrainJob(spread, recipe, workload, splits, steady_time())
             name = f"w{workers:03d}-b{recipe.global_batch_size}-m{recipe.micro_batch_size}-{recipe.strategy}"
             name += "-relaunched" if options.relaunch else ""
@@ -62,21 +71,6 @@ def make_rungs(
                 marks=[OVERSUBSCRIBED] * is_crowded + [RELAUNCHED] * options.relaunch,
             )
     return rungs
-
-
-def _derived(config: RunConfig, size: DataSize, mode: Mode, workers: int, options: StudyOptions) -> Recipe:
-    try:
-        return derive(config, size)
-    except DataError as exc:
-        if mode == "strong" or workers == options.sizes[0]:
-            raise
-        # what is advised for a training's own batch would be multiplied by the number of workers here
-        raise DataError(
-            "--world-sizes",
-            workers,
-            f"with --mode weak {exc.allowed} there, and {exc.what} is {exc.found}",
-            "leave the size out, or begin with a smaller batch.global_size",
-        ) from exc
 
 
 def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bool) -> RunConfig:

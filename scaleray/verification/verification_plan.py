@@ -16,7 +16,6 @@ from scaleray.config.recipe.values import DataSize, Recipe, largest_divisor, wit
 from scaleray.data import TRAIN, Split
 from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError, DataError, first_line
-from scaleray.launch.session.data_sources import size_of
 from scaleray.records.certificate import Outcome
 from scaleray.records.start import steady_time
 from scaleray.strategies import STRATEGIES
@@ -59,7 +58,7 @@ def make_plan(config: RunConfig, options: VerifyOptions, workload: Any, sources:
     # rows that are dealt out are other ones on another number of workers: here every worker reads all and keeps its own
     splits[TRAIN] = dataclasses.replace(splits[TRAIN], dealt_by="")
     _check_comparable(splits[TRAIN])
-    size = size_of(sources)
+    size = splits[TRAIN].size
     batch_size = derive(on_workers(config, "auto", 1), size).global_batch_size
     later_config, later_size = _later_training(config, options, size, batch_size)
     rows = rows_of_epoch(

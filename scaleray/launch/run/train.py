@@ -67,7 +67,7 @@ from scaleray.launch.run.train_options import TrainOptions
 from scaleray.launch.run.trainer import Interrupted, fit
 from scaleray.launch.session.alert_targets import alert_settings
 from scaleray.launch.session.config_argument import Config, whole_config
-from scaleray.launch.session.data_sources import check_same_data, is_in_steps, size_of
+from scaleray.launch.session.data_sources import check_same_data, is_in_steps
 from scaleray.launch.session.experiment import check_policy
 from scaleray.launch.session.opened import check_learning_rate, check_started_once, forbid_ray, with_absolute_paths
 from scaleray.launch.session.run_folder import RunFolder
@@ -285,10 +285,10 @@ class _Run:
         self.config, self.sources, self.folder = config, sources, folder
         self.tracking_uri, self.topology, self.show = tracking_uri, topology, show
         self.before, self.base_dir, self.changed = before, request.base_dir, request.changed
-        self.recipe, self.port = derive(config, size_of(sources)), port
+        splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
+        self.recipe, self.port = derive(config, splits[TRAIN].size), port
         self.prediction = prediction(config, self.recipe, run_path=folder.path)
         self.facts: dict[str, Any] = {"environment": environment(), "topology": topology}
-        splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
         readers = "worker" if topology[0]["node"] == "local" else config.data.readers
         self.data = {name: described(source, splits[name], readers) for name, source in sources.items()}
         if before is not None:

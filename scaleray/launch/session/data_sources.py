@@ -1,13 +1,8 @@
-"""Data of a command: its size, and whether it is the same as before."""
+"""Data of a command: whether its epochs must be known, and whether it is the same as before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from scaleray.config import RunConfig
-from scaleray.config.recipe.values import DataSize
-from scaleray.data.source_interface import TRAIN, Source
-from scaleray.data.split_facts import Split
 from scaleray.errors import DataError
 
 
@@ -22,11 +17,6 @@ def is_in_steps(config: RunConfig) -> bool:
         config.checkpoint.keep_every,
     )
     return all(length is None or length.unit != "epochs" or not length.value for length in lengths)
-
-
-def size_of(sources: Mapping[str, Source]) -> DataSize:
-    """Rows and tokens of the training split, which the recipe depends on."""
-    return Split.of(TRAIN, sources[TRAIN]).size
 
 
 def check_same_data(was: str | None, now: str | None, *, what: str, advice: str) -> None:

@@ -25,7 +25,7 @@ from scaleray.data.iterable import ENDLESS
 from scaleray.data.source_interface import Source
 from scaleray.errors import ScaleRayError
 from scaleray.launch.session.config_argument import Config, whole_config
-from scaleray.launch.session.data_sources import is_in_steps, size_of
+from scaleray.launch.session.data_sources import is_in_steps
 from scaleray.launch.session.opened import forbid_ray, with_absolute_paths
 from scaleray.launch.workers.forks import OF_A_CHECK, begin_imports
 from scaleray.launch.workers.gloo import UserCode
@@ -121,10 +121,10 @@ class _Check:
 
     def _job(self, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
         """The training on one worker; the config's own number of workers must fit as well."""
-        recipe = derive(self.config, size_of(sources))
+        splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
+        recipe = derive(self.config, splits[TRAIN].size)
         here = {"scale.workers": 1, "scale.gpus_per_worker": 0, "strategy.name": "auto", **NOTHING_SAVED}
         config = self.config.changed(here)
-        splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
         alone = replace(recipe, strategy="single", degrees=Degrees())
         job = TrainJob(config, alone, workload, splits, steady_time())
         self.record.figures["global_batch_size"] = recipe.global_batch_size
