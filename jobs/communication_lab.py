@@ -43,7 +43,6 @@ from scaleray.config.recipe.derive import derive
 from scaleray.data import Split, load_sources
 from scaleray.data.source_interface import Source
 from scaleray.errors import ConfigError, ScaleRayError
-from scaleray.launch.session.data_sources import size_of
 from scaleray.launch.workers.gloo import UserCode, gloo_processes
 from scaleray.records.run_record import EvaluationRecord, StepRecord, WorkerMessage
 from scaleray.strategies import STRATEGIES
@@ -141,7 +140,7 @@ def run(
             for name in methods:
                 config = _config(name, options, overrides, seed=turn)
                 splits = {split: Split.of(split, source) for split, source in sources.items()}
-                job = TrainJob(config, derive(config, size_of(sources)), workload, splits, time.time())
+                job = TrainJob(config, derive(config, splits["train"].size), workload, splits, time.time())
                 done = processes.run(options.workers, train, job, sources, options.slow_link, workload=workload)
                 turns[name].append(done)
                 say(
