@@ -56,7 +56,7 @@ def start_locally(
         if demand.is_closed.is_set():
             return
     arrived: queue.Queue[Columns | BaseException | None] = queue.Queue(maxsize=2)
-    threading.Thread(target=_pump, args=(remote, arrived, demand), name="scaleray-tasks", daemon=True).start()
+    threading.Thread(target=deliver, args=(remote, arrived, demand), name="scaleray-tasks", daemon=True).start()
     until = time.monotonic() + patience_s
     while arrived.empty() and not demand.is_closed.is_set():
         if time.monotonic() < until and demand.is_hungry():
@@ -82,23 +82,24 @@ def start_locally(
             yield {name: values[skipped:] for name, values in item.items()} if skipped else item
 
 
-def _pump(blocks: Iterable[Columns], arrived: queue.Queue[Columns | BaseException | None], demand: Demand) -> None:
+def deliver(items: Iterable[Any], target: queue.Queue[Any], demand: Demand) -> None:
+    """Put items into a queue as soon as it has room, and at the end None or the error, which the consumer raises. Ends
+    with the items if the consumer closes its stream."""
+
+    def put(item: Any) -> None:
+        while not demand.is_closed.is_set():
+            try:
+                return target.put(item, timeout=0.5)
+            except queue.Full:
+                continue
+
     try:
-        for block in blocks:
-            put_while_wanted(arrived, block, demand)
+        for item in items:
+            put(item)
             if demand.is_closed.is_set():
                 return
-        put_while_wanted(arrived, None, demand)
-    except BaseException as exc:  # carried to the thread that fills the stream
-        put_while_wanted(arrived, exc, demand)
+        put(None)
+    except BaseException as exc:
+        put(exc)
     finally:
-        close_blocks(blocks)  # ends the tasks that nobody waits for any more
-
-
-def put_while_wanted(target: queue.Queue[Any], item: Any, demand: Demand) -> None:
-    """Put an item into a queue as soon as it has room, unless the consumer closes its stream first."""
-    while not demand.is_closed.is_set():
-        try:
-            return target.put(item, timeout=0.5)
-        except queue.Full:
-            continue
+        close_blocks(items)  # ends the tasks that nobody waits for any more

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from scaleray.data.blocks import LocalBlocks, close_blocks, rebatch
 from scaleray.data.collate_ahead import CollateAhead
-from scaleray.data.local_start import LOCAL_CHUNK_STEPS, Demand, put_while_wanted
+from scaleray.data.local_start import LOCAL_CHUNK_STEPS, Demand, deliver
 from scaleray.data.rank_batch import RankBatch
 from scaleray.data.rank_part import Part
 from scaleray.data.source_interface import Columns
@@ -109,8 +109,9 @@ class StepStream:
         self._ready: deque[RankBatch] = deque()
         self._demand.is_hungry = lambda: deliveries.qsize() < LOCAL_CHUNK_STEPS // 2
         group = int(min(most // 2, max(1, GROUP_BYTES // step_bytes)))
-        arguments = (self._open_blocks(part, self._demand), part, deliveries, self._demand, group, self._collate)
-        self._thread = threading.Thread(target=_fill, args=arguments, name="scaleray-input", daemon=True)
+        groups = _groups(self._open_blocks(part, self._demand), part, self._demand, group, self._collate)
+        arguments = (groups, deliveries, self._demand)
+        self._thread = threading.Thread(target=deliver, args=arguments, name="scaleray-input", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[RankBatch]:
@@ -165,20 +166,14 @@ class StepStream:
                     raise InputStarvedError(f"no input for {waited:.0f} s ({limit}): {reason}") from None
 
 
-def _fill(
-    blocks: Iterable[Columns],
-    part: Part,
-    deliveries: queue.Queue[Delivery],
-    demand: Demand,
-    most: int,
-    collate: CollateAhead | None,
-) -> None:
-    """Cut blocks into the batches of a part, and put these into the queue: at most `most` together, and none that is
-    here waits for one that has to be read or collated and not just copied."""
+def _groups(
+    blocks: Iterable[Columns], part: Part, demand: Demand, most: int, collate: CollateAhead | None
+) -> Iterator[list[RankBatch]]:
+    """Cut blocks into the batches of a part: at most `most` together, and none that is here waits for one that has to
+    be read or collated and not just copied."""
     reads_ahead = not (isinstance(blocks, LocalBlocks) and blocks.is_read_alone)
     copies = isinstance(blocks, LocalBlocks) and blocks.is_in_memory and collate is None
     steps = range(part.first_step, part.last_step)
-    delivered = part.first_step
     group: list[RankBatch] = []
     if not reads_ahead or collate is not None:
         most = 1
@@ -189,33 +184,22 @@ def _fill(
                 return
             piece = next(pieces, None)
             if piece is None:
-                break
+                raise RuntimeError(f"the input ended after step {step} of {part.last_step}")
             columns, rows_left = piece
             batch = RankBatch(step, columns, part.num_rows(step), cuts=part.token_cuts(step))
             group.append(batch if collate is None else collate(batch))
-            delivered = step + 1
             is_early = copies and len(group) >= group[0].step - part.first_step  # the first batches come one by one
             if len(group) >= most or is_early or not (copies or rows_left >= part.rows_per_step):
-                put_while_wanted(deliveries, group, demand)
+                yield group
                 group = []
-            if demand.is_closed.is_set():
-                return
-        if delivered < part.last_step:
-            raise RuntimeError(f"the input ended after step {delivered} of {part.last_step}")
-        _deliver(group, None, deliveries, demand)
-    except BaseException as exc:  # carried to the training thread and raised there
-        _deliver(group, exc, deliveries, demand)
+    except Exception:
+        if group:
+            yield group
+        raise
     finally:
         close_blocks(blocks)
-
-
-def _deliver(
-    group: list[RankBatch], end: BaseException | None, deliveries: queue.Queue[Delivery], demand: Demand
-) -> None:
-    """Put what is left and the end into the queue."""
     if group:
-        put_while_wanted(deliveries, group, demand)
-    put_while_wanted(deliveries, end, demand)
+        yield group
 
 
 def _original_error(exc: BaseException) -> BaseException:

@@ -16,6 +16,7 @@ from random_rows import Augmented, Unmoved
 from scaleray.config.data import DataSettings
 from scaleray.data import ArraySource, DatasetSource, Input, Part, RaySources, Split, StepPlan, StepStream, TokenSource
 from scaleray.data.blocks import COPIED_BYTES, LocalBlocks, chunks, rebatch
+from scaleray.data.local_start import deliver
 from scaleray.data.ray_blocks import ray_blocks
 from scaleray.data.split_facts import CHEAP_ROW_S
 from scaleray.errors import DataError
@@ -61,14 +62,12 @@ def delivered_together(source, part, **options):
     """How many batches of a part are handed over together, one delivery after another."""
     delivered = []
 
-    def put(queue, item, demand):
-        delivered.append(item)
-        queue.put(item)
+    def noted(groups, queue, demand):
+        deliver((delivered.append(group) or group for group in groups), queue, demand)
 
-    with mock.patch("scaleray.data.stream.put_while_wanted", put):
+    with mock.patch("scaleray.data.stream.deliver", noted):
         stream = StepStream(lambda part, demand: LocalBlocks(source, part, **options), part, row_bytes=8)
         assert [batch.step for batch in stream] == list(range(part.first_step, part.last_step))
-    assert delivered.pop() is None
     return [len(batches) for batches in delivered]
 
 
