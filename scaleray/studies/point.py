@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from scaleray.config import RunConfig
 from scaleray.data import TRAIN
 from scaleray.errors import RunFailedError
 from scaleray.live.state.measured_series import PointSoFar
 from scaleray.records.run_record import EMULATED
-from scaleray.records.study_record import Estimate, Mode, Point
+from scaleray.records.study_record import Estimate, Mode, Point, Turn
 from scaleray.records.workload_profile import ImpossibleUtilisation, WorkloadProfile, mfu
 from scaleray.studies.curves.efficiency import median_step_time, throughput
 from scaleray.studies.curves.steady_state import steady_state
-from scaleray.studies.curves.time_split import mean_split, split
 from scaleray.studies.hardware import OVERSUBSCRIBED, peak_flops
 from scaleray.studies.measure_sizes import Rung
 from scaleray.studies.turn_store import studies_of
@@ -43,9 +43,8 @@ def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProf
     step_time = median_step_time(steady)
     samples_per_s = throughput(steady, samples_per_step=recipe.global_batch_size)
     tokens = rung.job.splits[TRAIN].tokens_per_row
-    shares = mean_split(
-        [split(statistics.median(times), turn, workers) for times, turn in zip(steady, turns, strict=True)]
-    )
+    shares = [split(statistics.median(times), turn, workers) for times, turn in zip(steady, turns, strict=True)]
+    comm_shares = [share.comm for share in shares if share.comm is not None]
     num_unsteady = sum(not state.is_steady for state in states)
     comm_times = [turn.comm_s for turn in turns if turn.comm_s is not None]
     t = step_time.value
@@ -62,10 +61,10 @@ def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProf
         step_time_s=step_time,
         samples_per_s=samples_per_s,
         tokens_per_s=throughput(steady, samples_per_step=recipe.global_batch_size * tokens) if tokens else None,
-        compute_s=shares.compute * t,
-        exposed_comm_s=None if shares.comm is None else shares.comm * t,
-        input_wait_s=shares.input * t,
-        other_s=shares.other * t,
+        compute_s=statistics.fmean(share.compute for share in shares) * t,
+        exposed_comm_s=statistics.fmean(comm_shares) * t if len(comm_shares) == len(shares) else None,
+        input_wait_s=statistics.fmean(share.input for share in shares) * t,
+        other_s=statistics.fmean(share.other for share in shares) * t,
         comm_s=statistics.median(comm_times) if comm_times else (0.0 if workers == 1 else None),
         sent_bytes=statistics.fmean(turn.sent_bytes for turn in turns),
         mfu=_mfu(samples_per_s.value, rung, config, profile),
@@ -80,6 +79,29 @@ def point_of(mode: Mode, rung: Rung, config: RunConfig, *, profile: WorkloadProf
         reused_from=studies_of(turns, own=study),
         measured_at=max(turn.measured_at for turn in turns),
     )
+
+
+@dataclass(frozen=True)
+class TimeSplit:
+    """Where the time of a turn's steps goes, as shares that add up to 1. comm: None where it is part of compute."""
+
+    compute: float
+    comm: float | None
+    input: float
+    other: float
+
+
+def split(step_time_s: float, turn: Turn, workers: int) -> TimeSplit:
+    """Shares of a step's time. Compute: the time of the same work alone; `other`: its extra time on the slowest worker
+    of a step; communication: the remainder."""
+    wait = min(1.0, max(0.0, turn.input_share))
+    rest = 1.0 - wait
+    if turn.alone_s is None:
+        return TimeSplit(rest, 0.0 if workers == 1 else None, wait, 0.0)
+    compute = min(rest, turn.alone_s / step_time_s)
+    slowest = max(turn.alone_s, turn.slowest_alone_s or 0.0) / step_time_s
+    other = min(rest - compute, slowest - turn.alone_s / step_time_s)
+    return TimeSplit(compute, rest - compute - other, wait, other)
 
 
 def periods(times: Sequence[float], period: int) -> list[float]:

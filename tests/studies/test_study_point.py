@@ -14,9 +14,8 @@ from scaleray.config import load_config
 from scaleray.errors import RunFailedError
 from scaleray.records.study_record import Turn
 from scaleray.records.workload_profile import WorkloadProfile
-from scaleray.studies.curves.time_split import split
 from scaleray.studies.measure_sizes import Rung
-from scaleray.studies.point import NOT_STEADY, cost_per_million_samples, periods, point_of
+from scaleray.studies.point import NOT_STEADY, cost_per_million_samples, periods, point_of, split
 
 RECIPE = SimpleNamespace(strategy="ddp", global_batch_size=64, micro_batch_size=32, accumulation_steps=1)
 UNKNOWN = "nobody has counted"
