@@ -27,7 +27,6 @@ from scaleray.config import RunConfig
 from scaleray.config.base import without_password
 from scaleray.config.brought import with_brought
 from scaleray.config.recipe.derive import derive, resolve_strategy
-from scaleray.config.recipe.values import Recipe
 from scaleray.data import TRAIN, Split, load_sources, preprocessing
 from scaleray.data.as_source import preprocessor_of
 from scaleray.data.column_distributions import described
@@ -83,7 +82,7 @@ from scaleray.records.run_record import EventRecord, RunRecord, Say, Show
 from scaleray.records.start import DATA, IMPORTS, RAY, StartClock, steady_time
 from scaleray.records.trace_request import TraceRequest
 from scaleray.training.health import stray_runs
-from scaleray.training.setup.job import TrainJob, rescaled
+from scaleray.training.setup.job import TrainJob
 from scaleray.training.state import weights as final_weights
 from scaleray.workload import make_workload
 
@@ -295,24 +294,23 @@ class _Run:
             known = (before.newest.facts.get("data") or {}) if before.newest else {}
             advice = "resume with the same data, or start a new run from its weights: --workload.weights RUN_FOLDER"
             check_same_data(known.get(TRAIN), self.data[TRAIN].get("sha256"), what="run", advice=advice)
-        if config.scale.is_elastic:
-            self._check_every_size(config, self.recipe, splits[TRAIN])
         start.end(DATA)
         self.job = TrainJob(config, self.recipe, workload, splits, start.started_at, start_ends=start.ends)
+        if config.scale.is_elastic:
+            self._check_every_size()
 
-    @staticmethod
-    def _check_every_size(config: RunConfig, full: Recipe, train: Split) -> None:
+    def _check_every_size(self) -> None:
         """Refuse a training that would fail at another number of workers."""
-        if train.is_streamed:
+        scale = self.config.scale
+        if self.job.splits[TRAIN].is_streamed:
             raise ConfigError(
                 "scale.workers",
-                str(config.scale.workers),
+                str(scale.workers),
                 "a Ray Dataset is dealt out once, for a fixed number of workers",
                 "give one number, or data that can be read by index",
             )
-        for workers in range(config.scale.min_workers, min(config.scale.max_workers, config.scale.min_workers + 1000)):
-            resized = rescaled(config, full, workers) if config.scale.on_resize == "rescale" else config
-            derive(resized, train.size, workers=workers)
+        for workers in range(scale.min_workers, min(scale.max_workers, scale.min_workers + 1000)):
+            self.job.on(workers)
 
     def train(self, *, local: bool) -> RunRecord:
         description = describe(

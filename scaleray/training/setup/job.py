@@ -135,12 +135,10 @@ class TrainJob:
         """The same training on as many workers as an elastic run has now."""
         if workers == self.world_size:
             return self
-        train = self.splits[TRAIN]
-        config = (
-            rescaled(self.config, self.recipe, workers) if self.config.scale.on_resize == "rescale" else self.config
-        )
-        recipe = derive(config, train.size, workers=workers)
-        return self.changed(recipe=recipe, workers=workers)
+        config = self.config
+        if config.scale.on_resize == "rescale":
+            config = rescaled(config, self.recipe, workers)
+        return self.changed(recipe=derive(config, self.splits[TRAIN].size, workers=workers), workers=workers)
 
     def changed(
         self,
