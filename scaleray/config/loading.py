@@ -242,8 +242,9 @@ def validate(entries: Mapping[str, Entry]) -> RunConfig:
         if key not in known:
             raise _unknown(key, entry.where, list(known))
         section, _, name = key.partition(".")
-        # None is how Python writes YAML's null
-        value = None if entry.value == "None" and _may_be_none(known[key]) else entry.value
+        # every page writes None, YAML's word for it is null
+        is_none = entry.value == "None" and type(None) in typing.get_args(known[key].annotation)
+        value = None if is_none else entry.value
         if name:
             nested.setdefault(section, {})[name] = value
         else:
@@ -257,10 +258,6 @@ def validate(entries: Mapping[str, Entry]) -> RunConfig:
         raise _as_config_error(exc, entries) from exc
     except RecursionError as exc:
         raise ConfigError("config", "too deeply nested", "values must be plain words, numbers and lists") from exc
-
-
-def _may_be_none(field: Any) -> bool:
-    return type(None) in typing.get_args(field.annotation)
 
 
 def _unknown(key: str, where: str, known: list[str]) -> ConfigError:

@@ -34,9 +34,9 @@ def make_rungs(
     rungs: dict[str, Rung] = {}
     for mode in MODES:
         for workers in options.sizes if mode in options.modes else ():
-            batch = _batch(config, mode, workers, options)
-            is_as_given = batch == config.batch.global_size
-            spread = on_workers(config, workers, batch, as_given=is_as_given or options.to_target)
+            global_size = _global_size(config, mode, workers, options)
+            is_as_given = global_size == config.batch.global_size
+            spread = on_workers(config, workers, global_size, as_given=is_as_given or options.to_target)
             try:
                 recipe = derive(spread, splits[TRAIN].size)
             except DataError as exc:
@@ -73,12 +73,12 @@ def make_rungs(
     return rungs
 
 
-def on_workers(config: RunConfig, workers: int, batch_size: int, *, as_given: bool) -> RunConfig:
+def on_workers(config: RunConfig, workers: int, global_size: int, *, as_given: bool) -> RunConfig:
     """The training on so many workers with this global batch (in the config's unit).
 
     as_given: with the learning rate by its rule; timing needs none, so a rule that refuses the batch does not stop a
     study."""
-    settings: dict[str, Any] = {"scale.workers": workers, "scale.max_failures": 0, "batch.global_size": batch_size}
+    settings: dict[str, Any] = {"scale.workers": workers, "scale.max_failures": 0, "batch.global_size": global_size}
     if workers == 1:
         settings |= {"compression": CompressionSettings(), "shares": SharesSettings()}  # one process sends nothing
     if not as_given:
@@ -132,7 +132,7 @@ def _check_shares(config: RunConfig, options: StudyOptions) -> None:
         )
 
 
-def _batch(config: RunConfig, mode: Mode, workers: int, options: StudyOptions) -> int:
+def _global_size(config: RunConfig, mode: Mode, workers: int, options: StudyOptions) -> int:
     size, base = config.batch.global_size, options.sizes[0]
     if mode == "strong":
         return size

@@ -41,16 +41,11 @@ class SubGroups:
         self._store: Any = None
         self._owned: OwnedStore | None = None
         if place.world_size > 1:
-            self._order, self._nodes = self._by_node()
+            self._nodes = nodes = place.gathered(place.node)
+            # ranks of a node are next to each other, in the order of each node's first rank
+            self._order = sorted(range(len(nodes)), key=lambda rank: (nodes.index(nodes[rank]), rank))
             self._store = self._make_store(host)
             leave_group()
-
-    def _by_node(self) -> tuple[list[int], list[str]]:
-        """(ranks, with those of a node next to each other, in the order of each node's first rank; the node of each
-        rank).
-        """
-        found = self.place.gathered(self.place.node)
-        return sorted(range(len(found)), key=lambda rank: (found.index(found[rank]), rank)), found
 
     def _make_store(self, host: str) -> Any:
         if self.place.rank == 0:

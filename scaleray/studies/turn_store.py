@@ -67,7 +67,8 @@ class KnownTurns:
     def turns(self, rung: str) -> list[Turn]:
         """Turns of a rung, oldest first. A file that cannot be read counts as not there."""
         found = [self._read(name, Turn) for name in self.store.names(rung) if f"/{TURN}" in f"/{name}"]
-        valid = (turn for turn in found if turn is not None and self._is_valid(rung, turn))
+        is_valid = lambda turn: not any(o.holds(rung, study=turn.study, at=turn.measured_at) for o in self.invalid)
+        valid = (turn for turn in found if turn is not None and is_valid(turn))
         return sorted(valid, key=lambda turn: turn.measured_at)
 
     def to_target(self, rung: str) -> ToTarget | None:
@@ -87,9 +88,6 @@ class KnownTurns:
         rung, _, stem = start.rpartition("/")
         names = sorted(name for name in self.store.names(rung) if f"/{stem}" in f"/{name}" and self._is_of_valid(name))
         return self._read(names[-1], kind) if names else None
-
-    def _is_valid(self, rung: str, turn: Turn) -> bool:
-        return not any(one.holds(rung, study=turn.study, at=turn.measured_at) for one in self.invalid)
 
     def _is_of_valid(self, name: str) -> bool:
         """Whether a result without a study comes from no invalid study."""
