@@ -43,7 +43,7 @@ from scaleray.training.state.loop_state import LoopCheckpoint, LoopState
 from scaleray.training.state.training_state import TrainState
 from scaleray.training.step.evaluation import Evaluations
 from scaleray.training.step.first_batch import check_first_batch
-from scaleray.training.step.launched import StepsUnderWay
+from scaleray.training.step.launched import Launched
 from scaleray.training.step.micro_batches import collate_ahead, cuts_of
 from scaleray.training.step.micro_sizes import MicroSizes
 from scaleray.training.step.several_losses import OptimizerStep, train_step
@@ -303,15 +303,17 @@ class _Run:
             self.under_way[-self.ahead][0].wait()
         step_s, waited_s = self.clock.tick(stream.waited_s)
         self.progress.enter(Phase.OTHER)
-        self.under_way.add(
-            launched,
-            number=number,
-            num_samples=num_rows,
-            learning_rate=learning_rate,
-            epoch=self.plan.epochs(number),
-            step_s=step_s,
-            waited_s=waited_s,
-        )
+        facts = {
+            "step": number,
+            "num_samples": num_rows,
+            "learning_rate": learning_rate,
+            "epoch": self.plan.epochs(number),
+            "step_time_s": step_s,
+            "input_wait_s": waited_s,
+            "world_size": self.place.world_size,
+            "sent_bytes": sent_bytes,
+        }
+        self.under_way.append((launched, facts))
 
     def _know(self, knows_all: bool) -> tuple[float, ...]:
         """Process the results of finished steps, in order, and return the sum of their signals. knows_all: wait for all
