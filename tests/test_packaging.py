@@ -185,7 +185,7 @@ def test_a_library_newer_than_any_that_was_tried_is_said(monkeypatch, version, i
     )
     said = newer_than_tested()
     assert said == (
-        [f"torch {version} is newer than {NEWEST_TESTED['torch']}, the newest that scaleray's tests ran with"]
+        [f"torch {version} is newer than {NEWEST_TESTED['torch']}, the newest version tested with scaleray"]
         if is_newer
         else []
     )

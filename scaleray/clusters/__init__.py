@@ -1,1 +1,1 @@
-"""Machines to train on: files for them, checks of them, submission to them, and local clusters."""
+"""Machines for training: their files, checks, job submission, and local clusters."""

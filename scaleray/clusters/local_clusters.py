@@ -1,8 +1,8 @@
-"""Clusters of several nodes on this machine, which continue when the command that started them has ended.
+"""Clusters of several nodes on this machine, which keep running after the command that started them has ended.
 
-Every node is a separate Ray process at 127.0.0.1 with its own ports, so no other host reaches any of them. To Ray they
-are nodes like any others: it places, counts and loses them one by one. They share one machine, and everything tied to
-its address: Ray Train's local ranks, memory, the network."""
+Every node is a separate Ray process at 127.0.0.1 with its own ports, so that no other host can reach it. For Ray they
+are normal nodes: it places, counts and loses them separately. They share one machine, and everything tied to its
+address: Ray Train's local ranks, memory, the network."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ GPUS_OF_LINUX = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class NodeNow:
-    """A node of a cluster. state: `up`; `lost` if its processes have ended; `not seen` if they are alive but unknown to
-    Ray. resources: those that Ray offers there."""
+    """A node of a cluster. state: `up`; `lost` if its processes have ended; `not seen` if they are running but Ray does
+    not list them. resources: those that Ray offers there."""
 
     name: str
     state: str
@@ -63,11 +63,11 @@ class LocalCluster:
 
     @property
     def is_up(self) -> bool:
-        """Whether all its nodes are."""
+        """Whether all its nodes are up."""
         return all(node.state == "up" for node in self.nodes)
 
     def environment(self) -> dict[str, str]:
-        """The variables by which `scaleray train`, `ray job` and any program with Ray find it."""
+        """Environment variables with which `scaleray train`, `ray job` and other programs using Ray find it."""
         variables = {
             MODE: os.environ.get(MODE, "token"),
             "RAY_ADDRESS": self.address,
@@ -87,16 +87,16 @@ class LocalCluster:
 def cluster_up(
     name: str = "local", *, nodes: int = 1, cpus: int | None = None, port: int | None = None
 ) -> LocalCluster:
-    """Start a Ray cluster of several nodes on this machine, which runs until `cluster_down`; with `with`, until the end
-    of the context.
+    """Start a Ray cluster of several nodes on this machine, which runs until `cluster_down` or, in a `with` statement,
+    until the end of the context.
 
-    name: of at most 12 letters, to have several at once. nodes: its head among them. cpus: CPUs that each node hands
-    out, which may be more than the machine has; None shares out one more than it has. port: of the head on 127.0.0.1;
-    None takes one that is free. Raises UsageError, leaving nothing behind.
+    name: of at most 12 letters, to run several at once. nodes: includes its head. cpus: CPUs that each node offers,
+    possibly more than the machine has; None: one more than it has in total. port: of the head on 127.0.0.1; None: a
+    free one. Raises UsageError, leaving nothing behind.
     """
     _check(num_nodes=nodes, cpus=cpus, port=port)
     cores = psutil.cpu_count() or 1
-    # one more than the machine has: input tasks are counted beside the workers
+    # one more than the machine has: input tasks count in addition to the workers
     cpus = cpus or max(2, math.ceil((cores + 1) / nodes))
     _forget_if_gone(name)
     folder = local_state.new_folder(name)
@@ -114,25 +114,25 @@ def cluster_up(
 
 
 def cluster_status(name: str | None = None) -> list[LocalCluster]:
-    """Return the clusters that this user has started on this machine, or the one of this name, as they are now."""
+    """Return the current state of the clusters that this user has started on this machine, or of the named one."""
     set_auth_mode("local")
     states = map(local_state.load, local_state.names() if name is None else [name])
     return [now(state) for state in states if state is not None]
 
 
 def cluster_down(name: str = "local") -> int | None:
-    """End a cluster of this machine and everything that it started; returns how many of its nodes were running, None
-    if no cluster of this name is up."""
+    """End a cluster of this machine and all of its processes; return how many of its nodes were running, or None if no
+    cluster of this name is up."""
     state = local_state.load(name)
     if state is None:
         with contextlib.suppress(OSError):
-            local_state.folder_of(name).rmdir()  # of a start that was killed before it had written anything
+            local_state.folder_of(name).rmdir()  # left by a start that was killed before it had written anything
         return None
     return state.end()
 
 
 def now(state: ClusterState) -> LocalCluster:
-    """State of a cluster by its processes and its head."""
+    """State of a cluster, from its processes and its head."""
     known = {node["node_name"]: node for node in _nodes_of_ray(state.dashboard) if node.get("state") == "ALIVE"}
     nodes = []
     for node in state.nodes:
@@ -151,7 +151,7 @@ def shares_of(devices: Sequence[str], num_nodes: int) -> list[list[str]]:
 
 
 def _start(state: ClusterState, folder: Path, num_nodes: int) -> ClusterState:
-    """Start the nodes, and remember each as soon as it has a process."""
+    """Start the nodes, and record each as soon as it has a process."""
     environments = [{MARK: state.mark, **gpus} for gpus in _gpus(num_nodes)]
 
     def remember(name: str, node: NodeProcess) -> ClusterState:
@@ -197,7 +197,7 @@ def _start(state: ClusterState, folder: Path, num_nodes: int) -> ClusterState:
 
 
 def _wait_for_all(state: ClusterState, started: Sequence[NodeProcess]) -> None:
-    """Return when Ray counts every node. Raises ClusterError."""
+    """Wait until Ray lists every node. Raises ClusterError."""
     deadline = time.monotonic() + node_process.START_TIMEOUT_S
     while True:
         found = now(state)
@@ -223,13 +223,11 @@ def _check(*, num_nodes: int, cpus: int | None, port: int | None) -> None:
     if port is None:
         return
     if not 1024 <= port <= 65535:
-        raise UsageError("--port", port, "ports are 1024 to 65535", "leave it out to use a free one")
+        raise UsageError("--port", port, "ports are 1024 to 65535", "omit it to use a free one")
     try:
         socket.create_server((loopback.ADDRESS, port)).close()
     except OSError as exc:
-        raise UsageError(
-            "--port", port, f"it cannot be used: {exc.strerror}", "leave it out to use a free one"
-        ) from exc
+        raise UsageError("--port", port, f"it cannot be used: {exc.strerror}", "omit it to use a free one") from exc
 
 
 def _forget_if_gone(name: str) -> None:
@@ -240,7 +238,7 @@ def _forget_if_gone(name: str) -> None:
 
 
 def _gpus(num_nodes: int) -> list[dict[str, str]]:
-    """Variables that limit each node to its share of the GPUs: otherwise each would offer all."""
+    """Environment variables that limit each node to its share of the GPUs: otherwise each would offer all."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         with contextlib.suppress(OSError):

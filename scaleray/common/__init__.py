@@ -1,1 +1,1 @@
-"""Helpers that import no other room."""
+"""Helpers that import no other package of scaleray."""

@@ -1,5 +1,5 @@
-"""State that a loss carries from batch to batch, such as that of a recurrent network: stateful truncated
-backpropagation through time."""
+"""State carried by a loss from batch to batch, such as that of a recurrent network, for truncated backpropagation
+through time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from scaleray.errors import WorkloadError
 
 LANE, PLACE = "lane", "place"
 IS_TRIED = ContextVar("is_tried", default=False)
-"""Whether passes are only tried, with rows from anywhere."""
+"""Whether passes are only trials, with arbitrary rows."""
 State = Mapping[str, torch.Tensor]
 
 
 class _Lanes:
-    """State of each lane after its last row and before it; place: number of that row; passes: times that the lane has
-    begun."""
+    """State of each lane after its last row and before it; place: number of that row; passes: how often the lane has
+    been started."""
 
     def __init__(self, fresh: State, lanes: int) -> None:
         self.after = {name: value.new_zeros((lanes, *value.shape[1:])) for name, value in fresh.items()}
@@ -42,12 +42,13 @@ class _Lanes:
 
 
 class CarriedState(Callback):
-    """State by lane, which the row of a lane finds as the row before it has left it; `callbacks()` returns the object.
+    """State by lane: each row gets the state left by the previous row of its lane; `callbacks()` must return the
+    object.
 
     initial: function of the model and a number of rows that returns the state of rows that begin a lane: tensors by
-    name with the rows along dimension 0. lanes: their number, as of `TokenSource(lanes=...)`, whose rows name their
-    lane and their place in it. In training and in evaluations a lane begins with its first row, so with each epoch
-    and each evaluation; an evaluation has a state of its own. Checkpoints hold the state of training.
+    name, with the rows along dimension 0. lanes: their number, as in `TokenSource(lanes=...)`, whose rows contain their
+    lane and their position in it. A lane begins with its first row, so with each epoch and each evaluation; evaluations
+    have a separate state. Checkpoints store the state of training.
     """
 
     def __init__(self, initial: Callable[[nn.Module, int], State], *, lanes: int) -> None:
@@ -58,7 +59,7 @@ class CarriedState(Callback):
         self._is_running = False
 
     def of(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The state of the batch's rows before them, without a gradient."""
+        """Return the state before the batch's rows, without a gradient."""
         lane = batch.get(LANE)
         fresh = {name: value.detach() for name, value in self.initial(model, _num_rows(batch)).items()}
         if lane is None or self._is_tried(model):
@@ -67,7 +68,7 @@ class CarriedState(Callback):
         last, is_known = there.place[lane], there.passes[lane] > 0
         begins, goes_on, is_again = place == 0, is_known & (place == last + 1), is_known & (place == last)
         there.num_apart += (~(begins | goes_on | is_again)).sum()
-        if lane.device.type == "cpu":  # a GPU is not waited for between steps
+        if lane.device.type == "cpu":  # do not wait for a GPU between steps
             there.num_apart += len(lane) - len(lane.unique())
             self._check(there)
         found = {}
@@ -78,7 +79,7 @@ class CarriedState(Callback):
         return found
 
     def keep(self, model: nn.Module, batch: Mapping[str, Any], before: State, after: State) -> None:
-        """Take over the state after the batch's rows. before: the one that `of` gave for them."""
+        """Store the state after the batch's rows. before: the state returned by `of` for them."""
         lane = batch.get(LANE)
         if lane is None or self._is_tried(model):
             return
@@ -116,7 +117,7 @@ class CarriedState(Callback):
         self._restored, self._training, self._is_running = state, None, False
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take each lane from the worker that has taken it furthest."""
+        """Take each lane from the worker that is furthest ahead in it."""
         states = [state for state in states if state]
         if not states:
             return
@@ -132,11 +133,11 @@ class CarriedState(Callback):
         self.load_state_dict(restored)
 
     def _is_tried(self, model: nn.Module) -> bool:
-        """Whether a batch is only looked at, with rows from anywhere."""
+        """Whether a batch is only tried, with arbitrary rows."""
         return IS_TRIED.get() or (model.training and not self._is_running)
 
     def _of_mode(self, model: nn.Module, fresh: State) -> _Lanes:
-        """The lanes of training or of the evaluation under way."""
+        """Lanes of training or of the current evaluation."""
         if not model.training:
             self._evaluation = self._evaluation or _Lanes(fresh, self.lanes)
             return self._evaluation

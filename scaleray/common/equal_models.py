@@ -1,4 +1,4 @@
-"""Whether all ranks have built the same model, before they train it together, and whether states are the same."""
+"""Checks that all ranks have built the same model before training, and comparison of states."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from scaleray.common.seeding import stream_seed
 from scaleray.errors import InitialisationError
 
 Digests = dict[str, int]
-"""A digest of each parameter and buffer by name: xxh3, 64 bits, signed, which finds accidents and costs a tenth of
+"""Digest of each parameter and buffer by name: xxh3, 64 bits, signed, which detects accidents and costs a tenth of
 SHA-256."""
 
 
 def check_equal_structure(module: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Check that every rank built tensors of the same names, shapes and types. Collective over `group`.
+    """Check that every rank built tensors with the same names, shapes and dtypes. Collective over `group`.
 
-    It is meant to come first: the collectives of a strategy would wait for ever on a difference.
-    Raises InitialisationError on all ranks.
+    It must be the first check: the collectives of a strategy would wait forever on a difference. Raises
+    InitialisationError on all ranks.
     """
     if group is None or dist.get_world_size(group) == 1:
         return
@@ -48,11 +48,10 @@ def check_equal_structure(module: nn.Module, group: dist.ProcessGroup | None) ->
 def check_equal_parameters(
     module: nn.Module, group: dist.ProcessGroup | None, *, is_partitioned: bool = False
 ) -> Digests:
-    """Digests of all parameters and buffers, equal on every rank. Collective over `group`.
+    """Check that all parameters and buffers are equal on every rank, and return their digests. Collective over `group`.
 
-    Sharded tensors are gathered one by one. is_partitioned: ranks have different tensors, each of which counts once, by
-    name. Raises InitialisationError on all ranks, naming the first tensor that differs and the ranks that hold another
-    value.
+    Sharded tensors are gathered one by one. is_partitioned: ranks have different tensors, each counted once, by name.
+    Raises InitialisationError on all ranks, with the first tensor that differs and the ranks that have another value.
     """
     digests = {name: _digest(tensor) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     if is_partitioned:
@@ -65,13 +64,13 @@ def check_equal_parameters(
 
 
 def fingerprint_of(digests: Digests) -> str:
-    """16 hex digits that identify a model's initial values, however it is spread over workers."""
+    """16 hex digits that identify a model's initial values, however it is distributed over workers."""
     return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
 
 
 def check_equal_digests(digests: Digests, module: nn.Module, group: dist.ProcessGroup) -> None:
     """Check that the digests are equal on every rank. Collective over `group`. Raises InitialisationError on all ranks,
-    naming the first tensor that differs and the ranks that hold another value."""
+    with the first tensor that differs and the ranks that have another value."""
     everyone = _gather(list(digests.values()), module, group)
     for number, name in enumerate(digests):
         others = [rank for rank, values in enumerate(everyone) if values[number] != everyone[0][number]]
@@ -84,7 +83,7 @@ def check_equal_digests(digests: Digests, module: nn.Module, group: dist.Process
 
 
 def _gather(values: list[int], module: nn.Module, group: dist.ProcessGroup) -> list[list[int]]:
-    """Values of every rank; each rank must give as many. Collective over `group`."""
+    """Gather the values of every rank; all must have the same number. Collective over `group`."""
     device = next(module.parameters()).device if dist.get_backend(group) == "nccl" else torch.device("cpu")
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -112,12 +111,12 @@ def dense_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def dense_buffers(module: nn.Module) -> list[torch.Tensor]:
-    """Buffers of a model as tensors that can be sent and copied: of a sparse one its parts, which share its memory."""
+    """Buffers of a model as tensors that can be sent and copied; for a sparse one its parts, which share its memory."""
     return [part for buffer in module.buffers() for part in dense_parts(buffer.detach()).values()]
 
 
 def equal_states(one: Any, other: Any) -> bool:
-    """Whether two states of numbers, tensors and mappings of them are the same."""
+    """Whether two states of numbers, tensors and mappings of them are equal."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):

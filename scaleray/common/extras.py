@@ -1,5 +1,4 @@
-"""Libraries that scaleray can do without: imported where they are used, and named with their extra where they are
-absent."""
+"""Optional libraries: imported on use, with the extra to install in the error if they are missing."""
 
 from __future__ import annotations
 
@@ -12,9 +11,10 @@ from scaleray.errors import WorkloadError, first_line
 
 
 def library(name: str, *, extra: str, wanted_by: str) -> ModuleType:
-    """Import an optional library or a module of one. wanted_by: what cannot do without it, as the user knows it.
+    """Import an optional library or a module of one. wanted_by: description, for the user, of the feature that needs
+    it.
 
-    Raises WorkloadError that names the extra, for a library that is absent and for one that does not load.
+    Raises WorkloadError, with the extra to install, if the library is missing or cannot be loaded.
     """
     root = name.partition(".")[0]
     install = install_command(extra)

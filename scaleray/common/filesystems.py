@@ -1,4 +1,4 @@
-"""The filesystem of a path or a URI, through pyarrow, which Ray uses too; whole writes and locks of local files."""
+"""Filesystem of a path or a URI, through pyarrow, as in Ray; atomic writes and locks of local files."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ SHARED = {
     "nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "ceph", "ceph-fuse", "beegfs", "glusterfs", "sshfs", "juicefs",
     "s3fs", "gcsfuse", "virtiofs", "9p", "wekafs", "panfs",
 }  # fmt: skip
-"""Types of filesystem, as the kernel names them, that several machines write at once."""
+"""Types of filesystem, as named by the kernel, that several machines can write concurrently."""
 
 
 def open_filesystem(path: str) -> tuple[Any, str]:
-    """The filesystem of an absolute path or a URI such as s3://bucket/prefix, and the path within it.
+    """Return the filesystem of an absolute path or a URI such as s3://bucket/prefix, and the path within it.
 
     Raises OSError, or ValueError for a URI of an unknown kind.
     """
     import pyarrow.fs
 
-    if "://" not in path:  # not from_uri, which would take a '?' or '%20' in a path for its own
+    if "://" not in path:  # not from_uri, which would interpret a '?' or '%20' in a path
         return pyarrow.fs.LocalFileSystem(), path.rstrip("/")
-    return pyarrow.fs.FileSystem.from_uri(path.replace(" ", "%20"))  # a folder's name may have one, a URI may not
+    return pyarrow.fs.FileSystem.from_uri(path.replace(" ", "%20"))  # allowed in a folder's name, but not in a URI
 
 
 def shared_filesystem(path: Path) -> str:
-    """Type of the network filesystem that a path is on, such as nfs4; empty if it is on a disk of this machine."""
+    """Type of the network filesystem of a path, such as nfs4; empty for a disk of this machine."""
     import psutil
 
     mounts = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
@@ -39,8 +39,8 @@ def shared_filesystem(path: Path) -> str:
 
 
 def is_shared(folder: Path) -> bool:
-    """Whether other users are meant to read a local folder: it, or the one around it, is writable by a group or another
-    user's, or it is on a network filesystem."""
+    """Whether a local folder is meant to be read by other users: it, or its parent, is writable by a group or belongs
+    to another user, or it is on a network filesystem."""
     for place in (folder, folder.parent):
         about = place.stat()
         if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH | stat.S_ISGID) or about.st_uid != os.geteuid():
@@ -49,15 +49,15 @@ def is_shared(folder: Path) -> bool:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a local file whole or not at all: an interrupted writer leaves the old file. Raises OSError."""
+    """Write a local file atomically: an interrupted writer leaves the old file. Raises OSError."""
     part = path.with_name(f".{path.name}.part")
-    part.unlink(missing_ok=True)  # it may be another user's, left by a killed process
+    part.unlink(missing_ok=True)  # possibly another user's, left by a killed process
     part.write_bytes(content.encode() if isinstance(content, str) else content)
     part.replace(path)
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files in and below a folder, those of linked folders among them and hidden ones left out."""
+    """Yield the files in and below a folder, including those of linked folders and excluding hidden ones."""
     above = {str(folder): [os.path.realpath(folder)]}
     for place, folders, files in os.walk(folder, followlinks=True):
         within = above.pop(place)
@@ -65,19 +65,19 @@ def files_below(folder: Path) -> Iterator[Path]:
         for inner in list(folders):
             real = os.path.realpath(os.path.join(place, inner))
             if real in within:
-                folders.remove(inner)  # a link to a folder that it lies in
+                folders.remove(inner)  # a link to a parent folder
             else:
                 above[os.path.join(place, inner)] = [*within, real]
         yield from (Path(place, f) for f in files if not f.startswith("."))
 
 
 def lock(file: IO[Any], *, waits: bool = False, is_shared: bool = False) -> bool:
-    """Lock an open file until it is closed here and in the processes that inherit it. False if another process holds
-    the lock. Raises OSError if the filesystem cannot lock it.
+    """Lock an open file until it is closed here and in the processes that inherit it. Return False if another process
+    holds the lock. Raises OSError if the filesystem does not support locks.
 
-    An exclusive lock needs a file that is open for writing, as NFS refuses it otherwise. Not the library `filelock`: it
-    reports a folder that refuses the lock as one in use, waits for a file left by a killed process if the filesystem
-    has no locks, and gives no file that a child can inherit.
+    An exclusive lock needs a file that is open for writing, as NFS rejects it otherwise. The library `filelock` is not
+    used: it reports a folder that rejects the lock as one in use, waits for a file left by a killed process if the
+    filesystem has no locks, and provides no file that a child can inherit.
     """
     kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
     try:
@@ -88,7 +88,7 @@ def lock(file: IO[Any], *, waits: bool = False, is_shared: bool = False) -> bool
 
 
 def is_locked(file: Path) -> bool:
-    """Whether a process holds the lock on a file; a lock that cannot be read is as good as none."""
+    """Whether a process holds the lock on a file; False if that cannot be determined."""
     try:
         with file.open() as opened:
             return not lock(opened, is_shared=True)
@@ -97,7 +97,7 @@ def is_locked(file: Path) -> bool:
 
 
 def unlock(file: IO[Any]) -> None:
-    """Free the lock now, in every process that has inherited the file."""
+    """Release the lock now, in every process that has inherited the file."""
     fcntl.flock(file, fcntl.LOCK_UN)
 
 

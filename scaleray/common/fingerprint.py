@@ -1,5 +1,5 @@
-"""Fingerprint of what a result was measured on: code, packages, hardware, drivers.
-No environment variable but GIT_COMMIT is stored."""
+"""Fingerprint of the environment of a result: code, packages, hardware, drivers. Of the environment variables, only
+GIT_COMMIT is stored."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PACKAGES = ("scaleray", "torch", "ray", "mlflow", "mlflow-skinny", "numpy", "pya
 
 
 def environment(folder: str | Path = ".") -> dict[str, Any]:
-    """Facts about this machine and this code; `folder` is the one that git is asked about."""
-    with stage("taking down code, packages and hardware"):
+    """Facts about this machine and the code; `folder`: where to query git."""
+    with stage("recording code, packages and hardware"):
         return {
             "git": git_state(Path(folder)),
             "python": platform.python_version(),
@@ -36,12 +36,12 @@ def environment(folder: str | Path = ".") -> dict[str, Any]:
 
 
 def environment_hash(facts: dict[str, Any]) -> str:
-    """SHA-256 (16 hex digits) of the facts: two measurements with the same hash may be on one curve."""
+    """SHA-256 (16 hex digits) of the facts: measurements with the same hash may share a curve."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that can change a result."""
+    """Versions of the packages that can affect a result."""
     found = {}
     for name in PACKAGES:
         try:
@@ -63,7 +63,7 @@ def hardware() -> dict[str, Any]:
 
 @lru_cache
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name as reported by the system."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -74,7 +74,7 @@ def cpu_model() -> str:
 
 
 def accelerators() -> dict[str, Any]:
-    """GPUs with driver, CUDA, cuDNN and NCCL versions and how they are linked; {} without any."""
+    """GPUs with driver, CUDA, cuDNN and NCCL versions and their interconnect; {} without any."""
     if not torch.cuda.is_available():
         return {}
     facts: dict[str, Any] = {
@@ -88,6 +88,6 @@ def accelerators() -> dict[str, Any]:
         facts["driver"] = driver.nvmlSystemGetDriverVersion()
         links = nvml.num_nvlinks(driver, driver.nvmlDeviceGetHandleByIndex(0))
         facts["interconnect"] = f"NVLink x{links}" if links else "PCIe"
-    except Exception as exc:  # a driver too old for NVML must not stop a run; the record says what is missing
+    except Exception as exc:  # a driver too old for NVML must not stop a run; the record shows what is missing
         facts["nvml_error"] = str(exc)
     return facts

@@ -1,4 +1,4 @@
-"""Commit of the code and what differs from it: of a checkout, or of the one that a submitted job was sent from."""
+"""Commit of the code and differences from it: of a checkout, or of the one from which a job was submitted."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 
 from scaleray.common.parsing import load_json
 
-LARGEST_HASHED_BYTES = 2**24  # larger files count by their size: data next to the code must not delay every start
+LARGEST_HASHED_BYTES = 2**24  # of larger files only the size counts: data next to the code must not delay every start
 SENT = ".scaleray-git.json"
-"""File in the package of a submitted job, which has no `.git`: the sender's state, and a hash of the files sent."""
+"""File in the package of a submitted job, which has no `.git`: the sender's state, and a hash of the sent files."""
 STATE = ("commit", "is_dirty", "diff_sha256")
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Commit of the checkout around `folder`, and a hash of what differs from it.
+    """Commit of the checkout around `folder`, and a hash of the differences from it.
 
-    Outside a checkout it is what was sent with a submitted job, or the commit that GIT_COMMIT names, if that is set.
+    Outside a checkout: the state sent with a submitted job, or the commit in GIT_COMMIT, if set.
     """
 
     def git(*words: str) -> bytes:
@@ -42,7 +42,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def state_to_send(folder: Path, names: Iterable[str]) -> str:
-    """Text of the file SENT for a package of these files of the folder; empty if no commit is known."""
+    """Return the text of the file SENT for a package of these files of the folder; empty if no commit is known."""
     if not (state := git_state(folder)):
         return ""
     files = sorted({*names} - {SENT})
@@ -50,15 +50,15 @@ def state_to_send(folder: Path, names: Iterable[str]) -> str:
 
 
 def _sent(folder: Path) -> dict[str, Any]:
-    """State that the sender of the package around `folder` had; files that have changed since make it dirty. {} outside
-    of packages."""
+    """State of the sender of the package around `folder`; files changed since then make it dirty. {} outside
+    packages."""
     places = (folder.absolute(), *folder.absolute().parents)
     if (top := next((one for one in places if (one / SENT).is_file()), None)) is None:
         return {}
     try:
         sent = load_json((top / SENT).read_bytes())
         state, digest = {key: sent["git"][key] for key in STATE}, _hash(top, sent["files"])
-    except (OSError, ValueError, KeyError, TypeError):  # a file of this name that is not ours
+    except (OSError, ValueError, KeyError, TypeError):  # an unrelated file of this name
         return {}
     return state if digest == sent["sha256"] else {**state, "is_dirty": True, "diff_sha256": digest}
 

@@ -1,9 +1,9 @@
-"""Commands that end, with every process they start, when the process that started them ends, for any reason.
+"""Commands that end, together with every process they start, when the process that started them ends for any reason.
 
-A server that starts processes of its own, as `mlflow server` and Ray do, leaves them behind when it is killed, and so
-does a program that is ended by SIGTERM, a closed terminal or SIGKILL. `guarded` puts a small process in between: this
-file, run as a script. It adopts the processes that its child leaves behind (PR_SET_CHILD_SUBREAPER; on Linux, elsewhere
-only what is still below it is found) and ends all of them on a signal, when the child ends, or when its parent is gone.
+A server that starts its own processes, such as `mlflow server` or Ray, leaves them behind when it is killed, as does a
+program ended by SIGTERM, a closed terminal or SIGKILL. `guarded` puts a small process in between: this file, run as a
+script. It adopts the processes that its child leaves behind (PR_SET_CHILD_SUBREAPER on Linux; elsewhere it finds only
+its remaining descendants) and ends all of them on a signal, when the child ends, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-GRACE_S = 5.0  # seconds between asking to end and SIGKILL
-LOOK_S = 0.5  # seconds between two looks at whether the parent is still there: no signal tells of that everywhere
+GRACE_S = 5.0  # seconds from the request to end until SIGKILL
+LOOK_S = 0.5  # seconds between two checks of whether the parent still exists: not all systems signal its end
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 GUARD_VARIABLE = "GUARDED_BY"
 NOBODY = 0
-"""In place of a parent whose end is waited for."""
+"""Value in place of a parent, if its end is irrelevant."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 def guarded(command: Sequence[str], *, outlives: bool = False) -> list[str]:
-    """The command under a guard, for subprocess. SIGTERM, SIGINT and SIGHUP to it end all processes of the command.
+    """Command under a guard, for subprocess. SIGTERM, SIGINT and SIGHUP to it end all processes of the command.
 
-    Its exit code is that of the command. Streams, environment and folder are passed on. outlives: it continues when
+    Its exit code is that of the command. Streams, environment and folder are inherited. outlives: it continues when
     this process ends, until it gets a signal.
     """
-    # -P: the names of modules beside this file must not stand for those of Python
+    # -P: modules next to this file must not shadow those of Python
     return [sys.executable, "-P", __file__, str(NOBODY if outlives else os.getpid()), *command]
 
 
 def is_guarded() -> bool:
-    """Whether this process is the command of a guard. A tool with many processes starts itself again under one."""
+    """Whether this process is the command of a guard. A tool with many processes restarts itself under one."""
     return os.environ.get(GUARD_VARIABLE) == str(os.getppid())
 
 
 @contextlib.contextmanager
 def ending_like_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP (a closed terminal), so that what is open is closed.
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP (a closed terminal), so that open resources are closed.
 
     Main thread only.
     """
@@ -63,7 +63,7 @@ def ending_like_ctrl_c() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Let this process of `multiprocessing` end when its parent is gone, whatever it is doing then."""
+    """Make this process of `multiprocessing` end when its parent is gone, whatever it is doing."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:
@@ -79,19 +79,19 @@ def _interrupt(number: int, frame: Any) -> None:
 
 
 def main(parent: int, command: Sequence[str]) -> int:
-    """Run the command below this process until it, or a signal, or the end of `parent` ends it; returns its exit code.
-    parent: `NOBODY` if the command outlives it.
+    """Run the command below this process until it ends, or until a signal or the end of `parent` ends it; return its
+    exit code. parent: `NOBODY` if the command outlives it.
     """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     told: list[int] = []
     readable, writable = os.pipe()
     os.set_blocking(writable, False)
-    signal.set_wakeup_fd(writable)  # `select` returns at once
+    signal.set_wakeup_fd(writable)  # makes `select` return immediately
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     for number in ENDING:
         signal.signal(number, lambda number, frame: told.append(number))
     try:
-        # this process has one thread; its own death by SIGKILL takes the child along
+        # this process has one thread; if SIGKILL ends it, the child ends too
         child = subprocess.Popen(
             command,
             env={**os.environ, GUARD_VARIABLE: str(os.getpid())},
@@ -110,7 +110,7 @@ def main(parent: int, command: Sequence[str]) -> int:
 
 
 def _reap() -> dict[int, int]:
-    """Exit codes of the processes below this one that have ended, orphans among them, by process id."""
+    """Exit codes, by process id, of ended processes below this one, including orphans."""
     codes = {}
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -119,8 +119,8 @@ def _reap() -> dict[int, int]:
 
 
 def _end_all() -> None:
-    """Ask all processes below this one to end, and make them after `GRACE_S`; what they start meanwhile too."""
-    import psutil  # costs a few MiB, which a guard needs only now
+    """Request all processes below this one to end, and kill them after `GRACE_S`, including those started meanwhile."""
+    import psutil  # takes a few MiB, which a guard needs only now
 
     is_asked = False
     while family := psutil.Process().children(recursive=True):
@@ -141,8 +141,8 @@ def _prctl(option: int, value: int) -> None:
 
 if __name__ == "__main__":
     exit_code = main(int(sys.argv[1]), sys.argv[2:])
-    if exit_code < 0:  # the exit code as a shell would see it had there been no guard
-        with contextlib.suppress(OSError):  # SIGKILL has no handler to take away
+    if exit_code < 0:  # give the exit code that a shell would see without a guard
+        with contextlib.suppress(OSError):  # SIGKILL has no handler to remove
             signal.signal(-exit_code, signal.SIG_DFL)
         os.kill(os.getpid(), -exit_code)
     sys.exit(exit_code)

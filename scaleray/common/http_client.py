@@ -1,6 +1,6 @@
-"""HTTP requests that follow no redirect: a body would be lost, and a token go to the host that an answer names.
+"""HTTP requests without redirects: a redirect would lose the body, and could send a token to another host.
 
-By urllib, as `requests` would send passwords of ~/.netrc, and its errors quote addresses, which may hold a secret.
+Uses urllib, as `requests` would send passwords of ~/.netrc, and its errors quote addresses, which may contain a secret.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 
 class HttpError(Exception):
-    """A request without success.
+    """Error for an unsuccessful request.
 
     status: of an answer that is an error or a redirect, None without an answer. cause: the answer with its headers, or
-    the system's error. was_connected: false if the server could not be reached.
+    the system's error. was_connected: False if the server could not be reached.
     """
 
     def __init__(self, cause: Any, *, status: int | None = None, was_connected: bool = True) -> None:
@@ -32,7 +32,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 def _handlers() -> list[Any]:
-    """Handlers of a request to https. Certificates that MLflow's client trusts are trusted too, beyond those of the
+    """Handlers for https requests. Certificates trusted by MLflow's client are trusted too, in addition to those of the
     system and of SSL_CERT_FILE. Raises OSError for a file that cannot be read."""
     context = ssl.create_default_context()
     if bundle := os.environ.get("REQUESTS_CA_BUNDLE") or os.environ.get("CURL_CA_BUNDLE"):
@@ -52,7 +52,7 @@ def fetch(
     method: str | None = None,
     most: int | None = None,
 ) -> bytes:
-    """The body of an answer, or its first `most` bytes. Raises HttpError, for a redirect too."""
+    """Return the body of an answer, or its first `most` bytes. Raises HttpError, also for a redirect."""
     try:
         request = urllib.request.Request(url, data=body, headers=dict(headers or {}), method=method)
         handlers = _handlers() if request.type == "https" else [_NoRedirects]

@@ -1,4 +1,4 @@
-"""Libraries that scaleray trains with: missing ones, and those newer than the tested versions."""
+"""Required libraries: detection of missing ones, and of versions newer than the tested ones."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ OF_TRAIN = (
     "torch",
     "xxhash",
 )
-"""Modules that only the extra `train` brings. Without any extra there are plan and config."""
+"""Modules that only the extra `train` installs. Without extras, only plan and config work."""
 OF_REPORTS = ("matplotlib", "scipy")
 """Modules of the extra `reports`, for report and compare; `train` includes it."""
 NEWEST_TESTED = {"torch": "2.13", "ray": "2.60", "mlflow": "3.17"}
-"""Newest releases that all tests passed with."""
+"""Newest releases with which all tests passed."""
 
 
 def install_command(extra: str) -> str:
-    """Command that installs an extra from where scaleray itself was installed: a clone, a wheel, else a package
-    index."""
+    """Command that installs an extra from scaleray's own source: a clone, a wheel, or else a package index."""
     return f"pip install '{_source()}[{extra}]'"
 
 
 def _source() -> str:
-    """Folder or file that scaleray was installed from; its name if it came from an index."""
+    """Folder or file from which scaleray was installed; its name if it came from an index."""
     try:
         text = importlib.metadata.distribution("scaleray").read_text("direct_url.json")
         address = urllib.parse.urlsplit(json.loads(text)["url"]) if text else None
@@ -54,7 +53,7 @@ def _source() -> str:
 
 
 def missing_library(error: ModuleNotFoundError) -> UsageError | None:
-    """The message for a failed import of a library that the extra `train` or `reports` brings; None for any other."""
+    """Error for a failed import of a library of the extra `train` or `reports`; None for any other."""
     root = (error.name or "").partition(".")[0]
     if root not in (*OF_TRAIN, *OF_REPORTS) or importlib.util.find_spec(root) is not None:
         return None
@@ -63,7 +62,7 @@ def missing_library(error: ModuleNotFoundError) -> UsageError | None:
 
 
 def names_what_is_missing(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which raises UsageError for a library of `train` or `reports` that is not installed."""
+    """Wrap a function to raise UsageError if a library of `train` or `reports` is not installed."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -79,7 +78,7 @@ def names_what_is_missing(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def newer_than_tested() -> list[str]:
-    """A sentence for each library that is newer than any that was tried."""
+    """One sentence for each library that is newer than any tested version."""
     found = []
     for name, newest in NEWEST_TESTED.items():
         try:
@@ -87,7 +86,7 @@ def newer_than_tested() -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             continue
         if _numbers(version)[:2] > _numbers(newest):
-            found.append(f"{name} {version} is newer than {newest}, the newest that scaleray's tests ran with")
+            found.append(f"{name} {version} is newer than {newest}, the newest version tested with scaleray")
     return found
 
 

@@ -1,7 +1,7 @@
-"""Metrics that a run publishes while it trains and records nowhere else: names, units and meanings, once.
+"""Metrics that a run publishes while it trains but does not record: names, units and meanings.
 
-`metric_names.py` has the whole table, these among it. Metrics of the section `rank` have a series for every rank, those
-of `live` one a run.
+`metric_names.py` has the whole table, including these. Metrics of the section `rank` have a series for every rank,
+those of `live` one per run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ PHASE_S = Metric(
 LATENESS_S = Metric(
     "rank/lateness_s",
     "s",
-    "how long after the first rank this one came to the collectives of a step, the median of the last steps",
+    "delay of this rank behind the first one at the collectives of a step, median of the last steps",
     "lower",
     published=RANK,
 )
 LINK_RATIO = Metric(
     "live/link_ratio",
     "1",
-    "speed of the collectives that a step waits for when all ranks have come, over their best in this run; of all "
-    "links together, as ranks end a collective together",
+    "speed of the collectives that a step waits for with all ranks present, relative to the best in this run; of "
+    "all links together, as ranks end a collective together",
     "higher",
     published=RUN,
 )

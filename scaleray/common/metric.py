@@ -1,4 +1,4 @@
-"""Definition of a metric: its name, unit and meaning, where it is published, and its name in Prometheus.
+"""Definition of a metric: its name, unit, meaning and places of publication, and its name in Prometheus.
 
 The metrics themselves are in `metric_names.py`.
 """
@@ -11,18 +11,18 @@ from typing import Literal
 Better = Literal["higher", "lower"]
 Kind = Literal["gauge", "counter"]
 Where = Literal["mlflow", "record", "run", "rank"]
-"""Where a metric is published: in MLflow; in record.json; in Prometheus once a run; in Prometheus by every rank."""
+"""Where a metric is published: in MLflow; in record.json; in Prometheus once per run; in Prometheus by every rank."""
 
 PREFIX = "ray_scaleray_"
-"""Beginning of all names in Prometheus. Ray puts `ray_` before every name; without Ray it is kept, so that the same
-dashboards and rules fit both."""
+"""Prefix of all names in Prometheus. Ray adds `ray_` to every name; without Ray it is kept, so that the same dashboards
+and rules can be used."""
 RUN_LABELS = ("ray_train_run_name", "run_id")
-"""Labels of every series. The first one joins with Ray Train's own metrics; the second one tells runs of one name
-apart."""
+"""Labels of every series. The first one joins with Ray Train's own metrics; the second one distinguishes runs with the
+same name."""
 RANK_LABELS = ("rank", "node")
-"""Further labels of a series that every rank has. node: the address by which Ray knows it; `local` without Ray."""
+"""Further labels of a series by rank. node: its address in Ray; `local` without Ray."""
 ENDINGS = {"_per_s": "_per_second", "_s": "_seconds", "_share": "_ratio"}
-"""How a name ends here, and in Prometheus, whose units are whole words and never prefixed."""
+"""Suffix of a name here, and in Prometheus, whose units are whole words without prefixes."""
 
 
 @dataclass(frozen=True)
@@ -33,24 +33,24 @@ class Metric:
     unit: str
     help: str
     better: Better | None = None
-    """Whether more or less of it is better; None where that depends, or neither is."""
+    """Whether higher or lower is better; None if that depends, or if neither is."""
     label: str = ""
-    """Label of it next to a figure of a whole run."""
+    """Label of the value for a whole run."""
     published: tuple[Where, ...] = ("mlflow",)
     kind: Kind = "gauge"
     labels: tuple[str, ...] = ()
-    """Labels in Prometheus in addition to those that all series have."""
+    """Labels in Prometheus in addition to the common ones."""
     prometheus: str = ""
-    """Name in Prometheus without `PREFIX`, where it is not made of the last part of `name`."""
+    """Name in Prometheus without `PREFIX`, if it does not follow from the last part of `name`."""
 
     @property
     def is_in_mlflow(self) -> bool:
-        """Whether MLflow has it."""
+        """Whether it is in MLflow."""
         return "mlflow" in self.published
 
     @property
     def is_in_prometheus(self) -> bool:
-        """Whether Prometheus has it, once a run or by rank."""
+        """Whether it is in Prometheus, once per run or by rank."""
         return "run" in self.published or self.is_by_rank
 
     @property

@@ -1,8 +1,8 @@
-"""Every metric that scaleray records or publishes: its name, unit and meaning, once.
+"""All metrics that scaleray records or publishes: names, units and meanings.
 
 The part before the slash becomes a section in MLflow. Evaluation metrics are named `<split>/<metric>` and come from the
-workload. A record gives its values under them, see `records.rows`. Names and labels in Prometheus are made of this
-table by `metric.prometheus_name` and `Metric.all_labels`; those that are only there are in `live_metrics.py`.
+workload. A record provides its values under these names, see `records.rows`. Names and labels in Prometheus are derived
+by `metric.prometheus_name` and `Metric.all_labels`; metrics that exist only there are in `live_metrics.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from scaleray.common.metric import Better, Metric, Where, prometheus_name
 ONCE: tuple[Where, ...] = ("mlflow", "run")
 RECORD: tuple[Where, ...] = ("record",)
 OF_MEASURED = {"point": ("mode", "workers"), "trial": ("trial", "batch_size", "learning_rate", "rule", "status")}
-"""Labels in Prometheus that tell points of a study and trials of a sweep apart."""
+"""Labels in Prometheus that distinguish points of a study and trials of a sweep."""
 
 
 def _measured(
     name: str, unit: str, help: str, better: Better | None = None, label: str = "", *, ending: str = ""
 ) -> Metric:
-    """A metric of points or trials that Prometheus has too, under its whole name and an ending."""
+    """A metric of points or trials that is also in Prometheus, under its whole name and a suffix."""
     labels = OF_MEASURED[name.partition("/")[0]]
     return Metric(name, unit, help, better, label, ONCE, labels=labels, prometheus=name.replace("/", "_") + ending)
 
@@ -253,7 +253,7 @@ BY_RULE = {
         ("steps_to_target", "steps", "steps to the target, of the same setting"),
     )
 }
-"""Curves of a sweep, of which MLflow has one for each rule, with the rule's name in place of RULE."""
+"""Curves of a sweep; MLflow has one for each rule, with the rule's name in place of RULE."""
 
 LOSS_OF = Metric(
     "train/loss_NAME", "loss per sample or token", "each of several losses, whose sum is train/loss", "lower"
@@ -273,18 +273,18 @@ TABLE = (
     + tuple(BY_RULE.values())
     + live_metrics.ALL
 )
-"""Every metric, wherever it is published."""
+"""All metrics, wherever they are published."""
 ALL = tuple(metric for metric in TABLE if metric.is_in_mlflow)
-"""Those of MLflow."""
+"""Metrics in MLflow."""
 IN_PROMETHEUS = {prometheus_name(metric): metric for metric in TABLE if metric.is_in_prometheus}
-"""Those of Prometheus, by their name there."""
+"""Metrics in Prometheus, by their name there."""
 
 _PLACEHOLDERS = re.compile("NAME|PART|RULE|NODE|FIGURE")
 _PATTERNS = [(re.compile(_PLACEHOLDERS.sub(".+", re.escape(metric.name))), metric) for metric in TABLE]
 
 
 def find(name: str) -> Metric | None:
-    """The metric that is recorded under this name; None for one that only user code knows, such as an evaluation's."""
+    """Return the metric recorded under this name; None for one of user code, such as an evaluation's."""
     exact = next((metric for metric in TABLE if metric.name == name), None)
     return exact or next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
@@ -295,24 +295,24 @@ def by_loss(metric: Metric, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def of_system(node: str, values: Mapping[str, float]) -> dict[str, float]:
-    """Values of `SYSTEM` of one node, given by figure, under their own names."""
+    """Values of `SYSTEM` of one node, given by quantity, under their own names."""
     return {SYSTEM.name.replace("NODE", node).replace("FIGURE", figure): value for figure, value in values.items()}
 
 
 def of_user_code(name: str) -> str:
-    """Name of a value of a training step that user code has logged under `name`."""
+    """Name for a value that user code has logged in a training step under `name`."""
     return f"train/{name}"
 
 
 def evaluation(name: str) -> Metric:
-    """The metric of an evaluation, `<split>/<metric>`, which the workload alone knows."""
+    """Metric of an evaluation, `<split>/<metric>`, defined by the workload."""
     return Metric(name, "unit of the metric", "last value of an evaluation", label=name)
 
 
 def scaling_curve(mode: str, what: str) -> str:
     """Name of a study's curve, such as `efficiency_low` of mode `strong`.
 
-    Raises StopIteration for one that CURVES lacks.
+    Raises StopIteration for one that is not in CURVES.
     """
     return next(metric.name for metric in CURVES if metric.name == f"scaling/{mode}_{what}")
 
@@ -323,10 +323,10 @@ def is_scaling_curve(mode: str, what: str) -> bool:
 
 
 def batch_curve(what: str, rule: str) -> str:
-    """Name of a sweep's curve for one learning-rate rule. Raises KeyError for one that BY_RULE lacks."""
+    """Name of a sweep's curve for one learning-rate rule. Raises KeyError for one that is not in BY_RULE."""
     return BY_RULE[what].name.replace("RULE", rule)
 
 
 def compression_share(method: str) -> Metric:
-    """The share of the gradients that adaptive compression sends by `method`."""
+    """Metric of the share of the gradients that adaptive compression sends by `method`."""
     return next(metric for metric in COMPRESSION_SHARES if metric.name == f"compression/share_{method}")

@@ -1,8 +1,8 @@
-"""The state of torchmetrics objects over all workers, brought together by each metric's own rules (`dist_reduce_fx`).
+"""State of torchmetrics objects over all workers, combined by each metric's own rules (`dist_reduce_fx`).
 
-A state that is a list has the entries of all workers, those of rank 0 first, whether its rule is None or to concatenate
-them; lists may differ in length, which torchmetrics' own exchange, tensor by tensor, cannot do. A state that is a
-tensor without a rule is stacked, one entry for each worker, as torchmetrics' own metrics expect (PearsonCorrCoef).
+A list state gets the entries of all workers, those of rank 0 first, whether its rule is None or concatenation; lists
+may differ in length, which torchmetrics' own exchange, tensor by tensor, does not support. A tensor state without a
+rule is stacked, one entry per worker, as torchmetrics' own metrics expect (PearsonCorrCoef).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from scaleray.common.user_code import place_of
 from scaleray.errors import WorkloadError
 
 Gather = Callable[[Any], list[Any]]
-"""Function that gives what every worker has handed over, in the order of ranks. Collective."""
+"""Function that returns the objects of all workers, in the order of ranks. Collective."""
 LIBRARY = "torchmetrics"
 
 
 def is_metric_class(cls: type) -> bool:
-    """Whether this is torchmetrics' own base class. The library is not imported for it."""
+    """Whether this is torchmetrics' own base class, without importing the library."""
     return cls.__name__ == "Metric" and cls.__module__.partition(".")[0] == LIBRARY
 
 
 def check_rules(metric: Any, what: str) -> None:
-    """Raise WorkloadError, with the line of its class, for a metric whose state cannot be brought together: a tensor
-    without a rule, of a class that torchmetrics does not know."""
+    """Raise WorkloadError, with the line of its class, for a metric whose state cannot be combined: a tensor without a
+    rule, in a class that is not torchmetrics' own."""
     without = [
         name
         for name, rule in metric._reductions.items()
@@ -40,14 +40,14 @@ def check_rules(metric: Any, what: str) -> None:
         raise WorkloadError(
             what,
             f"{cls.__name__} without a reduction of {', '.join(without)} ({place_of(cls)})",
-            "a tensor of each worker must become one of all (its dist_reduce_fx is None)",
+            "the tensors of all workers must be combined (its dist_reduce_fx is None)",
             f"add_state({without[0]!r}, ..., dist_reduce_fx='sum'), or mean, max, min, cat; a list of tensors, whose "
             "entries are gathered; or log sums and counts",
         )
 
 
 def share(metric: Any, gather: Gather, has_several: Callable[[], bool]) -> None:
-    """Let a metric compute over the rows of all workers. Its `compute` is collective then, where there are several."""
+    """Make a metric compute over the rows of all workers. Its `compute` is then collective, if there are several."""
     metric.distributed_available_fn = has_several
     metric._sync_dist = partial(_take_together, metric, gather)
 
@@ -55,19 +55,19 @@ def share(metric: Any, gather: Gather, has_several: Callable[[], bool]) -> None:
 def _take_together(metric: Any, gather: Gather, *_: Any, **__: Any) -> None:
     own = {name: _on_cpu(getattr(metric, name)) for name in metric._reductions}
     everyone = gather((metric.update_called, own))
-    # a worker without rows has the beginning of a state, whose lists have not even a type
+    # a worker without rows has an initial state, whose lists do not even have a dtype
     states = [state for has_rows, state in everyone if has_rows] or [own]
     for name, value in merged(states, metric._reductions).items():
         setattr(metric, name, on_device(value, metric.device))
 
 
 def merged(states: Sequence[dict[str, Any]], rules: dict[str, Any]) -> dict[str, Any]:
-    """The state of several workers as one, by each one's rule."""
+    """Combine the states of several workers, by the rule of each."""
     found = {}
     for name, rule in rules.items():
         parts = [state[name] for state in states]
         if any(isinstance(part, list) for part in parts):
-            # a list that was saved, or brought together before, is one tensor
+            # a list that was saved, or combined before, is one tensor
             entries = [entry for part in parts for entry in (part if isinstance(part, list) else [part])]
             found[name] = rule(entries) if rule is not None and entries else entries
         else:
@@ -83,7 +83,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def on_device(value: Any, device: torch.device) -> Any:
-    """A tensor, or a list of them, on a device."""
+    """Move a tensor, or a list of them, to a device."""
     if isinstance(value, list):
         return [on_device(entry, device) for entry in value]
     return value.to(device) if isinstance(value, torch.Tensor) else value

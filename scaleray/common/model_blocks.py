@@ -1,8 +1,8 @@
-"""The repeated blocks of a model whose workload does not name them: found from its structure, for sharding and
+"""Repeated blocks of a model whose workload does not list them: found from its structure, for sharding and activation
 checkpointing.
 
-A container counts where most of its members that have parts of their own are of one class, as transformer layers and
-the residual blocks of an image network are. Used by the ready workloads of `hugging_face` and `images`.
+A container is used if most of its members that have submodules are of one class, as with transformer layers and the
+residual blocks of an image network. Used by the ready-made workloads of `hugging_face` and `images`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import nn
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The outermost repeated blocks in the order of the model; none where nothing is repeated.
+    """Outermost repeated blocks in the order of the model; empty if there are none.
 
-    A block of which parameters are used elsewhere as well (tied ones) is left to the strategy, which knows what to do.
+    Blocks with parameters that are also used elsewhere (tied ones) are left to the strategy.
     """
     found: list[nn.Module] = []
     _collect(model, found, set())
@@ -42,12 +42,12 @@ def _repeated(module: nn.Module) -> list[nn.Module]:
     if not members:
         return []
     name, most = Counter(type(m) for m in members).most_common(1)[0]
-    least = 1 if isinstance(module, nn.ModuleList) else 2  # a model of one layer has a list of one
+    least = 1 if isinstance(module, nn.ModuleList) else 2  # a model with one layer has a list of one
     return [m for m in members if type(m) is name] if most >= least and 2 * most > len(members) else []
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Whether this is a block: a module with a forward pass, parameters, and several modules that have some."""
+    """Whether this is a block: a module with a forward pass, parameters, and several submodules with parameters."""
     if isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
         return False
     return sum(1 for part in module.modules() if any(True for _ in part.parameters(recurse=False))) > 1

@@ -1,4 +1,4 @@
-"""NVIDIA's driver, opened by NVML at one place, with the facts that several readers need."""
+"""NVIDIA's driver through NVML, opened in one place, and facts needed by several readers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def opened() -> Any:
-    """The module `pynvml` with the driver open. Raises without a driver that answers, an error of any kind."""
+    """Return the module `pynvml` with the driver open. Raises an error of any type if no driver answers."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -14,13 +14,13 @@ def opened() -> Any:
 
 
 def name_of(nvml: Any, handle: Any) -> str:
-    """Name of a GPU; older versions of `pynvml` give bytes."""
+    """Name of a GPU; older versions of `pynvml` return bytes."""
     name: str | bytes = nvml.nvmlDeviceGetName(handle)
     return name.decode() if isinstance(name, bytes) else name
 
 
 def num_nvlinks(nvml: Any, handle: Any) -> int:
-    """Number of active NVLinks of a GPU; the first link that it does not have ends the count."""
+    """Number of active NVLinks of a GPU, counted up to its first missing link."""
     active = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:

@@ -1,5 +1,5 @@
-"""Options of a command, declared once: a dataclass that the command line shows, and whose fields a function takes as
-keyword arguments.
+"""Options of a command, declared once: a dataclass for the command line whose fields are also keyword arguments of a
+function.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from scaleray.errors import ConfigError
 R = TypeVar("R")
 if TYPE_CHECKING:
     Numbers = str | Sequence[int]
-    """Whole numbers, as a text such as `1,2,4` or as a sequence."""
+    """Whole numbers, as text such as `1,2,4` or as a sequence."""
     Words = str | Sequence[str]
-    """Words, as a text with commas or as a sequence."""
+    """Words, as text with commas or as a sequence."""
     File = str | Path
-else:  # a command line has texts alone
+else:  # a command line has only text
     Numbers = Words = str
     File = Path
 
 
 def takes(kind: type[Any]) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Let a function with an argument `options`, a dataclass of this kind, take the fields as keyword arguments as
-    well. `help` of the function then lists them with their docstrings."""
+    """Let a function with an argument `options`, a dataclass of this type, also accept the fields as keyword arguments.
+    `help` of the function then lists them with their docstrings."""
 
     def decorated(function: Callable[..., R]) -> Callable[..., R]:
         fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -63,7 +63,7 @@ def meanings_of(source: str) -> dict[str, str]:
 
 
 def _signature(function: Callable[..., Any], fields: Sequence[dataclasses.Field[Any]]) -> inspect.Signature:
-    """The function's signature with the fields in the place of `options`."""
+    """The function's signature with the fields in place of `options`."""
     own, kind = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
     kept = [parameter for name, parameter in own.parameters.items() if name != "options"]
     added = [inspect.Parameter(field.name, kind, default=field.default, annotation=field.type) for field in fields]
@@ -72,7 +72,8 @@ def _signature(function: Callable[..., Any], fields: Sequence[dataclasses.Field[
 
 
 def whole_numbers(option: str, given: Numbers) -> list[int]:
-    """Whole numbers of an option, as a text such as `1,2,4` or as a sequence. Raises ConfigError naming the option."""
+    """Parse whole numbers of an option, given as text such as `1,2,4` or as a sequence. Raises ConfigError with the
+    option."""
     try:
         return [int(word) for word in given.split(",") if word.strip()] if isinstance(given, str) else list(given)
     except ValueError:
@@ -80,5 +81,5 @@ def whole_numbers(option: str, given: Numbers) -> list[int]:
 
 
 def words_of(given: Words) -> list[str]:
-    """Words of an option, as a text with commas or as a sequence."""
+    """Parse words of an option, given as text with commas or as a sequence."""
     return [word.strip() for word in (given.split(",") if isinstance(given, str) else given) if word.strip()]

@@ -1,4 +1,4 @@
-"""A folder of this user alone, for files that processes share and that no other user may read or write."""
+"""Private folder of this user, for files that processes share and that other users must not read or write."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import tempfile
 from pathlib import Path
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
-"""torch's variable: the folder in which it keeps the code that it has compiled, and from which it loads such."""
+"""torch's environment variable with the folder in which it stores compiled code, and from which it loads it."""
 
 
 NAMES = 8
-"""Names tried for the folder."""
+"""Most names tried for the folder."""
 
 
 def short_place() -> Path:
-    """Where temporary files get short names: the paths of sockets hold 107 characters."""
+    """Folder for temporary files with short paths: those of sockets are limited to 107 characters."""
     return Path("/tmp") if Path("/tmp").is_dir() else Path(tempfile.gettempdir())
 
 
 def own_folder() -> Path:
-    """The folder, with mode 0700: the same one for all processes of this user. If another user has taken its name, it
-    has the next name, and without a free one it is a folder of this process.
+    """Return the folder, with mode 0700, which is the same for all processes of this user. If another user has taken
+    its name, the next name is used, and if none is free, a folder of this process.
     """
     place = short_place()
     if sys.platform == "win32":
@@ -46,13 +46,13 @@ def own_folder() -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """A folder of this user alone on a disk, below XDG_CACHE_HOME or ~/.cache; in `own_folder`, which may be memory, if
-    that cannot be written."""
+    """Return a private folder of this user on a disk, below XDG_CACHE_HOME or ~/.cache; or in `own_folder`, which may
+    be in memory, if that cannot be written."""
     try:
         place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "scaleray" / name
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=place).close()
-    except (OSError, RuntimeError):  # no home, or one that is read-only
+    except (OSError, RuntimeError):  # no home, or a read-only one
         place = own_folder() / name
         place.mkdir(mode=0o700, exist_ok=True)
     return place
@@ -66,14 +66,14 @@ def _folder_of_this_process(place: Path) -> Path:
 
 
 def keep_compiled_code_here() -> None:
-    """Let torch in the processes below this one keep compiled code in this folder, unless the user says where: its own
-    has a name in /tmp that another user can take first, with code in it."""
+    """Make torch, in processes below this one, store compiled code in this folder, unless the user sets another: its
+    default has a name in /tmp that another user could take first, with code in it."""
     os.environ.setdefault(COMPILED, f"{own_folder()}/torchinductor")
 
 
 def plain_executable() -> str:
-    """Path of this interpreter without a space: through a link here, where it has one. Ray 2.60 writes the path into
-    shell commands as it is, so that workers and the client's server of an environment in `a folder/` would not start.
+    """Path of this interpreter without a space: through a link here, if it has one. Ray 2.60 inserts the path into
+    shell commands unquoted, so that workers and the client's server of an environment in `a folder/` would not start.
     """
     if " " not in sys.executable:
         return sys.executable

@@ -1,9 +1,8 @@
-"""YAML and JSON as users bring them: read in time that is linear in their size, or refused early, and with errors of
-one kind.
+"""YAML and JSON from users: parsed in linear time, or rejected early, with errors of one type.
 
 PyYAML takes minutes for a few bytes of aliases and merges, for deep brackets and for integers written as 1:1:1:1; json
-raises RecursionError for what is nested too deep. What passes a limit is TooLarge, a ValueError whose text says which
-one.
+raises RecursionError for deep nesting. Input beyond a limit raises TooLarge, a ValueError whose text describes the
+limit.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from typing import Any
 import yaml
 
 DEEPEST = 100
-"""Largest depth of brackets within brackets, which PyYAML walks at every word."""
+"""Most levels of nested brackets, which PyYAML walks through at every word."""
 MOST_CHARACTERS = 1_000_000
-"""Largest number of characters of a YAML file: PyYAML reads about a megabyte a second, and a file written by hand is a
-hundredth of that.
+"""Most characters of a YAML file: PyYAML reads about a megabyte per second, and a handwritten file is a hundredth of
+that.
 """
 MOST_NODES = 25_000
-"""Largest number of keys and values of a YAML file, also of what aliases and merges make of it."""
+"""Most keys and values of a YAML file, including the expansion of aliases and merges."""
 MOST_DIGITS = 1000
-"""Largest number of digits of a number."""
+"""Most digits of a number."""
 LONGEST_WORD = 100
 """Longest word that is compared with known words: difflib's time grows with the square of its length."""
 CONTROLS = re.compile(
     r"((?<!\\)(?:\\\\)*)\\(?:u00(?:0[0-8b-f]|1[0-9a-f]|7f|[89][0-9a-f])|[bfr])|[\x00-\x08\x0b-\x1f\x7f-\x9f]",
     re.IGNORECASE,
 )
-"""Characters that a terminal obeys, but for line breaks and tabs, in a text of JSON: as they are, or escaped."""
+"""Terminal control characters in JSON text, other than line breaks and tabs: literal or escaped."""
 MERGE = "tag:yaml.org,2002:merge"
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 
 
 class TooLarge(ValueError):
-    """A limit of this module is passed; the text says what there is and what is allowed."""
+    """Error for exceeding a limit of this module; the text states the value and the limit."""
 
 
 class BoundedLoader(yaml.SafeLoader):
     """PyYAML's safe loader with the limits above.
 
-    Raises TooLarge where one is passed, yaml.YAMLError for what is no YAML.
+    Raises TooLarge if one is exceeded, yaml.YAMLError for text that is not YAML.
     """
 
     def __init__(self, text: str) -> None:
@@ -69,8 +68,8 @@ class BoundedLoader(yaml.SafeLoader):
         return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Put what `<<` names before a mapping's own pairs, so that those win; of a list of mappings, the first
-        wins."""
+        """Put the pairs of `<<` before a mapping's own pairs, so that the latter take precedence; in a list of
+        mappings, the first takes precedence."""
         own: list[tuple[yaml.Node, yaml.Node]] = []
         sources: list[yaml.MappingNode] = []
         for key, value in node.value:
@@ -85,7 +84,7 @@ class BoundedLoader(yaml.SafeLoader):
                 sources.append(one)
         if not sources:
             return
-        node.value = own  # before the sources are looked at, of which this may be one
+        node.value = own  # before processing the sources, which may include this node
         merged: list[tuple[yaml.Node, yaml.Node]] = []
         for one in sources:
             self.flatten_mapping(one)
@@ -96,7 +95,7 @@ class BoundedLoader(yaml.SafeLoader):
 
 
 class NotYaml(ValueError):
-    """A text that is not YAML. problem: PyYAML's. line: its place, from 1, if known."""
+    """Error for a text that is not YAML. problem: PyYAML's. line: its place, from 1, if known."""
 
     def __init__(self, problem: str, line: int | None) -> None:
         super().__init__(problem if line is None else f"{problem} in line {line}")
@@ -107,7 +106,7 @@ class NotYaml(ValueError):
 def yaml_nodes(text: str) -> Iterator[tuple[BoundedLoader, yaml.Node | None]]:
     """Yield a loader with the document's node, which knows its lines, to construct values within the context.
 
-    Raises NotYaml, TooLarge, or another ValueError for values that do not exist, here and within the context.
+    Raises NotYaml, TooLarge, or another ValueError for invalid values, here and within the context.
     """
     loader = None
     try:
@@ -120,7 +119,7 @@ def yaml_nodes(text: str) -> Iterator[tuple[BoundedLoader, yaml.Node | None]]:
         raise TooLarge("it is nested too deep") from exc
     except TooLarge:
         raise
-    # dates and numbers that do not exist, tags that do not fit, values within themselves
+    # invalid dates and numbers, unsuitable tags, recursive values
     except (ValueError, OverflowError, TypeError, LookupError, AttributeError) as exc:
         raise ValueError(f"{type(exc).__name__}: {exc}") from exc
     finally:
@@ -129,12 +128,12 @@ def yaml_nodes(text: str) -> Iterator[tuple[BoundedLoader, yaml.Node | None]]:
 
 
 def load_yaml(text: str) -> Any:
-    """The document's value. Raises ValueError as `yaml_nodes`, and if it holds more than MOST_NODES values."""
+    """Return the document's value. Raises ValueError like `yaml_nodes`, and if it holds more than MOST_NODES values."""
     return load_yaml_with_lines(text)[0]
 
 
 def load_yaml_with_lines(text: str) -> tuple[Any, dict[str, int]]:
-    """The document's value, and the lines of its keys and of the dotted keys of its sections. Raises ValueError."""
+    """Return the document's value, and the lines of its keys and of its sections' dotted keys. Raises ValueError."""
     with yaml_nodes(text) as (loader, node):
         lines = {}
         for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
@@ -147,8 +146,8 @@ def load_yaml_with_lines(text: str) -> tuple[Any, dict[str, int]]:
 
 
 def check_size(value: Any, *, most: int) -> None:
-    """Raises TooLarge for a value that holds more than `most` others, which a few aliases may make of a short text, or
-    itself."""
+    """Raise TooLarge for a value with more than `most` entries, which a short text can create with aliases, or that
+    contains itself."""
     stack, total = [value], 0
     while stack:
         item = stack.pop()
@@ -162,7 +161,7 @@ def check_size(value: Any, *, most: int) -> None:
 
 
 def load_json(text: str | bytes) -> Any:
-    """The document's value. Raises ValueError for what is no JSON or is nested too deep."""
+    """Return the document's value. Raises ValueError for text that is not JSON or is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -170,11 +169,11 @@ def load_json(text: str | bytes) -> Any:
 
 
 def inert_json(text: str | bytes) -> str:
-    """The text of JSON with spaces in place of characters that a terminal obeys. Raises ValueError for bytes that are
-    not UTF-8."""
+    """Return JSON text with spaces in place of terminal control characters. Raises ValueError for bytes that are not
+    UTF-8."""
     return CONTROLS.sub(lambda found: f"{found[1] or ''} ", text.decode() if isinstance(text, bytes) else text)
 
 
 def near_words(word: str, known: Iterable[str], *, most: int = 1, likeness: float = 0.6) -> list[str]:
-    """The `known` words that `word` may have been meant for, the most alike first; none for a very long one."""
+    """The `known` words closest to `word`, best match first; empty for a very long word."""
     return [] if len(word) > LONGEST_WORD else difflib.get_close_matches(word, list(known), n=most, cutoff=likeness)

@@ -1,4 +1,4 @@
-"""How a record looks where it is printed, such as in a notebook: its main figures and where it is, not all it holds."""
+"""Short printed form of a record, as in a notebook: its main values and its location."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 MOST_WORDS = 6
-"""Sentences of a record that are printed; the rest is in its report."""
+"""Most sentences of a record that are printed; the rest is in its report."""
 
 
 def printable(text: object) -> str:
-    """The text with spaces in place of line breaks and of what terminals obey."""
+    """The text with spaces in place of line breaks and terminal control characters."""
     return "".join(letter if letter.isprintable() else " " for letter in str(text))
 
 
 def inert(text: str) -> str:
-    """The text with spaces in place of what terminals obey, but for line breaks."""
+    """The text with spaces in place of terminal control characters other than line breaks."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 class Printed:
-    """Base of dataclasses that print as a few lines: the first is a heading, the others are set in."""
+    """Base of dataclasses that print as a few lines: the first is a heading, the others are indented."""
 
     def lines(self) -> list[str]:
         """The lines, without indentation."""
@@ -28,7 +28,7 @@ class Printed:
 
     @property
     def summary(self) -> str:
-        """The outcome in a line, which `--json` prints with the record."""
+        """Result in one line, which `--json` prints with the record."""
         return self.lines()[0]
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -40,7 +40,7 @@ class Printed:
 
 
 def figures(values: dict[str, float | None]) -> str:
-    """Names and values in one line, those that are not known left out."""
+    """Names and values in one line, without unknown ones."""
     return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if value is not None)
 
 

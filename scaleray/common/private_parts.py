@@ -1,9 +1,9 @@
-"""Private parts of Ray and MLflow that scaleray overrides or calls: the gain of each, and whether it is used.
+"""Private parts of Ray and MLflow that scaleray overrides or calls: their benefit, and whether they are used.
 
 A part is used if everything that it replaces has the recorded signature, and if the library's release is the tested
-one. A difference switches that part off, with one line in the log. `SCALERAY_PRIVATE_PARTS=0` switches off all parts
-that only save time. A part that protects something depends on the signatures alone: it has no switch, and is used with
-an untested release as well.
+one. Otherwise that part is switched off, with one line in the log. `SCALERAY_PRIVATE_PARTS=0` switches off all parts
+that only save time. A protective part depends only on the signatures: it has no switch, and is also used with an
+untested release.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from scaleray.common.installed import NEWEST_TESTED, is_tested
 SWITCH = "SCALERAY_PRIVATE_PARTS"
 """Environment variable: 0 switches off all parts that only save time."""
 ADDED_BY_RAY = "_ray_trace_ctx"
-"""Parameter that Ray adds to the methods of a class once it has made an actor of it."""
+"""Parameter that Ray adds to the methods of a class when it makes the class an actor."""
 
 
 @dataclass(frozen=True)
 class PrivatePart:
-    """One such part.
+    """One private part.
 
-    file: the user of these names. gain, without: effect of the part, and of its absence. signatures: parameters of what
-    is replaced or called, by `module:name`. protects: whether it does more than save time.
+    file: the module that uses it. gain, without: effect of the part, and of its absence. signatures: parameters of the
+    replaced or called functions, by `module:name`. protects: whether it does more than save time.
     """
 
     name: str
@@ -41,7 +41,7 @@ class PrivatePart:
     protects: bool = False
 
     def is_possible(self) -> bool:
-        """Whether the switch and the installed release allow it. Imports nothing of the library."""
+        """Whether the switch and the installed release allow it. Does not import the library."""
         if self.protects:
             return True
         if os.environ.get(SWITCH) == "0":

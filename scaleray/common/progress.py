@@ -1,5 +1,5 @@
-"""Current activity of a command: stages that its code opens, for a display. A stage costs next to nothing without a
-display, so that any floor may open one; a worker's are not shown.
+"""Current activity of a command: stages opened by its code, for a display. Without a display a stage costs next to
+nothing, so any module may open one; those of workers are not shown.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Protocol
 
 
 class Stage:
-    """One thing that is under way.
+    """One activity in progress.
 
-    total: how much there is to do, in `unit`; None is not known. before: how much was done when it began, as in a
-    resumed run. done: how much of it is. note: what else is known.
+    total: amount to do, in `unit`; None: unknown. before: amount done before it began, as in a resumed run. done:
+    amount done so far. note: additional information.
     """
 
     def __init__(self, name: str, *, total: float | None = None, unit: str = "", before: float = 0.0) -> None:
@@ -24,7 +24,7 @@ class Stage:
         self.started_at = time.monotonic()
 
     def advance(self, by: float = 1.0) -> None:
-        """So much more is done."""
+        """Increase the amount done."""
         self.done += by
 
     @property
@@ -34,7 +34,7 @@ class Stage:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that are left at the speed so far; None if it is not known."""
+        """Remaining seconds at the speed so far; None if unknown."""
         if not self.total or not self.before < self.done <= self.total:
             return None
         return self.elapsed_s * (self.total - self.done) / (self.done - self.before)
@@ -44,10 +44,10 @@ class Display(Protocol):
     """Display of stages; called in the thread that opens and closes them."""
 
     def begin(self, stage: Stage) -> None:
-        """A stage has begun."""
+        """Show that a stage has begun."""
 
     def end(self, stage: Stage) -> None:
-        """A stage is over."""
+        """Show that a stage has ended."""
 
 
 _displays: list[Display] = []
@@ -56,7 +56,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def shown_by(display: Display) -> Iterator[None]:
-    """Stages of this process are shown by `display` while the context lasts; the innermost context counts."""
+    """Context in which `display` shows the stages of this process; the innermost context is used."""
     with _lock:
         _displays.append(display)
     try:
@@ -73,8 +73,7 @@ def are_shown() -> bool:
 
 @contextlib.contextmanager
 def stage(name: str, *, total: float | None = None, unit: str = "", before: float = 0.0) -> Iterator[Stage]:
-    """A stage that lasts as long as the context. name: what is being done, such as `reading the data`. before: how much
-    was done already."""
+    """Context of a stage. name: description, such as `reading the data`. before: amount done earlier."""
     this, display = Stage(name, total=total, unit=unit, before=before), _displays[-1] if _displays else None
     if display is not None:
         display.begin(this)

@@ -1,4 +1,4 @@
-"""Many independent random streams from one seed: model, data, and dropout per rank."""
+"""Independent random streams from one seed: for model, data, and dropout per rank."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def seed_everything(seed: int) -> None:
 def seed_row(seed: int) -> None:
     """Seed the CPU's global generators of torch, numpy and Python for one row of a data set. seed: 64 bits.
 
-    Each gets bits of its own: all three are Mersenne twisters, which would give equal numbers from equal seeds.
+    Each gets different bits: all three are Mersenne twisters, which would give equal numbers from equal seeds.
     """
-    torch.default_generator.manual_seed(seed & 0xFFFFFFFF)  # it takes no more bits than these
+    torch.default_generator.manual_seed(seed & 0xFFFFFFFF)  # it uses only these bits
     np.random.seed(seed >> 32)
     random.seed(seed)
 
@@ -67,7 +67,7 @@ def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> No
 
 @contextlib.contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Context that leaves all generators as they were, whatever is drawn inside."""
+    """Context that restores all random generators at its end."""
     before = random_state(device)
     try:
         yield
@@ -76,7 +76,7 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 def _bits(number: float | None) -> int:
-    """Bits of a float, 64 of them; None gives those of NaN."""
+    """The 64 bits of a float; None gives those of NaN."""
     value: int = struct.unpack("<q", struct.pack("<d", math.nan if number is None else number))[0]
     return value
 
@@ -88,7 +88,7 @@ def _float(bits: int) -> float | None:
 
 @contextlib.contextmanager
 def same_switches() -> Iterator[None]:
-    """Context that restores torch's switches: trainings share a process, and what one sets must not reach the next."""
+    """Context that restores torch's switches: trainings share a process, and must not affect each other."""
     was_deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     benchmark, allows_tf32 = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     matmul_precision = torch.get_float32_matmul_precision()
@@ -102,7 +102,7 @@ def same_switches() -> Iterator[None]:
 
 
 def use_deterministic_algorithms() -> None:
-    """Set torch's switches so that the same run gives the same bits; operations that cannot will raise."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it before its first call
+    """Set torch's switches for bitwise reproducible runs; operations without a deterministic algorithm raise."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

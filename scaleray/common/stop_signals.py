@@ -1,4 +1,4 @@
-"""SIGTERM, as `ray job stop` and container platforms send it: one way to answer it for as long as a context lasts."""
+"""Handling of SIGTERM, as sent by `ray job stop` and container platforms, for the duration of a context."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def on_sigterm(handle: Callable[[], None], *, once: bool = False) -> Iterator[None]:
-    """Call `handle` for each SIGTERM while the context lasts; nothing outside the main thread, where Python allows
-    none.
+    """Call `handle` for each SIGTERM during the context; does nothing outside the main thread, where Python does not
+    allow handlers.
 
     once: the next one ends the process, as it would without this context.
     """
@@ -31,16 +31,16 @@ def on_sigterm(handle: Callable[[], None], *, once: bool = False) -> Iterator[No
         yield
     finally:
         signal.signal(signal.SIGTERM, before_term)
-        signal.signal(signal.SIGINT, before_int)  # Ray leaves its own behind, which waits for a finished controller
+        signal.signal(signal.SIGINT, before_int)  # Ray leaves its own handler, which waits for a finished controller
 
 
 def sigterm_like_ctrl_c() -> contextlib.AbstractContextManager[None]:
-    """A context in which SIGTERM ends things as Ctrl-C does, which frees the workers."""
+    """Context in which SIGTERM has the effect of Ctrl-C, which frees the workers."""
     return on_sigterm(_interrupt_here)
 
 
 def interrupt() -> None:
-    """End this command as Ctrl-C does, from any thread; by SIGTERM if SIGINT is ignored, as in a background job of a
+    """End this command like Ctrl-C, from any thread; by SIGTERM if SIGINT is ignored, as in a background job of a
     script."""
     is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     os.kill(os.getpid(), signal.SIGTERM if is_ignored else signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The user's own code: calling it so that an error shows the user's lines, and finding the modules it consists of."""
+"""The user's code: calling it with errors that show the user's lines, and finding its modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from scaleray.errors import ScaleRayError, WorkloadError
 
-# folders of this package and of Python's own modules, resolved once: `user_modules` asks about every module there is
+# folders of this package and of Python's own modules, resolved once: `user_modules` checks every imported module
 _HOMES = tuple(
     f"{home}{os.sep}" for home in (Path(__file__).resolve().parents[1], Path(traceback.__file__).resolve().parent)
 )
@@ -27,7 +27,7 @@ def call_user_code(call: Any, *, what: str, doing: str) -> Any:
         return call()
     except ScaleRayError:
         raise
-    except BaseException as exc:  # a script without a main guard may end the process on import
+    except BaseException as exc:  # importing a script without a main guard may end the process
         if is_from_outside(exc):
             raise KeyboardInterrupt from exc
         raise WorkloadError.problem(what, f"failed while {doing}", user_traceback(exc)) from exc
@@ -35,11 +35,10 @@ def call_user_code(call: Any, *, what: str, doing: str) -> Any:
 
 @contextlib.contextmanager
 def no_exit(what: str) -> Iterator[None]:
-    """Context for user code that must not end the process: its sys.exit() and everything else that is no Exception
-    become a WorkloadError. Exceptions, Ctrl-C and signals of scaleray's own pass.
+    """Context for user code that must not end the process: sys.exit() and everything else that is not an Exception
+    become a WorkloadError. Exceptions, Ctrl-C and scaleray's own signals pass through.
 
-    Otherwise a run in which nothing was trained would end with exit code 0, and a Ray task would take its process
-    along.
+    Otherwise a run in which nothing was trained would end with exit code 0, and a Ray task would end its process.
     """
     try:
         yield
@@ -55,14 +54,14 @@ def no_exit(what: str) -> Iterator[None]:
 
 
 def exit_error(exc: BaseException, *, what: str) -> WorkloadError:
-    """Error that reports a sys.exit() in user code, or another exception that ends a process."""
+    """Return the error for a sys.exit() in user code, or for another exception that ends a process."""
     allowed = "only scaleray ends its processes: return, or raise an exception"
     found = f"called sys.exit({exc.code!r})" if isinstance(exc, SystemExit) else f"raised {type(exc).__name__}"
     return WorkloadError.problem(what, f"{found}: {allowed}", user_traceback(exc))
 
 
 def is_from_outside(exc: BaseException) -> bool:
-    """Whether an exception came into user code by a signal: Ctrl-C, or SIGTERM through a handler, such as Ray's."""
+    """Whether an exception was raised in user code by a signal: Ctrl-C, or SIGTERM through a handler, such as Ray's."""
     if isinstance(exc, KeyboardInterrupt):
         return True
     frames = [frame.f_code for frame, _ in traceback.walk_tb(exc.__traceback__)]
@@ -75,7 +74,7 @@ def is_from_outside(exc: BaseException) -> bool:
 def user_traceback(exc: BaseException) -> str:
     """Traceback of `exc` without the frames of scaleray, the import system and installed libraries.
 
-    Keeps the last frame of all when none is the user's, so that there is always a place to look.
+    Keeps the very last frame if none is the user's, so that there is always a location.
     """
     frames = traceback.extract_tb(exc.__traceback__)
     mine = user_frames(frames) or frames[-1:]
@@ -86,7 +85,7 @@ def user_traceback(exc: BaseException) -> str:
 
 
 def _shown_alone(exc: BaseException) -> list[str]:
-    """The exception without its traceback, also where its own text fails."""
+    """The exception without its traceback, even if its own text fails."""
     try:
         return traceback.format_exception_only(exc)
     except Exception as failed:
@@ -99,19 +98,19 @@ def user_frames(frames: traceback.StackSummary) -> list[traceback.FrameSummary]:
 
 
 def place_of(cls: type, name: str | None = None) -> str:
-    """The class, with file and line of it or of one of its methods."""
+    """The class, with the file and line of it or of one of its methods."""
     about: Any = getattr(cls, name, cls) if name else cls
     try:
         file, (_, line) = inspect.getsourcefile(about), inspect.getsourcelines(about)
-    except (OSError, TypeError):  # a notebook, or made without source
+    except (OSError, TypeError):  # from a notebook, or created without source
         return cls.__name__
     return f"{cls.__name__} in {file}:{line or 1}"
 
 
 def user_modules(workload: Any) -> list[ModuleType]:
-    """Modules that only exist where the user is: the workload's own and its neighbours, but no installed package.
+    """Modules that exist only on the user's machine: the workload's own and its neighbours, but no installed package.
 
-    They must travel to the workers by value.
+    They must be sent to the workers by value.
     """
     home = inspect.getmodule(type(workload))
     origin = getattr(home, "__file__", None)
@@ -121,7 +120,7 @@ def user_modules(workload: Any) -> list[ModuleType]:
 
 
 def modules_beside(file: Path) -> list[ModuleType]:
-    """Modules imported from a user's file, and from files in and below the folder that it is imported from."""
+    """Modules imported from a user's file, and from files in and below its import root."""
     folder = import_root(file)
     return [
         module
@@ -129,12 +128,12 @@ def modules_beside(file: Path) -> list[ModuleType]:
         if isinstance(path := getattr(module, "__file__", None), str)
         and not is_installed(path)
         and folder in Path(path).resolve().parents
-        and Path(path).is_file()  # torch.ops calls itself `_ops.py`, which means the current folder to nobody else
+        and Path(path).is_file()  # torch.ops has the relative path `_ops.py`, which is not in the current folder
     ]
 
 
 def import_root(file: Path) -> Path:
-    """The folder that a file is imported from: its own, or that of the package which it is in."""
+    """The folder from which a file is imported: its own, or that of its outermost package."""
     folder = file.resolve().parent
     while (folder / "__init__.py").exists():
         folder = folder.parent

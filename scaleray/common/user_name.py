@@ -1,4 +1,4 @@
-"""The name of the user of this process, for records of decisions."""
+"""Name of this process's user, for records of decisions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SOMEBODY = "somebody"
 
 
 def user_name() -> str | None:
-    """The user's name; None where there is none, as in a container that runs under a bare number."""
+    """The user's name; None if there is none, as in a container that runs under a bare number."""
     try:
         return getpass.getuser()
     except (KeyError, OSError, ImportError):
@@ -16,5 +16,5 @@ def user_name() -> str | None:
 
 
 def user_or_somebody() -> str:
-    """The user's name, or a word for one without."""
+    """The user's name, or a placeholder for a user without one."""
     return user_name() or SOMEBODY

@@ -1,9 +1,9 @@
-"""Observers of a training, and the one guard that keeps their errors from ending it.
+"""Observers of a training, and the guard that keeps their errors from ending it.
 
-A watcher reads or reports a training and decides nothing: without it the weights are the same to the bit. A new one
+A watcher reads or reports a training and decides nothing: without it, the weights are the same to the bit. A new one
 gets a name here and is called through a `Guard`. Code that decides, or whose output is a result (evaluations,
-checkpoints, final weights), is not a watcher, and neither is the recorder as a whole: its loss ends the run, since a
-run without a record is not worth its time.
+checkpoints, final weights), is not a watcher; nor is the recorder as a whole: its loss ends the run, since a run
+without a record is worthless.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Watcher(StrEnum):
-    """Everything that watches, under the name that a user reads."""
+    """All watchers, with their names for users."""
 
     SYSTEM_METRICS = "system metrics"
     MEMORY = "memory report"
@@ -38,16 +38,14 @@ class Watcher(StrEnum):
 
 
 RETRIED = frozenset({Watcher.MESSAGES, Watcher.DISPLAY, Watcher.RECORDING, Watcher.PUBLISHING})
-"""Watchers of which each call counts alone: one that fails loses its message, and the next one is
-tried all the same.
+"""Watchers whose calls are independent: a failed call loses its message, and the next one is still made.
 """
 
 
 class Guard:
-    """Calls watchers. What one raises is said once, with what is lost; after that it is not called any more.
+    """Calls watchers. The first error of each is reported, with its consequence; after that it is no longer called.
 
-    say: takes the sentence; None, or where it fails itself, is the log. Not for several threads, whose worst is a
-    doubled sentence.
+    say: receives the message; None, or if it fails itself: the log. Not thread-safe: at worst, a message appears twice.
     """
 
     def __init__(self, say: Callable[[str], None] | None = None) -> None:
@@ -55,21 +53,21 @@ class Guard:
         self._failed: set[tuple[Watcher, str]] = set()
 
     def __call__(self, watcher: Watcher, look: Callable[[], T], otherwise: Any, *, part: str = "") -> T:
-        """Result of `look`, or `otherwise` if it fails or has failed before. part: the part of a watcher that can fail
-        alone.
+        """Return the result of `look`, or `otherwise` if it fails or has failed before. part: the part of a watcher
+        that can fail separately.
         """
         if (watcher, part) in self._failed and watcher not in RETRIED:
             return otherwise
         try:
             return self._call(watcher, look)
-        except Exception as exc:  # whatever it is: a driver's, a library's or our own slip
+        except Exception as exc:  # any error: of a driver, of a library, or of scaleray
             if (watcher, part) not in self._failed:
                 self._failed.add((watcher, part))
                 self._tell(_sentence(watcher, part, exc), exc)
             return otherwise
 
     def wrapped(self, watcher: Watcher, function: Callable[..., Any]) -> Callable[..., None]:
-        """A function whose result is not needed, guarded."""
+        """Guard a function whose result is not needed."""
 
         def guarded(*args: Any, **kwargs: Any) -> None:
             self(watcher, lambda: function(*args, **kwargs), None)
@@ -77,13 +75,13 @@ class Guard:
         return guarded
 
     def _call(self, watcher: Watcher, look: Callable[[], T]) -> T:
-        return look()  # a place of its own, where a test can make any watcher fail
+        return look()  # a separate function, in which a test can make any watcher fail
 
     def _tell(self, text: str, exc: Exception) -> None:
         try:
             if self._say is not None:
                 return self._say(text)
-        except Exception:  # whoever would say it watches too
+        except Exception:  # the reporter itself is a watcher
             pass
         logging.getLogger(__name__).warning(text, exc_info=exc)
 
@@ -93,4 +91,4 @@ def _sentence(watcher: Watcher, part: str, exc: Exception) -> str:
     what = f"{watcher} ({part})" if part else watcher
     if watcher in RETRIED:
         return f"{what}: at least one is lost ({reason}); the training continues"
-    return f"{what}: not watched any more ({reason}); the training continues without"
+    return f"{what}: no longer observed ({reason}); the training continues without it"

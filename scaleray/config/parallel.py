@@ -19,28 +19,28 @@ AUTO = "auto"
 
 
 class ParallelSettings(Settings):
-    """Numbers of workers along each axis; their product is `scale.workers`. `auto` for one of them: the workers that
-    the others leave. A single worker has the whole model whatever they are."""
+    """Numbers of workers along each axis, whose product is `scale.workers`. `auto` for one of them: the workers that
+    the others leave. A single worker always has the whole model."""
 
     pipeline: Degree = None
-    """Workers that a replica's stages lie on. None: 2 under `strategy.name: pipeline`, else 1."""
+    """Workers over which a replica's stages are spread. None: 2 under `strategy.name: pipeline`, otherwise 1."""
     replicate: Degree = None
-    """Groups of workers that each hold the whole state between them, and sum gradients over the groups. None: all that
-    the other axes leave; 1 under fsdp and tensor, where `shard` has the rest. With both, HSDP."""
+    """Groups of workers that each hold the whole state; gradients are summed over the groups. None: all workers that
+    the other axes leave, but 1 under fsdp and tensor, where `shard` gets them. With both, HSDP."""
     shard: Degree = None
-    """Workers that share out the state of what they compute: parameters, gradients and the optimizer's (FSDP). In a
-    pipeline a stage's parameters are gathered once a step, and gradients reduced once; parameters of several stages (a
-    tied head) and outside the blocks stay whole. None: under fsdp and tensor the rest, else 1."""
+    """Workers over which the state is sharded: parameters, gradients and the optimizer's (FSDP). In a pipeline, a
+    stage's parameters are gathered once per step, and gradients reduced once; parameters shared by several stages (a
+    tied head) or outside the blocks stay whole. None: the remaining workers under fsdp and tensor, otherwise 1."""
     tensor: Degree = None
     """Workers that share each layer, by the workload's `tensor_plan`. None: 2 under `strategy.name: tensor`, else 1."""
 
     def least_workers(self, strategy: str) -> int:
-        """The fewest workers above one that these degrees allow, `auto` and the rest being 1."""
+        """The smallest number of workers above one that these degrees allow, with `auto` and the rest as 1."""
         given = [2 if value is None and strategy == axis else value for axis, value in self]
         return math.prod(value for value in given if isinstance(value, int))
 
     def within(self, strategy: str) -> ParallelSettings:
-        """Degrees within a replica that another strategy than the config's has as well."""
+        """Degrees within a replica that the given strategy supports."""
         axes = {"pipeline", "tensor"} & set(traits_of(strategy).axes)
         return ParallelSettings(**{axis: getattr(self, axis) for axis in axes})
 
@@ -68,26 +68,26 @@ class Degrees:
 
     @property
     def data(self) -> int:
-        """Number of shares into which the global batch is cut."""
+        """Number of shares into which the global batch is divided."""
         return self.replicate * self.shard
 
     @property
     def model(self) -> int:
-        """Number of workers that hold one replica of the model between them and compute the same samples."""
+        """Number of workers that together hold one replica of the model and compute the same samples."""
         return self.pipeline * self.tensor
 
     def data_rank(self, rank: int) -> int:
-        """Number of the share of the global batch that a rank computes."""
+        """Index of the share of the global batch that a rank computes."""
         return rank // self.tensor % self.data
 
     def replica(self, data_rank: int) -> list[int]:
-        """Ranks that compute a share of the global batch, in order."""
+        """Ranks that together compute a share of the global batch, in order."""
         first = [stage * self.data * self.tensor + data_rank * self.tensor for stage in range(self.pipeline)]
         return [start + part for start in first for part in range(self.tensor)]
 
     @property
     def replicas(self) -> list[list[int]]:
-        """Ranks of each replica, by the share of the global batch that it computes."""
+        """Ranks of each replica, by its share of the global batch."""
         return [self.replica(data_rank) for data_rank in range(self.data)]
 
     def text(self) -> str:
@@ -96,14 +96,14 @@ class Degrees:
 
 
 def all_degrees(workers: int) -> list[Degrees]:
-    """Every way to cut so many workers into degrees."""
+    """Return all ways to divide this number of workers into degrees."""
     divisors = [n for n in range(1, workers + 1) if workers % n == 0]
     cuts = (Degrees(*cut) for cut in itertools.product(divisors, repeat=len(fields(Degrees))))
     return [degrees for degrees in cuts if degrees.workers == workers]
 
 
 def short_form(parallel: Mapping[str, Any]) -> str | None:
-    """Strategy that degrees of a config ask for where none is named; None where they ask for none."""
+    """Return the strategy implied by a config's degrees if none is named; None if they imply none."""
 
     def is_asked(axis: str) -> bool:
         return parallel.get(axis) not in (None, 1)
@@ -113,8 +113,8 @@ def short_form(parallel: Mapping[str, Any]) -> str | None:
 
 
 def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degrees:
-    """Degrees on so many workers. Raises ConfigError for those that do not multiply to them, or that the strategy
-    lacks."""
+    """Return the degrees for this number of workers. Raises ConfigError if their product differs from it, or if the
+    strategy lacks an axis."""
     if workers == 1:
         return Degrees()
     traits, given = traits_of(strategy), dict(settings)

@@ -1,8 +1,8 @@
-"""Base class of workloads with a model of transformers: it builds the model, takes its loss, and writes the folder that
-`from_pretrained` reads.
+"""Base class of workloads with a model of transformers: builds the model, computes its loss, and writes a folder for
+`from_pretrained`.
 
-A subclass names its class of transformers (`auto_class`) and its data (`datasets`); labels of -100 are ignored by the
-loss, as everywhere in transformers."""
+A subclass sets its transformers class (`auto_class`) and its data (`datasets`); the loss ignores labels of -100, as
+everywhere in transformers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from scaleray.workload import Workload
 
 
 def wrapped(model: nn.Module, settings: Mapping[str, Any]) -> Any:
-    """The model with adapters of peft, everything else frozen except `modules_to_save`. settings: of `peft.LoraConfig`.
-    Raises WorkloadError if peft rejects them."""
+    """Wrap the model with adapters of peft, freezing everything else except `modules_to_save`. settings: of
+    `peft.LoraConfig`. Raises WorkloadError if peft rejects them."""
     library = peft()
     try:
         return library.get_peft_model(model, library.LoraConfig(**settings))
@@ -38,9 +38,9 @@ def wrapped(model: nn.Module, settings: Mapping[str, Any]) -> Any:
 
 
 def export(build: Callable[[], nn.Module], weights: Mapping[str, torch.Tensor], folder: Path, *, merge: bool) -> None:
-    """Write the trained model with its adapters added to its weights, or the adapters alone.
+    """Write the trained model with its adapters merged, or only the adapters.
 
-    build: makes the wrapped model. Raises CheckpointError for weights of another model.
+    build: creates the wrapped model. Raises CheckpointError for weights of another model.
     """
     model: Any = build()
     check_same(model, weights)
@@ -61,18 +61,18 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 class HuggingFaceWorkload(Workload):
-    """A model of transformers, from a config (drawn at random) or from a local folder with weights in safetensors.
+    """A model of transformers, from a config (randomly initialised) or from a local folder with weights in safetensors.
 
     model: a folder, a config as a JSON file, or a mapping with `model_type`. tokenizer: a folder, a tokenizer.json, or
-    `bytes`; None takes the one in the model's folder. attention: `sdpa`, `eager`, or transformers' choice. peft:
-    arguments of `peft.LoraConfig`, for a model wrapped by peft. The head of a classifier is trained with the adapters
-    if they do not state another task_type or modules_to_save.
+    `bytes`; None uses the one in the model's folder. attention: `sdpa`, `eager`, or None for transformers' choice.
+    peft: arguments of `peft.LoraConfig`, to wrap the model with peft. The head of a classifier is trained with the
+    adapters unless they specify another task_type or modules_to_save.
     """
 
     auto_class: ClassVar[str] = "AutoModel"
-    """Name of the class of transformers that makes the model."""
+    """Name of the transformers class that creates the model."""
     predicts_next: ClassVar[bool] = False
-    """Whether the logits at a position are about the label at the next one, as in causal language models."""
+    """Whether the logits at a position predict the label at the next one, as in causal language models."""
 
     def __init__(
         self,
@@ -93,19 +93,19 @@ class HuggingFaceWorkload(Workload):
         self._config: Any = None
         self._tokenizer: Any = None
 
-    # what a subclass may say
+    # what a subclass may override
 
     def config_changes(self) -> Mapping[str, Any]:
         """Values of the model's config that follow from the data or the tokenizer, such as the number of labels."""
         return {}
 
     def inputs(self, batch: Any) -> dict[str, torch.Tensor]:
-        """Arguments of the model's call: every column but the labels, whole numbers as int64."""
+        """Arguments of the model's call: every column except the labels, integers as int64."""
         return {name: as_input(column) for name, column in batch.items() if name != LABELS}
 
     def labels(self, batch: Any) -> torch.Tensor:
-        """Tokens that the model should predict, -100 for ignored ones; without such a column, the attended tokens
-        themselves."""
+        """Tokens that the model should predict, -100 for ignored ones; without a column of labels, the attended
+        tokens."""
         if LABELS in batch:
             return batch[LABELS].long()
         ids: torch.Tensor = batch["input_ids"].long()
@@ -113,12 +113,12 @@ class HuggingFaceWorkload(Workload):
 
     @property
     def collate(self) -> Any:
-        """How rows of unequal length become a batch."""
+        """Return the function that makes a batch from rows of unequal length."""
         if self._config is None:
             self.config()
         return TokenPadding(self._config.get("pad_token_id") or 0)
 
-    # what a run asks for
+    # what a run calls
 
     def build_model(self) -> nn.Module:
         model = pretrained_models.build(self.auto_class, self.config(), self.folder, attention=self.attention)
@@ -134,7 +134,7 @@ class HuggingFaceWorkload(Workload):
         return find_blocks(model)
 
     def weight_names(self, model: nn.Module, config: Mapping[str, Any]) -> None:
-        """Check that a folder's weights are of this kind of model: their names are then the model's own."""
+        """Check that a folder's weights are of this type of model, so that their names are the model's own."""
         own = self.config().model_type
         if config.get("model_type") != own:
             raise WorkloadError("model_type of workload.weights", config.get("model_type"), f"the model is a {own}")
@@ -142,8 +142,8 @@ class HuggingFaceWorkload(Workload):
     def export(self, weights: Mapping[str, torch.Tensor], folder: Path, *, adapter: bool = False) -> None:
         """Write a folder for `from_pretrained`: the weights, config.json, generation_config.json and the tokenizer.
 
-        weights: final weights or those of a checkpoint, by the names of the model's state dict; read as they are
-        written. adapter: of a model wrapped by peft the adapter alone, as `PeftModel.from_pretrained` reads it.
+        weights: final weights or those of a checkpoint, by the names of the model's state dict; read while writing.
+        adapter: for a model wrapped by peft, write only the adapter, in the form of `PeftModel.from_pretrained`.
         """
         if self.peft is not None:
             export(self.build_model, weights, folder, merge=not adapter)
@@ -154,23 +154,23 @@ class HuggingFaceWorkload(Workload):
         if self._tokenizer_path is not None:
             self.tokenizer.save_pretrained(folder)
 
-    # what both need
+    # used by both
 
     def config(self) -> Any:
-        """The model's config, a copy of it that may be changed."""
+        """Return a copy of the model's config, which may be changed."""
         if self._config is None:
             self._config = pretrained_models.read_config(self.model, self.config_changes()).to_dict()
         return pretrained_models.read_config(self._config, {})
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer. Raises WorkloadError if there is none."""
+        """Return the tokenizer. Raises WorkloadError if there is none."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._tokenizer_path)
         return self._tokenizer
 
     def predictions(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (rows, ..., classes) and their labels (rows, ...)."""
+        """Return logits (rows, ..., classes) and their labels (rows, ...)."""
         logits, labels = model(**self.inputs(batch)).logits, self.labels(batch)
         return (logits[:, :-1], labels[:, 1:]) if self.predicts_next else (logits, labels)
 
@@ -193,17 +193,17 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tenso
 
 
 def label_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Any]:
-    """Loss and accuracy over the labels that are not -100, as sums and counts."""
+    """Loss and accuracy over the labels other than -100, as sums and counts."""
     total, count = summed_loss(logits, labels)
     is_right = (logits.argmax(dim=-1) == labels) & (labels != IGNORED)
     return {"loss": (total, count), "accuracy": (is_right.sum(), count)}
 
 
 def as_input(column: torch.Tensor) -> torch.Tensor:
-    """A column as models take it: whole numbers as int64."""
+    """A column in the form that models accept: integers as int64."""
     return column if column.is_floating_point() or column.dtype == torch.bool else column.long()
 
 
 def takes(model: nn.Module, name: str) -> bool:
-    """Whether the model's forward pass has an argument of that name."""
+    """Whether the model's forward pass has an argument with this name."""
     return name in inspect.signature(model.forward).parameters

@@ -1,4 +1,4 @@
-"""Conversations as tokens, by the tokenizer's own chat template, with labels only on the assistant's words."""
+"""Conversations as tokens, using the tokenizer's chat template, with labels only for the assistant's words."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Span = tuple[int, int]
 
 
 def conversations(found: Sequence[Any], tokenizer: Any, *, length: int, what: str) -> list[Tokens]:
-    """The conversations as tokens; those without a word of the assistant in their first `length` tokens are left out,
-    with a warning. Raises DataError for invalid conversations, WorkloadError for an unusable template."""
+    """Tokenise conversations; those without a word of the assistant in their first `length` tokens are omitted, with a
+    warning. Raises DataError for invalid conversations, WorkloadError for an unusable template."""
     if not tokenizer.chat_template:
         raise WorkloadError.problem(
             "the tokenizer", "lacks a chat template: conversations need one", "set chat_template in its folder"
@@ -35,7 +35,7 @@ def conversations(found: Sequence[Any], tokenizer: Any, *, length: int, what: st
     if longer:
         warnings.warn(
             f"{longer} of {len(found)} conversations of the {what} data are longer than {length} tokens and are cut; "
-            f"{empty} have no words of the assistant (in the remaining part) and are left out",
+            f"{empty} have no words of the assistant (in the remaining part) and are omitted",
             stacklevel=2,
         )
     if not documents:
@@ -64,13 +64,13 @@ def _one(messages: list[dict[str, Any]], tokenizer: Any) -> Tokens:
 
 
 def _marked_text(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, list[Span]]:
-    """The conversation as text, and the spans of the assistant: from the end of the generation prompt to the end of the
-    answer, with its closing token. Later turns must not change the template's text of earlier ones."""
+    """Return the conversation as text, and the spans of the assistant: from the end of the generation prompt to the end
+    of the answer, including its closing token. Later turns must not change the template's text of earlier ones."""
 
     def rendered(until: int, *, asks: bool) -> str:
         try:
             text: str = tokenizer.apply_chat_template(messages[:until], tokenize=False, add_generation_prompt=asks)
-        except Exception as exc:  # whatever Jinja and the template raise
+        except Exception as exc:  # any error of Jinja and the template
             raise WorkloadError.problem(
                 "the chat template", f"fails: it must accept the conversation: {first_line(exc)}"
             ) from exc
@@ -87,7 +87,7 @@ def _marked_text(messages: list[dict[str, Any]], tokenizer: Any) -> tuple[str, l
                 "the chat template",
                 "one that rewrites earlier turns",
                 "the assistant's words cannot be found in it",
-                "tokenise in a workload of your own: labels are -100 outside the assistant's words",
+                "tokenise in your own workload: labels are -100 outside the assistant's words",
             )
         spans.append((len(before), len(after)))
     return whole, spans

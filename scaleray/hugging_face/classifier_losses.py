@@ -1,8 +1,8 @@
-"""Kinds of labels of a text: one class of several, any number of classes, or numbers; the three losses of transformers'
-`problem_type`.
+"""Types of labels of a text: one of several classes, any number of classes, or numbers; these are the three losses of
+transformers' `problem_type`.
 
-Each kind returns the entries for the model's config, turns the labels of records into a column, and computes loss,
-metrics and answers from logits. Losses are sums over the rows; a row of several has their mean."""
+Each type provides the entries for the model's config, converts the labels of records to a column, and computes loss,
+metrics and predictions from logits. Losses are sums over the rows; a row with several values has their mean."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from scaleray.images.classifier import class_answers
 ONE_CLASS, SEVERAL_CLASSES, NUMBERS = "single_label_classification", "multi_label_classification", "regression"
 KINDS = (ONE_CLASS, SEVERAL_CLASSES, NUMBERS)
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification")
-"""Endings of the names of transformers' classes whose heads sort into classes."""
-LIKELY = 0.5  # probability from which a class of several is said to be one of the row's
+"""Suffixes of the names of transformers' classes with classification heads."""
+LIKELY = 0.5  # probability above which a class is predicted, if a row may have several
 
 Pair = tuple[torch.Tensor, Any]
 
 
 class LabelKind(Protocol):
-    """One kind of labels."""
+    """One type of labels."""
 
     def config_changes(self) -> dict[str, Any]:
         """Labels in the model's config."""
 
     def column(self, found: Sequence[Any], *, what: str) -> np.ndarray:
-        """The labels, one row each. Raises DataError for invalid labels. what: name of the split."""
+        """Convert the labels to a column, one row each. Raises DataError for invalid labels. what: name of the
+        split."""
 
     def loss(self, logits: torch.Tensor, labels: torch.Tensor) -> Pair:
-        """The sum of the rows' losses and the number of rows."""
+        """Return the sum of the rows' losses and the number of rows."""
 
     def metrics(self, logits: torch.Tensor, labels: torch.Tensor) -> dict[str, Pair]:
         """Sums and counts by name."""
@@ -48,8 +49,8 @@ class LabelKind(Protocol):
 def label_kind(
     name: str, found: Sequence[Any], classes: Sequence[Any] | None, *, order: Callable[[list[str]], list[str]]
 ) -> LabelKind:
-    """The kind of that name. found: labels of the training data. classes: their names in order; None: those that occur,
-    in this order. Raises ConfigError and DataError."""
+    """Return the type with this name. found: labels of the training data. classes: their names in order; None: the
+    occurring ones, sorted. Raises ConfigError and DataError."""
     check_name(name)
     if name == NUMBERS:
         if classes is not None:
@@ -64,13 +65,13 @@ def label_kind(
 
 
 def check_name(name: str) -> None:
-    """Raise ConfigError for a name that transformers does not know either."""
+    """Raise ConfigError for a name that transformers does not support."""
     if name not in KINDS:
         raise ConfigError("workload.args.problem_type", name, f"it must be one of {', '.join(KINDS)}")
 
 
 class OneClass:
-    """A row is of one class."""
+    """Each row has one class."""
 
     def __init__(self, names: Sequence[Any]) -> None:
         self.names = [str(name) for name in names]
@@ -94,7 +95,7 @@ class OneClass:
 
 
 class SeveralClasses:
-    """A row is of any number of classes."""
+    """Each row has any number of classes."""
 
     def __init__(self, names: Sequence[Any]) -> None:
         self.names = [str(name) for name in names]
@@ -119,7 +120,7 @@ class SeveralClasses:
         is_right = (logits > 0) == (labels > 0)
         return {
             "loss": self.loss(logits, labels),
-            "accuracy": (is_right.all(dim=-1).sum(), len(labels)),  # of whole rows, as scikit-learn counts
+            "accuracy": (is_right.all(dim=-1).sum(), len(labels)),  # of whole rows, as in scikit-learn
             "label_accuracy": (is_right.sum(), is_right.numel()),
         }
 
@@ -129,7 +130,7 @@ class SeveralClasses:
 
 
 class Numbers:
-    """A row has one number or several."""
+    """Each row has one or more numbers."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -159,8 +160,8 @@ class Numbers:
 
 
 def class_names(found: Iterable[tuple[int, Any]]) -> list[str]:
-    """Names of the classes that occur, numbers in their order and other names in that of letters. found: labels, each
-    after the number of its record. Raises DataError for an empty name, and for two that look alike."""
+    """Names of the classes that occur, numbers in numerical and other names in alphabetical order. found: labels, each
+    with the number of its record. Raises DataError for an empty name, and for two that look alike."""
     first: dict[Any, int] = {}
     for record, value in found:
         first.setdefault(value, record)
@@ -171,17 +172,17 @@ def class_names(found: Iterable[tuple[int, Any]]) -> list[str]:
         if not text or other is not value:
             allowed = "a class needs a name"
             if text:
-                allowed = f"that of record {first[other]} is {other!r}, and both would be classes of their own"
+                allowed = f"that of record {first[other]} is {other!r}, and both would be separate classes"
             what = f"the label of record {record} of the {TRAIN} data"
-            raise DataError.problem(what, f"is {value!r}: {allowed}", "mend the file, or leave the row out")
+            raise DataError.problem(what, f"is {value!r}: {allowed}", "correct the file, or remove the row")
     return [str(name) for name in sorted(first, key=lambda v: (isinstance(v, str), v))]
 
 
 def in_order_of(config: Any, names: list[str], *, is_trained: bool, argument: str) -> list[str]:
     """Names of the classes in the order of the model's `id2label`, if it has them; otherwise unchanged.
 
-    is_trained: whether the model has weights. argument: the workload's, that states the order. Raises DataError for a
-    trained classifier with equally many classes of other names, which cannot be matched."""
+    is_trained: whether the model has weights. argument: the workload argument that sets the order. Raises DataError for
+    a trained classifier with the same number of classes but other names, which cannot be matched."""
     own = [str(name) for _, name in sorted(config.id2label.items())]
     if set(names) <= set(own):
         return own
@@ -191,12 +192,12 @@ def in_order_of(config: Any, names: list[str], *, is_trained: bool, argument: st
     if all(name.isdecimal() and int(name) < len(own) for name in names):
         return [str(number) for number in range(len(own))]
     if len(names) != len(own):
-        return names  # its head does not fit, and is no head of these classes
+        return names  # its head does not fit these classes
     raise DataError(
         f"the classes of the {TRAIN} data",
         ", ".join(names[:12]),
         f"the model was trained for {', '.join(own[:12])}",
-        f"workload.args.{argument} gives your names in the order of the model's",
+        f"workload.args.{argument} sets your names in the order of the model's",
     )
 
 
@@ -227,7 +228,7 @@ def _several(value: Any, row: int, what: str) -> list[Any]:
 
 
 def _numbers(value: Any, row: int, what: str) -> list[float]:
-    """The numbers of a label; of text too, as CSV has nothing else."""
+    """The numbers of a label; text is parsed too, as CSV has nothing else."""
     try:
         numbers = [float(v) for v in (value if isinstance(value, (list, tuple)) else [value])]
     except (TypeError, ValueError):
@@ -251,5 +252,5 @@ def _refuse_other_kinds(found: Sequence[Any]) -> None:
                 f"the label of record {row} of the {TRAIN} data",
                 value,
                 "each row needs one class",
-                f"workload.args.problem_type: {kind}, or name the classes by workload.args.labels",
+                f"workload.args.problem_type: {kind}, or list the classes in workload.args.labels",
             )

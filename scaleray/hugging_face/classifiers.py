@@ -1,4 +1,4 @@
-"""Ready workloads that sort texts and images into classes."""
+"""Ready-made workloads for classifying texts and images."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from scaleray.images.image_folder import ImageFiles, ImageFolder
 
 
 class _Classifier(HuggingFaceWorkload):
-    """Loss and metrics of a model that sorts rows into classes, by the kind of its labels."""
+    """Loss and metrics of a classifier, by the type of its labels."""
 
     @property
     def kind(self) -> LabelKind:
@@ -39,12 +39,12 @@ class _Classifier(HuggingFaceWorkload):
 
 
 class SequenceClassification(_Classifier, LabelledTexts):
-    """Sort texts, or pairs of texts, into classes, or learn numbers of them.
+    """Classify texts, or pairs of texts, or predict numbers for them.
 
     label: column of the label. pair: column of a second text. labels: names of the classes in the order of the model's
-    logits; None: those of the training data, in the order of the model's id2label, of their ClassLabel, or else
-    sorted. problem_type: as transformers names it: `single_label_classification`, `multi_label_classification` (a label
-    is a list of classes) or `regression` (a number or a list of them); None: by the model's config, or a single label.
+    logits; None: those of the training data, in the order of the model's id2label, of their ClassLabel, or else sorted.
+    problem_type: as in transformers: `single_label_classification`, `multi_label_classification` (a label is a list of
+    classes) or `regression` (a number or a list of them); None: that of the model's config, or else a single label.
     """
 
     auto_class = "AutoModelForSequenceClassification"
@@ -67,7 +67,7 @@ class SequenceClassification(_Classifier, LabelledTexts):
 
     @property
     def kind(self) -> LabelKind:
-        """Kind of the labels of the training data."""
+        """Type of the labels of the training data."""
         if self._kind is None:
             found = text_files.column(self.records()[TRAIN], self.label, what=TRAIN)
             own = getattr(pretrained_models.read_config(self.model, {}), "problem_type", None)
@@ -86,7 +86,7 @@ class SequenceClassification(_Classifier, LabelledTexts):
             raise WorkloadError.problem(
                 "workload.args.tokenizer",
                 "has neither a padding token nor an end-of-text token: rows are padded with one of them",
-                'write "pad_token": "<pad>" into its tokenizer_config.json, or name another tokenizer',
+                'write "pad_token": "<pad>" into its tokenizer_config.json, or use another tokenizer',
             )
         return int(tokenizer.pad_token_id)
 
@@ -97,7 +97,7 @@ class SequenceClassification(_Classifier, LabelledTexts):
         return changes
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """The most likely class of each row, its name and its probability; or the classes of each row and their
+        """Most likely class of each row, its name and its probability; or the classes of each row and their
         probabilities; or its numbers."""
         return self.kind.answers(model(**self.inputs(batch)).logits)
 
@@ -110,10 +110,10 @@ class SequenceClassification(_Classifier, LabelledTexts):
 
 
 class ImageClassification(_Classifier):
-    """Sort the images of folders into classes with a vision model, a folder for each class.
+    """Classify images in folders with a vision model, with one folder per class.
 
-    Classes are in the order of the model's id2label, if it has them. Size and channels are from the config; mean and
-    deviation from preprocessor_config.json, if the model's folder has one. Every other argument is one of
+    Classes are in the order of the model's id2label, if it has them. Size and channels come from the config; mean and
+    standard deviation from preprocessor_config.json, if the model's folder has one. All other arguments are those of
     `scaleray.images.ImageData`."""
 
     auto_class = "AutoModelForImageClassification"
@@ -156,7 +156,7 @@ class ImageClassification(_Classifier):
         return self.images.transform(rows, rng, split)
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """The most likely class of each row, its name, and its probability."""
+        """Most likely class of each row, its name, and its probability."""
         return self.kind.answers(self._logits(model, batch))
 
     def predictions(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The folder that `from_pretrained` reads, written from the weights of a run."""
+"""Export of a run's weights to a folder for `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ GENERATION = "generation_config.json"
 def write_model(
     config: Any, auto_class: str, weights: Mapping[str, torch.Tensor], folder: Path, *, source: str | None = None
 ) -> None:
-    """Write config.json, model.safetensors and, of a model that generates, generation_config.json.
+    """Write config.json, model.safetensors and, for a generative model, generation_config.json.
 
     weights: by the names of the model's state dict. source: the model's original folder, whose generation config is
     copied. Raises CheckpointError for weights of another model."""
     from safetensors.torch import save_file
 
-    with torch.device("meta"):  # names, ties and the class alone
+    with torch.device("meta"):  # only for names, ties and the class
         model = getattr(transformers(), auto_class).from_config(config)
     check_same(model, weights)
     kept = {name: weights[name].detach().cpu().contiguous() for name in distinct_names(model)}
@@ -42,7 +42,7 @@ def write_model(
 
 
 def distinct_names(model: nn.Module) -> list[str]:
-    """Names in the model's state dict without the second ones of tied tensors."""
+    """Names in the model's state dict, without the second names of tied tensors."""
     first: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         first.setdefault(id(tensor), name)
@@ -57,5 +57,5 @@ def check_same(model: nn.Module, weights: Mapping[str, Any]) -> None:
             f"the tensor {different[0]}",
             "only in the weights" if different[0] in weights else "only in the model",
             f"a {type(model).__name__} of this config has other tensors ({len(different)} differ)",
-            "export to a .safetensors file, or give the workload an export() of its own",
+            "export to a .safetensors file, or define export() in the workload",
         )

@@ -1,4 +1,4 @@
-"""Ready workloads for text: causal and masked language models, named from YAML."""
+"""Ready-made workloads for text: causal and masked language models, configured in YAML."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from scaleray.hugging_face.classifier_losses import in_order_of
 from scaleray.hugging_face.pretrained_models import read_config
 from scaleray.hugging_face.token_rows import IGNORED, Tokens
 
-# Masks of masked language models: which tokens are hidden follows from the row's seed, so it is the same on any
+# Masking for masked language models: the hidden tokens follow from the row's seed, so they are the same on any
 # number of workers.
 #
-# Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1: of the chosen tokens 80 % become the mask, 10 % another
-# token and 10 % stay.
+# Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1: of the chosen tokens, 80 % become the mask, 10 % become
+# another token, and 10 % are kept.
 
 MASKED_SHARE, RANDOM_SHARE = 0.8, 0.1
 
 
 @dataclass(frozen=True)
 class Masking:
-    """Masking of tokens. share: of the non-special tokens; mask: id of the mask; special: ids that are
-    never hidden; vocabulary: number of ids."""
+    """Masking of tokens. share: of the non-special tokens; mask: id of the mask; special: ids that are never hidden;
+    vocabulary: number of ids."""
 
     share: float
     mask: int
@@ -37,7 +37,7 @@ class Masking:
     vocabulary: int
 
     def hide(self, ids: np.ndarray, rng: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (rows, length) with some hidden, and labels: the hidden tokens, and -100 elsewhere.
+        """Return tokens (rows, length) with some hidden, and labels: the hidden tokens, and -100 elsewhere.
 
         rng: a `scaleray.data.RowRandom` of these rows.
         """
@@ -58,9 +58,9 @@ PACKINGS = ("concatenate", "separate", "pad")
 class TextWorkload(HuggingFaceWorkload):
     """Base of workloads with a tokenizer and text files.
 
-    data: files or Datasets of Hugging Face by split, as `text_files.read_splits` takes them. sequence_length: tokens of
-    a row. text: column of the text in records. validation_share: share of the training records held out as `val`, if
-    the data have no `val`."""
+    data: files or Datasets of Hugging Face by split, as accepted by `text_files.read_splits`. sequence_length: tokens
+    per row. text: column of the text in records. validation_share: share of the training records held out as `val`, if
+    the data has no `val`."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class TextWorkload(HuggingFaceWorkload):
         if sequence_length < 2:
             raise ConfigError("workload.args.sequence_length", sequence_length, "it must be at least 2")
         if not 0 <= validation_share < 1:
-            raise ConfigError("workload.args.validation_share", validation_share, "it must be from 0 to below 1")
+            raise ConfigError("workload.args.validation_share", validation_share, "it must be at least 0 and below 1")
         self.data, self.text = data, text
         self.sequence_length, self.validation_share = sequence_length, validation_share
 
@@ -114,19 +114,19 @@ class TextWorkload(HuggingFaceWorkload):
             raise ConfigError(
                 "workload.args.tokenizer",
                 f"one of {used} tokens",
-                f"the model knows {known}",
+                f"the model has {known}",
                 "use the model's tokenizer, or set vocab_size in your own config",
             )
 
     @property
     def pad(self) -> int:
-        """Padding token; any token will do if the tokenizer has none, as the loss ignores it."""
+        """Padding token; any token if the tokenizer has none, as the loss ignores it."""
         found = self.tokenizer.pad_token_id
         return int(found if found is not None else self.tokenizer.eos_token_id or 0)
 
     def tokenized(self, *texts: Any, **more: Any) -> tuple[dict[str, Any], Any]:
-        """Columns of these texts, or pairs of them, with special tokens; cut at `sequence_length`, not filled up. And
-        the tokenizer's own result. more: options of the tokenizer."""
+        """Return columns of these texts, or pairs of them, with special tokens, truncated to `sequence_length` and not
+        padded; and the tokenizer's own result. more: options of the tokenizer."""
         cut = {"truncation": True, "max_length": self.sequence_length, "return_attention_mask": False}
         found = self.tokenizer(*texts, **cut, **more)
         return {name: Ragged.of([np.array(row, np.int32) for row in rows]) for name, rows in found.items()}, found
@@ -136,7 +136,7 @@ class TextWorkload(HuggingFaceWorkload):
         return {name: self._rows(name, records) for name, records in self.records().items()}
 
     def _rows(self, what: str, records: list[text_files.Record]) -> ArraySource:
-        """Rows of the records of the split, or file, `what`."""
+        """Rows for the records of the split, or file, `what`."""
         raise NotImplementedError
 
 
@@ -147,11 +147,11 @@ class LabelledTexts(TextWorkload):
     """Type of a record's text."""
 
     def read_data(self, path: str) -> ArraySource | None:
-        """Rows of a file of records with a text, and all their columns; None for files of another kind."""
+        """Rows of a file of records with a text, and all their columns; None for files of another type."""
         try:
             records = list(text_files.read_records(path, what="--data"))
         except DataError:
-            return None  # of no such format: it is for others to say what is
+            return None  # not in such a format: other readers may support it
         if not records or not all(isinstance(record.get(self.text), self.text_type) for record in records):
             return None
         found = self._rows(path, records)
@@ -160,12 +160,12 @@ class LabelledTexts(TextWorkload):
 
 
 class CausalLanguageModel(TextWorkload):
-    """Predict each token from those before it, in plain text or in conversations.
+    """Predict each token from the previous ones, in plain text or in conversations.
 
-    packing: `concatenate` (documents one after another, cut into rows; attention reaches over their ends), `separate`
-    (documents share rows, kept apart by their positions) or `pad` (a row each). None: `concatenate` for text, `pad` for
-    conversations. messages: column of conversations, by the tokenizer's chat template, with a loss only on the
-    assistant's words."""
+    packing: `concatenate` (documents are joined and cut into rows; attention crosses their ends), `separate` (documents
+    share rows, separated by their positions) or `pad` (one per row). None: `concatenate` for text, `pad` for
+    conversations. messages: column of conversations, formatted by the tokenizer's chat template, with a loss only on
+    the assistant's words."""
 
     auto_class = "AutoModelForCausalLM"
     predicts_next = True
@@ -196,9 +196,9 @@ class CausalLanguageModel(TextWorkload):
 
 
 class MaskedLanguageModel(TextWorkload):
-    """Predict the hidden tokens of a text. Each epoch hides other tokens; every evaluation hides the same ones.
+    """Predict hidden tokens of a text. Each epoch hides different tokens; every evaluation hides the same ones.
 
-    masked_share: share of the tokens that are hidden; of these 80 % become the mask and 10 % another token.
+    masked_share: share of the tokens that are hidden; 80 % of these are replaced by the mask and 10 % by another token.
     """
 
     auto_class = "AutoModelForMaskedLM"
@@ -207,17 +207,17 @@ class MaskedLanguageModel(TextWorkload):
     def __init__(self, model: Any, *, masked_share: float = 0.15, **more: Any) -> None:
         super().__init__(model, **more)
         if not 0 < masked_share < 1:
-            raise ConfigError("workload.args.masked_share", masked_share, "it must lie between 0 and 1")
+            raise ConfigError("workload.args.masked_share", masked_share, "it must be between 0 and 1")
         self.masked_share = masked_share
         self._masking: Masking | None = None
 
     @property
     def masking(self) -> Masking:
-        """How tokens are hidden. Raises ConfigError for a tokenizer without a mask."""
+        """Return the masking. Raises ConfigError for a tokenizer without a mask."""
         if self._masking is None:
             tokenizer = self.tokenizer
             if tokenizer.mask_token_id is None:
-                allowed = "a masked language model hides tokens by it"
+                allowed = "a masked language model hides tokens with it"
                 raise ConfigError.problem("workload.args.tokenizer", f"lacks a mask: {allowed}")
             special = tuple(tokenizer.all_special_ids)
             self._masking = Masking(self.masked_share, tokenizer.mask_token_id, special, len(tokenizer))
@@ -225,7 +225,7 @@ class MaskedLanguageModel(TextWorkload):
 
     def datasets(self) -> dict[str, ArraySource]:
         self.check_length()
-        self._masking = self.masking  # so that it is at hand where rows are read
+        self._masking = self.masking  # available where rows are read
         end, tokenizer = self.tokenizer.sep_token_id, self.tokenizer
         return {
             name: token_rows.concatenated(
@@ -237,6 +237,6 @@ class MaskedLanguageModel(TextWorkload):
         }
 
     def transform(self, rows: dict[str, Any], rng: Any) -> dict[str, Any]:
-        """Hide tokens, by the row's own random numbers."""
+        """Hide tokens, using the row's own random numbers."""
         ids, labels = self.masking.hide(rows["input_ids"], rng)
         return {**rows, "input_ids": ids, "labels": labels}

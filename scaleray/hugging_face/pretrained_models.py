@@ -1,5 +1,5 @@
-"""A model of transformers from a config or from a local folder: its class, config and weights, if any. Only safetensors
-is read, no code of a folder is run, and nothing is downloaded."""
+"""Model of transformers from a config or a local folder: its class, config and weights, if any. Only safetensors is
+read, no code in a folder is run, and nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def absolute(model: Any) -> Any:
-    """The argument `model` with its path made absolute, as workers run in other folders. Raises WorkloadError if it is
+    """Make the path in the argument `model` absolute, as workers run in other folders. Raises WorkloadError if it is
     neither a mapping nor on this machine."""
     if isinstance(model, Mapping):
         return dict(model)
@@ -31,21 +31,21 @@ def absolute(model: Any) -> Any:
             "workload.args.model",
             model,
             "it is not a folder, a JSON file or a mapping with model_type",
-            "nothing is fetched from a hub: copy the model's folder to a place that every worker sees",
+            "nothing is downloaded from a hub: copy the model's folder to a location accessible to every worker",
         )
     if (path / RUN).is_file() and not (path / CONFIG).is_file():
         raise WorkloadError(
             "workload.args.model",
             model,
             "it is a scaleray run, which transformers cannot read",
-            f"scaleray export {model} --out FOLDER writes a folder that it can read: give that one",
+            f"scaleray export {model} --out FOLDER writes a folder that it can read",
         )
     return str(path)
 
 
 def model_folder(model: Any) -> str | None:
-    """The folder with weights that the argument `model` names; None for a config alone.
-    Raises WorkloadError for weights that are not read."""
+    """Folder with weights given by the argument `model`; None for a config alone. Raises WorkloadError for weights in
+    an unsupported format."""
     if isinstance(model, Mapping) or Path(model).is_file():
         return None
     if is_model_folder(model):
@@ -62,7 +62,7 @@ def model_folder(model: Any) -> str | None:
 
 
 def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
-    """The config that the argument `model` states, with `changes` over it. Raises WorkloadError."""
+    """Return the config given by the argument `model`, with `changes` applied. Raises WorkloadError."""
     library = transformers()
     stated: Any = model
     if not isinstance(stated, Mapping):
@@ -79,7 +79,7 @@ def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
         raise WorkloadError(
             "model_type of workload.args.model",
             stated.get("model_type") if isinstance(stated, Mapping) else type(stated).__name__,
-            "it must name the kind of model",
+            "it must be the type of model",
             'for example {"model_type": "gpt2", "n_layer": 4}',
         )
     known = library.CONFIG_MAPPING
@@ -101,10 +101,10 @@ def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
 
 
 def build(auto_class: str, config: Any, folder: str | None, *, attention: str | None) -> nn.Module:
-    """A model of float32, in training mode: from the folder's weights, or drawn at random.
+    """Build a float32 model in training mode: with the folder's weights, or randomly initialised.
 
-    auto_class: name in transformers, such as AutoModelForCausalLM. Parts that the folder lacks, as a new head, are
-    drawn. Raises WorkloadError if the class has no model of this kind, or the weights do not fit.
+    auto_class: name in transformers, such as AutoModelForCausalLM. Parts that the folder lacks, such as a new head, are
+    randomly initialised. Raises WorkloadError if the class has no model of this type, or if the weights do not fit.
     """
     transformers().logging.disable_progress_bar()
     factory = getattr(transformers(), auto_class)
@@ -124,13 +124,13 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
             "workload.args.model", source, f"{auto_class} cannot make a model of it: {first_line(exc)}"
         ) from exc
     if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False  # a cache would be filled again when a block's pass is repeated
+        model.config.use_cache = False  # recomputing a block would fill a cache again
     return model.train()
 
 
 def _read(factory: Any, folder: str, **options: Any) -> nn.Module:
-    """The model with a folder's weights. Newly drawn parts are reported in one line, instead of transformers' table
-    from every process."""
+    """Return the model with a folder's weights. Randomly initialised parts are reported in one line, instead of
+    transformers' table from every process."""
     logging = transformers().logging
     before = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -147,7 +147,7 @@ def _read(factory: Any, folder: str, **options: Any) -> nn.Module:
 
 
 def image_statistics(folder: str | None) -> dict[str, Any]:
-    """Mean and deviation of the channels that a model's folder states; empty if it states none."""
+    """Mean and standard deviation of the channels in a model's folder; empty if it has none."""
     path = Path(folder or "") / "preprocessor_config.json"
     if folder is None or not path.is_file():
         return {}

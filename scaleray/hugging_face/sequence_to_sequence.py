@@ -1,4 +1,4 @@
-"""Ready workload for models that answer a text with another one, as T5 and BART do."""
+"""Ready-made workload for models that map one text to another, such as T5 and BART."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from scaleray.hugging_face.token_rows import IGNORED
 GENERATED = "is_generated"
 """Column that is 1 in the rows whose answers are generated in evaluations."""
 ROUGE = ("rouge1", "rouge2", "rougeL")
-"""Kinds of ROUGE that need no library for sentences."""
+"""Types of ROUGE that need no library for splitting sentences."""
 
 
 class SequenceToSequence(LabelledTexts):
-    """Answer a text with another text.
+    """Map a text to another text.
 
-    source, target: columns of the two texts. prefix: text before every source, as T5 has it for its tasks.
-    sequence_length, target_length: most tokens of a source and of a target. generated_rows: rows of each evaluated
-    split, evenly spread, for which every evaluation generates an answer; 0: none. num_beams: of generation. rouge:
-    whether to measure answers by ROUGE in addition to exact match."""
+    source, target: columns of the two texts. prefix: text before every source, as T5 uses for its tasks.
+    sequence_length, target_length: most tokens of a source and of a target. generated_rows: number of rows of each
+    evaluated split, evenly spaced, for which every evaluation generates an answer; 0: none. num_beams: for generation.
+    rouge: whether to measure answers by ROUGE in addition to exact match."""
 
     auto_class = "AutoModelForSeq2SeqLM"
 
@@ -63,9 +63,7 @@ class SequenceToSequence(LabelledTexts):
         there = pretrained_models.read_config(self.model, changes)
         if not there.is_encoder_decoder:
             raise WorkloadError(
-                "workload.args.model",
-                f"a {there.model_type}",
-                "it has no encoder and decoder, such as t5 and bart have",
+                "workload.args.model", f"a {there.model_type}", "it has no encoder and decoder, unlike t5 and bart"
             )
         if changes and "decoder_start_token_id" not in self.model:
             changes["decoder_start_token_id"] = self.pad
@@ -82,7 +80,7 @@ class SequenceToSequence(LabelledTexts):
     def evaluate(
         self, model: nn.Module, batches: Iterable[Any], *, split: str, rank: int, world_size: int
     ) -> Mapping[str, Any]:
-        """Shares of the generated answers that are the target, and their ROUGE."""
+        """Share of generated answers that equal the target, and their ROUGE."""
         sums = {"exact_match": 0.0, **(dict.fromkeys(ROUGE, 0.0) if self.rouge else {})}
         count = 0
         for batch in batches:
@@ -100,7 +98,7 @@ class SequenceToSequence(LabelledTexts):
         return {name: (total, count) for name, total in sums.items()}
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """The generated text of each row."""
+        """Generated text of each row."""
         ids = model.generate(  # type: ignore[operator]
             **self.inputs(batch), max_new_tokens=self.target_length, num_beams=self.num_beams, do_sample=False,
             use_cache=True,
@@ -118,17 +116,17 @@ class SequenceToSequence(LabelledTexts):
         return ArraySource({**columns, GENERATED: chosen})
 
     def _targets(self, texts: list[str], what: str) -> Ragged:
-        """Tokens of the targets, each with the token that ends a text as its last one."""
+        """Tokens of the targets, each ending with the end-of-text token."""
         tokenizer, end = self.tokenizer, self.tokenizer.eos_token_id
         if end is None:
             raise WorkloadError.problem(
                 "workload.args.tokenizer",
-                "has no eos_token: every answer must end with one",
-                'write "eos_token": "</s>" into its tokenizer_config.json, or name another tokenizer',
+                "has no eos_token, which must end every answer",
+                'write "eos_token": "</s>" into its tokenizer_config.json, or use another tokenizer',
             )
         found = tokenizer(text_target=texts, truncation=True, max_length=self.target_length)["input_ids"]
         if not all(found):
-            raise DataError(f"a target of the {what} data", "empty", "it has no token", "leave such records out")
+            raise DataError(f"a target of the {what} data", "empty", "it has no token", "remove such records")
         ended = [ids if ids[-1] == end else [*ids[: self.target_length - 1], end] for ids in found]
         return Ragged.of([np.array(ids, np.int32) for ids in ended])
 

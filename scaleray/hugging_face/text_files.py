@@ -1,5 +1,5 @@
-"""Records from local files: text, JSON, JSON lines, CSV, TSV and Parquet, one record a document, line or row; or from
-a Dataset of Hugging Face."""
+"""Records from local files: text, JSON, JSON lines, CSV, TSV and Parquet, with one record per document, line or row; or
+from a Dataset of Hugging Face."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from scaleray.errors import DataError, first_line
 
 Record = dict[str, Any]
 VALIDATION = "val"
-UTF_8 = "utf-8-sig"  # Excel and others begin a file with a mark, which is no part of the text
+UTF_8 = "utf-8-sig"  # Excel and others begin a file with a mark, which is not part of the text
 LONGEST_FIELD = 2**31 - 1  # characters; the largest number that csv takes on every system
 
 
 def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]]:
-    """The records of each split. Raises DataError.
+    """Read the records of each split. Raises DataError.
 
-    data: paths by split, each one path, a pattern such as `texts/**/*.txt`, or a list of them; a folder means all files
+    data: paths by split, each a path, a pattern such as `texts/**/*.txt`, or a list of them; a folder means all files
     in and below it. Or Datasets of Hugging Face by split. validation_share: share of the training records that becomes
     the split `val`, chosen by a hash of their content, independent of other records.
     """
     if not isinstance(data, Mapping) or TRAIN not in data:
         raise DataError(
-            "workload.args.data", data, "it must give files by split, train among them", "{train: train.jsonl}"
+            "workload.args.data", data, "it must map splits to files, including train", "{train: train.jsonl}"
         )
     splits = {name: list(read_records(given, what=f"workload.args.data.{name}")) for name, given in data.items()}
     if validation_share and VALIDATION not in splits:
@@ -45,8 +45,8 @@ def read_splits(data: Any, *, validation_share: float) -> dict[str, list[Record]
 
 
 def read_records(given: Any, *, what: str) -> Iterator[Record]:
-    """The records of the files that one path, pattern or list of them names, in the order of names; or those of a
-    Dataset or a stream of Hugging Face."""
+    """Yield the records of the files given by a path, pattern or list of them, ordered by name; or those of a Dataset
+    or a stream of Hugging Face."""
     if is_dataset(given) or is_stream(given):
         yield from _records_of(given, what)
         return
@@ -57,14 +57,14 @@ def read_records(given: Any, *, what: str) -> Iterator[Record]:
             raise
         except UnicodeDecodeError as exc:
             raise DataError(
-                "the text file", str(path), f"it is not UTF-8 (byte {exc.start})", "convert it, or leave it out"
+                "the text file", str(path), f"it is not UTF-8 (byte {exc.start})", "convert it, or omit it"
             ) from exc
-        except (OSError, ValueError) as exc:  # pyarrow's own are ValueErrors
+        except (OSError, ValueError) as exc:  # pyarrow's own errors are ValueErrors
             raise DataError("the data file", str(path), f"it cannot be read: {first_line(exc)}") from exc
 
 
 def column(records: list[Record], name: str, *, what: str) -> list[Any]:
-    """The values of one column. Raises DataError with the columns that there are."""
+    """Values of one column. Raises DataError with the available columns."""
     for number, record in enumerate(records):
         if record.get(name) is None:
             there = ", ".join(record) or "nothing"
@@ -73,7 +73,7 @@ def column(records: list[Record], name: str, *, what: str) -> list[Any]:
 
 
 def texts(records: list[Record], name: str, *, what: str) -> list[str]:
-    """The values of a column of text. Raises DataError for anything else."""
+    """Values of a text column. Raises DataError for anything else."""
     found = column(records, name, what=what)
     wrong = next((n for n, value in enumerate(found) if not isinstance(value, str)), None)
     if wrong is not None:
@@ -84,13 +84,13 @@ def texts(records: list[Record], name: str, *, what: str) -> list[str]:
 
 
 def classes_of(given: Any, name: str) -> list[str]:
-    """Names of the classes of a column of a Dataset of Hugging Face, in their order; empty if it has none."""
+    """Names of the classes of a column of a Hugging Face Dataset, in order; empty if it has none."""
     feature = (getattr(given, "features", None) or {}).get(name)
     return list(getattr(getattr(feature, "feature", feature), "names", ()))
 
 
 def _records_of(given: Any, what: str) -> Iterator[Record]:
-    """The rows of a Dataset or a stream, with the names of classes in place of their numbers."""
+    """Yield the rows of a Dataset or a stream, with the names of classes in place of their numbers."""
     check(given, split=what)
     given = given.with_format(None)
     classes = {name: names for name in given.features or {} if (names := classes_of(given, name))}
@@ -100,7 +100,7 @@ def _records_of(given: Any, what: str) -> Iterator[Record]:
             if isinstance(number, list):
                 row[name] = [names[each] for each in number]
             else:
-                row[name] = None if number is None or number < 0 else names[number]  # -1: not known
+                row[name] = None if number is None or number < 0 else names[number]  # -1: unknown
         yield row
 
 
@@ -141,7 +141,7 @@ def _read_json(path: Path) -> Iterator[Record]:
 def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
     csv.field_size_limit(LONGEST_FIELD)  # of the process; 128 KiB by default
     with path.open(encoding=UTF_8, newline="") as lines:
-        rows = csv.reader(lines, delimiter=delimiter, strict=True)  # else a quote that is not closed takes in all after
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)  # otherwise an unclosed quote includes the rest
         start = 1
         try:
             header = next(rows, [])
@@ -158,12 +158,14 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Record]:
                         f"put a field that holds {delimiter!r} into quotes, or correct the row",
                     )
                 if any("\0" in field for field in row):
-                    raise DataError(where, "a row with a NUL byte", "text has none", "write the file as UTF-8")
+                    raise DataError(
+                        where, "a row with a NUL byte", "text must not contain NUL", "write the file as UTF-8"
+                    )
                 if row:
                     yield dict(zip(header, row, strict=True))
         except csv.Error as exc:
             raise DataError(
-                f"{path}, line {start}", "not CSV", f"{exc}", 'a quote inside a field in quotes is written twice: ""'
+                f"{path}, line {start}", "not CSV", f"{exc}", 'write a quote inside a quoted field twice: ""'
             ) from exc
 
 
@@ -205,4 +207,4 @@ _READERS = {
     ".parquet": _read_parquet,
     ".pq": _read_parquet,
 }
-"""Readers by ending; every other file is one document."""
+"""Readers by extension; every other file is one document."""

@@ -1,4 +1,4 @@
-"""Ready workload for models that tag each word of a text, measured by the entities they find."""
+"""Ready-made workload for models that tag each word of a text, measured by the entities found."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from scaleray.hugging_face.token_rows import IGNORED
 STARTS = "starts"
 """Column that is 1 at the first token of each word."""
 OUTSIDE = "O"
-"""Tag of words outside of entities."""
+"""Tag of words outside entities."""
 BEGIN, END = ("B", "S", "U"), ("E", "S", "L", "U")
-"""Prefixes of tags with which an entity begins, and with which it ends."""
+"""Prefixes of tags that begin an entity, and of tags that end one."""
 WITH_PREFIX = tuple(f"{prefix}-" for prefix in (*BEGIN, *END, "I"))
 
 
 class TokenClassification(LabelledTexts):
-    """Tag each word: its first token has the tag, others are ignored.
+    """Tag each word: its first token gets the tag, others are ignored.
 
-    words, tags: columns of a list of words and of a list of as many tags, names or numbers. labels: names of the tags
-    in the order of the model's logits, by which tags that are numbers count; None takes those of the training data, in
-    the order of the model's id2label, of their ClassLabel, or else sorted.
+    words, tags: columns with a list of words and a list of as many tags, names or numbers. labels: names of the tags in
+    the order of the model's logits, which define numeric tags; None: those of the training data, in the order of the
+    model's id2label, of their ClassLabel, or else sorted.
     """
 
     auto_class = "AutoModelForTokenClassification"
@@ -71,7 +71,7 @@ class TokenClassification(LabelledTexts):
         return {**label_metrics(logits, labels), **measure(found, right, rows, self.names)}
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """The most likely tag of each word, one after another with a space between them."""
+        """Most likely tag of each word, separated by spaces."""
         tags = model(**self.inputs(batch)).logits.argmax(dim=-1)
         rows = [row[starts > 0].tolist() for row, starts in zip(tags, batch[STARTS], strict=True)]
         return {"tags": [" ".join(self.names[tag] for tag in row) for row in rows]}
@@ -112,7 +112,9 @@ class TokenClassification(LabelledTexts):
         for row, (own, values) in enumerate(zip(tags, words, strict=True)):
             where = f"column {self.tags} of record {row} of the {what} data"
             if len(own) != len(values):
-                raise DataError(where, f"{len(own)} tags", f"the record has {len(values)} words: one tag for each")
+                raise DataError(
+                    where, f"{len(own)} tags", f"the record has {len(values)} words: each word needs one tag"
+                )
             if wrong := [tag for tag in own if tag not in known]:
                 there = ", ".join(self.names[:12])
                 raise DataError(where, wrong[0], f"the tags are {there}", "see workload.args.labels")
@@ -120,17 +122,17 @@ class TokenClassification(LabelledTexts):
 
 
 def has_entities(names: Sequence[str]) -> bool:
-    """Whether tags are those of entities, such as `B-PER`, which group the words of an entity."""
+    """Whether tags mark entities, such as `B-PER`, which group the words of an entity."""
     return any(name[:2] in ("B-", "I-") for name in names)
 
 
 def entity_metrics(
     found: torch.Tensor, right: torch.Tensor, rows: torch.Tensor, names: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
-    """Precision, recall and F1 of entities over all kinds, as sums and counts. An entity is right if its kind, first
-    and last word are. As in conlleval, an inside tag after one of another kind begins an entity.
+    """Precision, recall and F1 of entities over all types, as sums and counts. An entity is correct if its type, first
+    and last word are. As in conlleval, an inside tag after one of another type begins an entity.
 
-    found, right: numbers of the tags of the words of all rows, one after another. rows: row of each word.
+    found, right: numbers of the tags of the words of all rows, concatenated. rows: row of each word.
     """
     places = torch.arange(len(found), device=found.device)
     (own_start, own_last, own_kind), (start, last, kind) = (
@@ -139,7 +141,7 @@ def entity_metrics(
     both = (own_start & start & (own_kind == kind) & (own_last == last)).sum()
     num_found, num_right = own_start.sum(), start.sum()
     pairs = {"precision": (both, num_found), "recall": (both, num_right), "f1": (2 * both, num_found + num_right)}
-    return {name: pair for name, pair in pairs.items() if pair[1] > 0}  # a share of nothing is none
+    return {name: pair for name, pair in pairs.items() if pair[1] > 0}  # no share without a denominator
 
 
 def tag_metrics(
@@ -156,14 +158,14 @@ def tag_metrics(
 def _entities(
     tags: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, names: Sequence[str]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each word whether an entity starts there, place of the last word of the entity that it is in, and number of
-    the entity's kind, -1 outside."""
+    """For each word: whether an entity starts there, the position of the last word of its entity, and the number of the
+    entity's type, -1 outside."""
     parts = [name.split("-", 1) if name[:2] in WITH_PREFIX else ["I", name] for name in names]
     kinds = {kind: number for number, kind in enumerate(sorted({kind for _, kind in parts if kind != OUTSIDE}))}
     of_tag = lambda values: torch.tensor(values, device=tags.device)[tags]
     kind = of_tag([kinds.get(kind, -1) for _, kind in parts])
     begins, ends = of_tag([prefix in BEGIN for prefix, _ in parts]), of_tag([prefix in END for prefix, _ in parts])
-    follows = torch.zeros_like(begins)  # continues the entity of the word before
+    follows = torch.zeros_like(begins)  # continues the entity of the previous word
     follows[1:] = (rows[1:] == rows[:-1]) & (kind[1:] == kind[:-1]) & ~begins[1:] & ~ends[:-1]
     is_last = torch.ones_like(begins)
     is_last[:-1] = ~follows[1:]
@@ -172,12 +174,12 @@ def _entities(
 
 
 def _lists(values: list[Any], name: str, what: str) -> list[Any]:
-    """The values of a column, each a list that is not empty. Raises DataError."""
+    """Values of a column, each a non-empty list. Raises DataError."""
     wrong = next((n for n, value in enumerate(values) if not isinstance(value, (list, tuple)) or not value), None)
     if wrong is not None:
         raise DataError(
             f"column {name} of record {wrong} of the {what} data",
             values[wrong],
-            "it must be a list with one element a word",
+            "it must be a list with one element per word",
         )
     return values

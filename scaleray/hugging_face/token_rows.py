@@ -1,7 +1,7 @@
-"""Rows of one length out of documents of many: tokenising, cutting, packing and padding.
+"""Rows of one length from documents of various lengths: tokenising, cutting, packing and padding.
 
-A row is what a model of transformers takes: `input_ids`, with `labels` (-100 where nothing is predicted),
-`attention_mask` or `position_ids` where they say more than their absence does.
+A row has the inputs of a model of transformers: `input_ids`, with `labels` (-100 where nothing is predicted),
+`attention_mask` or `position_ids` if they differ from their defaults.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from scaleray.data.collation import Batch, Columnwise, columns_of
 from scaleray.errors import DataError
 
 IGNORED = -100
-"""Label of a position that no loss is taken of, as everywhere in transformers."""
+"""Label of a position without a loss, as everywhere in transformers."""
 MASK = "attention_mask"
-AT_ONCE = 1000  # documents given to the tokenizer together: it uses all cores for them
+AT_ONCE = 1000  # documents passed to the tokenizer together: it uses all cores for them
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One document: token ids, and labels (both int32, of one length) where they are not the ids themselves."""
+    """One document: token ids, and labels (both int32, of one length) if they differ from the ids."""
 
     ids: np.ndarray
     labels: np.ndarray | None = None
@@ -36,19 +36,19 @@ class Tokens:
         return len(self.ids)
 
     def piece(self, start: int, stop: int) -> Tokens:
-        """The document from one position to another."""
+        """Part of the document from one position to another."""
         return Tokens(self.ids[start:stop], None if self.labels is None else self.labels[start:stop])
 
     @property
     def as_labels(self) -> np.ndarray:
-        """Labels of the document alone: its first token follows from nothing."""
+        """Labels of the document alone: its first token is not predicted."""
         labels = (self.ids if self.labels is None else self.labels).copy()
         labels[:1] = IGNORED
         return labels
 
 
 def tokenize(texts: Sequence[str], tokenizer: Any, *, end: int | None) -> list[Tokens]:
-    """The documents without special tokens, each with the token `end` after it where one is given."""
+    """Tokenise documents without special tokens, appending the token `end` if given."""
     documents: list[Tokens] = []
     tail = [] if end is None else [end]
     for start in range(0, len(texts), AT_ONCE):
@@ -60,8 +60,8 @@ def tokenize(texts: Sequence[str], tokenizer: Any, *, end: int | None) -> list[T
 
 
 def concatenated(documents: Sequence[Tokens], length: int, *, what: str) -> ArraySource:
-    """Rows cut out of all documents one after another; attention reaches over the ends of documents, and what is left
-    at the end is dropped. Raises DataError where it does not make a row."""
+    """Rows cut from all documents joined together; attention crosses the ends of documents, and the remainder is
+    dropped. Raises DataError if there is not enough for one row."""
     ids = np.concatenate([np.zeros(0, np.int32), *(document.ids for document in documents)])
     rows = len(ids) // length
     if not rows:
@@ -76,13 +76,13 @@ def concatenated(documents: Sequence[Tokens], length: int, *, what: str) -> Arra
 
 
 def packed(documents: Sequence[Tokens], length: int, *, pad: int) -> ArraySource:
-    """Rows that hold several documents kept apart: each has positions from 0, by which transformers sees where one
-    ends, and no attention reaches over it. Longer documents are cut into pieces of `length`."""
+    """Rows with several separate documents: each has positions from 0, by which transformers finds its start, and
+    attention does not cross its end. Longer documents are cut into pieces of `length`."""
     pieces = [d.piece(s, s + length) for d in documents for s in range(0, len(d), length)]
     rows = _fill([len(piece) for piece in pieces], length)
     shape = (len(rows), length)
     ids, labels = np.full(shape, pad, np.int32), np.full(shape, IGNORED, np.int32)
-    positions = np.zeros(shape, np.int32)  # each padding token is a document of its own
+    positions = np.zeros(shape, np.int32)  # each padding token is a separate document
     for row, members in enumerate(rows):
         start = 0
         for member in members:
@@ -95,7 +95,7 @@ def packed(documents: Sequence[Tokens], length: int, *, pad: int) -> ArraySource
 
 
 def padded(documents: Sequence[Tokens], length: int, *, pad: int) -> ArraySource:
-    """A row for each document: cut at `length`, or filled up with what no attention reaches and no loss is taken of."""
+    """One row per document: truncated to `length`, or padded with tokens without attention or loss."""
     shape = (len(documents), length)
     ids, labels = np.full(shape, pad, np.int32), np.full(shape, IGNORED, np.int32)
     mask = np.zeros(shape, np.int8)
@@ -107,10 +107,10 @@ def padded(documents: Sequence[Tokens], length: int, *, pad: int) -> ArraySource
 
 
 class TokenPadding(Columnwise):
-    """Rows of unequal length as a batch: filled up at the end, and a mask of the real tokens where the data have none.
+    """Collate rows of unequal length: pad at the end, and add a mask of the real tokens if the data has none.
 
-    pad: the token that fills `input_ids`; labels are filled with -100, other columns with 0. A column `label` is called
-    `labels`, as by the collators of transformers.
+    pad: token for padding `input_ids`; labels are padded with -100, other columns with 0. A column `label` is renamed
+    to `labels`, as by the collators of transformers.
     """
 
     def __init__(self, pad: int) -> None:
@@ -129,7 +129,7 @@ class TokenPadding(Columnwise):
 
 
 def _fill(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Which pieces share a row: each, the longest first, goes where the least room is left that suffices."""
+    """Assign pieces to rows: each, longest first, goes to the row with the least sufficient room."""
     rows: list[list[int]] = []
     spaces: list[int] = []  # sorted
     with_space: dict[int, list[int]] = {}

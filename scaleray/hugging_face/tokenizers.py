@@ -1,4 +1,4 @@
-"""Tokenizers from local files, and one that needs none: bytes."""
+"""Tokenizers from local files, and one that needs no files: bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scaleray.errors import WorkloadError, first_line
 from scaleray.hugging_face.libraries import EXTRA, LOCAL, transformers
 
 BYTES = "bytes"
-"""Name of the tokenizer whose tokens are the bytes of the text, in place of a path."""
+"""Name, in place of a path, of the tokenizer whose tokens are the bytes of the text."""
 FAST = "tokenizer.json"
 FILES = (FAST, "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 CHAT = (
@@ -23,17 +23,17 @@ CHAT = (
 
 
 def has_tokenizer(folder: str | None) -> bool:
-    """Whether a folder holds a tokenizer's files."""
+    """Whether a folder contains a tokenizer's files."""
     return folder is not None and any((Path(folder) / name).is_file() for name in FILES)
 
 
 def load_tokenizer(where: str | None) -> Any:
-    """The tokenizer of a folder, of a tokenizer.json, or `bytes`. Raises WorkloadError for what is not there."""
+    """Load the tokenizer of a folder or a tokenizer.json, or `bytes`. Raises WorkloadError if it is missing."""
     if where is None:
         raise WorkloadError.problem(
             "workload.args.tokenizer",
             "is required: the model's folder has no tokenizer",
-            f"name a folder with {FAST}, the file itself, or {BYTES}",
+            f"give a folder with {FAST}, the file itself, or {BYTES}",
         )
     if where == BYTES:
         return byte_tokenizer()
@@ -43,7 +43,7 @@ def load_tokenizer(where: str | None) -> Any:
             "workload.args.tokenizer",
             where,
             "there is no such folder or file here",
-            f"nothing is fetched from a hub: copy its files, name its {FAST}, or use {BYTES}",
+            f"nothing is downloaded from a hub: copy its files, give its {FAST}, or use {BYTES}",
         )
     if path.is_dir() and not has_tokenizer(where):
         there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
@@ -57,12 +57,12 @@ def load_tokenizer(where: str | None) -> Any:
         if (path / FAST).is_file() and not any((path / n).is_file() for n in (CONFIG, "tokenizer_config.json")):
             return names.PreTrainedTokenizerFast(tokenizer_file=str(path / FAST))
         return names.AutoTokenizer.from_pretrained(where, **LOCAL)
-    except Exception as exc:  # the library written in Rust raises the bare class
+    except Exception as exc:  # the library, written in Rust, raises Exception itself
         raise WorkloadError("workload.args.tokenizer", where, f"it cannot be read: {first_line(exc)}") from exc
 
 
 def byte_tokenizer() -> Any:
-    """A tokenizer of the 256 bytes and the special tokens <eos>, <pad>, <mask>, <cls> and <sep>."""
+    """Tokenizer with the 256 bytes and the special tokens <eos>, <pad>, <mask>, <cls> and <sep>."""
     parts = library("tokenizers", extra=EXTRA, wanted_by="the tokenizer bytes")
     alphabet = sorted(parts.pre_tokenizers.ByteLevel.alphabet())
     inner = parts.Tokenizer(parts.models.BPE(vocab={letter: n for n, letter in enumerate(alphabet)}, merges=[]))

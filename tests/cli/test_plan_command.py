@@ -220,7 +220,7 @@ def test_where_none_surely_fits_terminal_page_and_written_config_say_so(capsys, 
         str(tmp_path / "plan.yaml"),
     )
     assert code == 0 and "no layout certainly fits" in out and "that scaleray train can run certainly does" in out
-    assert "No layout surely fits" in (tmp_path / "plan.html").read_text()
+    assert "No layout certainly fits" in (tmp_path / "plan.html").read_text()
 
 
 @pytest.mark.combination

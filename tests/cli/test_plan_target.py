@@ -104,7 +104,7 @@ def test_checkpoints_are_shown_where_asked_for(capsys, tmp_path):
         (["--rank", "time-to-target"], "--rank time-to-target needs the distance to the target."),
         (["--rank", "time-to-target", "--target-steps", "100"], "--rank time-to-target needs a noise scale."),
         (["--rank", "time-to-target", "--target-steps", "100", "--noise-scale", "-1"], "positive"),
-        (["--rank", "time-to-target", "--target-steps", "100", "--target-samples", "100", "--noise-scale", "1"], "leave one"),
+        (["--rank", "time-to-target", "--target-steps", "100", "--target-samples", "100", "--noise-scale", "1"], "omit one"),
         (["--noise-scale", "100"], "--rank time-to-target"),
         (["--rank", "luck"], "time-to-target"),
         (["--checkpoint-minutes", "0"], "positive"),

@@ -151,7 +151,7 @@ def bad_arguments(folder):
     (folder / "run" / "run.json").write_text("{}")
     return [
         ({"model": str(folder / "run")}, "(?s)a scaleray run.*scaleray export .*run --out FOLDER"),
-        ({"model": str(folder / "nowhere")}, "nothing is fetched from a hub"),
+        ({"model": str(folder / "nowhere")}, "nothing is downloaded from a hub"),
         ({"model": str(folder / "pickled")}, "only safetensors files are read"),
         ({"model": str(folder / "list.json")}, "model_type"),
         ({"model": str(folder / "empty")}, "it has no config.json"),
@@ -164,7 +164,7 @@ def bad_arguments(folder):
         ({"model": {**LLAMA, "vocab_size": 100}}, "one of 261 tokens: the model knows 100"),
         ({"model": {**LLAMA, "max_position_embeddings": 8}}, "the model has 8 positions"),
         ({"packing": "tight"}, "concatenate, separate, pad"),
-        ({"data": {"val": "x"}}, "train among them"),
+        ({"data": {"val": "x"}}, "including train"),
         ({"data": {"train": str(folder / "nowhere.jsonl")}}, "no file matches it"),
         ({"text": "body"}, "column body of record 0 of the train data"),
         ({"data": {"train": str(folder / "list.json")}}, "must be a mapping"),

@@ -162,7 +162,7 @@ def test_f1_by_tag_is_that_of_scikit_learn():
     ("record", "args", "words"),
     [
         ({"words": ["a", "b"], "tags": ["O"]}, {}, "1 tags: the record has 2 words"),
-        ({"words": "a b", "tags": ["O"]}, {}, "must be a list with one element a word"),
+        ({"words": "a b", "tags": ["O"]}, {}, "must be a list with one element per word"),
         ({"words": ["a", 2], "tags": ["O", "O"]}, {}, "words must be text"),
         ({"words": ["a"], "tags": ["B-X"]}, {"labels": ["O"]}, "the tags are O"),
         ({"words": ["a"]}, {}, "column tags of record 0"),

@@ -32,7 +32,7 @@ from scaleray.records.doctor_record import AllReduceTime, DoctorRecord, Measured
 
 
 def judge(measured: Measured) -> list[PreflightCheck]:
-    """Every check, in the order in which a user would fix problems."""
+    """Return all checks, in the order in which a user would fix problems."""
     checks = [check_nodes(measured)]
     if any(not node.error for node in measured.nodes):
         checks += [check_packages(measured), check_drivers(measured), *machine_checks(measured)]
@@ -49,8 +49,8 @@ def judge(measured: Measured) -> list[PreflightCheck]:
 
 
 def collectives_csv(times: Sequence[AllReduceTime]) -> str:
-    """A line for each group of workers and size; for several equal groups, such as those inside each node, their
-    median: the planner needs the typical time, and slow groups have their own check."""
+    """One line per group size and message size; for several equal groups, such as those inside each node, their median:
+    the planner needs the typical time, and slow groups have their own check."""
     groups: dict[tuple[int, int, int], list[float]] = {}
     for took in times:
         groups.setdefault((took.ranks, took.nodes, took.num_bytes), []).append(took.seconds)
@@ -60,7 +60,7 @@ def collectives_csv(times: Sequence[AllReduceTime]) -> str:
 
 
 HERE = "local"
-"""Value of RAY_ADDRESS that names no cluster."""
+"""Value of RAY_ADDRESS that does not refer to a cluster."""
 
 
 def doctor(
@@ -79,16 +79,16 @@ def doctor(
     remedy for each; `.worst` is the worst of them.
 
     config: its storage and MLflow are checked; None: an empty config. address: HOST:PORT of the cluster; None:
-    RAY_ADDRESS, or this machine without it. local: this machine, without Ray. storage, uri: instead of the config's; if
-    a tracking URI is given in any way, the record is stored in MLflow. network: between nodes, such as 100G, to compare
-    with. collectives: file to write measured all-reduces to, for `plan`.
+    RAY_ADDRESS, or this machine without it. local: this machine, without Ray. storage, uri: replace the config's; if a
+    tracking URI is configured in any way, the record is stored in MLflow. network: between nodes, such as 100G, for
+    comparison. collectives: file for the measured all-reduces, for `plan`.
 
     Raises ClusterError if the cluster cannot be reached, UsageError for errors of use.
     """
     if config is not None and not isinstance(config, RunConfig):
         config = load_config(flags=config) if isinstance(config, Mapping) else load_config(config)
     if network is not None:
-        CATALOGUE.find_network(network)  # a wrong one is said before anything is measured
+        CATALOGUE.find_network(network)  # report an invalid one before measuring
     tracking = TrackingSettings() if config is None else config.tracking
     checkpoint = CheckpointSettings() if config is None else config.checkpoint
     said = uri or tracking.uri
@@ -106,7 +106,7 @@ def _examined(subject: Subject, *, address: str | None, local: bool, say: Callab
     started = time.perf_counter()
     if local and address is not None:
         text = "and --local cannot be combined: --local checks this machine"
-        raise ClusterError.problem("--address", text, "leave one of them out")
+        raise ClusterError.problem("--address", text, "omit one of them")
     address = None if local else address or os.environ.get("RAY_ADDRESS")
     if not address or address == HERE:
         begin_imports(("scaleray.clusters.doctor.fleet",))  # while this process makes its own checks
@@ -133,7 +133,8 @@ def _write_collectives(path: Path, record: DoctorRecord) -> None:
 
 
 def _kept_in_mlflow(record: DoctorRecord, uri: str, experiment: str) -> DoctorRecord:
-    """The record with the link of the MLflow run that has it as an artifact, with its all-reduces for `plan`."""
+    """Store the record, with its all-reduces for `plan`, as an artifact in MLflow; return it with the link of the
+    run."""
     from scaleray.recording.store import RunStore, run_link
     from scaleray.records.mlflow_operations import EndRun, LogArtifact, SetTags
 

@@ -1,4 +1,4 @@
-"""The nodes to check: those of a Ray cluster, or this machine alone."""
+"""Nodes to check: those of a Ray cluster, or this machine alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scaleray.training.setup.place import Place
 
 Measurements = tuple[list[AllReduceTime], Links]
 Trip = tuple[float, float, float]
-"""Time of the request, the clock, and time of the answer; the outer two by the driver's clock."""
+"""Time of the request, the node's clock, and time of the answer; the outer two by the driver's clock."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +30,18 @@ class Answers:
 
 
 class Fleet(Protocol):
-    """Nodes by name, each of which answers the methods of `NodeLook`."""
+    """Nodes by name, each of which implements the methods of `NodeLook`."""
 
     names: list[str]
     address: str
-    """Of the Ray cluster; empty without one."""
+    """Address of the Ray cluster; empty without one."""
     drivers_node: str
     """The node of this process, if it is one of them."""
     lost: dict[str, str]
     """Unreachable nodes, with reasons."""
 
     def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
-        """Answers of these nodes, all called at once. arguments: of the method, by name of the node."""
+        """Call a method on these nodes concurrently. arguments: of the method, by name of the node."""
 
     def trips(self, name: str, count: int, *, timeout_s: float) -> list[Trip]:
         """Round trips to a node's clock; fewer if it does not answer in time."""
@@ -50,7 +50,7 @@ class Fleet(Protocol):
         """Result of `measure_links` with ranks on these nodes. Raises the error of a rank."""
 
     def facts_of_ray(self, name: str) -> Mapping[str, Any]:
-        """Ray's facts of a node, as fields of `NodeSeen`."""
+        """Facts about a node from Ray, as fields of `NodeSeen`."""
 
     def places(self) -> Mapping[str, str]:
         """Folders that Ray uses on every node, by purpose."""
@@ -65,12 +65,12 @@ class ThisMachine:
         self._node = NodeLook(self.drivers_node, "127.0.0.1")
 
     def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
-        """Answer of this process."""
+        """Call the method in this process."""
         found = Answers()
         for name, given in arguments.items():
             try:
                 found.given[name] = getattr(self._node, method)(*given)
-            except Exception as exc:  # a look that fails is a finding, whatever it raised
+            except Exception as exc:  # a failed check is a finding, whatever it raised
                 found.failed[name] = first_line(exc)
         return found
 
@@ -80,17 +80,17 @@ class ThisMachine:
         return [(now, now, now)]
 
     def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
-        """Measurement by processes of this machine."""
+        """Measure with processes of this machine."""
         with gloo_processes(seats.num_ranks, UserCode(None, {}, None, None), timeout_s=timeout_s) as processes:
             found: Measurements = processes.run(seats.num_ranks, _links, seats, workload=None)
         return found
 
     def facts_of_ray(self, name: str) -> Mapping[str, Any]:
-        """Nothing: there is no Ray."""
+        """Empty: there is no Ray."""
         return {}
 
     def places(self) -> Mapping[str, str]:
-        """None: there is no Ray."""
+        """Empty: there is no Ray."""
         return {}
 
 
@@ -100,5 +100,5 @@ def _links(place: Place, seats: Seats) -> Measurements:
 
 @contextlib.contextmanager
 def this_machine() -> Iterator[ThisMachine]:
-    """This machine as a fleet."""
+    """Context with this machine as a fleet."""
     yield ThisMachine()

@@ -1,4 +1,4 @@
-"""Check the nodes part by part, each within its own time limit."""
+"""Checks of the nodes in parts, each with its own time limit."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ WORDS = {
     "rates": "matrix products",
     "links": "all-reduces and links",
 }
-"""Name of each part while it runs."""
+"""Description of each part while it runs."""
 
 
 @dataclass(frozen=True)
 class Subject:
     """Subjects of the check other than the nodes themselves: the storage (absolute folder or URI), MLflow, and the
-    network as it was given.
+    specified network.
     """
 
     storage_path: str
@@ -47,7 +47,7 @@ class Subject:
 
 
 class Look:
-    """One check of a fleet: findings of each part go into `seen`."""
+    """Check of a fleet; the findings of each part are collected in `seen`."""
 
     def __init__(self, fleet: Fleet, subject: Subject) -> None:
         self.fleet, self.subject = fleet, subject
@@ -80,7 +80,7 @@ class Look:
     def _part(self, name: str, look: Callable[[], None]) -> None:
         """Run one part; a failed one counts as not measured, with the reason."""
         try:
-            with stage(f"looking at {WORDS[name]}"):
+            with stage(f"checking {WORDS[name]}"):
                 look()
         except (ScaleRayError, RuntimeError, OSError) as exc:
             self.not_measured[name] = f"{FAILED}{first_line(exc)}"
@@ -123,7 +123,7 @@ class Look:
         try:
             written = self.fleet.ask("write", {n: (folder, file) for n, file in files.items()}, timeout_s=STORAGE_S)
             good = {name: answer for name, answer in written.given.items() if not answer.error}
-            # each reads what the next ones wrote, so that no file is read by all at once
+            # each node reads the files of the next ones, so that no file is read by all at once
             order = list(good)
             others = {
                 name: {files[o]: good[o].content for o in [*order[i + 1 :], *order[:i]]} for i, name in enumerate(order)
@@ -151,7 +151,7 @@ class Look:
             self.not_measured["rates"] = why
             return
         found = self.fleet.ask("matmuls", {node.name: (node.torch_gpus,) for node in alive}, timeout_s=RATES_S)
-        with_gpus = any(node.torch_gpus for node in alive)  # where there are GPUs, nodes without do not train
+        with_gpus = any(node.torch_gpus for node in alive)  # if there are GPUs, nodes without them do not train
         self.seen["rates"] = [
             rate for node in alive for rate in found.given.get(node.name, []) if node.torch_gpus or not with_gpus
         ]
@@ -171,7 +171,7 @@ class Look:
 
 
 def seats_of(nodes: list[NodeSeen]) -> Seats:
-    """One rank per GPU if there are GPUs, equally many on each node with GPUs; otherwise one per node, or two on a
+    """One rank per GPU if there are GPUs, the same number on each node with GPUs; otherwise one per node, or two on a
     single node."""
     with_gpus = [node for node in nodes if node.torch_gpus]
     if with_gpus:
@@ -180,13 +180,13 @@ def seats_of(nodes: list[NodeSeen]) -> Seats:
 
 
 def _why_gpus_are_left_alone(nodes: list[NodeSeen]) -> str:
-    """Reason for not measuring: on GPUs in use it would disturb users and prove nothing."""
+    """Reason for not measuring: on GPUs in use it would disturb users and be inconclusive."""
     busy = sum(not is_idle(gpu) for node in nodes for gpu in node.gpus)
     return f"{busy} GPU{'s are' if busy != 1 else ' is'} in use" if busy else ""
 
 
 def _tracking_error(uri: str) -> str:
-    """Why MLflow cannot be used from here; a database that is not there yet is not made by looking."""
+    """Reason why MLflow cannot be used from here; the check does not create a missing database."""
     is_new_file = uri.startswith("sqlite:///") and not sqlite_path(uri).exists()
     try:
         check_reachable(uri)

@@ -1,5 +1,5 @@
-"""How fast cards compute and links carry: matrix products, all-reduces inside and between nodes, and a tournament of
-pairs. Every rank of the default process group runs `measure_links`; sizes grow only as far as time allows."""
+"""Measured speed of GPUs and links: matrix products, all-reduces inside and between nodes, and a tournament of pairs.
+Every rank of the default process group runs `measure_links`; sizes grow as long as time allows."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from scaleray.records.doctor_record import AllReduceTime, DeviceRate, LinkRate, 
 MATMUL_S = 0.5
 REPEATS = 5
 ALL_REDUCE_S = 6.0
-"""Seconds after which no larger all-reduce is begun, and which it may not be expected to pass."""
+"""Seconds after which no larger all-reduce is started, and which it must not be expected to exceed."""
 TOURNAMENT_S = 10.0
-"""Seconds after which no other round of the tournament is begun."""
+"""Seconds after which no further round of the tournament is started."""
 EXCHANGE_S = 0.5
-"""Longest that a pair may be expected to take for the next larger message."""
+"""Longest expected time of a pair for the next larger message."""
 SIZES = {"cpu": (2**16, 2**20, 2**23), "cuda": (2**16, 2**20, 2**24, 2**28)}
-"""Bytes of all-reduces."""
+"""Sizes of all-reduces in bytes."""
 MESSAGES = {"cpu": (2**16, 2**20, 2**23), "cuda": (2**20, 2**24, 2**27)}
-"""Bytes that a pair sends each other."""
+"""Sizes in bytes of the messages that a pair exchanges."""
 
 
 @dataclass(frozen=True)
 class Seats:
-    """Placement of ranks: `per_node` on each node, those of a node next to each other. device: `cpu` or `cuda`."""
+    """Placement of ranks: `per_node` on each node, with consecutive numbers. device: `cpu` or `cuda`."""
 
     nodes: tuple[str, ...]
     per_node: int
@@ -39,11 +39,11 @@ class Seats:
 
     @property
     def num_ranks(self) -> int:
-        """Number of all ranks."""
+        """Total number of ranks."""
         return len(self.nodes) * self.per_node
 
     def name(self, rank: int) -> str:
-        """Name of a rank's end of a link."""
+        """Name of a rank as the end of a link."""
         node, local = divmod(rank, self.per_node)
         if self.per_node == 1:
             return self.nodes[node]
@@ -55,8 +55,8 @@ Exchange = Callable[[int, torch.Tensor, torch.Tensor, "dist.ProcessGroup | None"
 
 
 def matmul_rate(node: str, index: int | None) -> DeviceRate:
-    """The fastest of several matrix products: the device's capability, not its current share. index: of a GPU; None is
-    one core of the processor."""
+    """Rate of the fastest of several matrix products: the device's capability, not its present share. index: of a GPU;
+    None means one core of the processor."""
     if index is None:
         kind, name, precision, dtype, size = PROCESSOR, "a core", "fp32", torch.float32, 768
         device = torch.device("cpu")
@@ -70,7 +70,7 @@ def matmul_rate(node: str, index: int | None) -> DeviceRate:
     try:
         left = torch.randn(size, size, device=device).to(dtype)
         out = torch.empty_like(left)
-        _matmul_s(left, out)  # the first one finds its kernel
+        _matmul_s(left, out)  # warm-up: selects the kernel
         deadline, times = time.perf_counter() + MATMUL_S, [_matmul_s(left, out)]
         while time.perf_counter() < deadline or len(times) < REPEATS:
             times.append(_matmul_s(left, out))
@@ -88,7 +88,7 @@ def _matmul_s(matrix: torch.Tensor, out: torch.Tensor) -> float:
 
 
 def exchange(peer: int, outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Both directions at once, as rings and trees use a link."""
+    """Send and receive concurrently, as rings and trees use a link."""
     operations = [
         dist.P2POp(dist.isend, outgoing, group=group, group_peer=peer),
         dist.P2POp(dist.irecv, incoming, group=group, group_peer=peer),
@@ -98,8 +98,8 @@ def exchange(peer: int, outgoing: torch.Tensor, incoming: torch.Tensor, group: d
 
 
 def measure_links(rank: int, seats: Seats, *, send: Exchange = exchange) -> tuple[list[AllReduceTime], Links]:
-    """All-reduces and the tournament, with the same result on every rank. Collective: all ranks of `seats`, which are
-    those of the default group, call it; the default group must be one of gloo."""
+    """Measure all-reduces and the tournament, with the same result on every rank. Collective: called by all ranks of
+    `seats`, which are those of the default group; that must be a gloo group."""
     device = torch.device("cpu") if seats.device == "cpu" else torch.device("cuda", rank % seats.per_node)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -108,14 +108,14 @@ def measure_links(rank: int, seats: Seats, *, send: Exchange = exchange) -> tupl
 
 
 def _all_reduces(rank: int, seats: Seats, device: torch.device, every: dist.ProcessGroup | None) -> list[AllReduceTime]:
-    """Times inside each node at once, over one rank of each node, and over all."""
+    """Times inside all nodes at once, over one rank of each node, and over all ranks."""
     found: list[AllReduceTime] = []
     num_nodes, per_node = len(seats.nodes), seats.per_node
     deadline = time.perf_counter() + ALL_REDUCE_S
     backend = "gloo" if device.type == "cpu" else "nccl"
     if per_node > 1:
         group = None
-        for node in range(num_nodes):  # all ranks make all groups, in the same order
+        for node in range(num_nodes):  # all ranks create all groups, in the same order
             ranks = list(range(node * per_node, (node + 1) * per_node))
             made = dist.new_group(ranks, backend=backend)
             group = made if rank in ranks else group
@@ -150,8 +150,8 @@ def _of_many(ranks: int, nodes: int, times: dict[int, list[float]]) -> list[AllR
 def _times(
     group: dist.ProcessGroup | None, seats: Seats, device: torch.device, *, own: int | None, count: int, deadline: float
 ) -> dict[int, list[float]]:
-    """Seconds of an all-reduce by size, in each of `count` groups, of which this rank is in number `own`; all groups
-    take the same sizes. The slowest rank's median counts."""
+    """Seconds of an all-reduce by size, in each of `count` groups, of which this rank belongs to number `own`; all
+    groups use the same sizes. The median of the slowest rank is used."""
     found: dict[int, list[float]] = {}
     sizes = SIZES[seats.device]
     for size, larger in zip(sizes, [*sizes[1:], 0], strict=True):
@@ -170,7 +170,7 @@ def _times(
 
 def _all_reduce_s(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> float:
     times = []
-    for number in range(REPEATS + 1):  # the first one connects
+    for number in range(REPEATS + 1):  # the first one opens connections
         _wait_for(tensor.device)
         started = time.perf_counter()
         dist.all_reduce(tensor, group=group)
@@ -182,7 +182,7 @@ def _all_reduce_s(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> floa
 def _tournament(
     rank: int, seats: Seats, device: torch.device, every: dist.ProcessGroup | None, send: Exchange
 ) -> Links:
-    """Pairs inside each node, then pairs of nodes, in which ranks of equal number are paired."""
+    """Measure pairs inside each node, then pairs of nodes, in which ranks with equal numbers are paired."""
     node, local = divmod(rank, seats.per_node)
     inside, between = rounds_of(seats.per_node), rounds_of(len(seats.nodes))
     peers = [_peer(partner_of(local, pairs), lambda other: node * seats.per_node + other) for pairs in inside]
@@ -191,7 +191,7 @@ def _tournament(
     deadline, played = time.perf_counter() + TOURNAMENT_S, 0
     for number, peer in enumerate(peers):
         late = torch.tensor([float(time.perf_counter() > deadline)])
-        dist.all_reduce(late, op=dist.ReduceOp.MAX)  # so that a round begins for all at once, or for nobody
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)  # so that all ranks start a round, or none does
         if late[0]:
             break
         played = number + 1
@@ -209,13 +209,13 @@ def _peer(partner: int | None, rank_of: Callable[[int], int]) -> int | None:
 def _pair_s(
     peer: int, seats: Seats, device: torch.device, every: dist.ProcessGroup | None, send: Exchange
 ) -> tuple[float, float]:
-    """(bytes, seconds) of the largest message that a pair had time for."""
+    """(bytes, seconds) of the largest message for which a pair had time."""
     found = (0.0, 0.0)
     sizes = MESSAGES[seats.device]
     for size, larger in zip(sizes, [*sizes[1:], None], strict=True):
         outgoing, incoming = torch.zeros(2, size // 4, device=device)
         times = []
-        for number in range(3):  # the first one connects
+        for number in range(3):  # the first one opens connections
             _wait_for(device)
             started = time.perf_counter()
             send(peer, outgoing, incoming, every)
@@ -223,7 +223,7 @@ def _pair_s(
             times += [time.perf_counter() - started] if number else []
         mine, theirs = torch.tensor([min(times)], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
         exchange(peer, mine, theirs, None)
-        slowest = max(float(mine), float(theirs))  # both sides must come to the same decision
+        slowest = max(float(mine), float(theirs))  # both sides must decide alike
         found = (float(size), slowest)
         if larger is None or slowest * larger / size > EXCHANGE_S:
             break

@@ -34,7 +34,7 @@ RDMA_DEVICES, SHARED_MEMORY = Path("/sys/class/infiniband"), Path("/dev/shm")
 
 
 def facts_of_this_node(name: str, places: Mapping[str, str]) -> NodeSeen:
-    """The node of this process. places: folders whose disks are checked, by their use in a training."""
+    """Return the facts of this process's node. places: folders whose disks are checked, by their use in a training."""
     import torch
 
     from scaleray.common.fingerprint import accelerators
@@ -59,7 +59,7 @@ def facts_of_this_node(name: str, places: Mapping[str, str]) -> NodeSeen:
 
 
 def limits_here() -> dict[str, int | None]:
-    """Limits of this process by name, None for unlimited; without those that the system lacks."""
+    """Limits of this process by name, None for unlimited, without those that the system lacks."""
     if platform.system() == "Windows":
         return {}
     import resource
@@ -87,11 +87,12 @@ def disk_of(use: str, path: str) -> DiskSeen | None:
 
 
 def gpus_here() -> list[GpuSeen]:
-    """The GPUs as NVIDIA's driver shows them, all of the node, whatever CUDA_VISIBLE_DEVICES says; none without one."""
+    """Return all GPUs of the node as reported by NVIDIA's driver, regardless of CUDA_VISIBLE_DEVICES; empty without
+    one."""
     try:
         driver = nvml.opened()
         return [_gpu(driver, index) for index in range(driver.nvmlDeviceGetCount())]
-    except Exception:  # no driver, or none that answers
+    except Exception:  # no driver, or one that fails
         return []
 
 
@@ -99,7 +100,7 @@ def _gpu(driver: Any, index: int) -> GpuSeen:
     handle = driver.nvmlDeviceGetHandleByIndex(index)
     memory = used = utilisation = None
     processes: list[str] = []
-    # each of these may be refused alone: slices of a card and virtual cards have some and not others
+    # each of these may fail separately: slices of a GPU and virtual GPUs support only some
     with contextlib.suppress(driver.NVMLError):
         about = driver.nvmlDeviceGetMemoryInfo(handle)
         memory, used = about.total, about.used
@@ -122,7 +123,7 @@ def _gpu(driver: Any, index: int) -> GpuSeen:
 def _process(pid: int) -> str:
     try:
         return f"{psutil.Process(pid).name()} ({pid})"
-    except psutil.Error:  # of another container, whose processes cannot be seen from here
+    except psutil.Error:  # a process in another container, not visible from here
         return f"a process ({pid})"
 
 
@@ -146,14 +147,14 @@ class Listener:
     """A port of this node that accepts connections and closes them immediately."""
 
     def __init__(self, host: str) -> None:
-        """host: address by which other nodes know this one."""
+        """host: address of this node for the other nodes."""
         self._socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.place: tuple[str, int] = (host, self._socket.getsockname()[1])
         threading.Thread(target=self._accept, name="scaleray-doctor-port", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening."""
-        # accept() in the thread would otherwise hold the port until somebody connects
+        # accept() in the thread would otherwise hold the port until the next connection
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -185,7 +186,7 @@ def unreachable(places: Mapping[str, tuple[str, int]]) -> list[str]:
 @dataclass(frozen=True)
 class Asked:
     """Subjects of the check on every node. places: folders by their content for a training. tracking_uri: of a server
-    that every node is to reach; None: no server is checked.
+    that every node should reach; None: no server is checked.
     """
 
     places: Mapping[str, str]
@@ -193,7 +194,7 @@ class Asked:
 
 
 class NodeLook:
-    """Requests to one node; `name`: its name, `host`: its address for others."""
+    """Methods called on one node. `name`: its name; `host`: its address for others."""
 
     def __init__(self, name: str, host: str) -> None:
         self.name, self.host = name, host
@@ -201,11 +202,11 @@ class NodeLook:
         self._store: OwnedStore | None = None
 
     def clock(self) -> float:
-        """This node's clock."""
+        """Return the time of this node's clock."""
         return time.time()
 
     def facts(self, asked: Asked) -> NodeSeen:
-        """Facts of the node."""
+        """Return the facts of the node."""
         import dataclasses
 
         return dataclasses.replace(
@@ -224,11 +225,11 @@ class NodeLook:
             self._listener = None
 
     def unreachable(self, places: Mapping[str, tuple[str, int]]) -> list[str]:
-        """Names of those other nodes whose ports cannot be reached from here."""
+        """Names of the other nodes whose ports cannot be reached from here."""
         return unreachable({name: place for name, place in places.items() if name != self.name})
 
     def write(self, folder: str, file: str) -> storage_checks.Written:
-        """Write a file into the storage."""
+        """Write a file to the storage."""
         return storage_checks.write_file(folder, file)
 
     def read(self, folder: str, contents: Mapping[str, storage_checks.Content]) -> storage_checks.Found:
@@ -236,15 +237,15 @@ class NodeLook:
         return storage_checks.read_files(folder, contents)
 
     def remove(self, folder: str) -> None:
-        """Remove a folder of the storage."""
+        """Remove a folder from the storage."""
         storage_checks.remove_folder(folder)
 
     def matmuls(self, num_gpus: int) -> list[DeviceRate]:
-        """Rates of matrix products of every GPU one after the other, or of a core without GPUs."""
+        """Rates of matrix products of each GPU in turn, or of one core without GPUs."""
         return [matmul_rate(self.name, index) for index in (range(num_gpus) if num_gpus else [None])]
 
     def open_store(self) -> StorePlace:
-        """A rendezvous port, held until all ranks have joined."""
+        """Open a rendezvous port, held until all ranks have joined."""
         self._store = OwnedStore(self.host)
         return self._store.place
 

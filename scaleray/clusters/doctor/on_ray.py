@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster, with an actor on each: it reserves neither CPUs nor GPUs, so a full cluster can be
+"""Nodes of a Ray cluster, with an actor on each that reserves neither CPUs nor GPUs, so that a full cluster can be
 checked too."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ START_S = 25.0
 
 
 class RayNodes:
-    """The alive nodes of the connected cluster. address: as the user gave it."""
+    """Live nodes of the connected cluster. address: as given by the user."""
 
     def __init__(self, address: str) -> None:
         import ray
@@ -42,7 +42,7 @@ class RayNodes:
             self.lost.update(self.ask("clock", dict.fromkeys(self.names, ()), timeout_s=START_S).failed)
 
     def ask(self, method: str, arguments: Mapping[str, Sequence[Any]], *, timeout_s: float) -> Answers:
-        """Answers of these nodes, called concurrently; lost nodes are left out."""
+        """Call a method on these nodes concurrently; lost nodes are omitted."""
         asked = {
             name: getattr(self._actors[name], method).remote(*given)
             for name, given in arguments.items()
@@ -64,8 +64,8 @@ class RayNodes:
         return found
 
     def links(self, seats: Seats, *, timeout_s: float) -> Measurements:
-        """Measurements by ranks on these nodes: the first of each node is its actor, the others are
-        started for this.
+        """Measurements by ranks on these nodes: the first of each node is its actor, the others are started for this
+        purpose.
         """
         import ray
 
@@ -85,7 +85,7 @@ class RayNodes:
         return found
 
     def facts_of_ray(self, name: str) -> Mapping[str, Any]:
-        """GPUs and the object store as Ray counts them."""
+        """GPUs and the object store as reported by Ray."""
         resources = self._nodes[name]["Resources"]
         return {
             "ray_gpus": resources.get("GPU", 0.0),
@@ -93,7 +93,7 @@ class RayNodes:
         }
 
     def places(self) -> Mapping[str, str]:
-        """Folder in which Ray writes objects that memory has no room for: that of its sockets and logs."""
+        """Folder to which Ray spills objects that do not fit into memory: that of its sockets and logs."""
         import ray._private.worker as worker
 
         node = getattr(worker, "_global_node", None)
@@ -112,7 +112,7 @@ class RayNodes:
 
 @contextlib.contextmanager
 def ray_nodes(address: str) -> Iterator[RayNodes]:
-    """The nodes of the cluster at this address while the context lasts; the actors end with it. Raises ClusterError."""
+    """Context with the nodes of the cluster at this address; the actors end with it. Raises ClusterError."""
     if address.startswith(("http://", "https://")):
         raise ClusterError(
             "--address",
@@ -131,7 +131,7 @@ def ray_nodes(address: str) -> Iterator[RayNodes]:
 
 
 def _answers(asked: Mapping[str, Any], timeout_s: float) -> Answers:
-    """Results of these calls, within the time that all of them have together."""
+    """Results of these calls, within their common time limit."""
     import ray
 
     found, deadline = Answers(), time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""The outcome of `scaleray doctor` on the terminal: a row for each check, skipped checks, and the verdict."""
+"""Result of `scaleray doctor` on the terminal: a row for each check, skipped checks, and the verdict."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from scaleray.reports.terminal.printed_record import print_whole
 
 STYLES = {RED: "bold red", YELLOW: "yellow", GREEN: "green"}
 NARROWEST_WHOLE = 100
-"""Columns below which the limit is shown in brackets after the finding."""
+"""Terminal width below which the limit is shown in brackets after the finding."""
 
 
 def show_preflight(console: Console, record: DoctorRecord) -> None:
-    """Print the table, the reasons for what does not apply, and the verdict."""
+    """Print the table, the reasons for checks that do not apply, and the verdict."""
     print_whole(console, preflight_table(record, has_room=not console.is_terminal or console.width >= NARROWEST_WHOLE))
     reasons: dict[str, list[str]] = {}
     for check in record.checks:
@@ -30,8 +30,8 @@ def show_preflight(console: Console, record: DoctorRecord) -> None:
 
 
 def preflight_table(record: DoctorRecord, *, has_room: bool = True) -> RenderableType:
-    """A row for each check that applies, with the remedy if it is not green. has_room: whether limits have their own
-    column."""
+    """Table with a row for each check that applies, with the remedy if it is not green. has_room: whether limits have a
+    separate column."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("check", max_width=16)

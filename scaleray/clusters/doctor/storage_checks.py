@@ -1,4 +1,5 @@
-"""Write to the storage of runs and read files of other nodes: is it shared, and how fast is it?"""
+"""Checks of the storage of runs: whether it is shared, and its speed, by writing files and reading those of other
+nodes."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from scaleray.errors import first_line
 PIECE_BYTES = 16 * 2**20
 MOST_BYTES = 64 * 2**20
 WRITE_S = 1.5
-"""Seconds after which writing stops: long enough to recognise a slow storage."""
+"""Seconds after which writing stops: enough to recognise a slow storage."""
 APPEARS_WITHIN_S = 5.0
-"""Seconds until other nodes must see a file."""
+"""Seconds within which other nodes must see a file."""
 MOST_READ = 3
 """Number of other nodes' files whose content a node reads; for the rest it only checks existence."""
 Content = tuple[int, str]
@@ -27,7 +28,7 @@ Content = tuple[int, str]
 
 @dataclass(frozen=True)
 class Written:
-    """File that a node wrote. error: reason why it could not."""
+    """File written by a node. error: reason why it could not."""
 
     content: Content = (0, "")
     bytes_per_s: float | None = None
@@ -36,14 +37,14 @@ class Written:
 
 @dataclass(frozen=True)
 class Found:
-    """The others' files as a node reads them. missing: names of files that are not there, or hold something else."""
+    """The others' files as read by a node. missing: names of files that are absent or have different content."""
 
     missing: tuple[str, ...] = ()
     bytes_per_s: float | None = None
 
 
 def write_file(folder: str, name: str) -> Written:
-    """Write a file until there is enough for a rate, and flush it to disk."""
+    """Write a file that is large enough to measure the rate, and flush it to disk."""
     try:
         filesystem, inner = open_filesystem(folder)
         filesystem.create_dir(inner, recursive=True)
@@ -58,7 +59,7 @@ def write_file(folder: str, name: str) -> Written:
                     output.flush()
                     os.fsync(output.fileno())
         return Written((size, digest.hexdigest()), size / (time.perf_counter() - started))
-    except Exception as exc:  # pyarrow raises of every kind, by what stands behind a URI
+    except Exception as exc:  # pyarrow raises errors of any type, depending on the URI
         return Written(error=f"cannot write there: {first_line(exc)}")
 
 
@@ -79,7 +80,7 @@ def read_files(folder: str, contents: Mapping[str, Content]) -> Found:
 
 def remove_folder(folder: str) -> None:
     """Remove the folder with its contents, and its parent if empty."""
-    with contextlib.suppress(Exception):  # a storage that cannot be written has nothing to remove either
+    with contextlib.suppress(Exception):  # nothing to remove if the storage cannot be written
         filesystem, inner = open_filesystem(folder)
         filesystem.delete_dir(inner)
         if "://" not in folder:
@@ -98,11 +99,11 @@ def _appears(filesystem: Any, path: str, size: int) -> bool:
 
 
 def _read(filesystem: Any, path: str, content: Content, *, is_local: bool) -> tuple[bool, float]:
-    """Whether a file has the right content, and the seconds of reading."""
+    """Whether a file has the right content, and the seconds for reading it."""
     digest, took = hashlib.sha256(), 0.0
     try:
         with _opened(filesystem, path, "rb") as source:
-            if is_local and hasattr(os, "posix_fadvise"):  # from the storage, not from this node's memory
+            if is_local and hasattr(os, "posix_fadvise"):  # read from the storage, not from this node's page cache
                 os.posix_fadvise(source.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             while True:
                 started = time.perf_counter()
@@ -116,7 +117,7 @@ def _read(filesystem: Any, path: str, content: Content, *, is_local: bool) -> tu
 
 
 def _opened(filesystem: Any, path: str, mode: str) -> Any:
-    """The file, by Python itself on this machine: only so can it be brought to the disk."""
+    """Open a file, on this machine with Python itself, as only then it can be flushed to the disk."""
     if filesystem.type_name == "local":
         return open(path, mode, buffering=0)
     return filesystem.open_output_stream(path) if mode == "wb" else filesystem.open_input_stream(path)

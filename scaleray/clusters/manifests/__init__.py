@@ -1,1 +1,1 @@
-"""The files of `cluster/`: one table of versions and sizes, templates, and checks of the files."""
+"""Files of `cluster/`: a single table of versions and sizes, templates, and checks of the files."""

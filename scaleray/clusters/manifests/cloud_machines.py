@@ -1,6 +1,6 @@
 """Machines with GPUs in the clouds: hardware of a node, and its name in each system.
 
-Sizes and names are those of the providers' pages, from memory; nothing was rented.
+Sizes and names are from the providers' pages, from memory; nothing was rented.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from scaleray.errors import UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """One kind of node. gpu: as the planner's catalogue names it. product: of NVIDIA's feature discovery on Kubernetes.
-    aws, gcp: instance type, None if the cloud has none. sky: accelerator of SkyPilot."""
+    """One type of node. gpu: name in the planner's catalogue. product: name in NVIDIA's feature discovery on
+    Kubernetes. aws, gcp: instance type, None if the cloud has none. sky: accelerator of SkyPilot."""
 
     gpu: str
     gpus: int
@@ -52,16 +52,16 @@ MACHINES = (
 
 
 def machine_of(gpus: str) -> Machine:
-    """The machine for `8xh100` and the like. Raises UsageError."""
+    """Return the machine for text such as `8xh100`. Raises UsageError."""
     count, cross, name = gpus.lower().partition("x")
     offered = ", ".join(f"{one.gpus}x{one.gpu}" for one in MACHINES)
     if not (cross and count.isdigit() and name):
-        raise UsageError("--gpus", gpus, "it must be count and kind, such as 8xh100", f"there are: {offered}")
+        raise UsageError("--gpus", gpus, "it must be count and type, such as 8xh100", f"available: {offered}")
     named = [one for one in MACHINES if one.gpu == name or one.gpu.startswith(f"{name}-")]
     for one in named:
         if one.gpus == int(count):
             return one
     if not named:
-        raise UsageError("--gpus", gpus, f"no machine with {name} is known", f"there are: {offered}")
+        raise UsageError("--gpus", gpus, f"no machine with {name} is known", f"available: {offered}")
     counts = " or ".join(f"{one.gpus}x{one.gpu}" for one in named)
-    raise UsageError("--gpus", gpus, f"{name} comes as {counts}", "use one of these, and edit the written files")
+    raise UsageError("--gpus", gpus, f"{name} is available as {counts}", "use one of these, and edit the written files")

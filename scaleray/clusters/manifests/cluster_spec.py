@@ -1,4 +1,4 @@
-"""Requirements of a user on a cluster, and the values that follow for every file."""
+"""User's requirements for a cluster, and the derived values for every file."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from scaleray.clusters.manifests.file_versions import as_numbers
 from scaleray.errors import UsageError
 
 LEFT_TO_THE_SYSTEM = 0.9
-"""Share of a node's CPUs and memory that a pod asks for: the rest is kubelet's and the drivers'."""
+"""Share of a node's CPUs and memory requested by a pod: the rest is for kubelet and drivers."""
 NEEDS_KUBERAY = {
     "spec.authOptions": "1.5.1",
     "spec.rayClusterSpec.authOptions": "1.5.1",
     "spec.preRunningDeadlineSeconds": "1.6.0",
 }
-"""Fields of the manifests that older operators do not know, and the release that brought them."""
+"""Fields of the manifests that older operators do not support, and the release that introduced them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """A cluster in the user's words. gpus: count a node and kind. image, cpu_image: names that the nodes can pull.
-    kuberay: release of the operator that runs."""
+    """A cluster as specified by the user. gpus: GPUs per node and their type. image, cpu_image: names that the nodes
+    can pull. kuberay: release of the installed operator."""
 
     gpus: str = "8xh100"
     nodes: int = 2
@@ -36,7 +36,7 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "machine", machine_of(self.gpus))
         if self.nodes < 1:
-            raise UsageError("--nodes", self.nodes, "a cluster has at least one node")
+            raise UsageError("--nodes", self.nodes, "a cluster needs at least one node")
         for name, image in (("--image", self.image), ("--cpu-image", self.cpu_image)):
             if not has_fixed_tag(image):
                 raise UsageError(
@@ -60,13 +60,13 @@ class ClusterSpec:
             "workers": self.nodes * machine.gpus,
             "cpus": max(1, int(machine.cpus * LEFT_TO_THE_SYSTEM)),
             "memory_gib": int(machine.memory_gib * LEFT_TO_THE_SYSTEM),
-            # a training's batches are small beside it; Ray's object store takes 30 % of a pod's memory by itself
+            # a training's batches are small in comparison; Ray's object store takes 30 % of a pod's memory by default
             "shm_gib": max(1, int(machine.memory_gib * LEFT_TO_THE_SYSTEM * 0.3)),
         }
 
 
 def has_fixed_tag(image: str) -> bool:
-    """Whether an image is named by digest, or by a tag that is not moved along."""
+    """Whether an image is specified by digest, or by a tag that does not move."""
     if "@" in image:
         return bool(re.search(r".@sha256:[0-9a-f]{64}$", image))
     _, colon, tag = image.rpartition("/")[2].partition(":")
@@ -83,7 +83,7 @@ def check_kuberay(version: str) -> None:
         raise UsageError(
             "--kuberay",
             version,
-            "it does not know " + ", ".join(f"{name} (since {since})" for name, since in newer.items()),
+            "it does not support " + ", ".join(f"{name} (since {since})" for name, since in newer.items()),
             f"upgrade the operator to {oldest} or newer; without authOptions anyone who reaches a pod can run code "
             f"in it",
         )

@@ -1,6 +1,6 @@
-"""Versions in every file of `cluster/`: defined here once; a test compares them with constraints.txt.
+"""Versions in every file of `cluster/`, defined only here; a test compares them with constraints.txt.
 
-Image, Ray, Python and torch of a cluster must be those of the submitting machine: Ray refuses other versions of itself.
+Image, Ray, Python and torch of a cluster must match the submitting machine: Ray rejects other versions of itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ TORCH = "2.13.0"
 CUDA = "13.0"
 """CUDA version of torch's wheel on PyPI, with cuDNN and NCCL: the machine has only the driver."""
 DRIVER = "580.65.06"
-"""The oldest driver of NVIDIA that CUDA 13.0 runs on."""
+"""Oldest NVIDIA driver that supports CUDA 13.0."""
 DEBIAN = "bookworm"
 KUBERAY = "1.7.0"
-"""The operator whose schema and rules the manifests are checked against."""
+"""Operator release against whose schema and rules the manifests are checked."""
 KUEUE = "0.19.2"
 PYTHON_IMAGE = f"python:{PYTHON}-slim-{DEBIAN}"
 IMAGE = f"scaleray:{SCALERAY}-ray{RAY}-py{PYTHON.replace('.', '')}-cu{CUDA.replace('.', '')}"
@@ -27,6 +27,6 @@ CPU_IMAGE = f"scaleray:{SCALERAY}-ray{RAY}-py{PYTHON.replace('.', '')}-cpu"
 
 
 def as_numbers(version: str) -> tuple[int, ...]:
-    """A version to compare: 1.10.0 is newer than 1.9.1; what follows the numbers is left out."""
+    """A version for comparisons: 1.10.0 is newer than 1.9.1; text after the numbers is ignored."""
     found = re.match(r"v?(\d+(?:\.\d+)*)", version)
     return tuple(map(int, found[1].split("."))) if found else ()

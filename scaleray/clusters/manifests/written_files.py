@@ -1,4 +1,4 @@
-"""Every file of `cluster/` as text, from the templates in this folder and the one table of versions."""
+"""All files of `cluster/` as text, from the templates in this folder and the table of versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = {
     "image": "image",
     "skypilot": "skypilot",
 }
-"""Kinds of cluster, and the folder of `cluster/` that each has."""
+"""Types of cluster, each with its folder in `cluster/`."""
 SUFFIX = ".in"
 PARTS = "_"
 """Prefix of templates that other templates include."""
@@ -39,12 +39,12 @@ def write_cluster_files(
     check: bool = False,
     overwrite: bool = False,
 ) -> list[str]:
-    """Write the files that start a cluster, all from one table of versions and sizes, and return their paths.
+    """Write the files that start a cluster, all from a single table of versions and sizes, and return their paths.
 
-    kind: system that the cluster runs on, such as kubernetes, or all. gpus: GPUs of a node and their kind. nodes: how
-    many of them. image, cpu_image: names that the nodes can pull, with a tag other than latest. kuberay: release of the
-    operator that runs. check: write nothing, and return a sentence for each file that would change.
-    overwrite: replace files that differ. Raises UsageError and StorageError.
+    kind: type of cluster, such as kubernetes, or all. gpus: GPUs per node and their type. nodes: number of nodes.
+    image, cpu_image: names that the nodes can pull, with a tag other than latest. kuberay: release of the installed
+    operator. check: write nothing, and return a sentence for each file that would change. overwrite: replace files that
+    differ. Raises UsageError and StorageError.
     """
     wanted = ClusterSpec(gpus=gpus, nodes=nodes, image=image, cpu_image=cpu_image, kuberay=kuberay)
     texts = files(wanted, None if kind == "all" else [kind])
@@ -54,10 +54,10 @@ def write_cluster_files(
 
 
 def files(wanted: ClusterSpec, kinds: list[str] | None = None) -> dict[str, str]:
-    """Path below `cluster/` -> text, for some kinds or all. Raises UsageError."""
+    """Return the texts by path below `cluster/`, for some types or all. Raises UsageError."""
     for kind in kinds or ():
         if kind not in KINDS:
-            raise UsageError("--kind", kind, f"there are: {', '.join(KINDS)}")
+            raise UsageError("--kind", kind, f"it must be one of {', '.join(KINDS)}")
     root = Path(str(resources.files("scaleray.clusters.manifests") / "templates"))
     environment = _environment(root)
     names = wanted.names()
@@ -91,7 +91,7 @@ def differing(folder: Path, texts: dict[str, str]) -> list[str]:
 
 
 def write(folder: Path, texts: dict[str, str], *, overwrite: bool = False) -> list[Path]:
-    """Write the files that are missing or, with `overwrite`, differ; returns those.
+    """Write the files that are missing or, with `overwrite`, differ; return these.
 
     Raises UsageError, StorageError.
     """
@@ -101,8 +101,8 @@ def write(folder: Path, texts: dict[str, str], *, overwrite: bool = False) -> li
         raise UsageError(
             "--folder",
             str(folder / edited[0]),
-            "it exists already with other content",
-            "name another folder, or replace the files with --overwrite",
+            "it already exists with different content",
+            "choose another folder, or replace the files with --overwrite",
         )
     try:
         for name in changed:
@@ -116,7 +116,8 @@ def write(folder: Path, texts: dict[str, str], *, overwrite: bool = False) -> li
 
 
 def _environment(root: Path) -> jinja2.Environment:
-    """Jinja with marks of its own: braces and percent signs mean something in shell scripts and YAML."""
+    """Jinja environment with its own delimiters, as braces and percent signs have a meaning in shell scripts and
+    YAML."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(root),
         variable_start_string="@{",

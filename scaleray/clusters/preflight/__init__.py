@@ -1,1 +1,1 @@
-"""Requirements on a cluster before anything is trained on it: judged from measurements, without effects."""
+"""Checks of a cluster before training on it: pure evaluation of measurements."""

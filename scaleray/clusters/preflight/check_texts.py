@@ -1,4 +1,4 @@
-"""Names of many nodes and values in a few words."""
+"""Short texts for lists of nodes and values."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from scaleray.records.doctor_record import PreflightCheck
 
 FAILED = "it failed: "
-"""Beginning of the reason if a measurement was tried."""
+"""Prefix of the reason if a measurement was attempted."""
 
 
 def unmeasured(name: str, why: str, *, allowed: str = "") -> PreflightCheck:
-    """The check, marked doubtful if a measurement failed: something very slow may be the cause."""
+    """Return the check, as doubtful if a measurement failed: a very slow component may be the cause."""
     if not why.startswith(FAILED):
         return PreflightCheck(name=name, verdict="not applicable", found=why, allowed=allowed)
-    remedy = "try again with nothing else running; if it fails again, check the named node and its link"
+    remedy = "repeat it without other programs running; if it fails again, check the named node and its link"
     return PreflightCheck(name=name, verdict="yellow", found=why, allowed=allowed, remedy=remedy)
 
 
@@ -28,7 +28,7 @@ def node_list(names: Sequence[str]) -> str:
 
 
 def by_value(values: Mapping[str, str]) -> str:
-    """Values with the nodes that have them, the most frequent first: `2.13.0 on 7 nodes, 2.12.1 on 10.0.0.9`."""
+    """Values with their nodes, most frequent first: `2.13.0 on 7 nodes, 2.12.1 on 10.0.0.9`."""
     groups: dict[str, list[str]] = {}
     for node, value in values.items():
         groups.setdefault(value, []).append(node)

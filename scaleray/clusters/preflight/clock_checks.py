@@ -1,4 +1,4 @@
-"""How far a node's clock is ahead of the driver's, by round trips; and whether that is too far."""
+"""Check of how far each node's clock is ahead of the driver's, from round trips."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ALLOWED = f"at most {seconds(CLOCK_YELLOW_S)} apart"
 
 
 def offset(node: str, trips: Sequence[tuple[float, float, float]]) -> ClockSeen:
-    """A clock from round trips (request, its clock, answer), the outer two by the driver's clock. The shortest one
-    counts, as in NTP (RFC 5905): the clock is within half of it."""
+    """Compute a clock's offset from round trips (request, its clock, answer), the outer two by the driver's clock. The
+    shortest one is used, as in NTP (RFC 5905): the offset is known to within half of it."""
     asked, there, answered = min(trips, key=lambda trip: trip[2] - trip[0])
     return ClockSeen(node=node, ahead_s=there - (asked + answered) / 2, within_s=(answered - asked) / 2)
 
 
 def check_clocks(measured: Measured) -> PreflightCheck:
-    """The check of all nodes' clocks. A difference within the uncertainty does not count against a node."""
+    """Check all nodes' clocks. A difference within the uncertainty does not count against a node."""
     if len({node.machine or node.name for node in measured.nodes}) < 2 or not measured.clocks:
         why = measured.not_measured.get("clocks", "one machine has one clock")
         return PreflightCheck(name=NAME, verdict="not applicable", found=why, allowed=ALLOWED)
@@ -30,7 +30,7 @@ def check_clocks(measured: Measured) -> PreflightCheck:
     apart, within = last.ahead_s - first.ahead_s, first.within_s + last.within_s
     sure = apart - within
     verdict: Verdict = "red" if sure > CLOCK_RED_S else "yellow" if sure > CLOCK_YELLOW_S else "green"
-    found = f"{seconds(apart)} apart at most, ± {seconds(within)}"
+    found = f"at most {seconds(apart)} apart, ±  {seconds(within)}"
     remedy = ""
     if verdict != "green":
         wrong = [c for c in measured.clocks if abs(c.ahead_s) - c.within_s > CLOCK_YELLOW_S]

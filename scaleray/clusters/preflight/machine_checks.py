@@ -1,4 +1,4 @@
-"""Resources of each node: GPUs that are there and idle, limits of the system, shared memory, room on disks."""
+"""Checks of each node's resources: GPUs present and idle, system limits, shared memory, disk space."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def machine_checks(measured: Measured) -> list[PreflightCheck]:
             "locked memory",
             nodes,
             _locked_memory,
-            "unlimited where InfiniBand or RoCE is",
+            "unlimited with InfiniBand or RoCE",
             "ulimit -l unlimited before Ray starts there (--ulimit memlock=-1 in Docker), otherwise NCCL falls back "
             "or fails",
         ),
@@ -82,7 +82,7 @@ def _gpus_there(nodes: Sequence[NodeSeen]) -> PreflightCheck:
         remedy = "check CUDA_VISIBLE_DEVICES, torch's build (torch.version.cuda), and ray start --num-gpus there"
         return PreflightCheck(name=name, verdict="red", found=node_list(unlike), allowed=allowed, remedy=remedy)
     if len(set(kinds.values())) > 1:
-        remedy = "choose nodes of one kind with scale.label_selector: a step takes as long as on the slowest card"
+        remedy = "choose nodes of one type with scale.label_selector: a step takes as long as on the slowest GPU"
         return PreflightCheck(name=name, verdict="yellow", found=by_value(kinds), allowed=allowed, remedy=remedy)
     found = f"{next(iter(kinds.values()))} on {len(with_gpus)} node{'s' if len(with_gpus) != 1 else ''}"
     return PreflightCheck(name=name, verdict="green", found=found, allowed=allowed)
@@ -95,7 +95,7 @@ def _kind(node: NodeSeen) -> str:
 
 def _gpus_idle(nodes: Sequence[NodeSeen]) -> PreflightCheck:
     found = [(node, gpu, *_in_use(gpu)) for node in nodes for gpu in node.gpus]
-    allowed = "no process uses a card, and its memory is free"
+    allowed = "no process uses a GPU, and its memory is free"
     if not found:
         return PreflightCheck(name="GPUs idle", verdict="not applicable", found="no node has GPUs", allowed=allowed)
     busy = [(verdict, f"GPU {gpu.index} of {node.name}: {words}") for node, gpu, verdict, words in found if words]
@@ -109,12 +109,12 @@ def _gpus_idle(nodes: Sequence[NodeSeen]) -> PreflightCheck:
 
 
 def is_idle(gpu: GpuSeen) -> bool:
-    """Whether a GPU is not in use, so that measuring on it disturbs no other program."""
+    """Whether a GPU is idle, so that measuring does not disturb other programs."""
     return not _in_use(gpu)[1]
 
 
 def _in_use(gpu: GpuSeen) -> Judged:
-    """Severity of a GPU's use, and its user; no text if it is idle."""
+    """Severity of a GPU's use, and a description; no text if it is idle."""
     used, whole = gpu.used_bytes or 0, gpu.memory_bytes or 0
     words, verdict = [], "yellow"
     if gpu.processes:
@@ -133,7 +133,7 @@ def _in_use(gpu: GpuSeen) -> Judged:
 def _check(
     name: str, nodes: Sequence[NodeSeen], judge: Callable[[NodeSeen], Judged | None], allowed: str, remedy: str
 ) -> PreflightCheck:
-    """A check of each node separately: the worst verdict, with the nodes that have it."""
+    """Check each node separately: the worst verdict, with the nodes that have it."""
     judged = [(node, found) for node in nodes if (found := judge(node)) is not None]
     if not judged:
         return PreflightCheck(name=name, verdict="not applicable", found="nothing to check", allowed=allowed)
@@ -211,4 +211,4 @@ def _disks(node: NodeSeen) -> Judged | None:
     if worst != "green":
         return worst, together(words)
     least = min(node.disks, key=lambda disk: disk.free_bytes)
-    return worst, f"{least.free_bytes / GIB:.0f} GiB free at least"
+    return worst, f"{least.free_bytes / GIB:.0f} GiB free or more"

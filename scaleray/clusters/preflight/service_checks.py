@@ -1,4 +1,4 @@
-"""Services that nodes share: the storage of runs, MLflow, and the ports by which they reach each other."""
+"""Checks of services that nodes share: the storage of runs, MLflow, and connections between nodes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from scaleray.records.doctor_record import Measured, PreflightCheck, Verdict
 
 
 def check_ports(measured: Measured) -> PreflightCheck:
-    """Whether every node reaches the others on ephemeral ports, and whether there are enough of them."""
-    name, allowed = "ports", f"every node reaches every other; {check_limits.PORTS_YELLOW} ports to hand out"
+    """Check whether every node reaches the others on ephemeral ports, and whether there are enough of them."""
+    name, allowed = "ports", f"every node reaches every other; {check_limits.PORTS_YELLOW} ephemeral ports"
     nodes = [node for node in measured.nodes if not node.error]
     if measured.closed:
         pairs = node_list([f"{one} cannot reach {other}" for one, other in measured.closed])
         remedy = (
-            "open all TCP ports between the nodes (a security group that names itself), and check that each node's "
+            "open all TCP ports between the nodes (a security group that allows itself), and check that each node's "
             "address is on the shared network: ray start --node-ip-address"
         )
         return PreflightCheck(name=name, verdict="red", found=pairs, allowed=allowed, remedy=remedy)
     if few := [node for node in nodes if node.port_range is not None and node.port_range < check_limits.PORTS_YELLOW]:
-        found = node_list([f"{node.name} hands out {node.port_range}" for node in few])
+        found = node_list([f"{node.name} has {node.port_range}" for node in few])
         remedy = "sysctl -w net.ipv4.ip_local_port_range='32768 60999' there"
         return PreflightCheck(name=name, verdict="yellow", found=found, allowed=allowed, remedy=remedy)
     if why := measured.not_measured.get("ports", ""):
@@ -29,7 +29,7 @@ def check_ports(measured: Measured) -> PreflightCheck:
 
 
 def check_storage(measured: Measured) -> PreflightCheck:
-    """Whether every node writes to the storage and sees the others' files, and the rate."""
+    """Check whether every node can write to the storage and sees the others' files, and the rate."""
     name = "shared storage"
     allowed = f"written and seen by all, {_rate(check_limits.STORAGE_YELLOW_BYTES_PER_S)} each"
     if not measured.storage:
@@ -53,7 +53,7 @@ def check_storage(measured: Measured) -> PreflightCheck:
     slowest = min(rates, default=None)
     found = together(
         [
-            f"written with {_rate(slowest)} at least" if slowest is not None else "",
+            f"written with at least {_rate(slowest)}" if slowest is not None else "",
             f"read with {_rate(min(reads))}" if reads else "",
         ]
     )
@@ -62,15 +62,16 @@ def check_storage(measured: Measured) -> PreflightCheck:
         verdict = "red" if slowest < check_limits.STORAGE_RED_BYTES_PER_S else "yellow"
         slow = min(measured.storage, key=lambda one: one.write_bytes_per_s or float("inf"))
         found += f", slowest on {slow.node}" if len(rates) > 1 else ""
-    remedy = "" if verdict == "green" else "another storage, or longer between checkpoints: checkpoint.every_minutes"
+    remedy = "" if verdict == "green" else "use another storage, or fewer checkpoints: checkpoint.every_minutes"
     return PreflightCheck(name=name, verdict=verdict, found=found, allowed=allowed, remedy=remedy)
 
 
 def check_mlflow(measured: Measured) -> PreflightCheck:
-    """Whether MLflow answers the driver, where runs are recorded, and nodes, any of which may be a job's driver."""
+    """Check whether MLflow answers the driver, which records runs, and the nodes, any of which may be a job's
+    driver."""
     allowed = "it answers the driver and every node"
     if measured.tracking_error:
-        remedy = "start it, correct tracking.uri, or leave the key out for an SQLite file on the driver's machine"
+        remedy = "start it, correct tracking.uri, or omit the key for an SQLite file on the driver's machine"
         return PreflightCheck(
             name="MLflow", verdict="red", found=measured.tracking_error, allowed=allowed, remedy=remedy
         )
@@ -79,7 +80,7 @@ def check_mlflow(measured: Measured) -> PreflightCheck:
         remedy = "open access to it from there: a submitted job may have its driver on that node"
         return PreflightCheck(name="MLflow", verdict="yellow", found=found, allowed=allowed, remedy=remedy)
     asked = sum(node.mlflow_error is not None for node in measured.nodes)
-    where = f"; {asked} nodes reach it" if asked > 1 else "; a file, which the driver alone writes" if not asked else ""
+    where = f"; {asked} nodes reach it" if asked > 1 else "; a file, written only by the driver" if not asked else ""
     return PreflightCheck(name="MLflow", verdict="green", found=f"{measured.tracking_uri}{where}", allowed=allowed)
 
 

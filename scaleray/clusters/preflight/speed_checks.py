@@ -1,4 +1,4 @@
-"""Whether cards and links are as fast as others of their kind, and as the planner's catalogue expects."""
+"""Checks of the speed of GPUs and links, compared with others of their type and with the planner's catalogue."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from scaleray.records.doctor_record import AllReduceTime, DeviceRate, LinkRate, 
 from scaleray.records.text.units import seconds
 
 PROCESSOR = "cpu"
-"""Kind of a `DeviceRate` of processors, of whose rate the catalogue has an order of magnitude only."""
+"""Kind of a `DeviceRate` of processors, whose rates in the catalogue are only orders of magnitude."""
 
 
 def check_rates(measured: Measured) -> PreflightCheck:
-    """The rate of matrix products of every card, against the others and against the catalogue."""
+    """Check the rate of matrix products of every GPU, compared with the others and with the catalogue."""
     name = "matrix products"
     if not measured.rates:
         return unmeasured(name, measured.not_measured.get("rates", "nothing was measured"))
@@ -33,7 +33,7 @@ def check_rates(measured: Measured) -> PreflightCheck:
     )
     allowed = f"at least {yellow:.0%} of the median"
     allowed += "" if on_cpu else f", and {check_limits.CATALOGUE_YELLOW:.0%} of the catalogue"
-    # the upper of the two middle ones: of two cards the slower one is compared with the faster one
+    # the upper of the two middle values: with two GPUs, the slower one is compared with the faster one
     usual = statistics.median_high(rate.flops_per_s for rate in measured.rates)
     slow = sorted((r for r in measured.rates if r.flops_per_s < yellow * usual), key=lambda r: r.flops_per_s)
     found = f"{_flops(usual)} ({measured.rates[0].precision}) in the median of {len(measured.rates)}"
@@ -57,7 +57,7 @@ def check_rates(measured: Measured) -> PreflightCheck:
 
 
 def _share_of_catalogue(rates: Sequence[DeviceRate]) -> float | None:
-    """The slowest card's share of its kind's rate in the catalogue; None if the catalogue has none of them."""
+    """The slowest GPU's share of its type's rate in the catalogue; None if the catalogue has none of them."""
     shares = []
     for rate in rates:
         try:
@@ -70,17 +70,17 @@ def _share_of_catalogue(rates: Sequence[DeviceRate]) -> float | None:
 
 
 def all_reduce_checks(measured: Measured) -> list[PreflightCheck]:
-    """All-reduces inside nodes and between them, against the planner's catalogue."""
+    """Checks of all-reduces inside nodes and between them, compared with the planner's catalogue."""
     inside = [one for one in measured.all_reduces if one.nodes == 1]
     between = [one for one in measured.all_reduces if one.nodes > 1]
     return [
-        _all_reduces("all-reduce inside nodes", inside, measured, "one worker a node"),
+        _all_reduces("all-reduce inside nodes", inside, measured, "one worker per node"),
         _all_reduces("all-reduce between nodes", between, measured, "one node"),
     ]
 
 
 def _all_reduces(name: str, times: Sequence[AllReduceTime], measured: Measured, why_not: str) -> PreflightCheck:
-    allowed = f"at least {check_limits.CATALOGUE_YELLOW:.0%} of what the catalogue expects"
+    allowed = f"at least {check_limits.CATALOGUE_YELLOW:.0%} of the rate expected from the catalogue"
     if not times:
         why = measured.not_measured.get("links", why_not)
         return PreflightCheck(name=name, verdict="not applicable", found=why, allowed=allowed)
@@ -88,7 +88,7 @@ def _all_reduces(name: str, times: Sequence[AllReduceTime], measured: Measured, 
     worst = min((one for one in times if one.num_bytes == largest), key=lambda one: one.bus_bytes_per_s)
     found = f"{_rate(worst.bus_bytes_per_s)} of bus bandwidth with {worst.ranks} workers"
     found += f" on {worst.nodes} nodes" if worst.nodes > 1 else ""
-    found += f", {seconds(min(one.seconds for one in times))} at least"
+    found += f", at least {seconds(min(one.seconds for one in times))}"
     expected = expected_s(worst, measured)
     if expected is None:
         note = "nothing to compare with: give the network, as --network 100G" if worst.nodes > 1 else ""
@@ -104,18 +104,18 @@ def _all_reduces(name: str, times: Sequence[AllReduceTime], measured: Measured, 
         remedy = (
             "NCCL_DEBUG=INFO shows the network in use (NET/IB or NET/Socket): NCCL_SOCKET_IFNAME, NCCL_IB_HCA"
             if worst.nodes > 1
-            else "nvidia-smi topo -m and nvlink -s: check whether cards lost NVLink or peer access"
+            else "nvidia-smi topo -m and nvlink -s: check whether GPUs lost NVLink or peer access"
         )
     return PreflightCheck(name=name, verdict=verdict, found=found, allowed=allowed, remedy=remedy)
 
 
 def expected_s(time: AllReduceTime, measured: Measured) -> float | None:
-    """Seconds of an all-reduce as the planner predicts; None if too little is known of the nodes."""
+    """Seconds of an all-reduce as predicted by the planner; None if too little is known about the nodes."""
     cluster = cluster_of(measured)
     if cluster is None or (time.nodes > 1 and cluster.network is None):
         return None
     if time.nodes == 1 and cluster.link.is_shared:
-        return None  # of the memory that processes copy through, the catalogue has an order of magnitude only
+        return None  # for copies through memory, the catalogue has only an order of magnitude
     group = Group(time.ranks, time.ranks // time.nodes, time.nodes)
     return all_reduce_s(time.num_bytes, group, cluster)
 
@@ -140,7 +140,7 @@ def cluster_of(measured: Measured) -> Cluster | None:
     try:
         gpu = CATALOGUE.find_gpu(kind)
         network = CATALOGUE.find_network(measured.network or gpu.network) if measured.network or gpu.network else None
-        # a card that could have NVLink and has none talks over PCIe
+        # a GPU that could have NVLink but has none communicates over PCIe
         has_link = with_gpus[0].gpus[0].num_nvlinks > 0 or not gpu.link.startswith("nvlink")
         link = CATALOGUE.find_link(gpu.link if has_link else "pcie4")
         count = len(with_gpus) if network is not None else 1
@@ -157,7 +157,7 @@ def cluster_of(measured: Measured) -> Cluster | None:
 
 
 def link_checks(measured: Measured) -> list[PreflightCheck]:
-    """The pairs of the tournament, those inside nodes and those between nodes, each against the others of its kind."""
+    """Checks of the tournament's pairs, inside nodes and between nodes, each compared with others of its type."""
     inside = [pair for pair in measured.links.pairs if not pair.is_between_nodes]
     between = [pair for pair in measured.links.pairs if pair.is_between_nodes]
     checks = [_links("links between nodes", between, measured)]
@@ -177,11 +177,11 @@ def _links(name: str, pairs: Sequence[LinkRate], measured: Measured) -> Prefligh
         return unmeasured(name, measured.not_measured.get("links", "one node"), allowed=allowed)
     slow = slow_links(pairs, below=yellow)
     count = len(pairs)
-    found = f"{_rate(slow.usual)} as usual, {count} links" if count > 1 else f"{_rate(slow.usual)}, one link"
+    found = f"{_rate(slow.usual)} typical, {count} links" if count > 1 else f"{_rate(slow.usual)}, one link"
     played, of = measured.links.rounds, measured.links.all_rounds
-    found += f" ({played} of {of} rounds: time was up)" if played < of else ""
+    found += f" ({played} of {of} rounds: out of time)" if played < of else ""
     if slow.ends or slow.links:
-        named = [f"{end} with everybody" for end in slow.ends]
+        named = [f"{end} with all others" for end in slow.ends]
         named += [f"{pair.name} with {_rate(pair.bytes_per_s)}" for pair in slow.links]
         verdict: Verdict = "red" if slow.share < red else "yellow"
         remedy = (

@@ -1,6 +1,5 @@
-"""Order in which links are measured, so that every pair is measured and no end is in two pairs at once; and the slow
-links. A tournament of n ends takes n - 1 rounds (n where n is odd), by the circle method: one end stays, the others
-turn."""
+"""Order in which all pairs are measured, with no end in two pairs at once, and detection of slow links. A tournament of
+n ends takes n - 1 rounds (n if n is odd), by the circle method: one end is fixed, the others rotate."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from scaleray.records.doctor_record import LinkRate
 
 NUM_LINKS_OF_THREE = 3
 SLOW_SHARE_OF_PAIRS = 0.75
-"""Share of slow pairs from which an end itself counts as slow instead of its links: its adapter, cable or machine is
-their common part."""
+"""Share of slow pairs above which an end itself counts as slow instead of its links: its adapter, cable or machine is
+the common cause."""
 
 
 def rounds_of(num_ends: int) -> list[list[tuple[int, int]]]:
-    """The rounds of a tournament: in each, disjoint pairs of the numbers below `num_ends`, the smaller one first."""
+    """Rounds of a tournament: each has disjoint pairs of the numbers below `num_ends`, the smaller one first."""
     if num_ends < 2:
         return []
     ends: list[int | None] = [*range(num_ends), *([None] if num_ends % 2 else [])]
@@ -30,7 +29,7 @@ def rounds_of(num_ends: int) -> list[list[tuple[int, int]]]:
 
 
 def partner_of(end: int, pairs: Sequence[tuple[int, int]]) -> int | None:
-    """Partner of an end in a round; None: it rests."""
+    """Partner of an end in a round; None if it has none."""
     for one, other in pairs:
         if end in (one, other):
             return other if end == one else one
@@ -40,7 +39,7 @@ def partner_of(end: int, pairs: Sequence[tuple[int, int]]) -> int | None:
 @dataclass(frozen=True)
 class Slow:
     """Ends and links that are slower than the others: ends that are slow with nearly all partners, and links between
-    other ends. usual: normal bytes per second of a link. share: the slowest relative to that."""
+    other ends. usual: typical bytes per second of a link. share: that of the slowest one, relative to `usual`."""
 
     ends: list[str]
     links: list[LinkRate]
@@ -49,11 +48,11 @@ class Slow:
 
 
 def slow_links(pairs: Sequence[LinkRate], *, below: float) -> Slow:
-    """Find links below a share of the usual one, and a common end that is their cause. The usual one is the median, or
-    the fastest of three links, as two of them share a slow end. A single link between two ends cannot be compared."""
+    """Find links below a share of the typical one, and a common end that is their cause. Typical is the median, or the
+    fastest of three links, as two of them share a slow end. A single link between two ends cannot be compared."""
     if not pairs:
         return Slow([], [], 0.0, 1.0)
-    # the upper of the two middle ones: where half of the links are slow, they are not the usual ones
+    # the upper of the two middle values: if half of the links are slow, they are not the typical ones
     rates = [pair.bytes_per_s for pair in pairs]
     usual = statistics.median_high(rates) if len(rates) > NUM_LINKS_OF_THREE else max(rates)
     slow = [pair for pair in pairs if pair.bytes_per_s < below * usual]
@@ -64,7 +63,7 @@ def slow_links(pairs: Sequence[LinkRate], *, below: float) -> Slow:
 
 
 def _slow_ends(pairs: Sequence[LinkRate], slow: Sequence[LinkRate]) -> list[str]:
-    """Ends most of whose pairs are slow, the worst first; pairs that one of them explains do not count for others."""
+    """Ends with mostly slow pairs, worst first; pairs explained by one of them do not count for others."""
     found: list[str] = []
     while True:
         left, all_left = ([p for p in some if not {p.one, p.other} & {*found}] for some in (slow, pairs))

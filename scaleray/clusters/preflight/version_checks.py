@@ -1,7 +1,7 @@
-"""Whether all nodes have the same Python, packages and drivers, and those of the driver of a training.
+"""Checks of whether all nodes have the same Python, packages and drivers as the driver of a training.
 
-Ray pickles between processes and refuses another version of itself; torch's ranks must agree on their messages. Other
-differences are reported only."""
+Ray pickles between processes and rejects another version of itself; torch's ranks must agree on their messages. Other
+differences are only reported."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from scaleray.clusters.preflight.check_texts import by_value, minority, node_lis
 from scaleray.records.doctor_record import Measured, NodeSeen, PreflightCheck
 
 MUST_BE_EQUAL = ("scaleray", "ray", "torch")
-"""Packages whose difference makes a run fail or train differently."""
+"""Packages whose difference makes a run fail or changes the training."""
 WATCHED = (
     *MUST_BE_EQUAL, "numpy", "pyarrow", "pydantic", "mlflow", "mlflow-skinny", "safetensors", "lightning",
     "transformers", "peft", "tokenizers", "torchvision", "timm", "torchmetrics", "datasets", "accelerate", "triton",
     "nvidia-nccl-cu12", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-cudnn-cu13",
 )  # fmt: skip
-"""Packages that are compared: those of scaleray and its extras, and torch's GPU packages."""
+"""Packages to compare: those of scaleray and its extras, and torch's GPU packages."""
 
 
 def check_nodes(measured: Measured) -> PreflightCheck:
-    """Whether every node could be looked at."""
+    """Check whether every node could be inspected."""
     failed = [node for node in measured.nodes if node.error]
     count = len(measured.nodes)
     if failed:
@@ -39,7 +39,7 @@ def check_nodes(measured: Measured) -> PreflightCheck:
 
 
 def check_packages(measured: Measured) -> PreflightCheck:
-    """Whether Python and the watched packages are the same everywhere."""
+    """Check whether Python and the compared packages are the same everywhere."""
     nodes = _alive(measured)
     pythons = {node.name: node.python for node in nodes}
     minors = {name: ".".join(version.split(".")[:2]) for name, version in pythons.items()}
@@ -72,7 +72,7 @@ def check_packages(measured: Measured) -> PreflightCheck:
 
 
 def check_drivers(measured: Measured) -> PreflightCheck:
-    """Whether nodes with GPUs have the same driver, CUDA, cuDNN and NCCL."""
+    """Check whether nodes with GPUs have the same driver, CUDA, cuDNN and NCCL."""
     nodes = [node for node in _alive(measured) if node.gpus]
     allowed = "the same driver, CUDA, cuDNN and NCCL"
     if not nodes:
@@ -88,10 +88,10 @@ def check_drivers(measured: Measured) -> PreflightCheck:
             name="GPU drivers", verdict="green", found=", ".join(shown) or "nothing is known", allowed=allowed
         )
     found = together(f"{part} {by_value(versions)}" for part, versions in differ.items())
-    # NCCL refuses another version of itself, and kernels of another CUDA compute other roundings; drivers get along
+    # NCCL rejects another version of itself, and kernels of another CUDA round differently; drivers are compatible
     is_bad = any(part in differ for part in ("cuda", "nccl"))
     names = sorted({name for versions in differ.values() for name in minority(versions)})
-    remedy = f"the same image or the same torch, and the same driver, on {node_list(names)}"
+    remedy = f"install the same image or torch, and the same driver, on {node_list(names)}"
     return PreflightCheck(
         name="GPU drivers", verdict="red" if is_bad else "yellow", found=found, allowed=allowed, remedy=remedy
     )

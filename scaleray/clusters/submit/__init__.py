@@ -1,1 +1,1 @@
-"""Jobs of a remote cluster: upload, compatibility and result."""
+"""Jobs on a remote cluster: upload, compatibility and result."""

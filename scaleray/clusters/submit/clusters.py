@@ -1,4 +1,4 @@
-"""Clusters by names of the user's own: a file in the user's folder of settings, a cluster a line or a section."""
+"""User-defined names of clusters: a file in the user's settings folder, with one line or section per cluster."""
 
 from __future__ import annotations
 
@@ -27,48 +27,48 @@ class _Cluster(BaseModel):
 
 
 class RayCluster(_Cluster):
-    """A Ray whose dashboard can be reached."""
+    """A Ray cluster with a reachable dashboard."""
 
     kind: Literal["ray"] = "ray"
     url: Text
 
 
 class KubernetesCluster(_Cluster):
-    """A Kubernetes with KubeRay, reached by kubectl."""
+    """A Kubernetes cluster with KubeRay, reached by kubectl."""
 
     kind: Literal["kubernetes"]
     context: str | None = None
     """Context of kubectl; by default its current one."""
     namespace: Text = "scaleray"
     manifest: str | None = None
-    """File or folder for kustomize with one RayJob; generated from image, gpus and nodes by default."""
+    """File or folder for kustomize with one RayJob; by default generated from image, gpus and nodes."""
     image: str | None = None
     gpus: str | None = None
-    """GPUs of a node and their kind, such as 8xh100; nodes without GPUs by default."""
+    """GPUs per node and their type, such as 8xh100; by default nodes without GPUs."""
     nodes: Annotated[int, Field(ge=1)] = 2
     kuberay: str | None = None
-    """Release of the operator; by default it is queried, or assumed to be the tested one if that is not allowed."""
+    """Release of the operator; by default it is queried, or assumed to be the tested one if that is not permitted."""
     secret: Text = "scaleray-env"
-    """Secret whose keys `--secret-env` names."""
+    """Secret that contains the keys given by `--secret-env`."""
     queue: str | None = None
     """Local queue of Kueue."""
 
     @property
     def tested_kuberay(self) -> str:
-        """The release that manifests are checked for where none is known."""
+        """The release for which manifests are checked if it is unknown."""
         return self.kuberay or KUBERAY
 
 
 class SlurmCluster(_Cluster):
-    """A Slurm whose commands run here, or on a login node that ssh reaches."""
+    """A Slurm cluster whose commands run here, or on a login node reached by ssh."""
 
     kind: Literal["slurm"]
     folder: Text
-    """Folder that all nodes see: each job gets a folder in it."""
+    """Folder visible to all nodes: each job gets a subfolder."""
     ssh: str | None = None
     """Host of sbatch for ssh; by default this machine."""
     environment: str | None = None
-    """Virtual environment with scaleray, as a path on the nodes; by default the one that the batch script finds."""
+    """Virtual environment with scaleray, as a path on the nodes; by default the one found by the batch script."""
     options: tuple[str, ...] = ()
     """Options of sbatch, such as --partition=gpu."""
     gpus: str = "8xh100"
@@ -86,7 +86,7 @@ def clusters_file() -> Path:
 
 
 def cluster_of(to: str | None) -> Cluster:
-    """The cluster of a name, address or Ray's variables. Raises ConfigError."""
+    """Return the cluster for a name, an address or Ray's variables. Raises ConfigError."""
     if to is None:
         given = next((os.environ[name] for name in DASHBOARD_VARIABLES if _is_url(os.environ.get(name, ""))), None)
         if given is None:
@@ -132,7 +132,7 @@ def _named() -> dict[str, tuple[Any, int]]:
 
 
 def is_named(url: str) -> bool:
-    """Whether the user's file has a Ray at this address."""
+    """Whether the user's file contains a Ray cluster with this address."""
     with contextlib.suppress(ConfigError):
         given = (
             one.get("url") if isinstance(one, Mapping) else one for one in (section for section, _ in _named().values())
@@ -142,7 +142,7 @@ def is_named(url: str) -> bool:
 
 
 def _read(name: str, given: Any, line: int) -> Cluster:
-    """A section of the file. Raises ConfigError with the key that is wrong."""
+    """Parse a section of the file. Raises ConfigError for an invalid key."""
     where = f"{clusters_file()}:{line} {name}"
     if isinstance(given, str) and _is_url(given):
         return RayCluster(name=name, url=given.rstrip("/"))
@@ -150,7 +150,7 @@ def _read(name: str, given: Any, line: int) -> Cluster:
         raise ConfigError(where, given, FORMS, f"for example  {name}: http://10.0.0.1:8265")
     kind = given.get("kind", "ray")
     if kind not in KINDS:
-        raise ConfigError(f"{where}.kind", kind, f"there are: {', '.join(KINDS)}")
+        raise ConfigError(f"{where}.kind", kind, f"it must be one of {', '.join(KINDS)}")
     try:
         found = KINDS[kind].model_validate({**given, "kind": kind, "name": name})
     except ValidationError as exc:

@@ -1,4 +1,4 @@
-"""A cluster's dashboard as jobs are submitted to it: Ray's own client, behind a check that nothing can hang in."""
+"""Job submission through a cluster's dashboard: Ray's own client, preceded by a check that cannot hang."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ ANSWER_S = 10.0
 REQUEST_S = 120.0
 """Timeout in seconds of a request of Ray's client: starting a job takes a loaded head longest."""
 SILENCE_S = 60.0
-"""Seconds without output of a job before reconnecting: a connection dropped in transit, as while a laptop sleeps,
-reports no error."""
+"""Seconds without output of a job before reconnecting: a connection dropped in transit, for example while a laptop
+sleeps, reports no error."""
 PROBE_S = 120.0
 """Timeout in seconds for a cluster's versions: it starts a process to report them."""
 PROBE_NAME = "scaleray-probe-"
@@ -46,7 +46,7 @@ class Jobs:
         self._client = self._asked(lambda: _client_of(url))
 
     def versions(self) -> Versions:
-        """The cluster's versions, from a job that does nothing else and is forgotten at once."""
+        """Return the cluster's versions, from a separate job that is deleted immediately."""
         name = self.submit(f'python -c "{PROBE}"', name=f"{PROBE_NAME}{time.time_ns():x}", runtime_env={})
         try:
             deadline = time.monotonic() + PROBE_S
@@ -54,7 +54,7 @@ class Jobs:
                 if time.monotonic() > deadline:
                     self.stop(name)
                     raise ClusterError(
-                        "the cluster", self.url, f"it started no job within {PROBE_S:.0f} s", job.message
+                        "the cluster", self.url, f"it did not start a job within {PROBE_S:.0f} s", job.message
                     )
                 time.sleep(0.3)
             found = versions_in(self.logs(name))
@@ -77,7 +77,7 @@ class Jobs:
     def submit(
         self, entrypoint: str, *, name: str, runtime_env: Mapping[str, Any], metadata: Mapping[str, str] | None = None
     ) -> str:
-        """Start a job; its name."""
+        """Start a job and return its name."""
         given: str = self._asked(
             lambda: self._client.submit_job(
                 entrypoint=entrypoint, submission_id=name, runtime_env=dict(runtime_env), metadata=dict(metadata or {})
@@ -90,23 +90,23 @@ class Jobs:
         return _job_now(self._asked(lambda: self._client.get_job_info(name), name=name))
 
     def list(self) -> list[JobNow]:
-        """All jobs that were submitted, the newest first."""
+        """All submitted jobs, newest first."""
         every = [_job_now(one) for one in self._asked(self._client.list_jobs) if one.submission_id]
         found = [job for job in every if not job.name.startswith(PROBE_NAME)]
         return sorted(found, key=lambda job: -(job.started_at or 0.0))
 
     def logs(self, name: str) -> str:
-        """All that a job has printed so far."""
+        """Output of a job so far."""
         text: str = self._asked(lambda: self._client.get_job_logs(name), name=name)
         return text
 
     def stop(self, name: str) -> None:
-        """Ask a job to end, as `ray job stop` does."""
+        """Stop a job, as `ray job stop` does."""
         self._asked(lambda: self._client.stop_job(name), name=name)
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
         """Write a job's output until it ends. Lost connections are retried, and nothing is written twice. say: receives
-        notes on that."""
+        messages on that."""
         lost_at = None
         while True:
             try:
@@ -118,7 +118,7 @@ class Jobs:
             except LostConnectionError:
                 if lost_at is None:
                     lost_at = time.monotonic()
-                    say(f"the connection to {self.url} is lost; the job continues, trying again ...")
+                    say(f"the connection to {self.url} was lost; the job continues; reconnecting ...")
                 if time.monotonic() - lost_at > GIVE_UP_S:
                     raise
                 time.sleep(2.0)
@@ -133,12 +133,12 @@ class Jobs:
                     text = await anext(parts)
                 begin, passed = passed, passed + len(text)
                 written = self._written.get(name, 0)
-                if passed > written:  # every connection tells the whole log again
+                if passed > written:  # every connection repeats the whole log
                     write(text[max(0, written - begin) :])
                     self._written[name] = passed
         except (StopAsyncIteration, TimeoutError):
             return
-        except Exception as exc:  # aiohttp's, and RuntimeErrors of Ray
+        except Exception as exc:  # errors of aiohttp, and RuntimeErrors of Ray
             if not _is_lost(exc):
                 raise self._problem(exc, name) from exc
 
@@ -147,7 +147,7 @@ class Jobs:
             return ask()
         except ClusterError:
             raise
-        except Exception as exc:  # requests', and RuntimeErrors of Ray with what the server said
+        except Exception as exc:  # errors of requests, and RuntimeErrors of Ray with the server's message
             raise self._problem(exc, name) from exc
 
     def _problem(self, exc: Exception, name: str) -> ClusterError:
@@ -156,14 +156,14 @@ class Jobs:
             return ClusterError("JOB", name, f"the cluster at {self.url} has no job of this name", "scaleray jobs list")
         if type(exc).__name__ == "AuthenticationError":
             return _refused(self.url)
-        return LostConnectionError("the cluster", self.url, f"it answers: {first_line(exc)[:300]}")
+        return LostConnectionError("the cluster", self.url, f"it responds with: {first_line(exc)[:300]}")
 
 
 def _client_of(url: str) -> Any:
     from ray.job_submission import JobSubmissionClient
 
     class Client(JobSubmissionClient):
-        """Ray's client would wait forever for a hanging head, and send the token to every address."""
+        """Ray's client would wait forever for a hanging head, and would send the token to every address."""
 
         def _do_request(self, method: str, endpoint: str, **named: Any) -> Any:
             self._headers = _headers(url)
@@ -171,7 +171,7 @@ def _client_of(url: str) -> Any:
             return super()._do_request(method, endpoint, **{**limits, **named})
 
     client = Client(url)
-    for name in ("dashboard_sdk", "job.sdk"):  # what they say of packages and connections, this command says itself
+    for name in ("dashboard_sdk", "job.sdk"):  # this command reports packages and connections itself
         logging.getLogger(f"ray.dashboard.modules.{name}").setLevel(logging.WARNING)
     return client
 
@@ -189,12 +189,12 @@ def _job_now(job: Any) -> JobNow:
 
 
 def _is_lost(exc: Exception) -> bool:
-    """Whether an error is that of a connection, after which the job may continue."""
+    """Whether an error comes from a connection, after which the job may continue."""
     return isinstance(exc, OSError) or "WebSocket" in str(exc) or type(exc).__module__.startswith("aiohttp")
 
 
 def _check(url: str) -> tuple[str, str]:
-    """Versions of Ray and Python from a dashboard; the latter may be empty. Raises ClusterError."""
+    """Return the versions of Ray and Python from a dashboard; the latter may be empty. Raises ClusterError."""
     version = str(_get(url, "/api/version").get("ray_version", ""))
     if not version:
         raise ClusterError("--to", url, "the server there is not a Ray dashboard", "check host and port; 8265 is usual")
@@ -205,8 +205,8 @@ def _check(url: str) -> tuple[str, str]:
 
 
 def _headers(url: str) -> dict[str, str]:
-    """Header with the token, if it may go to this address: this user's own stays on this machine and with clusters of
-    the user's file, one that the environment names goes to every cluster."""
+    """Header with the token, if it may be sent to this address: this user's own only to this machine and to clusters in
+    the user's file, one from the environment to every cluster."""
     is_here = urllib.parse.urlsplit(url).hostname in loopback.NAMES
     return headers() if is_here or is_given() or is_named(url) else {}
 
@@ -231,18 +231,18 @@ def _get(url: str, path: str) -> dict[str, Any]:
         if 300 <= exc.status < 400:
             hint = "give the final address"
             raise ClusterError("--to", url, f"it redirects ({exc.status})", hint) from exc
-        problem = f"it answers with {exc.status} {exc.cause.reason}"
-        raise ClusterError("--to", url, problem, "look at the head's logs") from exc
+        problem = f"it responds with {exc.status} {exc.cause.reason}"
+        raise ClusterError("--to", url, problem, "check the head's logs") from exc
     except ValueError:
         return {}
 
 
 def _refused(url: str) -> ClusterError:
     has_token = bool(_headers(url))
-    withheld = f" (yours is sent once {clusters_file()} has its address)" if headers() and not has_token else ""
+    withheld = f" (yours is sent once {clusters_file()} contains its address)" if headers() and not has_token else ""
     return ClusterError(
         "the token",
         "not accepted" if has_token else None,
-        f"the cluster at {url} asks for {'another one' if has_token else 'one'}",
+        f"the cluster at {url} requires {'another one' if has_token else 'one'}",
         f"put the cluster's token into RAY_AUTH_TOKEN, or its file's path into RAY_AUTH_TOKEN_PATH{withheld}",
     )

@@ -1,4 +1,4 @@
-"""RayJobs of a Kubernetes, through kubectl: created, followed, listed and stopped."""
+"""RayJobs on Kubernetes, through kubectl: creating, following, listing and stopping them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WAITS = ("exceeded quota", "FailedScheduling", "ErrImagePull", "ImagePullBackOff
 
 
 class KubernetesJobs:
-    """RayJobs that `scaleray submit` made in one namespace. Every method raises ClusterError."""
+    """RayJobs created by `scaleray submit` in one namespace. Every method raises ClusterError."""
 
     def __init__(self, cluster: KubernetesCluster) -> None:
         self.cluster = cluster
@@ -44,10 +44,10 @@ class KubernetesJobs:
         self._written: dict[str, int] = {}
         """Characters of each pod's log that `follow` has written."""
         self._deleted: set[str] = set()
-        """Jobs that were stopped before they had begun."""
+        """Jobs that were stopped before they had started."""
 
     def check_room(self, objects: Objects, secret_names: Sequence[str] = ()) -> str | None:
-        """Check that the cluster answers, supports RayJobs and has the objects that pods need; returns its operator's
+        """Check that the cluster answers, supports RayJobs and has the objects that pods need; return its operator's
         release, if readable."""
         self._kubectl("get", "rayjobs.ray.io", "-o", "name")
         kinds = "serviceaccounts,persistentvolumeclaims,networkpolicies"
@@ -82,7 +82,7 @@ class KubernetesJobs:
     def job(self, name: str) -> JobNow:
         """State of a job on the cluster, and the reason why it waits."""
         if name in self._deleted:
-            return JobNow(name, "STOPPED", "deleted before it had begun")
+            return JobNow(name, "STOPPED", "deleted before it started")
         read = self._read(name)
         found = self._of(read)
         if found.status == "PENDING":
@@ -91,12 +91,12 @@ class KubernetesJobs:
         return found
 
     def list(self) -> list[JobNow]:
-        """All jobs that were submitted, the newest first."""
+        """All submitted jobs, newest first."""
         found = json.loads(self._kubectl("get", "rayjobs.ray.io", "-l", SELECTED, "-o", "json"))
         return sorted(map(self._of, found["items"]), key=lambda job: -(job.started_at or 0.0))
 
     def logs(self, name: str) -> str:
-        """All that a job has printed so far; nothing before its pods are there."""
+        """Output of a job so far; empty until its pods exist."""
         self._read(name)
         pod = self._printing(name)
         return "" if pod is None else self._kubectl("logs", pod)
@@ -129,14 +129,14 @@ class KubernetesJobs:
                 for line in io.TextIOWrapper(process.stdout, errors="replace"):
                     begin, passed = passed, passed + len(line)
                     written = self._written.get(pod, 0)
-                    if passed > written:  # every connection tells the whole log again
+                    if passed > written:  # every connection repeats the whole log
                         write(line[max(0, written - begin) :])
                         self._written[pod] = passed
             finally:
                 process.terminate()
 
     def _printing(self, name: str) -> str | None:
-        """The newest pod that follows a job's log: a job that is tried again has another one."""
+        """The newest pod that follows a job's log: a retried job has a new one."""
         found = json.loads(self._kubectl("get", "pods", "-l", f"job-name={name}", "-o", "json"))["items"]
         begun = [pod for pod in found if (pod.get("status") or {}).get("phase") in ("Running", "Succeeded", "Failed")]
         begun.sort(key=lambda pod: pod["metadata"].get("creationTimestamp", ""))
@@ -150,7 +150,7 @@ class KubernetesJobs:
         return names[0] if names else None
 
     def _why_it_waits(self, name: str, ray_cluster: str) -> str:
-        """The last warning on a job and its objects, as text."""
+        """Text of the last warning on a job and its objects."""
         with contextlib.suppress(ClusterError, ValueError, KeyError):
             events = json.loads(self._kubectl("get", "events", "-o", "json"))["items"]
             mine = [one for one in events if _belongs(one.get("involvedObject") or {}, name, ray_cluster)]
@@ -162,7 +162,7 @@ class KubernetesJobs:
         return ""
 
     def _check_secret(self, names: Sequence[str]) -> None:
-        # kubectl's template leaves the values out
+        # kubectl's template omits the values
         template = '{{range $name, $value := .data}}{{$name}}{{"\\n"}}{{end}}'
         there = self._kubectl("get", "secret", self.cluster.secret, "-o", f"go-template={template}").split()
         missing = [name for name in names if name not in there]
@@ -171,11 +171,11 @@ class KubernetesJobs:
                 "the Secret",
                 self.cluster.secret,
                 f"it has no key {', '.join(missing)}",
-                "on Kubernetes --secret-env names keys of this Secret; submissions do not carry values",
+                "on Kubernetes --secret-env gives keys of this Secret; submissions do not contain values",
             )
 
     def _operator(self) -> str | None:
-        """The operator's release by its image; None if that is not readable."""
+        """The operator's release according to its image; None if that is not readable."""
         words = ("deployments", "--all-namespaces", "-l", "app.kubernetes.io/name=kuberay-operator", "-o")
         with contextlib.suppress(ClusterError):
             images = self._kubectl("get", *words, "jsonpath={.items[*].spec.template.spec.containers[*].image}").split()
@@ -202,14 +202,14 @@ class KubernetesJobs:
         )
 
     def _of_status(self, status: dict[str, Any]) -> str:
-        """A RayJob's two statuses in the words of Ray's: the deployment's counts, as a job may be tried again."""
+        """A RayJob's two statuses as one of Ray's: that of the deployment is used, as a job may be retried."""
         deployment, job = status.get("jobDeploymentStatus", ""), status.get("jobStatus", "")
         if deployment in ENDED_AS:
             return "STOPPED" if job == "STOPPED" else ENDED_AS[deployment]
         return "RUNNING" if deployment == "Running" and job == "RUNNING" else "PENDING"
 
     def _begin(self, *, limit: bool = True) -> tuple[str, ...]:
-        """The first words of every command. limit: whether the server must answer soon."""
+        """Initial words of every command. limit: whether the server must answer soon."""
         context = ("--context", self.cluster.context) if self.cluster.context else ()
         answer = ("--request-timeout=30s",) if limit else ()
         return ("kubectl", *context, "--namespace", self.cluster.namespace, *answer)
@@ -221,10 +221,10 @@ class KubernetesJobs:
         return said.out
 
     def _refuse(self, said: Said, job: str) -> NoReturn:
-        """Raise the error for kubectl's message."""
+        """Raise the error for a message of kubectl."""
         text = said.problem
         low = text.lower()
-        where = f"kubectl's context {self.cluster.context or 'of now'}"
+        where = f"kubectl's {f'context {self.cluster.context}' if self.cluster.context else 'current context'}"
         if said.code == 124 or any(sign in low for sign in LOST):
             raise LostConnectionError("--to", self.cluster.name, f"nothing answers there: {text}", f"check {where}")
         for signs, allowed, hint in PROBLEMS:
@@ -233,7 +233,7 @@ class KubernetesJobs:
         if job and "notfound" in low.replace(" ", ""):
             hint = f"scaleray jobs list --to {self.cluster.name}"
             raise ClusterError("JOB", job, f"the namespace {self.cluster.namespace} has no job of this name", hint)
-        raise ClusterError("--to", self.cluster.name, f"kubectl says: {text}", f"check {where}")
+        raise ClusterError("--to", self.cluster.name, f"kubectl reports: {text}", f"check {where}")
 
 
 PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -250,18 +250,18 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("unknown field", "strict decoding error"),
         "its KubeRay is too old for a field of the job",
-        "upgrade the operator and its definitions, or name a manifest for that release in the cluster's `manifest`",
+        "upgrade the operator and its definitions, or set a manifest for that release as the cluster's `manifest`",
     ),
     (
         ("doesn't have a resource type", "no matches for kind", "could not find the requested resource"),
         "KubeRay is not installed there",
         "https://docs.ray.io/en/latest/cluster/kubernetes/getting-started.html",
     ),
-    (("forbidden",), "this is not permitted to you", "ask the administrator; docs/cluster.md lists what to grant"),
+    (("forbidden",), "you do not have permission", "ask the administrator; docs/cluster.md lists the permissions"),
     (
         ("does not exist",),
-        "kubectl does not know its context",
-        "kubectl config get-contexts lists them; `context` in your file of clusters names one",
+        "kubectl does not have its context",
+        "kubectl config get-contexts lists them; set one as `context` in your file of clusters",
     ),
     (("already exists",), "it has a job of this name", "give another --name"),
 )
@@ -269,7 +269,7 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def _belongs(about: dict[str, Any], name: str, ray_cluster: str) -> bool:
-    """Whether an event is about a job, the pod that submits it, its Ray cluster and pods, or Kueue's entry for it."""
+    """Whether an event concerns a job, the pod that submits it, its Ray cluster and pods, or Kueue's entry for it."""
     kind, given = about.get("kind"), str(about.get("name", ""))
     if kind in ("RayJob", "Job"):
         return given == name
@@ -290,7 +290,7 @@ def _in_words(text: str) -> str:
 
 
 def _seconds(moment: str | None) -> float | None:
-    """A moment of Kubernetes in seconds since 1970."""
+    """A Kubernetes timestamp in seconds since 1970."""
     if not moment:
         return None
     try:

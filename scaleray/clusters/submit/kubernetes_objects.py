@@ -1,4 +1,4 @@
-"""The objects of Kubernetes that a submission is made of: a RayJob, and a ConfigMap with the code that travels."""
+"""Kubernetes objects of a submission: a RayJob, and a ConfigMap with the uploaded code."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from scaleray.errors import ClusterError, ConfigError
 
 Manifest = dict[str, Any]
 LONGEST_JOB_NAME = 47
-"""Characters of a RayJob's name: the operator adds to it."""
+"""Most characters of a RayJob's name: the operator appends to it."""
 SUBMITTED = {"app.kubernetes.io/managed-by": "scaleray-submit"}
 COMMAND = "scaleray/command"
 """Annotation of a RayJob: the submitted command."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 PACKAGE_AT = "/opt/scaleray-package"
 LARGEST_PACKAGE = 1_000_000
-"""Bytes of a package in base 64: a ConfigMap holds 1 MiB."""
+"""Most bytes of a package in base 64: a ConfigMap holds 1 MiB."""
 CODE_AT = "/mnt/scaleray/code"
-"""Where the code is unpacked: on the volume that all pods see."""
+"""Folder for the unpacked code: on the volume shared by all pods."""
 START = """\
 # unpacks the code where every pod sees it, and runs in it what it is given
 set -eu
@@ -62,7 +62,7 @@ class Objects:
 
     @property
     def ray_version(self) -> str:
-        """Ray version that the manifest states for its image, or empty."""
+        """Ray version declared by the manifest for its image, or empty."""
         return str((self.job["spec"].get("rayClusterSpec") or {}).get("rayVersion", ""))
 
     @property
@@ -77,12 +77,12 @@ class Objects:
 
 
 def kubernetes_name(name: str) -> str:
-    """A name as Kubernetes allows it: small letters, digits and dashes, as short as a RayJob's must be."""
+    """A name in the form required by Kubernetes: lower-case letters, digits and dashes, short enough for a RayJob."""
     kept = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     kept = kept if kept[:1].isalpha() else f"job-{kept}"
     if len(kept) <= LONGEST_JOB_NAME:
         return kept
-    # the time at its end tells jobs of one config apart
+    # the time at its end distinguishes jobs of one config
     return f"{kept[:20].rstrip('-')}-{kept[-(LONGEST_JOB_NAME - 21) :].lstrip('-')}"
 
 
@@ -95,8 +95,8 @@ def objects_of(
     secret_names: Sequence[str] = (),
     folder: Path,
 ) -> Objects:
-    """Objects of a submission. command: of scaleray, such as train -c FILE. package: the code as a zip file. folder:
-    where a relative path of the cluster's manifest begins. Raises UsageError.
+    """Return the objects of a submission. command: of scaleray, such as train -c FILE. package: the code as a zip file.
+    folder: base of a relative path to the cluster's manifest. Raises UsageError.
     """
     encoded = base64.b64encode(package).decode()
     if len(encoded) > LARGEST_PACKAGE:
@@ -118,7 +118,7 @@ def objects_of(
     for box in _boxes(head)[:1]:
         mount = {"name": "package", "mountPath": PACKAGE_AT, "readOnly": True}
         box.setdefault("volumeMounts", []).append(mount)
-    # the words of the entrypoint go through three shells and must be plain; those of the user go through this file
+    # the words of the entrypoint pass through three shells and must be plain; the user's words pass through this file
     start = START.format(code=f"{CODE_AT}/{name}", package=PACKAGE_AT, rest=shlex.join(command[1:]))
     return Objects(job, _config_map(name, start, encoded), tuple(others))
 
@@ -137,14 +137,15 @@ def pod_of(group: Manifest) -> Manifest:
 
 
 def _ray_cluster(manifest: Manifest) -> Manifest:
-    """The specification of the Ray cluster; empty if a job selects a cluster that is up."""
+    """Specification of the Ray cluster; empty if a job selects an existing cluster."""
     spec = manifest.get("spec", {})
     found: Manifest = spec if manifest.get("kind") == "RayCluster" else spec.get("rayClusterSpec") or {}
     return found
 
 
 def too_new_fields(manifest: Manifest, kuberay: str) -> dict[str, str]:
-    """Fields of a manifest that this release of the operator does not know -> the release that brought them."""
+    """Fields of a manifest that this release of the operator does not support, with the release that introduced
+    them."""
     found = {}
     for path, since in NEEDS_KUBERAY.items():
         node: object = manifest
@@ -156,27 +157,27 @@ def too_new_fields(manifest: Manifest, kuberay: str) -> dict[str, str]:
 
 
 def refuse_unsafe(objects: Objects, *, kuberay: str) -> None:
-    """Raise ClusterError for a job that the operator is too old for, or whose pods ask for no token."""
+    """Raise ClusterError if the operator is too old for a job, or if its pods do not require a token."""
     if newer := too_new_fields(objects.job, kuberay):
         oldest = max(newer.values(), key=as_numbers)
         raise ClusterError(
             "the KubeRay operator",
             kuberay,
             f"it does not support {', '.join(newer)}, which this job uses",
-            f"upgrade the operator to {oldest} or newer, or name a manifest for {kuberay} in the cluster's `manifest`",
+            f"upgrade the operator to {oldest} or newer, or set a manifest for {kuberay} as the cluster's `manifest`",
         )
     spec = _ray_cluster(objects.job)
     if spec and (spec.get("authOptions") or {}).get("mode") != "token":
         raise ClusterError(
             "the RayJob",
             objects.name,
-            "authOptions.mode is not token: anyone who reaches a pod could run code in it",
+            "authOptions.mode is not token: anyone who can reach a pod could run code in it",
             "set spec.rayClusterSpec.authOptions to {mode: token} in the manifest",
         )
 
 
 def _job_and_others(cluster: KubernetesCluster, folder: Path) -> tuple[Manifest, list[Manifest]]:
-    """The RayJob to begin with, and the other objects of the user's manifest."""
+    """The initial RayJob, and the other objects of the user's manifest."""
     if cluster.manifest is None:
         given = {name: value for name, value in (("gpus", cluster.gpus), ("kuberay", cluster.kuberay)) if value}
         image = {"image": cluster.image, "cpu_image": cluster.image} if cluster.image else {}
@@ -189,7 +190,7 @@ def _job_and_others(cluster: KubernetesCluster, folder: Path) -> tuple[Manifest,
     jobs = [one for one in documents if one.get("kind") == "RayJob"]
     if len(jobs) != 1:
         raise ConfigError(
-            "manifest", source, f"it must hold one RayJob, but holds {len(jobs)}", "such as cluster/kubernetes/job-gpu"
+            "manifest", source, f"it must contain one RayJob, not {len(jobs)}", "such as cluster/kubernetes/job-gpu"
         )
     return jobs[0], [one for one in documents if one.get("kind") != "RayJob"]
 
@@ -218,11 +219,11 @@ def _named(job: Manifest, cluster: KubernetesCluster, name: str, command: Sequen
     about["annotations"] = {**(about.get("annotations") or {}), COMMAND: shlex.join(["scaleray", *command])}
     if cluster.queue:
         about["labels"][QUEUE] = cluster.queue
-        job["spec"]["suspend"] = True  # Kueue starts it when there is room for all of its pods
+        job["spec"]["suspend"] = True  # Kueue starts it once there is room for all of its pods
 
 
 def _entered(job: Manifest, name: str, command: Sequence[str]) -> None:
-    """Set the command: a training that is tried again continues, and anything else is not tried again."""
+    """Set the command: a retried training resumes, and all other commands are not retried."""
     resumes = command[0] == "train"
     words = ["bash", f"{PACKAGE_AT}/start.sh", "scaleray", command[0], *(["--resume", "auto"] if resumes else [])]
     if resumes and any(one == "--resume" or one.startswith("--resume=") for one in command):
@@ -251,7 +252,7 @@ def _boxes(group: Manifest) -> list[Manifest]:
 
 
 def service_names(objects: Objects) -> Iterator[tuple[str, str]]:
-    """Kind and name of further objects that the job's pods need, and the manifest does not hold."""
+    """Kind and name of further objects that the job's pods need and the manifest lacks."""
     held = {(one.get("kind", ""), (one.get("metadata") or {}).get("name", "")) for one in objects.others}
     wanted = {("NetworkPolicy", "scaleray")}
     for _, group in groups(objects.job):

@@ -1,6 +1,6 @@
 """The working directory of a job as one file: its contents, exclusions and size limit. Excluded are files ignored by
-git or a `.rayignore`, secrets by name, and files that no job needs. Equal contents give an equal file, so a cluster
-that has it needs no upload."""
+git or a `.rayignore`, secrets by name, and files that no job needs. Equal contents give an equal file, which is
+uploaded only once to a cluster."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ SECRETS = (
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.ppk", "*.jks", "*.keystore"),
     *("id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*"),
 )
-"""Names that are never uploaded, whatever ignore files say."""
+"""Names that are never uploaded, regardless of ignore files."""
 NO_CHECKOUT, GIT_S = "not a git repository", 60.0
 MOST_FILES = 100_000
 FIRST_MOMENT = (1980, 1, 1, 0, 0, 0)
-"""The earliest time in a zip file: real file times would change the file for equal contents."""
+"""Earliest time in a zip file, used for all files: real times would change the package for equal contents."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Contents of a package. files: paths relative to `folder` and their bytes. left_out: number of excluded files and
-    folders. linked: links to folders, to outside or to excluded files, which are excluded too."""
+    """Contents of a package. files: paths relative to `folder` with their sizes in bytes. left_out: number of excluded
+    files and folders. linked: links to folders, to outside or to excluded files, which are excluded too."""
 
     folder: Path
     files: dict[str, int]
@@ -55,11 +55,11 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files together, before they are packed."""
+        """Total bytes of all files, uncompressed."""
         return sum(self.files.values())
 
     def largest(self, count: int = 5) -> list[tuple[str, int]]:
-        """Folders and files at the top that have most bytes."""
+        """Largest top-level folders and files."""
         sizes: Counter[str] = Counter()
         for name, num_bytes in self.files.items():
             top, slash, _ = name.partition("/")
@@ -67,21 +67,21 @@ class Contents:
         return sizes.most_common(count)
 
     def in_words(self) -> str:
-        """Summary of the contents, in a line."""
+        """Summary of the contents, in one line."""
         largest = ", ".join(f"{name} {disk_space(num_bytes)}" for name, num_bytes in self.largest())
         left_out = (
-            f"; {self.left_out} left out by git or {' and '.join(IGNORE_FILES)}, as secrets, or because no job needs "
+            f"; {self.left_out} excluded by git or {' and '.join(IGNORE_FILES)}, as secrets, or because no job needs "
             f"them"
             if self.left_out
             else ""
         )
         named = ", ".join([*self.linked[:5], *(["..."] if len(self.linked) > 5 else [])])
-        linked = f"; links to folders, outside or to excluded files stay here: {named}" if self.linked else ""
+        linked = f"; not uploaded, as links to folders, outside or to excluded files: {named}" if self.linked else ""
         return f"{len(self.files)} files, {disk_space(self.num_bytes)} ({largest}){left_out}{linked}"
 
 
 def contents_of(folder: Path, *, max_mib: float) -> Contents:
-    """Contents of a folder that are sent. Raises ConfigError if they are too large, before anything is read."""
+    """Return the contents of a folder to send. Raises ConfigError if they are too large, before reading them."""
     if not folder.is_dir():
         raise ConfigError("--working-dir", str(folder), "it is not a folder", "give your code's folder")
     top, found, links, left_out = folder.resolve(), dict[Path, int](), list[Path](), 0
@@ -113,14 +113,14 @@ def contents_of(folder: Path, *, max_mib: float) -> Contents:
 
 
 def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
-    """The name of a file in the folder. Raises ConfigError if it is outside or excluded."""
+    """Return the name of a file in the folder. Raises ConfigError if it is outside or excluded."""
     inside = path.resolve()
     if not inside.is_relative_to(contents.folder):
         raise ConfigError(
             what,
             str(path),
             f"it is outside the working directory {contents.folder}, and only that is uploaded",
-            "put it there, or name a folder that holds both with --working-dir",
+            "put it there, or give a folder that contains both with --working-dir",
         )
     name = inside.relative_to(contents.folder).as_posix()
     if name not in contents.files and _is_secret(*Path(name).parts):
@@ -128,13 +128,13 @@ def check_is_in(contents: Contents, path: Path, *, what: str) -> str:
     if name not in contents.files:
         if not inside.exists():
             raise ConfigError(what, str(path), "it does not exist")
-        left_out = f"it is left out by git or one of {', '.join(IGNORE_FILES)}"
+        left_out = f"it is excluded by git or one of {', '.join(IGNORE_FILES)}"
         raise ConfigError(what, str(path), left_out, "include it with a line `!NAME` in .rayignore")
     return name
 
 
 def pack(contents: Contents, target: Path, also: Mapping[str, str] | None = None) -> None:
-    """Write the contents to a zip file, with their commit. also: texts of further files by their names."""
+    """Write the contents to a zip file, with their commit. also: texts of further files by name."""
     sent = state_to_send(contents.folder, contents.files)
     also = {**({SENT: sent} if sent else {}), **(also or {})}
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file:
@@ -151,7 +151,7 @@ def pack(contents: Contents, target: Path, also: Mapping[str, str] | None = None
 
 
 def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Every file, and whether it travels; of a folder that does not, or that is a link, the folder alone."""
+    """Yield every file with whether it is uploaded; for an excluded or linked folder, only the folder itself."""
     from pathspec import GitIgnoreSpec
 
     by_git = _ignored_by_git(folder)
@@ -171,13 +171,13 @@ def _walk(folder: Path) -> Iterator[tuple[Path, bool]]:
             if _stays(name) or _is_ignored(here / name, specs, ignored, is_folder=True):
                 folders.remove(name)
                 yield here / name, False
-            elif (here / name).is_symlink():  # it may lead anywhere, also to a folder above
+            elif (here / name).is_symlink():  # it may lead anywhere, even to a parent folder
                 folders.remove(name)
                 yield here / name, True
         folders.sort()
         for name in sorted(names):
             path = here / name
-            if path.is_file():  # neither sockets nor links that lead nowhere
+            if path.is_file():  # neither sockets nor broken links
                 yield path, not _stays(name) and not _is_ignored(path, specs, ignored, is_folder=False)
 
 
@@ -190,7 +190,7 @@ def _is_secret(*names: str) -> bool:
 
 
 def _ignored_by_git(folder: Path) -> set[Path] | None:
-    """Files and whole folders below that git ignores; None outside of a checkout. Raises ConfigError if git fails."""
+    """Files and whole folders below that git ignores; None outside a checkout. Raises ConfigError if git fails."""
     listed = ["ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
     command, environment = ["git", "-C", str(folder), *listed], {**os.environ, "LC_ALL": "C"}
     try:
@@ -206,7 +206,7 @@ def _ignored_by_git(folder: Path) -> set[Path] | None:
 
 
 def _is_ignored(path: Path, specs: list, by_git: set[Path], *, is_folder: bool) -> bool:
-    """Whether git or the last matching rule of the ignore files above excludes it."""
+    """Whether git, or the last matching rule of the ignore files above it, excludes a path."""
     ignored = path in by_git
     for base, spec in specs:
         name = path.relative_to(base).as_posix() + ("/" if is_folder else "")

@@ -1,4 +1,4 @@
-"""Whether a cluster meets a job's requirements: versions, and packages that the user's code imports."""
+"""Checks of whether a cluster meets a job's requirements: versions, and packages imported by the user's code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBE = (
     "print('scaleray-probe', json.dumps({'python': platform.python_version(), "
     "'packages': {d.metadata['Name']: d.version for d in reversed([*m.distributions()]) if d.metadata['Name']}}))"
 )
-"""Program that a cluster runs to report its versions: it imports only the standard library."""
+"""Program that reports a cluster's versions: it imports only the standard library."""
 SIGN = "scaleray-probe "
 EXACT = ("ray",)
 SAME_MINOR = ("torch",)
@@ -25,24 +25,24 @@ SAME_MINOR = ("torch",)
 
 @dataclass(frozen=True)
 class Versions:
-    """Versions of one side: of Python, and of packages by their normalised names."""
+    """Versions on one side: of Python, and of packages by normalised name."""
 
     python: str
     packages: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def here(cls) -> Versions:
-        """Those of this process."""
+        """Versions of this process."""
         return cls(platform.python_version(), normalised(_installed()))
 
     def in_words(self) -> str:
-        """The versions that are compared."""
+        """Text with the versions to compare."""
         named = [f"{name} {self.packages[name]}" for name in ("ray", "torch") if name in self.packages]
         return ", ".join([f"Python {self.python}", *named])
 
 
 def versions_in(text: str) -> Versions | None:
-    """The program's answer in the printed output, or None."""
+    """Parse the program's answer in printed output; None if it is missing."""
     lines = [line for line in text.splitlines() if line.startswith(SIGN)]
     if not lines:
         return None
@@ -52,24 +52,24 @@ def versions_in(text: str) -> Versions | None:
 
 @functools.cache
 def _installed() -> dict[str, str]:
-    """The first one of a name counts, as for an import: a package of the user's own may hide that of the system."""
+    """Installed packages; the first one of a name counts, as for an import: a user's package may hide the system's."""
     found = reversed([*importlib.metadata.distributions()])
     return {one.metadata["Name"]: one.version for one in found if one.metadata["Name"]}
 
 
 @functools.cache
 def _homes() -> Mapping[str, list[str]]:
-    """The packages that each module is of: a second of a core."""
+    """Packages by module; computing it takes a CPU second."""
     return importlib.metadata.packages_distributions()
 
 
 def normalised(packages: Mapping[str, str]) -> dict[str, str]:
-    """Packages by names that are alike wherever they were written down: lower case, with dashes."""
+    """Packages by normalised name: lower case, with dashes."""
     return {name.lower().replace("_", "-").replace(".", "-"): version for name, version in packages.items()}
 
 
 def differences(here: Versions, there: Versions) -> list[str]:
-    """Differences that would fail or change the training, a sentence each. An empty version is unknown."""
+    """Differences that would fail or change the training, one sentence each. An empty version is unknown."""
     found = []
     if there.python and _minor(here.python) != _minor(there.python):
         found.append(f"Python is {there.python} there and {here.python} here")
@@ -84,7 +84,7 @@ def differences(here: Versions, there: Versions) -> list[str]:
 
 
 def missing_packages(needed: Iterable[str], here: Versions, there: Versions) -> dict[str, str]:
-    """Packages of this side that are needed and not there, with the version to bring."""
+    """Packages that are needed and missing there, with the version to install."""
     return {
         name: _public(here.packages[name])
         for name in sorted({*needed})
@@ -93,8 +93,8 @@ def missing_packages(needed: Iterable[str], here: Versions, there: Versions) -> 
 
 
 def imported_packages(start: Path, folder: Path) -> set[str]:
-    """The packages that a Python file and the user's own modules behind it import, by normalised name. folder: where
-    these modules are, in addition to the file's own folder.
+    """Packages imported by a Python file and by the user's modules behind it, by normalised name. folder: location of
+    these modules, in addition to the file's own folder.
     """
     homes = _homes()
     found: set[str] = set()
@@ -112,7 +112,7 @@ def imported_packages(start: Path, folder: Path) -> set[str]:
 
 
 def _module_in(base: Path, module: str) -> Path | None:
-    """The file of a module below a folder: its own, or that of the package that it is in."""
+    """File of a module below a folder, or of the package that contains it."""
     parts = module.split(".")
     for count in range(len(parts), 0, -1):
         path = base.joinpath(*parts[:count])
@@ -123,7 +123,7 @@ def _module_in(base: Path, module: str) -> Path | None:
 
 
 def _imports(path: Path) -> set[str]:
-    """The modules that a file imports, by their whole names; none if it is not Python."""
+    """Full names of the modules imported by a file; empty if it is not Python."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -134,7 +134,7 @@ def _imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):  # of its own folder
+        elif isinstance(node, ast.ImportFrom):  # relative import
             found |= {alias.name if node.module is None else node.module for alias in node.names}
     return found
 

@@ -1,4 +1,4 @@
-"""Programs that reach a cluster, such as kubectl and ssh: run with a time limit, returning their output."""
+"""External programs for reaching a cluster, such as kubectl and ssh: run with a time limit, returning their output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OF_A_LOG = re.compile(r"[EFIW]\d{4} \d\d:\d\d:\d\d")
 
 @dataclass(frozen=True)
 class Said:
-    """Output of a program, and how it ended."""
+    """Output of a program, and its exit code."""
 
     code: int
     raw: bytes = b""
@@ -30,7 +30,7 @@ class Said:
 
     @property
     def problem(self) -> str:
-        """Its error in a line."""
+        """Its error in one line."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
         said = [line for line in lines if not OF_A_LOG.match(line)]
         return " ".join(said or lines)[:600] or f"it ended with {self.code} and printed nothing"
@@ -42,8 +42,8 @@ def is_there(program: str) -> bool:
 
 
 def run(words: Sequence[str], *, given: bytes = b"", limit_s: float = LIMIT_S) -> Said:
-    """Run a program to its end. given: its input. Raises ClusterError if there is no such program; exit code 124 after
-    a timeout."""
+    """Run a program to its end. given: its input. Raises ClusterError if the program is missing; the exit code is 124
+    after a timeout."""
     try:
         done = subprocess.run(list(words), input=given, capture_output=True, timeout=limit_s, check=False)
     except FileNotFoundError as exc:

@@ -1,4 +1,4 @@
-"""Jobs of a Slurm: packed into a folder of their own that all nodes see, and handed to sbatch, here or over ssh."""
+"""Slurm jobs: unpacked into their own folders visible to all nodes, and queued with sbatch, here or over ssh."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATES = {
     "SUSPENDED": "RUNNING",
     "STAGE_OUT": "RUNNING",
 }
-"""Slurm's states in the words of Ray's; any other waits."""
+"""Slurm's states as those of Ray; all others mean waiting."""
 NO_OUTPUT = "0:53"
 """Exit code of a job whose output file could not be opened on its first node."""
 LIMITS = ("QOS", "Assoc", "MaxJobs", "MaxSubmit", "MaxNode", "MaxCpu", "MaxGRES", "MaxMem", "PartitionTimeLimit")
@@ -43,14 +43,14 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("disk quota exceeded", "no space left"),
         "you have no space in the shared folder",
-        "delete unneeded files there, or name another `folder`",
+        "delete unneeded files there, or choose another `folder`",
     ),
     (
         ("unable to contact slurm controller", "connection refused", "connect failure", "zero bytes were transmitted"),
         "its controller cannot be reached",
         "scontrol ping shows whether it is up",
     ),
-    (("file exists",), "its folder already has a job of this name", "give another --name"),
+    (("file exists",), "its folder already has a job of this name", "choose another --name"),
     (
         ("permission denied", "read-only file system", "cannot create directory"),
         "the shared folder cannot be written",
@@ -59,12 +59,12 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (
         ("sbatch: command not found", "scontrol: command not found", "squeue: command not found", "sbatch: not found"),
         "Slurm's commands are not found",
-        "name the login node in `ssh`, or load Slurm's module in your profile",
+        "give the login node in `ssh`, or load Slurm's module in your profile",
     ),
     (
         ("could not establish a configuration",),
         "no Slurm controller is found from here",
-        "submit from a login node, or name one in `ssh` of the cluster",
+        "submit from a login node, or give one in `ssh` of the cluster",
     ),
     (
         (
@@ -75,7 +75,7 @@ PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
             "more processors",
         ),
         "it has no such partition, account or nodes",
-        "sinfo lists them; `options` of the cluster names yours",
+        "sinfo lists them; set yours in the cluster's `options`",
     ),
 )
 """Parts of messages of sbatch and shells, their meaning, and the remedy."""
@@ -87,16 +87,16 @@ SSH_PROBLEMS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 
 def problem_of(text: str) -> tuple[str, str]:
-    """Meaning of an error, and its remedy."""
+    """Return the meaning of an error, and its remedy."""
     low = text.lower()
     for signs, allowed, hint in PROBLEMS:
         if any(sign in low for sign in signs):
             return allowed, hint
-    return "Slurm says", ""
+    return "Slurm reports", ""
 
 
 def status_of(name: str, text: str, *, folder: str) -> JobNow:
-    """A job from the words of scontrol, squeue or sacct, and from the files next to its log."""
+    """Parse a job's state from the output of scontrol, squeue or sacct, and from the files next to its log."""
     lines = text.splitlines()
     fields = _fields(lines[0] if lines else "")
     state = fields.get("JobState", "")
@@ -105,9 +105,9 @@ def status_of(name: str, text: str, *, folder: str) -> JobNow:
     exit_code = fields.get("ExitCode", "")
     message = in_words(fields.get("Reason", "")) if not has_ended else ""
     if not state:
-        status, message = "UNKNOWN", "Slurm no longer knows it; its log shows how it ended"
+        status, message = "UNKNOWN", "Slurm no longer lists it; its log shows how it ended"
     elif status == "FAILED" and "silent" in lines and exit_code in (NO_OUTPUT, ""):
-        message = f"a node could not write below {folder}: name a folder that all nodes see, as `folder` of the cluster"
+        message = f"a node could not write below {folder}: set the cluster's `folder` to one that all nodes see"
     elif state not in ("COMPLETED", "FAILED", "CANCELLED") and has_ended:
         message = state.lower().replace("_", " ")
     if "stopped" in lines and status == "FAILED":
@@ -124,7 +124,7 @@ def status_of(name: str, text: str, *, folder: str) -> JobNow:
 
 
 def in_words(reason: str) -> str:
-    """Reason why a job waits; empty for an uninformative one."""
+    """Reason why a job waits; empty if it is uninformative."""
     if reason in ORDINARY:
         return ""
     if any(part in reason for part in LIMITS):
@@ -138,7 +138,7 @@ def in_words(reason: str) -> str:
 
 
 def _fields(line: str) -> dict[str, str]:
-    """A line of scontrol or squeue, `Key=value ...`, or one of sacct, with bars."""
+    """Fields of a line of scontrol or squeue, `Key=value ...`, or of sacct, separated by bars."""
     if "|" in line and "=" not in line.partition("|")[0]:
         names = ("JobId", "JobState", "ExitCode", "StartTime", "EndTime", "Reason")
         found = dict(zip(names, line.split("|"), strict=False))
@@ -169,14 +169,14 @@ PASSED_ON = (
     "USER",
     "VIRTUAL_ENV",
 )
-"""Variables of the submitting user that a job gets in addition to Slurm's own; any other stays here."""
+"""Variables of the submitting user that a job gets in addition to Slurm's own; all others stay here."""
 ACCOUNTING = "sacct --noheader --allocations --parsable2 --format=JobID,State,ExitCode,Start,End,Reason"
 FIELDS = "JobId=%i JobState=%T Reason=%r StartTime=%S EndTime=%e"
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 
 
 class SlurmJobs:
-    """Jobs that `scaleray submit` gave to one Slurm. Every method raises ClusterError."""
+    """Jobs submitted to one Slurm cluster by `scaleray submit`. Every method raises ClusterError."""
 
     def __init__(self, cluster: SlurmCluster) -> None:
         self.cluster = cluster
@@ -186,7 +186,7 @@ class SlurmJobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def versions(self) -> Versions | None:
-        """Versions of the cluster's environment, queried on the host of sbatch; None if none is named."""
+        """Versions of the cluster's environment, queried on the host of sbatch; None if none is set."""
         if self.cluster.environment is None:
             return None
         python = f"{self.cluster.environment.rstrip('/')}/bin/python"
@@ -197,14 +197,14 @@ class SlurmJobs:
                 f"environment of {self.cluster.name}",
                 self.cluster.environment,
                 f"its Python does not report versions: {said.problem}",
-                "name a virtual environment visible to the nodes; docs/cluster.md makes one",
+                "use a virtual environment visible to the nodes; docs/cluster.md explains how to create one",
             )
         return found
 
     def submit(
         self, name: str, package: bytes, *, words: Sequence[str], command: str, secrets: Mapping[str, str]
     ) -> str:
-        """Unpack the code in its own folder, and queue the batch script in it; returns the job's number. words:
+        """Unpack the code in its own folder, and queue the batch script in it; return the job's number. words:
         arguments of the script. command: of scaleray, with arguments."""
         place = self._path(name)
         python = f"{self.cluster.environment.rstrip('/')}/bin/python" if self.cluster.environment else "python3"
@@ -224,7 +224,7 @@ class SlurmJobs:
         return found[1]
 
     def _queueing(self, name: str, words: Sequence[str], command: str, secrets: Mapping[str, str]) -> str:
-        """A shell script that queues a job. It goes through a pipe: the list of processes shows no values."""
+        """Shell script that queues a job. It is sent through a pipe, so that the list of processes shows no values."""
         place, cluster = self._path(name), self.cluster
         names = [*PASSED_ON, *secrets]
         storage = f"{cluster.folder.rstrip('/')}/runs"
@@ -249,8 +249,8 @@ class SlurmJobs:
         return "\n".join(lines) + "\n"
 
     def job(self, name: str) -> JobNow:
-        """State of a job in Slurm, by its name or number: from the controller, or from the
-        accounting once it is over.
+        """State of a job in Slurm, by its name or number: from the controller, or from the accounting once it has
+        ended.
         """
         name, number = self._found(name)
         said = self._shell(
@@ -264,7 +264,7 @@ class SlurmJobs:
         return status_of(name, said.out, folder=self.cluster.folder)
 
     def list(self) -> list[JobNow]:
-        """All jobs that were submitted, the newest first."""
+        """All submitted jobs, newest first."""
         folder = self._path("")
         said = self._shell(
             f"cd {folder} 2>/dev/null || exit 0\n"
@@ -276,7 +276,7 @@ class SlurmJobs:
         )
         lines = said.out.splitlines()
         ids = [line.split() for line in lines if line.startswith("id ")]
-        # a number that could not be written, as the folder was full, is none
+        # an empty number, which could not be written to a full folder, is skipped
         ids = [words for words in ids if len(words) > 2 and words[1].isdigit()]
         found = []
         for _, number, name, *rest in sorted(ids, key=lambda words: -int(words[1])):
@@ -285,12 +285,12 @@ class SlurmJobs:
         return found
 
     def logs(self, name: str) -> str:
-        """All that a job has printed so far."""
+        """Output of a job so far."""
         name, _ = self._found(name)
         return self._shell(f"cat {self._path(name)}.out 2>/dev/null || true", must=True).out
 
     def stop(self, name: str) -> None:
-        """Ask a job to end: a training that runs saves first; a second time ends it at once."""
+        """Stop a job: a running training saves first; the second time ends it immediately."""
         name, number = self._found(name)
         place = self._path(name)
         said = self._shell(
@@ -302,7 +302,7 @@ class SlurmJobs:
             self._refuse(said)
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
-        """Write what a job prints until it has ended; a connection that is lost is tried again."""
+        """Write a job's output until it ends; lost connections are retried."""
         return follow_by_looking(self.cluster.name, lambda: self.job(name), lambda: self._write_new(name, write), say)
 
     def _write_new(self, name: str, write: Callable[[str], None]) -> None:
@@ -315,7 +315,7 @@ class SlurmJobs:
             write(self._decoder.decode(new))
 
     def _found(self, name: str) -> tuple[str, str]:
-        """Name and number of a job given by either."""
+        """Name and number of a job, given either of them."""
         folder = self._path("")
         if name.isdigit():
             look = f"cd {folder} 2>/dev/null && grep -lx {name} -- *.id | head -n 1 || true"
@@ -330,12 +330,12 @@ class SlurmJobs:
         return found
 
     def _path(self, name: str) -> str:
-        """A job's folder, quoted for a shell; without a name, the folder of all."""
+        """A job's folder, quoted for a shell; without a name, the folder of all jobs."""
         folder = self.cluster.folder.rstrip("/") or "/"
         return shlex.quote(f"{folder}/{name}" if name else folder)
 
     def _shell(self, script: str, *, given: bytes = b"", must: bool = False) -> Said:
-        """Run a script on the host of sbatch. must: whether to raise an error of the connection or of Slurm."""
+        """Run a script on the host of sbatch. must: whether to raise errors of the connection or of Slurm."""
         words = ["bash", "-c", script]
         if self.cluster.ssh:
             words = [*SSH, self.cluster.ssh, f"bash -lc {shlex.quote(script)}"]

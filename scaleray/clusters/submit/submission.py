@@ -1,4 +1,4 @@
-"""A command as a job of a cluster that is elsewhere: all that can be looked at on this side."""
+"""A command to submit as a job to a remote cluster: all checks that are possible on this side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scaleray.errors import ClusterError, ConfigError
 
 Command = Literal["train", "study", "sweep", "verify", "profile"]
 OWN_NEEDS = ("scaleray", "ray", "torch", "mlflow", "pyarrow", "pydantic", "cyclopts")
-"""Packages without which no command of scaleray runs."""
+"""Packages required by every command of scaleray."""
 DEFAULT_MAX_MIB = 100.0
 
 
@@ -41,11 +41,11 @@ class Submission:
     name: str
     contents: Contents
     workload: Path | None
-    """The workload's file; None for one of an installed module."""
+    """The workload's file; None for an installed module."""
     variables: Mapping[str, str] = field(repr=False)
-    """Secrets by name; without values if the cluster has them."""
+    """Secrets by name; without values if the cluster holds them."""
     settings: tuple[str, ...] = ()
-    """Keys of the config that the environment sets here, and that are options of the command there."""
+    """Config keys set by the environment here, which become options of the command there."""
     grace_s: float | None = None
     """Time limit of the last checkpoint in seconds, if the config sets one."""
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -74,14 +74,14 @@ def prepare(
     secret_env: Sequence[str] = (),
     name: str | None = None,
 ) -> Submission:
-    """Everything that can be looked at on this side. Raises UsageError."""
+    """Run all checks that are possible on this side. Raises UsageError."""
     if not max_mib > 0:
         raise ConfigError("--max-mib", max_mib, "it must be more than 0 MiB")
     _refuse_secrets(overrides)
     cluster = cluster_of(to)
     contents = contents_of(working_dir or Path.cwd(), max_mib=max_mib)
     relative = check_is_in(contents, config, what="--config")
-    # the others have options of their own, which the command itself looks at
+    # other commands have their own options, which they check themselves
     checked = load_config(config, flags=tuple(overrides) if command == "train" else ())
     workload = _workload_file(contents, checked.workload.name, config)
     settings = _settings(secret_env)
@@ -109,19 +109,19 @@ def refuse_differences(submission: Submission, here: Versions, there: Versions, 
 
 
 def imported(submission: Submission) -> set[str]:
-    """The packages that the workload imports, and that do not travel with it."""
+    """Packages that the workload imports and that are not uploaded with it."""
     if submission.workload is None:
         return set()
     return imported_packages(submission.workload, submission.contents.folder) - travelling(submission)
 
 
 def travelling(submission: Submission) -> set[str]:
-    """The packages that are in the working directory."""
+    """Packages in the working directory."""
     return {*normalised({name.partition("/")[0].removesuffix(".py"): "" for name in submission.contents.files})}
 
 
 def with_missing(submission: Submission, here: Versions, there: Versions) -> Submission:
-    """The submission with the packages that its code imports, or scaleray needs, and the cluster lacks."""
+    """Add to the submission the packages that its code imports, or scaleray needs, and that the cluster lacks."""
     travels = travelling(submission)
     needed = {name for name in {*imported(submission), *OWN_NEEDS} if name not in travels}
     missing = missing_packages(needed, here, there)
@@ -131,7 +131,7 @@ def with_missing(submission: Submission, here: Versions, there: Versions) -> Sub
 
 
 def refuse_missing(submission: Submission, *, remedy: str) -> None:
-    """Raise ClusterError if the cluster lacks packages. remedy: advice to install them."""
+    """Raise ClusterError if the cluster lacks packages. remedy: how to install them."""
     if submission.missing:
         raise ClusterError(
             "the cluster", submission.place, f"it lacks {', '.join(submission.missing)}, which the job imports", remedy
@@ -150,14 +150,14 @@ def _refuse_secrets(overrides: Sequence[str]) -> None:
     hint = (
         f"put the address into a variable, and give --{WEBHOOK}_env NAME --secret-env NAME"
         if option == f"--{WEBHOOK}"
-        else "leave the password out, and give it in a variable with --secret-env NAME"
+        else "remove the password, and pass it in a variable with --secret-env NAME"
     )
     raise ConfigError(option, value, "it holds a secret, and the cluster stores and shows a job's command", hint)
 
 
 def _settings(secret_env: Sequence[str]) -> dict[str, str]:
-    """The keys of the config that this environment sets, as options of the command: the cluster's environment has none
-    of them. Keys named as secrets are sent as secrets. Raises ConfigError for other secrets."""
+    """Config keys set by this environment, as options of the command, since the cluster's environment lacks them. Keys
+    given as secrets are sent as secrets. Raises ConfigError for other secrets."""
     found = {}
     for variable, text in sorted(os.environ.items()):
         if not variable.startswith(ENV_PREFIX) or variable in secret_env:

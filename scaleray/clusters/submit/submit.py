@@ -1,4 +1,4 @@
-"""Where a submission goes, by the kind of its cluster."""
+"""Submission to a cluster, by its type."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from scaleray.records.run_record import Say
 
 @dataclass(frozen=True)
 class Started:
-    """A job that was submitted. jobs: those of its cluster; None if it was only written to a file. to_apply: the
-    command that applies this file."""
+    """A submitted job. jobs: those of its cluster; None if it was only written to a file. to_apply: command that
+    applies this file."""
 
     name: str
     jobs: ClusterJobs | None
     to_apply: str = ""
 
     def now(self) -> JobNow:
-        """The job as it is now."""
+        """Return the job's current state."""
         if self.jobs is None:
             return JobNow(self.name, "WRITTEN", message=self.to_apply)
         return self.jobs.job(self.name)
@@ -42,7 +42,7 @@ class Started:
 def checked_and_started(
     submission: Submission, *, bring_missing: bool = False, allow_differences: bool = False, say: Say
 ) -> Started:
-    """Compare the cluster with the requirements, and start the job. Raises UsageError.
+    """Check the cluster against the requirements, and start the job. Raises UsageError.
 
     allow_differences: report differences and missing packages, and continue.
     """
@@ -57,8 +57,8 @@ def checked_and_started(
         raise ConfigError(
             "--bring-missing",
             submission.place,
-            "packages can be brought only to a Ray cluster",
-            "put them into the image, or into the environment of the nodes",
+            "packages can be installed for a job only on a Ray cluster",
+            "add them to the image, or to the environment of the nodes",
         )
     if isinstance(cluster, SlurmCluster):
         jobs, name = to_slurm.checked_and_started(submission, cluster, allow_differences=allow_differences, say=say)
@@ -68,7 +68,7 @@ def checked_and_started(
 
 
 def jobs_of(to: str | None) -> ClusterJobs:
-    """The jobs of a cluster by its name or address. Raises UsageError."""
+    """Return the jobs interface of a cluster, by its name or address. Raises UsageError."""
     cluster = cluster_of(to)
     if isinstance(cluster, RayCluster):
         return Jobs(cluster.url)
@@ -94,14 +94,14 @@ def submit(
     name: str | None = None,
     say: Say = lambda text: None,
 ) -> JobNow:
-    """Submit a command to a remote cluster, by Ray's Jobs API, kubectl or sbatch; returns the job's current state.
+    """Submit a command to a remote cluster, by Ray's Jobs API, kubectl or sbatch; return the job's current state.
 
     config: a YAML file in the working directory. overrides: options of the command, such as "--scale.workers", "2". to:
-    a Ray's dashboard, http://HOST:8265, or a name of ~/.config/scaleray/clusters.yaml. wait: until it has ended; its
-    output goes to `say`. secret_env: names of environment variables whose values the job gets. bring_missing: install
-    packages that the cluster lacks. allow_differences: although versions differ or packages are missing.
+    a Ray dashboard, http://HOST:8265, or a name in ~/.config/scaleray/clusters.yaml. wait: until the job has ended; its
+    output is passed to `say`. secret_env: names of environment variables to pass to the job. bring_missing: install
+    packages that the cluster lacks. allow_differences: submit even if versions differ or packages are missing.
 
-    Raises UsageError, before anything is started, if it cannot run there.
+    Raises UsageError, before anything is started, if the job cannot run there.
     """
     folder = None if working_dir is None else Path(working_dir)
     prepared = prepare(
@@ -120,7 +120,7 @@ def submit(
 
 @names_what_is_missing
 def list_jobs(to: str | None = None) -> list[JobNow]:
-    """List the jobs that were submitted to a cluster, the newest first. to: as for `submit`."""
+    """List the jobs submitted to a cluster, newest first. to: as for `submit`."""
     return jobs_of(to).list()
 
 
@@ -132,7 +132,7 @@ def job_logs(job: str, *, to: str | None = None) -> str:
 
 @names_what_is_missing
 def stop_job(job: str, *, to: str | None = None) -> JobNow:
-    """Ask a job to save its state and end; returns the job's current state. to: as for `submit`."""
+    """Stop a job after it has saved its state; return the job's current state. to: as for `submit`."""
     jobs = jobs_of(to)
     jobs.stop(job)
     return jobs.job(job)

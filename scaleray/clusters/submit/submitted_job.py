@@ -1,4 +1,4 @@
-"""A job on any kind of cluster, and following it to its end."""
+"""A job on any type of cluster, and following it to its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scaleray.errors import ClusterError
 
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED", "UNKNOWN")
 GIVE_UP_S = 1800.0
-"""Seconds after which a lost connection is given up; the job continues."""
+"""Seconds after which reconnecting is abandoned; the job continues."""
 POLL_S = 3.0
 TRY_AGAIN_S = 2.0
 
@@ -23,7 +23,7 @@ class LostConnectionError(ClusterError):
 
 @dataclass(frozen=True)
 class JobNow:
-    """A job as the cluster knows it."""
+    """State of a job, as reported by the cluster."""
 
     name: str
     status: str
@@ -34,7 +34,7 @@ class JobNow:
     exit_code: int | None = None
 
     def __post_init__(self) -> None:
-        # whatever submitted it may have given a secret
+        # the job may have been submitted with a secret in its command
         object.__setattr__(self, "entrypoint", without_secrets_in(self.entrypoint))
 
     @property
@@ -54,34 +54,35 @@ class ClusterJobs(Protocol):
         """State of a job on the cluster."""
 
     def list(self) -> list[JobNow]:
-        """All jobs that were submitted, the newest first."""
+        """All submitted jobs, newest first."""
 
     def logs(self, name: str) -> str:
-        """All that a job has printed so far."""
+        """Output of a job so far."""
 
     def stop(self, name: str) -> None:
-        """Ask a job to end."""
+        """Stop a job."""
 
     def follow(self, name: str, write: Callable[[str], None], say: Callable[[str], None]) -> JobNow:
         """Write a job's output until it ends. Lost connections are retried, and nothing is written twice. say: receives
-        notes on that."""
+        messages on that."""
 
 
 def follow_by_looking(
     place: str, look: Callable[[], JobNow], write_new: Callable[[], None], say: Callable[[str], None]
 ) -> JobNow:
-    """Poll a job and write new output until it ends. say: receives notes on lost connections and on why a job waits."""
+    """Poll a job and write new output until it ends. say: receives messages on lost connections and on why a job
+    waits."""
     lost_at: float | None = None
     said = ""
     while True:
         try:
-            job = look()  # before what it printed: its last words are then among them
+            job = look()  # before reading the output, which then includes its last lines
             write_new()
         except LostConnectionError:
             now = time.monotonic()
             if lost_at is None:
                 lost_at = now
-                say(f"the connection to {place} is lost; the job continues, trying again ...")
+                say(f"the connection to {place} was lost; the job continues; reconnecting ...")
             if now - lost_at > GIVE_UP_S:
                 raise
             time.sleep(TRY_AGAIN_S)

@@ -1,4 +1,4 @@
-"""A submission to Kubernetes: a RayJob that meets every requirement, created by kubectl, or written to a file without
+"""Submission to Kubernetes: a RayJob that meets every requirement, created by kubectl, or written to a file without
 it."""
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from scaleray.common.progress import stage
 from scaleray.errors import StorageError, UsageError
 from scaleray.records.run_record import Say
 
-REMEDY = "rebuild the image from these versions (cluster/image), or use those of the image here"
+REMEDY = "rebuild the image with these versions (cluster/image), or install those of the image here"
 
 
 def checked_and_started(
     submission: Submission, cluster: KubernetesCluster, *, allow_differences: bool, say: Say
 ) -> tuple[KubernetesJobs | None, str]:
-    """Look at manifest, versions and cluster, and create the job: the cluster's jobs, and its name. Without kubectl,
-    None and the file that was written. Raises UsageError."""
+    """Check manifest, versions and cluster, and create the job; return the cluster's jobs and its name. Without
+    kubectl, return None and the file that was written. Raises UsageError."""
     with tempfile.TemporaryDirectory(prefix="scaleray-submit-") as folder:
         package = Path(folder) / "working_dir.zip"
         with stage("packing the working directory"):
@@ -51,7 +51,7 @@ def checked_and_started(
     with stage("querying the cluster"):
         release = jobs.check_room(objects, list(submission.variables))
     if release is None:
-        say(f"  KubeRay's release cannot be read; assumed to be {cluster.tested_kuberay}")
+        say(f"  KubeRay's release cannot be read; it is assumed to be {cluster.tested_kuberay}")
     refuse_unsafe(objects, kuberay=release or cluster.tested_kuberay)
     with stage("creating the job"):
         jobs.create(objects)
@@ -59,21 +59,21 @@ def checked_and_started(
 
 
 def to_apply(cluster: KubernetesCluster, file: str) -> str:
-    """The command that applies a written file."""
+    """Command that applies a written file."""
     context = ["--context", cluster.context] if cluster.context else []
-    # create: apply keeps a copy of all it is given in an annotation, and a package is too large for one
+    # create: apply copies its input to an annotation, and a package is too large for one
     return shlex.join(["kubectl", *context, "--namespace", cluster.namespace, "create", "-f", file])
 
 
 def _compare(submission: Submission, objects: Objects, say: Say) -> None:
-    """Compare the facts in the image's name and in the manifest; the rest is not known before it runs."""
+    """Compare the facts in the image's name and in the manifest; all else is unknown before the job runs."""
     known = Versions(objects.python_version, {"ray": objects.ray_version} if objects.ray_version else {})
     refuse_differences(submission, Versions.here(), known, remedy=REMEDY)
     told = [f"Python {known.python}"] if known.python else []
     told += [f"Ray {objects.ray_version}"] if objects.ray_version else []
     needs = ", ".join(sorted(imported(submission) - {"scaleray", "torch", "ray"}))
-    by_name = f"{' and '.join(told) or 'none'} by the names of manifest and image"
-    say(f"  versions: {by_name}; torch and packages are not known before it runs")
+    by_name = f"{' and '.join(told) or 'none'} according to manifest and image name"
+    say(f"  versions: {by_name}; torch and packages are unknown until it runs")
     if needs:
         say(f"  the image {', '.join(objects.images)} must have: {needs}")
 

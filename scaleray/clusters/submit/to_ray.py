@@ -1,4 +1,4 @@
-"""Submit to a Ray cluster through its Jobs API: compare versions in a separate job, then pack and start."""
+"""Submission to a Ray cluster through its Jobs API: compare versions in a separate job, then pack and start."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from scaleray.errors import UsageError
 from scaleray.records.run_record import Say
 
 SUBMITTED_BY = "scaleray submit"
-REMEDY = "use the same here, or an image with these (cluster/image)"
+REMEDY = "install the same versions here, or use an image with these (cluster/image)"
 
 
 def checked_and_started(
     submission: Submission, cluster: RayCluster, *, bring_missing: bool, allow_differences: bool, say: Say
 ) -> tuple[Jobs, str]:
-    """Compare the cluster with the requirements, and start the job: the cluster's jobs, and its name. Raises
+    """Check the cluster against the requirements, and start the job; return the cluster's jobs and its name. Raises
     UsageError.
 
     allow_differences: report differences and missing packages, and continue.
@@ -36,7 +36,7 @@ def checked_and_started(
         if not bring_missing:
             listed = ", ".join(f'"{one}"' for one in submission.requirements)
             brings = f'runtime_env={{"pip": [{listed}]}} installs them, as --bring-missing does'
-            refuse_missing(submission, remedy=f"{brings}; or put them into its image")
+            refuse_missing(submission, remedy=f"{brings}; or add them to its image")
     except UsageError as exc:
         if not allow_differences:
             raise
@@ -45,7 +45,7 @@ def checked_and_started(
 
 
 def compare(submission: Submission, jobs: Jobs, *, say: Say) -> Submission:
-    """The submission with the packages that the cluster lacks. Raises ClusterError if its versions do not fit."""
+    """Add the packages that the cluster lacks to the submission. Raises ClusterError if its versions do not fit."""
     here = Versions.here()
     quick = Versions(jobs.python_version, {"ray": jobs.ray_version})
     refuse_differences(submission, here, quick, remedy=REMEDY)
@@ -57,7 +57,7 @@ def compare(submission: Submission, jobs: Jobs, *, say: Say) -> Submission:
 
 
 def start(submission: Submission, jobs: Jobs, *, bring_missing: bool = False) -> str:
-    """Pack the working directory, send it, and start the job; its name."""
+    """Pack the working directory, send it, start the job, and return its name."""
     environment: dict[str, Any] = {"env_vars": {**time_to_save(submission.grace_s), **submission.variables}}
     if bring_missing and submission.missing:
         environment["pip"] = submission.requirements
@@ -78,8 +78,8 @@ def start(submission: Submission, jobs: Jobs, *, bring_missing: bool = False) ->
 
 
 def time_to_save(grace_s: float | None) -> dict[str, str]:
-    """Variables for stopping a job: by default Ray kills it after 3 s, even while it saves. grace_s: the config's time
-    limit of the last checkpoint, if set."""
+    """Environment variables for stopping a job: by default Ray kills it after 3 s, even while it saves. grace_s: the
+    config's time limit of the last checkpoint, if set."""
     if grace_s is None:
         return {RAY_STOP: str(RAY_STOP_S), SAVING: str(SAVING_S)}
     return {RAY_STOP: str(math.ceil(grace_s) + RAY_STOP_S - SAVING_S)}

@@ -1,4 +1,4 @@
-"""A submission to Slurm: versions of its environment compared, then a batch script queued in a folder of its own."""
+"""Submission to Slurm: compare versions of its environment, then queue a batch script in the job's own folder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from scaleray.records.run_record import Say
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,99}", re.ASCII)
 TAKES_COMMANDS = "SUBCOMMAND"
-"""Variable that gives the batch script its command."""
+"""Variable that passes the command to the batch script."""
 
 
 def checked_and_started(
     submission: Submission, cluster: SlurmCluster, *, allow_differences: bool, say: Say
 ) -> tuple[SlurmJobs, str]:
-    """Compare versions if they are available, and queue the job; returns the cluster's jobs and its name.
+    """Compare versions if they are available, and queue the job; return the cluster's jobs and its name.
 
     Raises UsageError.
     """
@@ -57,7 +57,7 @@ def checked_and_started(
 
 
 def _check_name(name: str) -> None:
-    """Raise ConfigError for a name that cannot be that of a job's folder, log and line in a list."""
+    """Raise ConfigError for a name that is not suitable for a job's folder, log and entry in a list."""
     if not NAME.fullmatch(name) or name.isdigit():
         raise ConfigError(
             "--name",
@@ -75,7 +75,7 @@ def _compare(submission: Submission, jobs: SlurmJobs, say: Say) -> None:
         say("  versions: not compared, as the cluster has no `environment`: the batch script chooses one")
         return
     here = Versions.here()
-    refuse_differences(submission, here, there, remedy="use the same here, or install these there")
+    refuse_differences(submission, here, there, remedy="install the same versions here, or these there")
     say(f"  versions: {there.in_words()}")
     submission = with_missing(submission, here, there)
     pip = f"{jobs.cluster.environment}/bin/pip install {' '.join(submission.requirements)}"
@@ -91,6 +91,6 @@ def _scripts(contents: Contents, cluster: SlurmCluster) -> dict[str, str]:
         raise ConfigError.problem(
             SCRIPT,
             f"lacks the variable {TAKES_COMMANDS}: an older scaleray wrote it, or it was edited",
-            "write it again: scaleray cluster write --kind slurm --overwrite",
+            "rewrite it: scaleray cluster write --kind slurm --overwrite",
         )
     return {}

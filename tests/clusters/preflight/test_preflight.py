@@ -72,7 +72,7 @@ PLANTED = [
     ("a small object store", {"object_store_bytes": 100 * 2**20}, "object store", "yellow", "100.0 MiB"),
     ("a full disk", {"disks": [replace(DISK, free_bytes=20 * GIB)]}, "free disk", "red", "98% full for runs (/r)"),
     ("a disk with little room", {"disks": [DISK, replace(DISK, free_bytes=8 * GIB, total_bytes=20 * GIB)]}, "free disk", "yellow", "8.0 GiB free"),
-    ("few ports", {"port_range": 1000}, "ports", "yellow", "10.0.0.3 hands out 1000"),
+    ("few ports", {"port_range": 1000}, "ports", "yellow", "10.0.0.3 has 1000"),
     ("MLflow away from a node", {"mlflow_error": "it does not answer: timed out"}, "MLflow", "yellow", "10.0.0.3: it does not answer"),
 ]  # fmt: skip
 

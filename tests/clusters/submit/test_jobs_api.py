@@ -107,7 +107,7 @@ def test_a_head_that_hangs_is_a_connection_that_is_lost(dashboard):
     dashboard.connections = [hangs, is_back]
     written, said = [], []
     assert Jobs(dashboard.url).follow("mine", written.append, say).status == "SUCCEEDED"
-    assert written == ["one"] and len(said) == 1 and "is lost; the job continues" in said[0]
+    assert written == ["one"] and len(said) == 1 and "was lost; the job continues" in said[0]
 
 
 @pytest.mark.parametrize("code", [401, 403])
@@ -159,7 +159,7 @@ def test_a_dashboard_tells_its_versions_to_whoever_has_its_token(project, server
     [
         ((401, "no"), None, "the token is missing: the cluster at .* asks for one"),
         ((401, "no"), "wrong", "the token is 'not accepted'|the token is not accepted"),
-        ((500, "oops"), None, "it answers with 500"),
+        ((500, "oops"), None, "it responds with 500"),
         ((404, ""), None, "not a Ray dashboard"),
         ((200, "<html>"), None, "not a Ray dashboard"),
         ((200, "[]"), None, "not a Ray dashboard"),

@@ -120,7 +120,7 @@ def test_a_config_outside_or_left_out_or_missing_is_refused_with_the_reason(tmp_
     assert check_is_in(found, here / "jobs" / ".." / "jobs" / "a", what="--config") == "jobs/a"
     for path, words in (
         (tmp_path / "there" / "b", "it is outside the working directory"),
-        (here / "hidden", "left out by git or one of .gitignore, .rayignore"),
+        (here / "hidden", "excluded by git or one of .gitignore, .rayignore"),
         (here / "none", "it does not exist"),
     ):
         with pytest.raises(ConfigError, match=words):

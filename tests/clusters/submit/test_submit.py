@@ -285,7 +285,7 @@ def test_a_connection_that_is_lost_is_tried_again_and_nothing_is_written_twice(c
 
     cluster.get_job_info = info
     assert jobs.follow("mine", written.append, said.append).status == "SUCCEEDED"
-    assert "".join(written) == "one two three" and len(said) == 1 and "is lost; the job continues" in said[0]
+    assert "".join(written) == "one two three" and len(said) == 1 and "was lost; the job continues" in said[0]
 
 
 def test_a_job_that_failed_gives_its_exit_code(cluster, capsys):

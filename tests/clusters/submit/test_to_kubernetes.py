@@ -74,7 +74,7 @@ def test_a_job_is_a_rayjob_that_keeps_every_rule_and_the_code_in_a_config_map(ku
     ]  # fmt: skip
     assert all(line.startswith("kubectl --context lab --namespace scaleray ") for line in kubectl.words())
     out = capsys.readouterr().out
-    assert "torch and packages are not known before it runs" in out and "must have: scikit-learn" in out
+    assert "torch and packages are unknown until it runs" in out and "must have: scikit-learn" in out
     assert "scaleray jobs logs mine --to lab" in out
 
 
@@ -174,15 +174,15 @@ def test_a_manifest_of_the_users_own_is_taken_and_must_ask_for_a_token(kubectl, 
         ("get rayjobs", 'E1124 03:30:50.790820 7770 memcache.go:265] "Unhandled Error"\nThe connection to the server was refused',
          "nothing answers there: The connection to"),
         ("get rayjobs", "error: You must be logged in to the server (Unauthorized)", "token or certificate is not accepted"),
-        ("get rayjobs", 'error: context "lab" does not exist', "kubectl does not know its context"),
+        ("get rayjobs", 'error: context "lab" does not exist', "kubectl does not have its context"),
         ("get rayjobs", "error: the server doesn't have a resource type \"rayjobs\"", "KubeRay is not installed there"),
-        ("get service", 'Error (Forbidden): serviceaccounts is forbidden: User "me" cannot list', "not permitted to you"),
+        ("get service", 'Error (Forbidden): serviceaccounts is forbidden: User "me" cannot list', "you do not have permission"),
         ("create -o json", 'Error (Forbidden): rayjobs.ray.io "x" is forbidden: exceeded quota: team, requested: '
          "count/rayjobs.ray.io=1, used: 2, limited: 2", "the quota of the namespace is used up"),
         ("create -o json", 'RayJob in version "v1" cannot be handled: strict decoding error: unknown field '
          '"spec.preRunningDeadlineSeconds"', "its KubeRay is too old for"),
         ("create -o json", 'rayjobs.ray.io "x" already exists', "give another --name"),
-        ("create -o json", "something new", "kubectl says: something new"),
+        ("create -o json", "something new", "kubectl reports: something new"),
     ],
 )  # fmt: skip
 def test_what_a_cluster_does_not_take_is_one_message(kubectl, capsys, pattern, answer, said):
@@ -199,7 +199,7 @@ def test_an_operator_that_is_too_old_is_refused_before_anything_is_created(kubec
     assert "upgrade the operator to 1.6.0 or newer" in capsys.readouterr().err and not kubectl.words("create")
     kubectl.first("get deployments", code=1, err="Error (Forbidden): deployments is forbidden")
     assert submitted() == 0
-    assert "KubeRay's release cannot be read; assumed to be 1.7.0" in capsys.readouterr().out
+    assert "KubeRay's release cannot be read; it is assumed to be 1.7.0" in capsys.readouterr().out
 
 
 def test_what_a_namespace_lacks_is_named(kubectl, capsys):
@@ -263,7 +263,7 @@ def test_a_job_is_followed_through_waiting_a_lost_connection_and_a_second_try(ku
     assert ended.status == "SUCCEEDED" and "".join(written) == "one\ntwo\nthree\nfour\n"
     assert said[0].startswith("pending: the quota of the namespace is used up") and "describe resourcequota" in said[0]
     assert [line for line in said if "is lost" in line] == [
-        "the connection to lab is lost; the job continues, trying again ..."
+        "the connection to lab was lost; the job continues; reconnecting ..."
     ]
 
 
@@ -377,7 +377,7 @@ def test_the_real_kubectl_takes_every_command_and_says_that_nothing_answers(proj
         with pytest.raises(LostConnectionError, match="nothing answers there"):
             ask()
     jobs.cluster = KubernetesCluster(name="lab", **{**CLUSTER, "context": "other"})
-    with pytest.raises(ClusterError, match="kubectl does not know its context"):
+    with pytest.raises(ClusterError, match="kubectl does not have its context"):
         jobs.list()
 
 

@@ -182,7 +182,7 @@ def test_versions_of_the_named_environment_are_compared(slurm, clusters, shared,
     assert submitted() == 2
     assert "its Python does not report versions: no such thing" in " ".join(capsys.readouterr().err.split())
     assert submitted("--bring-missing") == 2
-    assert "packages can be brought only to a Ray cluster" in capsys.readouterr().err
+    assert "packages can be installed for a job only on a Ray cluster" in capsys.readouterr().err
 
 
 def known(slurm, shared, *states):
@@ -227,7 +227,7 @@ def test_a_connection_that_is_lost_is_tried_again_and_nothing_is_written_twice(s
     jobs.cluster = SlurmCluster(name="lab", kind="slurm", folder=str(shared), ssh="login")
     written, said = [], []
     assert jobs.follow("mine", written.append, said.append).status == "SUCCEEDED"
-    assert written == ["one\n"] and said == ["the connection to lab is lost; the job continues, trying again ..."]
+    assert written == ["one\n"] and said == ["the connection to lab was lost; the job continues; reconnecting ..."]
 
 
 def test_a_job_whose_number_could_not_be_written_does_not_break_the_list(slurm, shared, capsys):
@@ -317,8 +317,8 @@ def test_ctrl_c_asks_and_leaves_the_job_alone_unless_it_shall_stop(slurm, shared
         ("JobState=OUT_OF_MEMORY ExitCode=0:125", "FAILED", "out of memory"),
         ("JobState=REQUEUED Reason=BeginTime", "PENDING", "BeginTime: it is queued again"),
         ("42|NODE_FAIL|0:0|Unknown|Unknown|None", "FAILED", "node fail"),
-        ("unknown", "UNKNOWN", "Slurm no longer knows it"),
-        ("JobState=FAILED ExitCode=0:53\nsilent", "FAILED", "name a folder that all nodes see"),
+        ("unknown", "UNKNOWN", "Slurm no longer lists it"),
+        ("JobState=FAILED ExitCode=0:53\nsilent", "FAILED", "set the cluster's `folder` to one that all nodes see"),
     ],
 )
 def test_states_of_slurm_are_those_of_ray(line, status, message):

@@ -170,7 +170,7 @@ def test_a_model_of_which_only_the_size_is_known_says_so_everywhere(capsys, tmp_
     record = json.loads(
         run(capsys, "plan", "--model", "wide-resnet-50-2", "--cluster", "h100:8", "--global-batch", "64", "--json")[1]
     )
-    assert any("taken for resnet-50" in note for note in record["assumed"])
+    assert any("assumed to be resnet-50" in note for note in record["assumed"])
     record = json.loads(
         run(capsys, "plan", "--model", "resnet-50", "--cluster", "h100:8", "--global-batch", "64", "--json")[1]
     )

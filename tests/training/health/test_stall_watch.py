@@ -157,7 +157,7 @@ def test_what_cannot_be_written_costs_nothing_and_is_said_once(tmp_path, monkeyp
         for _ in range(3):
             watch.look(90.0, True)
             progress.enter("forward")
-    assert len(said) == 1 and said[0].startswith("dumps of hangs: not watched any more (OSError: the disk is full)")
+    assert len(said) == 1 and said[0].startswith("dumps of hangs: no longer observed (OSError: the disk is full)")
 
 
 def test_a_flight_recorder_that_torch_has_changed_leaves_the_stacks(tmp_path, monkeypatch):

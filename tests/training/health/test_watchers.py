@@ -127,7 +127,7 @@ def test_a_failure_is_said_once_and_the_watcher_left_alone():
     guard = Guard(said.append)
     assert [guard(Watcher.MEMORY, looks, {}) for _ in range(3)] == [{}, {}, {}]
     assert looks.call_count == 1
-    assert said == ["memory report: not watched any more (ValueError: first line); the training continues without"]
+    assert said == ["memory report: no longer observed (ValueError: first line); the training continues without it"]
     assert guard(Watcher.MEMORY, lambda: 1, 0, part="another") == 1, "parts fail alone"
 
 
@@ -151,7 +151,7 @@ def test_whoever_cannot_say_it_writes_it_into_the_log(caplog):
         assert (
             Guard(mock.Mock(side_effect=OSError("gone")))(Watcher.NOTES, mock.Mock(side_effect=KeyError("x")), 5) == 5
         )
-    assert "notes: not watched any more (KeyError: 'x')" in caplog.text
+    assert "notes: no longer observed (KeyError: 'x')" in caplog.text
 
 
 def test_what_ends_a_program_ends_a_watcher_too():
