@@ -19,7 +19,7 @@ from scaleray.errors import CheckpointError
 
 @dataclass(frozen=True)
 class FinalFile:
-    """Tensors of such a file. path: local, or a URI."""
+    """Tensors of a file of final weights. path: local, or a URI."""
 
     path: str
     tensors: dict[str, torch.Tensor]

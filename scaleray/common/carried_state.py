@@ -133,7 +133,7 @@ class CarriedState(Callback):
         self.load_state_dict(restored)
 
     def _is_tried(self, model: nn.Module) -> bool:
-        """Whether a batch is only tried, with arbitrary rows."""
+        """Whether the pass is only a trial, with arbitrary rows."""
         return IS_TRIED.get() or (model.training and not self._is_running)
 
     def _of_mode(self, model: nn.Module, fresh: State) -> _Lanes:

@@ -66,8 +66,8 @@ class Metric:
 
 def prometheus_name(metric: Metric) -> str:
     """Name of a metric in Prometheus: `PREFIX`, the last part of its own name with the unit as a whole word, and
-    `_total` for a counter. `perf/step_time_s` is `ray_scaleray_step_time_seconds`. Raises KeyError for one that is not
-    published there."""
+    `_total` for a counter. `perf/step_time_s` becomes `ray_scaleray_step_time_seconds`. Raises KeyError for a metric
+    that is not published there."""
     if not metric.is_in_prometheus:
         raise KeyError(f"{metric.name} is not published in Prometheus")
     name = metric.prometheus or metric.name.rpartition("/")[2]

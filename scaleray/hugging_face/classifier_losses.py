@@ -143,7 +143,7 @@ class Numbers:
         wrong = next((row for row, values in enumerate(rows) if len(values) != self.size), None)
         if wrong is not None:
             raise DataError(
-                f"the label of record {wrong} of the {what} data", found[wrong], f"there must be {self.size}"
+                f"the label of record {wrong} of the {what} data", found[wrong], f"it must have {self.size} numbers"
             )
         return np.array(rows, np.float32)
 

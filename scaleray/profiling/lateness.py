@@ -111,7 +111,7 @@ def find_stragglers(
     arrivals: Arrivals, *, step_s: float, least_share: float = 0.05, least_s: float = 0.001, alpha: float = 0.001
 ) -> list[Straggler]:
     """Ranks that lose at least `least_share` of a step and `least_s` somewhere, worst first, each with the place of its
-    largest loss. Less than a millisecond is what a host's scheduler, or rank 0's recording, costs.
+    largest loss. Delays below a millisecond come from a host's scheduler or rank 0's recording.
 
     A rank is not reported merely for being last: it must be later than the others in block after block of steps (a sign
     test, at level `alpha` for all ranks and places together), and by enough. Medians over blocks are used, so that a

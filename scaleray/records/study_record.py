@@ -102,7 +102,7 @@ class Turn:
     """Median seconds of a step with the same micro-batches and update but no communication, on the same workers at the
     same time, without input: mean over the workers. None if a worker cannot do its part of a step alone."""
     slowest_alone_s: float | None = None
-    """Median seconds of such a step on the slowest worker of each step."""
+    """The same, on the slowest worker of each step."""
     comm_s: float | None = None
     """Seconds of a step's collectives without any other work. None if unknown."""
     sent_bytes: float = 0.0

@@ -47,7 +47,7 @@ class PartProfile:
     activation_bytes: float = 0.0
     """Bytes kept from the forward pass for the backward pass."""
     output_bytes: float = 0.0
-    """Bytes of the output: what a checkpointed block keeps of its predecessor, and what a pipeline sends."""
+    """Bytes of the output, which a checkpointed next block keeps and a pipeline sends."""
     traffic_bytes: float = 0.0
     """Bytes read and written by all other operations, uncompiled."""
     num_operations: int = 0

@@ -36,7 +36,7 @@ def listed(plan: SweepPlan, numbers: Sequence[int]) -> dict[str, Any]:
 
 @dataclass
 class _Training:
-    """Training that one or more combinations lead to.
+    """Training shared by one or more combinations.
 
     asked: Optuna trial that runs it, if any; others: Optuna trials that wait for its result.
     """

@@ -32,7 +32,7 @@ LARGEST_PACKAGE = 1_000_000
 CODE_AT = "/mnt/scaleray/code"
 """Folder for the unpacked code: on the volume shared by all pods."""
 START = """\
-# unpacks the code where every pod sees it, and runs in it what it is given
+# unpacks the code on the shared volume, and runs the given command in it
 set -eu
 mkdir -p "{code}"
 python -m zipfile -e "{package}/working_dir.zip" "{code}"

@@ -100,7 +100,7 @@ def schedule_lengths(
 def lengths_of(
     config: RunConfig, counter: StepCounter, total_steps: int, *, warmup_factor: float, why: dict[str, str]
 ) -> dict[str, Any]:
-    """All lengths of a training of so many steps, as fields of `Recipe`. Raises what `schedule_lengths` raises."""
+    """Return all lengths of a training, as fields of `Recipe`. Raises the errors of `schedule_lengths`."""
     warmup, schedule = schedule_lengths(config, counter, total_steps, warmup_factor=warmup_factor, why=why)
     by_time = "by time alone" if config.checkpoint.every_minutes else "none"
     every = {

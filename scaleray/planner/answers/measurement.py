@@ -56,16 +56,16 @@ def read_measurement(path: Path) -> Measurement | None:
             "--from-run", str(path), f"it is not a record of a study or run: {type(exc).__name__} {exc}"
         ) from exc
     names = (about.get("accelerators") or {}).get("names") or ()
-    # an old record does not say, and that of processors has none
+    # missing in an old record, and in one of processors
     return replace(found, gpu=str(names[0]) if names else None)
 
 
 def measurement_of(
     found: Measurement, model: ModelProfile, cluster: Cluster, *, precision: str, fused_attention: bool
 ) -> tuple[Measured, Cluster]:
-    """The scale of the compute, and the cluster with its link as the next larger point on the same node shows it.
+    """Return the scale of the compute, and the cluster with the link measured by the next larger point on a node.
 
-    The measurement must have been made on GPUs of the cluster's kind. Raises ConfigError otherwise.
+    Raises ConfigError unless it was measured on GPUs of the cluster's type.
     """
     if found.num_gpus > cluster.gpus_per_node:
         raise ConfigError(

@@ -32,17 +32,12 @@ def counted(config: RunConfig, path: Path, overrides: Sequence[str]) -> ModelPro
                 guarded(command), input=json.dumps(overrides), capture_output=True, text=True, timeout=COUNTING_LIMIT_S
             )
         except subprocess.TimeoutExpired:
-            raise UsageError(
-                "counting the workload", f"longer than {COUNTING_LIMIT_S} s", "it must finish", "use --model NAME"
-            ) from None
+            text = f"took longer than {COUNTING_LIMIT_S} s"
+            raise UsageError.problem("counting the workload", text, "use --model NAME") from None
         if done.returncode:
             last = done.stderr.strip().splitlines()
-            raise UsageError(
-                "counting the workload",
-                config.workload.name,
-                f"it failed: {last[-1] if last else done.returncode}",
-                "use --model NAME",
-            )
+            text = f"failed: {last[-1] if last else done.returncode}"
+            raise UsageError.problem(f"counting {config.workload.name}", text, "use --model NAME")
         partial = kept.with_suffix(f".{os.getpid()}")
         partial.write_text(done.stdout)
         partial.replace(kept)

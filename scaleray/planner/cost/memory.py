@@ -161,7 +161,7 @@ class _Stage:
 
 @remembered("pipeline", "even_stages", "filled_stages")
 def _stages(layout: Layout, model: ModelProfile) -> tuple[_Stage, ...]:
-    """The stages that differ. Of equal ones the first holds the most micro-batches, and so needs the most memory."""
+    """Return the distinct stages. Of equal ones, the first needs the most memory, for micro-batches."""
     singles = [block for block in model.blocks for _ in range(block.count)]
     cuts = [0, len(singles)]
     if layout.pipeline > 1:
@@ -173,7 +173,7 @@ def _stages(layout: Layout, model: ModelProfile) -> tuple[_Stage, ...]:
         blocks = tuple(singles[start:end])
         layers = [block for block in blocks if block is not model.blocks[-1] or model.kind == "cnn"]
         head = tuple(block for block in blocks if block is model.blocks[-1] and model.kind != "cnn")
-        often = Counter(map(id, layers))  # equal layers are one object
+        often = Counter(map(id, layers))  # equal layers are the same object
         distinct = {id(block): (often[id(block)], block) for block in layers}
         sends = layout.pipeline > 1 and layers and not head
         last = layers[-1] if sends else None
@@ -183,8 +183,8 @@ def _stages(layout: Layout, model: ModelProfile) -> tuple[_Stage, ...]:
 
 
 def _moments(stage: _Stage, layout: Layout) -> tuple[tuple[tuple[float, ...], float], ...]:
-    """Memory of the stage at each of the moments of a step that can be its fullest: the parts of a `MemoryEstimate`
-    that are allocated, and further bytes that are lost. Numbers alone, as there are thousands of layouts.
+    """Memory of the stage at each possible peak of a step: the allocated parts of a `MemoryEstimate`, and further bytes
+    lost to fragmentation. Only numbers, for speed, as there are thousands of layouts.
     """
     accumulates = layout.accumulation > 1
     held = _held(layout, stage, accumulates)
@@ -194,17 +194,17 @@ def _moments(stage: _Stage, layout: Layout) -> tuple[tuple[tuple[float, ...], fl
         if layout.schedule == "1f1b"
         else micro_batches_in_flight(layout)
     )
-    # what was sent on is kept too: the backward pass begins at it
+    # the output sent on is kept too, for the backward pass
     kept = in_flight * one_kept + in_flight * sent
-    # without accumulation, FSDP and a lone GPU have no gradients before the backward pass
+    # without accumulation, FSDP and a single GPU have no gradients before the backward pass
     waits = accumulates or layout.pipeline > 1 or (layout.data > 1 and layout.sharding != "zero3")
     before = held.gradients if waits else 0.0
     whole = held.unsharded + held.reduced
-    # a long row finds no place where activations lay, in blocks that are shorter, and keeps its own
+    # a long row does not fit into the shorter blocks of freed activations, and keeps its own
     row = held.update if layout.engine == "deepspeed" else 0.0
     params, after, state, buckets = held.parameters, held.gradients, held.optimizer, held.buckets
     return (
-        ((params, before, state, kept, logits, held.unsharded, buckets), row),  # the loss is taken
+        ((params, before, state, kept, logits, held.unsharded, buckets), row),  # the loss is computed
         ((params, before, state, kept + again, 0.0, whole, buckets), row),  # the last layer's backward pass
         ((params, after, state, again, 0.0, whole, buckets), row),  # the first layer's
         ((params, after, state + held.update, 0.0, 0.0, 0.0, buckets), 0.0),  # the optimizer steps

@@ -157,7 +157,7 @@ def test_a_dashboard_tells_its_versions_to_whoever_has_its_token(project, server
 @pytest.mark.parametrize(
     ("answer", "token", "said"),
     [
-        ((401, "no"), None, "the token is missing: the cluster at .* asks for one"),
+        ((401, "no"), None, "the token is missing: the cluster at .* requires one"),
         ((401, "no"), "wrong", "the token is 'not accepted'|the token is not accepted"),
         ((500, "oops"), None, "it responds with 500"),
         ((404, ""), None, "not a Ray dashboard"),
@@ -240,7 +240,7 @@ def test_the_token_of_this_user_goes_to_no_address_that_nobody_has_named(token_o
     server.answers["/api/version"] = (401, "no")
     with pytest.raises(ClusterError, match="the token is missing") as raised:
         Jobs(server.url)
-    assert "clusters.yaml has its address" in str(raised.value)
+    assert "clusters.yaml contains its address" in str(raised.value)
 
 
 @pytest.mark.parametrize("named", ["as this machine", "in the file", "in the environment"])

@@ -158,7 +158,7 @@ def test_a_manifest_of_the_users_own_is_taken_and_must_ask_for_a_token(kubectl, 
     (project / "mine.yaml").write_text(yaml.safe_dump(broken))
     assert submitted() == 2
     assert "authOptions.mode is not token" in capsys.readouterr().err
-    for text, said in (("kind: Pod", "holds 0"), ("a: [", "not YAML"), (None, "cannot be read")):
+    for text, said in (("kind: Pod", "not 0"), ("a: [", "not YAML"), (None, "cannot be read")):
         (project / "mine.yaml").unlink(missing_ok=True)
         if text is not None:
             (project / "mine.yaml").write_text(text)
@@ -262,7 +262,7 @@ def test_a_job_is_followed_through_waiting_a_lost_connection_and_a_second_try(ku
     ended = follower(kubectl).follow("mine", written.append, said.append)
     assert ended.status == "SUCCEEDED" and "".join(written) == "one\ntwo\nthree\nfour\n"
     assert said[0].startswith("pending: the quota of the namespace is used up") and "describe resourcequota" in said[0]
-    assert [line for line in said if "is lost" in line] == [
+    assert [line for line in said if "was lost" in line] == [
         "the connection to lab was lost; the job continues; reconnecting ..."
     ]
 
@@ -386,7 +386,7 @@ def test_the_real_kubectl_takes_every_command_and_says_that_nothing_answers(proj
     [
         ({"kind": "kubernetes", "nodes": 0}, "lab.nodes"),
         ({"kind": "kubernetes", "namespcae": "x"}, "lab.namespcae"),
-        ({"kind": "openshift"}, "there are: ray, kubernetes, slurm"),
+        ({"kind": "openshift"}, "it must be one of ray, kubernetes, slurm"),
         ({"kind": "slurm"}, "lab.folder"),
         ({"kind": "ray", "url": "10.0.0.1:8265"}, "lab.url"),
         (["a"], "a line must be NAME: URL"),

@@ -143,7 +143,7 @@ def test_a_login_node_that_is_not_reached_is_one_message(slurm, clusters, shared
         ("sbatch: fatal: Could not establish a configuration source", "no Slurm controller is found from here"),
         ("sbatch: error: invalid partition specified: gpu", "it has no such partition, account or nodes"),
         ("sbatch: error: Batch job submission failed: Requested node configuration is not available", "no such partition"),
-        ("sbatch: error: something new", "Slurm says: sbatch: error: something new"),
+        ("sbatch: error: something new", "Slurm reports: sbatch: error: something new"),
     ],
 )  # fmt: skip
 def test_a_job_that_slurm_does_not_take_is_one_message_and_leaves_no_folder(slurm, shared, capsys, error, said):
@@ -283,7 +283,7 @@ def test_a_job_that_slurm_has_forgotten_is_over_and_a_controller_that_is_away_is
     away = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
     slurm.first("scontrol show job 42", code=1, err=away, times=1)
     said = []
-    assert jobs.follow("mine", [].append, said.append).status == "SUCCEEDED" and "is lost" in said[0]
+    assert jobs.follow("mine", [].append, said.append).status == "SUCCEEDED" and "was lost" in said[0]
 
 
 def test_stopping_asks_a_training_to_save_first_and_ends_it_the_second_time(slurm, shared):
