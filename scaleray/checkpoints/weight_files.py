@@ -113,7 +113,7 @@ def load_torch(path: str, content: io.BytesIO | None = None, *, what: str = "the
             return torch.load(source, map_location="cpu", weights_only=True)
     except Exception as exc:  # torch raises errors of any type for a damaged pickle
         if isinstance(exc, pickle.UnpicklingError) and content is None:
-            allowed = "it holds more than tensors, or was not written by torch.save"
+            allowed = "it contains more than tensors, or was not written by torch.save"
             advice = "save only the state dict: torch.save(model.state_dict(), path)"
             raise CheckpointError(what, path, allowed, advice) from exc
         raise CheckpointError(what, path, f"it cannot be read: {first_line(exc)}") from exc

@@ -31,7 +31,7 @@ def install(app: App, shell: Shell | None, output: Path | None) -> Path:
         raise UsageError("the shell", "unknown", "it cannot be detected", "add --shell bash") from None
     except OSError as exc:
         raise UsageError(
-            "the script", str(output), f"it cannot be written: {exc}", "name a file with --output"
+            "the script", str(output), f"it cannot be written: {exc}", "choose a file with --output"
         ) from exc
 
 

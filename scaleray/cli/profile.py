@@ -40,7 +40,7 @@ def profile(
         profiled = _of_run(name, options.uri)
     else:
         if run and not run[0].startswith("-"):
-            raise UsageError("RUN", run[0], "with -c, a training is profiled instead of a run", "leave out one of them")
+            raise UsageError("RUN", run[0], "with -c, a training is profiled instead of a run", "omit one of them")
         profiled = _of_training(run, config, options, json=json)
     print_verdict(profiled.verdict, is_error=json)
     if profiled.traced is not None:

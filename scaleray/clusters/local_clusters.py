@@ -223,7 +223,7 @@ def _check(*, num_nodes: int, cpus: int | None, port: int | None) -> None:
     if port is None:
         return
     if not 1024 <= port <= 65535:
-        raise UsageError("--port", port, "ports are 1024 to 65535", "omit it to use a free one")
+        raise UsageError("--port", port, "it must be 1024 to 65535", "omit it to use a free one")
     try:
         socket.create_server((loopback.ADDRESS, port)).close()
     except OSError as exc:

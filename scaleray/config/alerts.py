@@ -129,7 +129,7 @@ class AlertSettings(AlertLimits):
     @classmethod
     def _webhook_is_an_address(cls, address: str | None) -> str | None:
         if address is not None and (problem := problem_of(address)):
-            raise ValueError(f"{problem}; https://host/path is needed")
+            raise ValueError(f"{problem}; it must be https://host/path")
         return address
 
     @field_validator("grafana")
@@ -142,7 +142,7 @@ class AlertSettings(AlertLimits):
     @model_validator(mode="after")
     def _one_address(self) -> AlertSettings:
         if self.webhook is not None and self.webhook_env is not None:
-            raise ValueError("alerts.webhook and alerts.webhook_env exclude each other: give one")
+            raise ValueError("alerts.webhook and alerts.webhook_env cannot be combined: give only one")
         return self
 
 
@@ -191,7 +191,7 @@ def check_grafana(address: str) -> None:
         raise ValueError(f"{problem}; use an address such as http://grafana:3000")
     parts = urllib.parse.urlsplit(address)
     if "@" in parts.netloc or parts.query or parts.fragment:
-        raise ValueError("links begin with it: give only scheme, host and path")
+        raise ValueError("it is the beginning of links: give only scheme, host and path")
 
 
 def without_secret(address: str) -> str:

@@ -110,7 +110,9 @@ class Duration:
         unit = match.group(2) if match else ""
         unit = unit if unit.endswith("s") else unit + "s"
         if match is None or unit not in UNITS:
-            raise ValueError(f"a number and one of {', '.join(UNITS)} is needed, for example '3 epochs' or '500 steps'")
+            raise ValueError(
+                f"a number and one of {', '.join(UNITS)} are needed, for example '3 epochs' or '500 steps'"
+            )
         value = float(match.group(1).replace("_", ""))
         if not value <= LARGEST_COUNT:
             raise ValueError(f"it must be at most {LARGEST_COUNT} {unit}")
@@ -166,7 +168,7 @@ class Target:
             else None
         )
         if match is None:
-            raise ValueError("a metric, >= or <=, and a number is needed, for example 'val/accuracy >= 0.97'")
+            raise ValueError("a metric, >= or <=, and a number are needed, for example 'val/accuracy >= 0.97'")
         value = float(match.group(3))
         if not math.isfinite(value):
             raise ValueError("the number must be finite")
@@ -208,9 +210,9 @@ class WorkerRange:
             or value.keys() != {"min", "max"}
             or not all(isinstance(v, int) and not isinstance(v, bool) for v in value.values())
         ):
-            raise ValueError("a whole number is needed, or a range such as {min: 1, max: 4}")
+            raise ValueError("it must be a whole number, or a range such as {min: 1, max: 4}")
         if not 1 <= value["min"] <= value["max"] <= 100_000:
-            raise ValueError("min must be at least 1 and max at least min")
+            raise ValueError("min must be at least 1, and max at least min")
         return cls(value["min"], value["max"])
 
     @classmethod

@@ -37,5 +37,5 @@ def with_brought(config: RunConfig, workload: Any) -> RunConfig:
         elif before != brought.value and not brought.is_default:
             allowed = f"{brought.by} of the workload sets {brought.value}"
             shown = "null" if before is None else before if isinstance(before, (int, float)) else str(before)
-            raise ConfigError(key, shown, allowed, "leave one of the two out")
+            raise ConfigError(key, shown, allowed, "omit one of them")
     return config.changed(taken) if taken else config

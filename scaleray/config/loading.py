@@ -121,7 +121,7 @@ def read_file(path: Path) -> dict[str, Entry]:
                 allowed = "it needs at least workload, batch, optimizer and stop"
                 raise ConfigError(f"config file {path}", "empty", allowed)
             if not isinstance(node, yaml.MappingNode):
-                raise ConfigError(f"config file {path}", "not a mapping", "it must hold sections such as 'batch:'")
+                raise ConfigError(f"config file {path}", "not a mapping", "it must contain sections such as 'batch:'")
             return _entries(loader, node, prefix="", file=str(path))
     except NotYaml as exc:
         place = f"{path}:{exc.line}" if exc.line else path

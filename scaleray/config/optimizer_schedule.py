@@ -94,4 +94,4 @@ class OptimizerSettings(Settings):
 
 def missing_rate(why: str) -> ConfigError:
     """Return the error for a config that needs a learning rate and has none."""
-    return ConfigError("optimizer.learning_rate", None, why, "such as 1e-3")
+    return ConfigError("optimizer.learning_rate", None, why, "for example 1e-3")

@@ -47,7 +47,7 @@ class ParallelSettings(Settings):
     @model_validator(mode="after")
     def _one_is_auto(self) -> ParallelSettings:
         if len(found := [name for name, value in self if value == AUTO]) > 1:
-            raise ValueError(f"{' and '.join(found)}: only one degree can be auto, the rest of the workers")
+            raise ValueError(f"{' and '.join(found)}: only one degree can be auto")
         return self
 
 
@@ -122,7 +122,7 @@ def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degre
         if given[axis] is None:
             given[axis] = 2 if strategy == axis else 1
     if strategy == "pipeline" and given["pipeline"] == 1:
-        raise ConfigError("parallel.pipeline", 1, "a pipeline has at least two workers", "use --strategy.name auto")
+        raise ConfigError("parallel.pipeline", 1, "a pipeline needs at least two workers", "use --strategy.name auto")
     rest = "shard" if "shard" in traits.axes and strategy != "pipeline" else "replicate"
     if AUTO not in given.values():
         rest = rest if given[rest] is None else next((a for a in ("replicate", "shard") if given[a] is None), "")

@@ -173,7 +173,7 @@ def rows_of(word: str) -> list[KeyRow]:
     found = found or [row for row in rows if wanted in row.key] or [row for row in rows if row.key == meant_by(wanted)]
     if not found:
         hint = hint_for(wanted, [row.key for row in rows])
-        raise ConfigError("the section", word, "there is no key of that name", hint)
+        raise ConfigError("the section", word, "no key has this name", hint)
     return found
 
 

@@ -91,15 +91,17 @@ class RunConfig(Settings):
     def _target_is_looked_at(self) -> RunConfig:
         if self.stop.at is not None and self.evaluation.every is None:
             raise ValueError(
-                "stop.at: it is checked after evaluations, so evaluation.every is needed, such as '1 epoch'"
+                "stop.at: it is checked after evaluations, so evaluation.every is needed, for example '1 epoch'"
             )
         if self.stop.patience is not None and self.evaluation.every is None:
-            raise ValueError("stop.patience: it counts evaluations, so evaluation.every is needed, such as '1 epoch'")
+            raise ValueError(
+                "stop.patience: it counts evaluations, so evaluation.every is needed, for example '1 epoch'"
+            )
         if self.stop.patience is not None and self.stop.watch is None and self.checkpoint.best is None:
-            raise ValueError("stop.patience: it needs stop.watch or checkpoint.best, such as 'val/loss min'")
+            raise ValueError("stop.patience: it needs stop.watch or checkpoint.best, for example 'val/loss min'")
         if self.schedule.name == "plateau" and self.evaluation.every is None:
             raise ValueError(
-                "schedule.name: plateau follows evaluations, so evaluation.every is needed, such as '1 epoch'"
+                "schedule.name: plateau follows evaluations, so evaluation.every is needed, for example '1 epoch'"
             )
         return self
 
@@ -109,7 +111,7 @@ class RunConfig(Settings):
             self.compilation.what == "nothing" or self.compilation.backend == "eager"
         ):
             raise ValueError(
-                "activations.checkpointing: budget needs the compiler, which knows the cost and memory of each "
+                "activations.checkpointing: budget needs the compiler, which has the cost and memory of each "
                 "operation: set compilation.what to blocks or model with backend inductor, or use selective"
             )
         return self

@@ -63,7 +63,7 @@ def config_of(arguments: Any, *, workers: int, defaults: Arguments) -> tuple[dic
     """
     stated = arguments.to_dict() if hasattr(arguments, "to_dict") else arguments
     if not isinstance(stated, Mapping) or not stated.keys() & defaults.keys():
-        raise ConfigError("--arguments", type(stated).__name__, "it must hold TrainingArguments as JSON",
+        raise ConfigError("--arguments", type(stated).__name__, "it must contain TrainingArguments as JSON",
                           "Path('arguments.json').write_text(args.to_json_string()) writes them")  # fmt: skip
     given = {name: getattr(value, "value", value) for name, value in {**defaults, **stated}.items()}
     values: dict[str, Any] = {"batch.micro_size": given["per_device_train_batch_size"]}

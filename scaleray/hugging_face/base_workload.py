@@ -184,7 +184,7 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tenso
         raise WorkloadError(
             "labels",
             f"of shape {tuple(labels.shape)}",
-            f"the model's logits have the shape {tuple(logits.shape)}: there must be one label for each position "
+            f"the model's logits have the shape {tuple(logits.shape)}: there must be one label per position "
             f"before the last",
         )
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -70,7 +70,7 @@ def read_config(model: Any, changes: Mapping[str, Any]) -> Any:
         file = path if path.is_file() else path / CONFIG
         if not file.is_file():
             there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
-            raise WorkloadError("workload.args.model", str(path), f"it has no {CONFIG}", f"it holds: {there}")
+            raise WorkloadError("workload.args.model", str(path), f"it has no {CONFIG}", f"it contains: {there}")
         try:
             stated = load_json(file.read_text())
         except (OSError, ValueError) as exc:
@@ -121,7 +121,7 @@ def build(auto_class: str, config: Any, folder: str | None, *, attention: str | 
             raise
         source = f"the folder {folder}" if folder else f"a config of {config.model_type}"
         raise WorkloadError(
-            "workload.args.model", source, f"{auto_class} cannot make a model of it: {first_line(exc)}"
+            "workload.args.model", source, f"{auto_class} cannot create a model from it: {first_line(exc)}"
         ) from exc
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False  # recomputing a block would fill a cache again

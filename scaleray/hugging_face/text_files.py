@@ -134,7 +134,7 @@ def _read_json_lines(path: Path) -> Iterator[Record]:
 def _read_json(path: Path) -> Iterator[Record]:
     content = _parsed(path.read_text(encoding=UTF_8), str(path))
     if not isinstance(content, list):
-        raise DataError(str(path), type(content).__name__, "it must hold a list of records")
+        raise DataError(str(path), type(content).__name__, "it must contain a list of records")
     yield from (_record(value, f"record {number} of {path}") for number, value in enumerate(content))
 
 
@@ -185,7 +185,7 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return load_json(text)
     except ValueError as exc:
-        raise DataError(where, "no JSON", f"{exc}") from exc
+        raise DataError(where, "not JSON", f"{exc}") from exc
 
 
 def _record(value: Any, where: str) -> Record:

@@ -66,7 +66,7 @@ def concatenated(documents: Sequence[Tokens], length: int, *, what: str) -> Arra
     rows = len(ids) // length
     if not rows:
         raise DataError(
-            f"the {what} text", f"{len(ids)} tokens", f"a row has {length}", "give more text, or a shorter length"
+            f"the {what} text", f"{len(ids)} tokens", f"a row has {length}", "give more text, or use a shorter length"
         )
     columns = {"input_ids": ids[: rows * length].reshape(rows, length)}
     if any(document.labels is not None for document in documents):

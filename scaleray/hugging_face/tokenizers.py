@@ -42,13 +42,13 @@ def load_tokenizer(where: str | None) -> Any:
         raise WorkloadError(
             "workload.args.tokenizer",
             where,
-            "there is no such folder or file here",
+            "no such folder or file exists here",
             f"nothing is downloaded from a hub: copy its files, give its {FAST}, or use {BYTES}",
         )
     if path.is_dir() and not has_tokenizer(where):
         there = ", ".join(sorted(p.name for p in path.iterdir())[:8]) or "nothing"
         raise WorkloadError(
-            "workload.args.tokenizer", where, f"it holds none of {', '.join(FILES[:4])}", f"it holds: {there}"
+            "workload.args.tokenizer", where, f"it contains none of {', '.join(FILES[:4])}", f"it contains: {there}"
         )
     names = transformers()
     try:

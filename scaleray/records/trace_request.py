@@ -46,7 +46,7 @@ class TraceRequest:
         first = total_steps - self.num_steps + 1
         if first < 1:
             needs = f"tracing needs {self.num_steps}: {self.warmup} to warm up"
-            raise ConfigError("--steps", total_steps, needs, "50 is usual: --steps 50")
+            raise ConfigError("--steps", total_steps, needs, "50 is typical: --steps 50")
         return first
 
     def check_ranks(self, world_size: int) -> None:
@@ -55,7 +55,7 @@ class TraceRequest:
             if rank >= world_size:
                 there = f"are 0 to {world_size - 1}" if world_size > 1 else "are only 0"
                 raise ConfigError(
-                    "--ranks", rank, f"the ranks of {world_size} workers {there}", f"such as --ranks {USUAL_RANKS}"
+                    "--ranks", rank, f"the ranks of {world_size} workers {there}", f"for example --ranks {USUAL_RANKS}"
                 )
 
     def is_fixed(self, rank: int, local_rank: int) -> bool:
@@ -76,8 +76,8 @@ def trace_request(ranks: str = USUAL_RANKS, *, operators: bool = True, memory: b
             raise ConfigError(
                 "--ranks",
                 ranks,
-                f"it lists numbers of ranks, {SLOWEST} and {ONE_A_NODE}, with commas between them",
-                f"such as --ranks {USUAL_RANKS}",
+                f"it must list numbers of ranks, {SLOWEST} and {ONE_A_NODE}, separated by commas",
+                f"for example --ranks {USUAL_RANKS}",
             )
     return TraceRequest(
         tuple(sorted(numbers)), SLOWEST in words, ONE_A_NODE in words, operators=operators, memory=memory

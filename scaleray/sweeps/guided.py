@@ -45,11 +45,11 @@ def check_guided(base: RunConfig, question: SweepQuestion) -> None:
         )
     if question.scheduler != "fifo":
         raise ConfigError(
-            "--scheduler", question.scheduler, "trials stopped early do not show the way to the target", "leave it out"
+            "--scheduler", question.scheduler, "trials stopped early do not show the time to the target", "leave it out"
         )
     if question.num_trials is not None:
         raise ConfigError(
-            "--trials", question.num_trials, "a guided sweep runs as many as it needs", "bound it by --guided-share"
+            "--trials", question.num_trials, "a guided sweep runs as many as it needs", "limit it with --guided-share"
         )
 
 

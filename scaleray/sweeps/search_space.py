@@ -129,7 +129,7 @@ def _draw(
         raise ConfigError(
             "--trials",
             None,
-            "a range of learning rates has no end",
+            "a range has infinitely many learning rates",
             "give the number to draw, or the learning rates as a list",
         )
     chosen: list[Settings] = []
@@ -177,7 +177,7 @@ def parse_sizes(option: str, text: str) -> tuple[int, ...]:
         return tuple(low * 2**k for k in range((high // low).bit_length()))
     sizes = _parse_list(option, text, int, example)
     if min(sizes) < 1:
-        raise ConfigError(option, text, "sizes are at least 1", example)
+        raise ConfigError(option, text, "sizes must be at least 1", example)
     return sizes
 
 
@@ -187,7 +187,7 @@ def parse_rates(option: str, text: str) -> tuple[float, ...] | LogUniform:
     low, dots, high = text.partition("..")
     rates = _parse_list(option, f"{low},{high}" if dots else text, float, example)
     if not all(0 < rate < math.inf for rate in rates) or (dots and (len(rates) != 2 or rates[0] >= rates[1])):
-        raise ConfigError(option, text, "learning rates are above 0, and a range goes upwards", example)
+        raise ConfigError(option, text, "learning rates must be above 0, and ranges increasing", example)
     return LogUniform(rates[0], rates[1]) if dots else rates
 
 
@@ -196,7 +196,7 @@ def parse_names(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ..
     names = _parse_list(option, text, str, f"there are {', '.join(allowed)}")
     unknown = [name for name in names if name not in allowed]
     if unknown:
-        raise ConfigError(option, unknown[0], "it is unknown", f"there are {', '.join(allowed)}")
+        raise ConfigError(option, unknown[0], "it is unknown", f"available: {', '.join(allowed)}")
     return names
 
 

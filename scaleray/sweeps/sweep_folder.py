@@ -118,7 +118,7 @@ def read_asked(path: str) -> AskedSweep:
     except (OSError, ValueError) as exc:
         raise ConfigError("--continue", file, f"it cannot be read: {exc}") from exc
     if values.pop("format", None) != FORMAT:
-        raise ConfigError("--continue", file, "another version of scaleray wrote it", "continue with that version")
+        raise ConfigError("--continue", file, "another scaleray version wrote it", "continue with that version")
     try:
         rates = values["question"]["space"]["learning_rates"]
         space = {

@@ -203,7 +203,7 @@ def _metric(base: RunConfig, question: SweepQuestion, splits: Mapping[str, Split
     text = text or base.checkpoint.best or f"{evaluated[0]}/loss min"
     metric, _, direction = text.strip().partition(" ")
     if direction not in ("min", "max") or "/" not in metric:
-        raise ConfigError("--metric", text, "a metric and its direction are needed", "such as 'val/loss min'")
+        raise ConfigError("--metric", text, "a metric and its direction are needed", "for example 'val/loss min'")
     if metric.partition("/")[0] not in evaluated:
         known = ", ".join(f"{name}/loss" for name in evaluated)
         raise ConfigError("--metric", metric, "no evaluation measures this", f"available: {known} ...")
@@ -216,8 +216,8 @@ def _check_scheduler(base: RunConfig, question: SweepQuestion) -> None:
         raise ConfigError(
             "--scheduler",
             scheduler,
-            "it compares trials while they train, but evaluation.every is not set",
-            "such as --evaluation.every '1 epoch', or use fifo",
+            "it compares trials while they train, and evaluation.every is not set",
+            "add --evaluation.every '1 epoch', or use fifo",
         )
     if scheduler != "pbt":
         return

@@ -91,7 +91,7 @@ def question_of(config: RunConfig, *, options: SweepOptions) -> SweepQuestion:
             "scale.workers",
             str(config.scale.workers),
             "trials have a fixed number of workers",
-            "such as --workers-per-trial 2",
+            "for example --workers-per-trial 2",
         )
     return SweepQuestion(
         space=space,
@@ -147,9 +147,9 @@ def _varied(text: str) -> tuple[str, tuple[Any, ...]]:
     if not equals or not key or not given.strip():
         raise ConfigError("--vary", text, "a key and its values are needed", example)
     if key in OPTIONS:
-        raise ConfigError("--vary", text, f"{key} has an option of its own", f"use {OPTIONS[key]}")
+        raise ConfigError("--vary", text, f"{key} has its own option", f"use {OPTIONS[key]}")
     if key in (SEED, "scale.workers"):
-        raise ConfigError("--vary", text, f"{key} has an option of its own", "use --seeds or --workers-per-trial")
+        raise ConfigError("--vary", text, f"{key} has its own option", "use --seeds or --workers-per-trial")
     try:
         values = load_yaml(f"[{given}]")
     except ValueError:

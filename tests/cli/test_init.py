@@ -153,5 +153,5 @@ def test_arguments_without_an_equivalent_are_named_with_what_to_do(tmp_path, cap
     path = tmp_path / "other.json"
     path.write_text('{"a": 1}')
     assert run_command([*words, "--arguments", str(path)]) == 2
-    assert "must hold TrainingArguments" in capsys.readouterr().err
+    assert "must contain TrainingArguments" in capsys.readouterr().err
     assert run_command(["init", "--from", "table", "--out", str(tmp_path / "x"), "--arguments", str(path)]) == 2

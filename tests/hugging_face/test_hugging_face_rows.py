@@ -158,8 +158,8 @@ def bad_arguments(folder):
         ({"model": {"hidden_size": 4}}, "model_type of workload.args.model is missing"),
         ({"model": {"model_type": "no_such_model"}}, "transformers .* has no such model"),
         ({"tokenizer": None}, "workload.args.tokenizer is required: the model's folder has no tokenizer"),
-        ({"tokenizer": str(folder / "nowhere")}, "there is no such folder or file here"),
-        ({"tokenizer": str(folder / "empty")}, "it holds none of tokenizer.json"),
+        ({"tokenizer": str(folder / "nowhere")}, "no such folder or file exists here"),
+        ({"tokenizer": str(folder / "empty")}, "it contains none of tokenizer.json"),
         ({"tokenizer": str(folder / "list.json")}, "it cannot be read"),
         ({"model": {**LLAMA, "vocab_size": 100}}, "one of 261 tokens: the model knows 100"),
         ({"model": {**LLAMA, "max_position_embeddings": 8}}, "the model has 8 positions"),
@@ -218,7 +218,7 @@ def test_a_library_that_is_not_installed_is_named_with_its_extra(monkeypatch):
 
 
 def test_labels_of_another_shape_than_the_logits_are_refused():
-    with pytest.raises(WorkloadError, match="one label for each position"):
+    with pytest.raises(WorkloadError, match="one label per position"):
         summed_loss(torch.zeros(2, 3, 5), torch.zeros(2, dtype=torch.long))
 
 

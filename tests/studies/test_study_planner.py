@@ -78,7 +78,7 @@ def test_a_batch_that_cannot_be_divided_further_leaves_the_law_at_the_last_size(
         ({}, {"profile": "the loss failed"}, "the loss failed"),
         ({}, {"hardware": [{"accelerators": {"names": ["Mystery 9000"]}}], "scale.gpus_per_worker": 1}, "Mystery 9000"),
         ({}, {"precision.dtype": "fp64"}, "fp64"),
-        ({}, {"per_node": 2}, "number of nodes is 2: the network between nodes is not known"),
+        ({}, {"per_node": 2}, "number of nodes is 2: the network between nodes is unknown"),
     ],
 )
 def test_what_the_planner_does_not_know_is_the_reason(points, more, reason):

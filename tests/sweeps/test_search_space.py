@@ -121,7 +121,7 @@ def test_a_range_of_rates_tries_every_combination_before_any_comes_again():
 def test_a_grid_larger_than_its_trials_and_a_range_without_trials_are_refused():
     with pytest.raises(ConfigError, match="the grid has 12 combinations"):
         choose(space(), search="grid", num_trials=5, refuse=anything, seed=0)
-    with pytest.raises(ConfigError, match="a range of learning rates has no end"):
+    with pytest.raises(ConfigError, match="a range has infinitely many learning rates"):
         choose(space(learning_rates=LogUniform(1, 2)), search="random", num_trials=None, refuse=anything, seed=0)
 
 

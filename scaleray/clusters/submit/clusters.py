@@ -127,7 +127,7 @@ def _named() -> dict[str, tuple[Any, int]]:
     except (OSError, ValueError) as exc:
         raise ConfigError.problem(str(path), f"cannot be read: {exc}") from exc
     if not isinstance(values, Mapping):
-        raise ConfigError(str(path), values, f"it must hold clusters by name: {FORMS}", "mine: http://10.0.0.1:8265")
+        raise ConfigError(str(path), values, f"it must contain clusters by name: {FORMS}", "mine: http://10.0.0.1:8265")
     return {str(name): (value, lines.get(str(name), 1)) for name, value in values.items()}
 
 

@@ -190,7 +190,7 @@ def _job_and_others(cluster: KubernetesCluster, folder: Path) -> tuple[Manifest,
     jobs = [one for one in documents if one.get("kind") == "RayJob"]
     if len(jobs) != 1:
         raise ConfigError(
-            "manifest", source, f"it must contain one RayJob, not {len(jobs)}", "such as cluster/kubernetes/job-gpu"
+            "manifest", source, f"it must contain one RayJob, not {len(jobs)}", "for example cluster/kubernetes/job-gpu"
         )
     return jobs[0], [one for one in documents if one.get("kind") != "RayJob"]
 

@@ -64,7 +64,7 @@ def _check_name(name: str) -> None:
             name,
             "on Slurm it must have at most 100 letters, digits, dots, - and _, begin with a letter or digit, and not "
             "be a number",
-            "such as digits-2",
+            "for example digits-2",
         )
 
 

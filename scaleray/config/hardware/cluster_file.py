@@ -99,14 +99,14 @@ def _fields_of(path: Path) -> ClusterFile:
         raise ConfigError("cluster file", str(path), f"it cannot be read: {exc}") from exc
     known = {one.name for one in dataclasses.fields(ClusterFile)}
     if not isinstance(content, dict):
-        raise ConfigError(f"cluster file {path}", content, f"it must hold fields among {', '.join(sorted(known))}")
+        raise ConfigError(f"cluster file {path}", content, f"allowed fields are {', '.join(sorted(known))}")
     for name in content:
         if name not in known:
             near = near_words(str(name), known)
             raise ConfigError(
                 f"cluster file {path}:{lines.get(str(name), 1)} {name}",
                 content[name],
-                f"the fields are {', '.join(sorted(known))}",
+                f"allowed fields are {', '.join(sorted(known))}",
                 f"did you mean {near[0]}?" if near else "",
             )
     missing = [name for name in ("gpu", "num_nodes") if name not in content]

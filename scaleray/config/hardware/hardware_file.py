@@ -29,7 +29,7 @@ def read_hardware_file(path: Path) -> Catalogue:
         or not set(content) <= set(kinds)
         or not all(isinstance(value, list | None) for value in content.values())
     ):
-        raise ConfigError(f"hardware file {path}", content, f"it must hold lists under {', '.join(kinds)}")
+        raise ConfigError(f"hardware file {path}", content, f"it must contain lists under {', '.join(kinds)}")
     entries: dict[str, tuple[Any, ...]] = {}
     for key, kind in kinds.items():
         _refuse_unknown_fields(path, key, content.get(key) or (), {one.name for one in dataclasses.fields(kind)})
@@ -52,6 +52,6 @@ def _refuse_unknown_fields(path: Path, key: str, entries: Any, known: set[str]) 
             raise ConfigError(
                 f"hardware file {path}: {key}.{index}.{name}",
                 entry[name],
-                f"the fields are {', '.join(sorted(known))}",
+                f"allowed fields are {', '.join(sorted(known))}",
                 f"did you mean {near[0]}?" if near else "",
             )

@@ -208,11 +208,11 @@ class Cluster:
             raise ConfigError(
                 "cluster: algorithms",
                 ", ".join(self.algorithms),
-                "give ring, tree or both, and optionally hierarchical",
+                "they must be ring, tree or both, and optionally hierarchical",
             )
         if self.num_nodes > 1 and self.network is None:
             raise ConfigError(
-                "cluster: network", None, "there are several nodes", "for example net=100G, or net=8x400G"
+                "cluster: network", None, "several nodes need a network", "for example net=100G, or net=8x400G"
             )
 
     @property

@@ -49,7 +49,7 @@ def _packed_batch_size(config: RunConfig, data: DataSize, steps: int, why: dict[
         raise ConfigError(
             "batch.global_size",
             size,
-            f"a step holds only {piece} tokens but the longest row has {longest}, so some steps would get no row",
+            f"a step holds only {piece} tokens, and the longest row has {longest}, so some steps would get no row",
             f"use {longest * 2} or more, or cut long rows",
         )
     why["global_batch_size"] = f"{data.num_samples / steps:.4g} samples on average in {size} tokens"
@@ -165,7 +165,7 @@ def uneven_shares(
         raise ConfigError(
             "shares.by",
             by,
-            f"scale.workers is {config.scale.workers!s}, but shares need a fixed number of workers",
+            f"scale.workers is {config.scale.workers!s}, and shares need a fixed number of workers",
             "give one number of workers, or use equal shares",
         )
     if settings.speeds is not None and len(settings.speeds) != workers:
@@ -186,7 +186,7 @@ def uneven_shares(
         raise ConfigError(
             "strategy.static_graph",
             True,
-            "torch's static graph cannot accumulate, but larger shares take more micro-batches",
+            "torch's static graph cannot accumulate, and larger shares need more micro-batches",
             "leave it out, or use equal shares",
         )
     if by == "speed":

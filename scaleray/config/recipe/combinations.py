@@ -174,7 +174,7 @@ def check_compression(config: RunConfig, strategy: str) -> None:
             "compression.name",
             name,
             "it chooses by measured times, so runs differ, and deterministic is true",
-            "name one method, such as int8",
+            "choose one method, such as int8",
         )
 
 

@@ -73,7 +73,7 @@ def schedule_lengths(
         raise ConfigError(
             "schedule.warmup",
             str(given.warmup),
-            f"it is {warmup_steps} steps here and the whole training only {total_steps}",
+            f"it is {warmup_steps} steps here, and the whole training only {total_steps}",
             "shorten the warm-up or lengthen stop.after",
         )
     if given.length is None:

@@ -20,7 +20,7 @@ def bubble_over_ideal(
     ZB-H1; the v is that of interleaving). weight_share: W / (F + B + W).
     """
     if schedule not in SCHEDULES:
-        raise ValueError(f"{schedule} is none of {', '.join(SCHEDULES)}")
+        raise ValueError(f"{schedule} is not one of {', '.join(SCHEDULES)}")
     if min(num_workers, num_micro_batches, stages_per_worker) < 1 or not 0 <= weight_share <= 0.5:
         raise ValueError("numbers must be at least 1, and weight_share between 0 and 1/2")
     if schedule in ("gpipe", "1f1b"):

@@ -52,7 +52,7 @@ def predicted_throughput(
         raise UsageError(
             f"a step on {quantity(base.workers, 'worker')}",
             f"{1e3 * measured_step_s:.3g} ms",
-            f"the nearest the planner can predict for this model and hardware is {1e3 * found[0]:.3g} ms",
+            f"the closest prediction for this model and hardware is {1e3 * found[0]:.3g} ms",
         )
     at = np.log([size.workers for size in ordered])
     rates = np.log([size.global_batch_size / seconds for size, seconds in zip(ordered, found, strict=True)])
@@ -77,7 +77,7 @@ def _cluster(node: Cluster, workers: int) -> Cluster:
     per_node = min(workers, node.gpus_per_node)
     num_nodes = math.ceil(workers / node.gpus_per_node)
     if num_nodes > 1 and node.network is None:
-        raise UsageError("the number of nodes", num_nodes, "the network between nodes is not known")
+        raise UsageError("the number of nodes", num_nodes, "the network between nodes is unknown")
     return replace(
         node,
         gpus_per_node=per_node,

@@ -103,7 +103,7 @@ def anchor_of(found: Measurement, cluster: Cluster, catalogue: Catalogue) -> Anc
 def _of_study(record: StudyRecord) -> Measurement:
     points = sorted((at.point for curve in record.curves for at in curve.points), key=lambda point: point.workers)
     if not points:
-        raise ValueError("the study has no point")
+        raise ValueError("the study has no points")
     smallest = points[0]
     larger = next((point for point in points if point.workers > smallest.workers), None)
     return replace(_of_point(smallest), larger=_of_point(larger) if larger else None)

@@ -58,7 +58,7 @@ def find_model(name: str, *, sequence: int | None = None) -> ModelProfile:
     raise UsageError(
         "model",
         name,
-        "no such model is known",
+        "this model is unknown",
         f"nearest: {', '.join(near)}" if near else f"available: {', '.join(every)}, or a size as in gpt-13b",
     )
 

@@ -119,7 +119,7 @@ def read_snapshot(file: BinaryIO, name: str) -> MemorySnapshot:
             _ADVICE,
         ) from exc
     if not any(blocks):
-        raise TraceError(name, "a snapshot without blocks", "a used device has some", _ADVICE)
+        raise TraceError(name, "a snapshot without blocks", "a device in use has some", _ADVICE)
     grows = [bool(segment.get("is_expandable")) for segment in segments]
     return MemorySnapshot(name, values.get("rank"), blocks, grows)
 
@@ -141,7 +141,7 @@ class _Containers(pickle.Unpickler):
 
     def persistent_load(self, pid: object) -> NoReturn:
         raise TraceError(
-            self.name, "a pickle that refers to other pickles", "a memory snapshot refers to no other pickle", _ADVICE
+            self.name, "a pickle that refers to other pickles", "a memory snapshot has no such references", _ADVICE
         )
 
 

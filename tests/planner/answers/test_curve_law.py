@@ -49,7 +49,7 @@ def test_between_sizes_the_law_is_a_power_of_the_workers():
 
 
 def test_nodes_beyond_the_first_need_a_known_network():
-    with pytest.raises(UsageError, match="network between nodes is not known"):
+    with pytest.raises(UsageError, match="network between nodes is unknown"):
         predicted_throughput(GPT, LAYOUT, NODE, sizes(1, 16), measured_step_s=1.0)
     joined = replace(NODE, network=CATALOGUE.find_network("25G"))
     slow = predicted_throughput(GPT, LAYOUT, joined, sizes(1, 16, mode="weak"), measured_step_s=1.0)

@@ -369,7 +369,7 @@ def test_settings_that_fit_no_schedule_are_refused(settings, says):
 
 def test_a_pipeline_of_one_worker_is_refused():
     flags = {"strategy.name": "pipeline", "parallel.pipeline": 1}
-    with pytest.raises(ConfigError, match=r"parallel\.pipeline is 1: a pipeline has at least two workers"):
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline is 1: a pipeline needs at least two workers"):
         make_job(Deep(), flags, world_size=2)
 
 
