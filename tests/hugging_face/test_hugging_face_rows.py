@@ -235,7 +235,7 @@ QUOTED = 'text,label\n"good, so",pos\n"bad",neg\n'
         ("csv", QUOTED + "a\0b,neg\n", r"train\.csv, line 4 is a row with a NUL byte"),
         ("csv", "text,text\na,b\n", r"train\.csv, line 1 is a header with a column twice"),
         ("tsv", "text\tlabel\na\tb\tc\n", r"train\.tsv, line 2 is a row of 3 fields"),
-        ("jsonl", '{"text": "a"}\n{"text": \n', r"train\.jsonl, line 2 is no JSON"),
+        ("jsonl", '{"text": "a"}\n{"text": \n', r"train\.jsonl, line 2 is not JSON"),
         ("csv", QUOTED.encode("utf-16"), "it is not UTF-8"),
     ],
     ids=["comma", "few", "quote", "quote at the end", "NUL", "header", "tab", "JSON", "UTF-16"],
