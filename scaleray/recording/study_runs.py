@@ -146,13 +146,13 @@ class ParentRun:
             )
         run = cls(store, kind, name)
         if not store.is_new:
-            run._write(LearnChildren())
+            run.log(LearnChildren())
         if not continue_run_id:
             params = {safe_name(key): value for key, value in leaves(config, of_lists=False) if value is not None}
-            run._write(LogParams(params))
+            run.log(LogParams(params))
             for of_split in datasets:
-                run._write(LogDataset(**of_split))
-            run._write(SetTags({saved_views.KEY_TAG: store.run_id}))
+                run.log(LogDataset(**of_split))
+            run.log(SetTags({saved_views.KEY_TAG: store.run_id}))
             run._save_view(None)
         return run
 
@@ -187,8 +187,9 @@ class ParentRun:
         return self._outbox.num_kept
 
     def log(self, operation: StudyOperation) -> None:
-        """Write something else of the parent run. Returns at once."""
-        self._write(operation)
+        """Write something of the parent run or of a child. Returns at once."""
+        self._num_asked += 1
+        self._writer.put(operation)
 
     def log_point(self, point: Point) -> None:
         """Write a measured point as a child. Returns at once. A point that is there already is left as it is."""
@@ -265,10 +266,10 @@ class ParentRun:
         if record is not None:
             with self._whatever_fails():
                 self._write_conclusions(record)
-        self._write(RemoveHalfWritten())
+        self.log(RemoveHalfWritten())
         for path in files:
-            self._write(LogArtifact(str(path)))
-        self._write(EndRun(status, in_ms(time.time() if ended_at is None else ended_at)))
+            self.log(LogArtifact(str(path)))
+        self.log(EndRun(status, in_ms(time.time() if ended_at is None else ended_at)))
         self._try_all(timeout_s)
         self._writer.abandon()
         left = self._num_asked - self._outbox.num_sent
@@ -295,7 +296,7 @@ class ParentRun:
             "scaleray.kind": CHILD_KIND[self.kind],
             "mlflow.source.name": "scaleray",
         }
-        self._write(
+        self.log(
             LogChild(
                 key,
                 name,
@@ -309,11 +310,11 @@ class ParentRun:
         )
 
     def _write_conclusions(self, record: StudyRecord | SweepRecord) -> None:
-        self._write_values(record_values(record))
+        self.log(LogMetrics(as_points(record_values(record))))
         if isinstance(record, StudyRecord):  # what is known when the curve is
             points = [at for curve in record.curves for at in curve.points]
-            self._write(LogToChildren({point_name(at.point): as_points(relative_values(at)) for at in points}))
-        self._write(SetTags(closing_tags(record)))
+            self.log(LogToChildren({point_name(at.point): as_points(relative_values(at)) for at in points}))
+        self.log(SetTags(closing_tags(record)))
         self._save_view(record)
 
     @contextlib.contextmanager
@@ -325,17 +326,10 @@ class ParentRun:
             self._num_asked += 1
             self._outbox.failure = f"{type(exc).__name__}: {exc}"
 
-    def _write_values(self, values: Sequence[Value]) -> None:
-        self._write(LogMetrics(as_points(values)))
-
     def _save_view(self, record: StudyRecord | SweepRecord | None) -> None:
-        self._write(
+        self.log(
             SaveView(*saved_views.tag(self._view_key, saved_views.view_of(self.kind, self.name, self.run_id, record)))
         )
-
-    def _write(self, operation: StudyOperation) -> None:
-        self._num_asked += 1
-        self._writer.put(operation)
 
     def _flush(self) -> None:
         self._outbox.send_kept()

@@ -243,7 +243,7 @@ def test_a_write_that_mlflow_refuses_does_not_keep_back_those_after_it(uri):
     run = open_study(uri)
     run.identify(record)
     client(uri).log_param(run.run_id, "taken", "1")
-    run._write(LogParams({"taken": "2"}))
+    run.log(LogParams({"taken": "2"}))
     log_points(run, record)
     lacks = run.finish(run.identify(record))
     assert lacks is not None and lacks.startswith("1 ")
