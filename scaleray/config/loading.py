@@ -134,7 +134,7 @@ def read_file(path: Path) -> dict[str, Entry]:
 
 
 def _entries(loader: BoundedLoader, node: yaml.MappingNode, *, prefix: str, file: str) -> dict[str, Entry]:
-    """The values of a mapping, and of the sections in it, by dotted key."""
+    """Return the values of a mapping and of the sections in it, by dotted key."""
     sections = _sections()
     entries: dict[str, Entry] = {}
     for key, (where, value_node) in _own_keys(loader, node, prefix=prefix, file=file).items():
@@ -242,7 +242,7 @@ def validate(entries: Mapping[str, Entry]) -> RunConfig:
         if key not in known:
             raise _unknown(key, entry.where, list(known))
         section, _, name = key.partition(".")
-        # every page writes None, YAML's word for it is null
+        # None is how Python writes YAML's null
         is_none = entry.value == "None" and type(None) in typing.get_args(known[key].annotation)
         value = None if is_none else entry.value
         if name:

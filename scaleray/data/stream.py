@@ -203,8 +203,8 @@ def _groups(
 
 
 def _original_error(exc: BaseException) -> BaseException:
-    """Error that the reading code raised, out of the layers that Ray wraps around it: it says everything. Ray's text of
-    other errors has the user's own line."""
+    """The error of scaleray that the reading code raised, without the layers that Ray wraps around it; any other error
+    as it is, since Ray's text names the user's line."""
     seen: list[BaseException] = []
     current: BaseException | None = exc
     while current is not None and current not in seen:

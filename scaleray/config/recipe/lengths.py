@@ -100,13 +100,14 @@ def schedule_lengths(
 def lengths_of(
     config: RunConfig, counter: StepCounter, total_steps: int, *, warmup_factor: float, why: dict[str, str]
 ) -> dict[str, Any]:
-    """Return all lengths of a training, as fields of `Recipe`. Raises the errors of `schedule_lengths`."""
+    """Return all lengths of a training with this number of steps, as fields of `Recipe`. Raises the errors of
+    `schedule_lengths`."""
     warmup, schedule = schedule_lengths(config, counter, total_steps, warmup_factor=warmup_factor, why=why)
-    by_time = "by time alone" if config.checkpoint.every_minutes else "none"
+    by_time = "by time only" if config.checkpoint.every_minutes else "none"
     every = {
-        "evaluate_every_steps": (config.evaluation.every, "at the end only"),
+        "evaluate_every_steps": (config.evaluation.every, "only at the end"),
         "checkpoint_every_steps": (config.checkpoint.every, by_time),
-        "keep_checkpoint_every_steps": (config.checkpoint.keep_every, "none stays for good"),
+        "keep_checkpoint_every_steps": (config.checkpoint.keep_every, "none is permanent"),
     }
     return {
         "steps_per_epoch": counter.per_epoch,
