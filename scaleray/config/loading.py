@@ -6,6 +6,7 @@ Flags take precedence over the environment, the environment over the file. Envir
 
 from __future__ import annotations
 
+import itertools
 import os
 import typing
 from collections.abc import Mapping, Sequence
@@ -60,15 +61,14 @@ def load_config(
     environ: None reads os.environ. defaults: values by dotted key, below every other layer. Raises ConfigError with the
     key, its file and line.
     """
-    entries = {key: Entry(value, "default") for key, value in (defaults or {}).items()}
+    lowest = {key: Entry(value, "default") for key, value in (defaults or {}).items()}
     if path is not None:
-        entries.update(read_file(Path(path)))
-    overlay(entries, read_environment(os.environ if environ is None else environ))
+        lowest.update(read_file(Path(path)))
+    environment = read_environment(os.environ if environ is None else environ)
     if isinstance(flags, Mapping):
-        overlay(entries, {key: Entry(value, "override") for key, value in _by_dotted_key(flags).items()})
-    else:
-        overlay(entries, read_flags(flags))
-    return validate(entries)
+        given = {key: Entry(value, "override") for key, value in _by_dotted_key(flags).items()}
+        return validate(lowest, environment, given)
+    return validate(lowest, environment, read_flags(flags))
 
 
 def _by_dotted_key(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,17 +80,6 @@ def _by_dotted_key(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[str(key)] = value
     return found
-
-
-def overlay(entries: dict[str, Entry], layer: Mapping[str, Entry]) -> None:
-    """Put a layer over `entries`, in place. `workload.args.NAME` replaces one argument and keeps the others."""
-    for key, entry in layer.items():
-        name = key.removeprefix(f"{ARGS}.")
-        below = entries[ARGS].value if ARGS in entries else {}
-        if name in ("", key):
-            entries[key] = entry
-        elif isinstance(below, Mapping):  # otherwise the layer below is invalid, which validation reports
-            entries[ARGS] = Entry({**below, name: entry.value}, entry.where)
 
 
 def known_keys() -> dict[str, Any]:
@@ -234,8 +223,17 @@ def _parse_word(text: str) -> Any:
     return value
 
 
-def validate(entries: Mapping[str, Entry]) -> RunConfig:
-    """Check the merged entries and build the RunConfig. Raises ConfigError for the first error."""
+def validate(lowest: Mapping[str, Entry], *layers: Mapping[str, Entry]) -> RunConfig:
+    """Put each layer over those before it, check the values and build the RunConfig. `workload.args.NAME` replaces one
+    argument and keeps the others. Raises ConfigError for the first error."""
+    entries = dict(lowest)
+    for key, entry in itertools.chain.from_iterable(layer.items() for layer in layers):
+        argument = key.removeprefix(f"{ARGS}.")
+        below = entries[ARGS].value if ARGS in entries else {}
+        if argument in ("", key):
+            entries[key] = entry
+        elif isinstance(below, Mapping):  # otherwise the layer below is invalid, which is reported below
+            entries[ARGS] = Entry({**below, argument: entry.value}, entry.where)
     known = known_keys()
     nested: dict[str, Any] = {}
     for key, entry in entries.items():

@@ -107,8 +107,6 @@ class SweepPlan:
 
 def trial_config(base: RunConfig, settings: Settings, workers: int) -> RunConfig:
     """Base config with a trial's settings and number of workers, without the settings that only a single run needs."""
-    entries = _entries(base)
-    args = dict(base.workload.args)
     own: Settings = {
         "scale.workers": workers,
         "tracking.system_metrics": False,
@@ -117,13 +115,7 @@ def trial_config(base: RunConfig, settings: Settings, workers: int) -> RunConfig
     }
     if base.optimizer.reference_batch_size is None:
         own["optimizer.reference_batch_size"] = base.batch.global_size
-    for key, value in {**own, **settings}.items():
-        if key.startswith(f"{ARGS}."):
-            args[key.removeprefix(f"{ARGS}.")] = value
-        else:
-            entries[key] = Entry(value, "sweep")
-    entries[ARGS] = Entry(args, "sweep")
-    return validate(entries)
+    return validate(_entries(base), {key: Entry(value, "sweep") for key, value in {**own, **settings}.items()})
 
 
 def material_key(args: Mapping[str, Any]) -> str:
@@ -263,7 +255,7 @@ def _entries(base: RunConfig) -> dict[str, Entry]:
     for section, values in base.model_dump(mode="json").items():
         flat = {f"{section}.{name}": v for name, v in values.items()} if isinstance(values, dict) else {section: values}
         entries.update({key: Entry(value, "sweep") for key, value in flat.items()})
-    return entries
+    return {**entries, ARGS: Entry(dict(base.workload.args), "sweep")}
 
 
 def _samples(plan: StepPlan, steps: int) -> int:
