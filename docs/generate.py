@@ -1,4 +1,4 @@
-"""Write docs/alerts.md, docs/api.md, docs/config.md, docs/metrics.md, docs/private_parts.md and docs/schemas from the code, so that each fact stands once.
+"""Write docs/alerts.md, docs/api.md, docs/config.md, docs/layouts.md, docs/metrics.md, docs/private_parts.md and docs/schemas from the code, so that each fact stands once.
 
 `make docs` runs it; a test fails where a page is out of date. Needs neither torch nor Ray.
 """
@@ -189,6 +189,36 @@ OF_TORCH = (
 )
 
 
+def layouts_page() -> str:
+    """Every layout of the workers that was verified, with its distance to one process or the reason of its refusal."""
+    path = max((FOLDER.parent / "jobs/benchmarks/results").glob("layouts-*.json"))
+    found = json.loads(path.read_text())
+    lines = [
+        "# Layouts",
+        "",
+        NOTE,
+        "",
+        f"Largest relative distance to one process in float64, over {found['steps']} steps with an epoch's end, a resume from one process,",
+        "clipping and evaluations, with the given numbers of micro-batches in each worker's step. From",
+        f"`scaleray verify -c jobs/language_model.yaml --layouts all` on gloo, {found['written_at'][:10]} ([certificate](../{path.relative_to(FOLDER.parent)})).",
+        "",
+        "| workers | layout | micro-batches | loss | gradient norm | final values |",
+        "|---|---|---|---|---|---|",
+    ]
+    refused = []
+    for one in found["outcomes"]:
+        layout = one["layout"] or one["strategy"]
+        if one["verdict"] == "refused":
+            refused.append(f"| {one['world_size']} | {layout} | {one['words']} |")
+            continue
+        distances = (one["comparison"][name] for name in ("loss", "grad_norm", "parameters"))
+        figures = " | ".join(f"{distance:.1e}" for distance in distances)
+        verdict = "" if one["verdict"] == "equal" else f" **{one['verdict']}**"
+        lines.append(f"| {one['world_size']} | {layout}{verdict} | {one['accumulation']} | {figures} |")
+    reasons = ["", "## Refused", "", "| workers | layout | reason |", "|---|---|---|", *dict.fromkeys(refused)]
+    return "\n".join([*lines, *(reasons if refused else []), ""])
+
+
 def _codes(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -202,6 +232,7 @@ PAGES = {
     "api.md": lambda: api_page(NOTE),
     "cluster_files.md": lambda: tested_files_page(NOTE),
     "config.md": config_page,
+    "layouts.md": layouts_page,
     "metrics.md": metrics_page,
     "private_parts.md": private_parts_page,
     **{f"schemas/{name}.schema.json": _text_of(schema) for name, schema in SCHEMAS.items()},

@@ -17,9 +17,6 @@ class VerifyOptions:
     strategies: Words = "own"
     """Names with commas; own: the config's own; all: every one that there is, of which those that do not take this
     workload are listed."""
-    layouts: Literal["own", "all"] = "own"
-    """all: every way to cut the numbers of workers into degrees of replicate, shard, tensor and pipeline, instead of
-    strategies."""
     world_sizes: Numbers | None = None
     """Numbers of workers, with commas. By default 1 and 2, or 1 and the workers of one model where it is split."""
     accumulation: Numbers = "1,3"
@@ -38,6 +35,9 @@ class VerifyOptions:
     """Seed of the random steps of --resume, to repeat an answer."""
     local: bool = False
     """Run in plain gloo processes on this machine, without Ray."""
+    layouts: Literal["own", "all"] = "own"
+    """all: every way to cut the numbers of workers into degrees of replicate, shard, tensor and pipeline, instead of
+    strategies."""
 
     def __post_init__(self) -> None:
         for option, values in (("--world-sizes", self.sizes), ("--accumulation", self.pieces)):

@@ -16,6 +16,7 @@ if __name__ == "__main__":
 import planted_by_a_reader  # noqa: F401 - they enter themselves into the table
 import planted_elsewhere  # noqa: F401
 import planted_in_gradients  # noqa: F401
+import planted_in_layouts  # noqa: F401
 import planted_in_state  # noqa: F401
 from planted_edits import PLANTED, Planted
 from small_runs import DEFAULTS
