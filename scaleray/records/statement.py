@@ -7,12 +7,14 @@ sources are the resolved dependencies. The statement is not signed: it reveals l
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from scaleray.common.filesystems import write_whole
 from scaleray.records.gates import GateRecord
 from scaleray.records.json_record import jsonable
 from scaleray.records.run_record import RunRecord
@@ -39,10 +41,19 @@ def file_digest(path: Path) -> str:
     return found.hexdigest()
 
 
-def statement_of(
-    files: Mapping[str, str], run: RunRecord, gates: GateRecord, *, promotion: str, model: str, weights: str, by: str
-) -> dict[str, Any]:
-    """The statement of a promotion that ends now. files: SHA-256 by path; weights: which ones, as text; by: user."""
+def write_statement(
+    folder: Path,
+    files: Mapping[str, str],
+    run: RunRecord,
+    gates: GateRecord,
+    *,
+    promotion: str,
+    model: str,
+    weights: str,
+    by: str,
+) -> str:
+    """Write the statement of a promotion that ends now, and return its SHA-256. files: of the folder, SHA-256 by path;
+    weights: which ones, as text; by: user."""
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     facts = run.environment.get("environment") or {}
     git = facts.get("git") or {}
@@ -60,7 +71,7 @@ def statement_of(
     materials += [
         {"name": name, "digest": {"sha256": digest}} for name, digest in files.items() if name.startswith("evidence/")
     ]
-    return jsonable({
+    statement = jsonable({
         "_type": TYPE,
         "subject": [{"name": name, "digest": {"sha256": digest}} for name, digest in files.items()],
         "predicateType": PREDICATE,
@@ -81,6 +92,8 @@ def statement_of(
             },
         },
     })  # fmt: skip
+    write_whole(folder / STATEMENT, json.dumps(statement, indent=1))
+    return file_digest(folder / STATEMENT)
 
 
 def subjects(statement: Mapping[str, Any]) -> dict[str, str]:

@@ -37,7 +37,7 @@ from scaleray.recording.find_record import FoundRun
 from scaleray.records.gates import GateRecord
 from scaleray.records.promotion import Promotion
 from scaleray.records.run_record import RunRecord, Say
-from scaleray.records.statement import GATES_FILE, STATEMENT, digests, file_digest, statement_of
+from scaleray.records.statement import GATES_FILE, digests, write_statement
 from scaleray.release.gate.evidence import collect, training
 from scaleray.release.gate.gate import judge_evidence
 from scaleray.release.gate.kept_evidence import EVIDENCE, keep_evidence
@@ -169,13 +169,12 @@ def _registered(
     if version is not None:
         say(f"version {version.number} of {found.model} was already made by this promotion")
     else:
-        statement = statement_of(
-            files, run, gates, promotion=promotion, model=found.model, weights=str(found.weights), by=by
+        statement_sha256 = write_statement(
+            out, files, run, gates, promotion=promotion, model=found.model, weights=str(found.weights), by=by
         )
-        write_whole(out / STATEMENT, json.dumps(statement, indent=1))
         with stage("writing to MLflow"):
             source = registry.upload(stored, out, f"{ARTIFACTS}/{promotion}")
-            tags = {PROMOTION_TAG: promotion, STATEMENT_TAG: file_digest(out / STATEMENT), "scaleray.by": by}
+            tags = {PROMOTION_TAG: promotion, STATEMENT_TAG: statement_sha256, "scaleray.by": by}
             tags |= {"scaleray.gates": gates.answer}
             tags |= {f"scaleray.gate.{name}": answer for name, answer in found.gates.items()}
             text = _description(found, run)
