@@ -25,6 +25,12 @@ def test_layers_have_modes_and_settings():
     assert "2" not in found and dict(found["3"][1]) == {"momentum": 0.1, "eps": 1e-5}
 
 
+def test_a_layer_whose_class_fsdp_has_replaced_keeps_its_settings():
+    sharded = nn.BatchNorm1d(2)
+    sharded.__class__ = type("FSDPBatchNorm1d", (nn.BatchNorm1d,), {"__module__": "torch.distributed.fsdp"})
+    assert layers_of(nn.Sequential(sharded)) == layers_of(nn.Sequential(nn.BatchNorm1d(2)))
+
+
 def test_ranks_with_other_layers_have_none_in_common():
     assert alike([{"0": (True, ())}, {"0": (False, ()), "1": (True, ())}]) == {"0": None, "1": (True, ())}
 

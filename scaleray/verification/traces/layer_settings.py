@@ -50,7 +50,8 @@ def layers_of(module: nn.Module) -> dict[str, Layer]:
 
 
 def _settings(part: nn.Module) -> tuple[tuple[str, float], ...]:
-    if not type(part).__module__.startswith("torch.nn"):
+    bases = (kind for kind in type(part).__mro__ if kind is not nn.Module)  # FSDP makes a class of its own of a layer's
+    if not any(kind.__module__.startswith("torch.nn") for kind in bases):
         return ()
     found = ((name, getattr(part, name, None)) for name in SETTINGS)
     return tuple((name, taken_out(value)) for name, value in found if isinstance(value, int | float))
