@@ -14,7 +14,7 @@ from scaleray.common.parsing import MOST_CHARACTERS, BoundedLoader, TooLarge, lo
 from scaleray.config import RunConfig, load_config
 from scaleray.config.hardware.cluster_file import read_cluster_file
 from scaleray.config.hardware.hardware_file import read_hardware_file
-from scaleray.config.loading import parse_yaml
+from scaleray.config.loading import read_file
 from scaleray.errors import ConfigError, ScaleRayError
 from scaleray.planner.answers.measurement import read_measurement
 from scaleray.planner.models.flop_count_as_model import read_profile
@@ -37,6 +37,12 @@ class Counting(BoundedLoader):
         return super().get_token()
 
 
+def written(folder, text):
+    path = folder / "job.yaml"
+    path.write_text(text)
+    return path
+
+
 def flow(count):
     return "a: [" + ",".join(map(str, range(count))) + "]"
 
@@ -47,7 +53,7 @@ def flow(count):
      "a: {" + ",".join(f"k{i}: 1" for i in range(1000)) + "}"],
     ids=["flow", "nested", "keys", "flow keys"],
 )  # fmt: skip
-def test_what_is_too_long_is_refused_before_it_is_read_to_its_end(text, monkeypatch):
+def test_what_is_too_long_is_refused_before_it_is_read_to_its_end(text, tmp_path, monkeypatch):
     monkeypatch.setattr("scaleray.common.parsing.MOST_NODES", 500)
     Counting.num_tokens = 0
     loader = Counting(text)
@@ -55,7 +61,7 @@ def test_what_is_too_long_is_refused_before_it_is_read_to_its_end(text, monkeypa
         loader.get_single_node()
     assert Counting.num_tokens < 2300  # of 4,000 and more
     with pytest.raises(ConfigError, match=r"job\.yaml is too large: it has more than the 500 "):
-        parse_yaml(text, name="job.yaml")
+        read_file(written(tmp_path, text))
 
 
 @pytest.mark.parametrize(
@@ -65,15 +71,15 @@ def test_what_is_too_long_is_refused_before_it_is_read_to_its_end(text, monkeypa
      ("a: &a {" + ",".join(f"k{i}: 1" for i in range(2000)) + "}\nb: {<<: [" + ",".join(["*a"] * 2000) + "]}", "merges"),
      ("? " + "x" * 100_000 + "\n: 1", "at most 200 characters"), ("workload:\n  ? " + "x" * 100_000 + "\n  : 1", "at most 200 characters")],
 )  # fmt: skip
-def test_each_limit_is_one_clear_error_that_says_what_is_allowed(text, says):
+def test_each_limit_is_one_clear_error_that_says_what_is_allowed(tmp_path, text, says):
     with pytest.raises(ConfigError, match=says) as caught:
-        parse_yaml(text, name="job.yaml")
+        read_file(written(tmp_path, text))
     assert "job.yaml" in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_brackets_in_comments_and_strings_are_no_nesting():
+def test_brackets_in_comments_and_strings_are_no_nesting(tmp_path):
     text = "# " + "[" * 150 + "\nworkload:\n  name: a:B\n  args: {pattern: '" + "[{" * 150 + "', other: 1}\n"
-    assert parse_yaml(text, name="job.yaml")["workload.args"].value == {"pattern": "[{" * 150, "other": 1}
+    assert read_file(written(tmp_path, text))["workload.args"].value == {"pattern": "[{" * 150, "other": 1}
 
 
 MERGED = [

@@ -223,7 +223,7 @@ class _Disturbed:
                 return time.time()  # it struck after the last step
             return next((e.time for e in run.entries() if e.process not in old and e.step > last), 0.0)
 
-        recovered_at = run.wait_for(beyond, f"step {last + 1} after `{fault.kind}`", seconds=150)
+        recovered_at = run.wait_for(beyond, f"step {last + 1} after `{fault.kind}`", seconds=150, may_end=True)
         first = min((entry.step for entry in run.entries() if entry.process not in old), default=self.size.steps + 1)
         last_old = max(entry.step for entry in run.entries() if entry.process in old)
         fault.has_recovered = True

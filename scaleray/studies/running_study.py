@@ -117,6 +117,7 @@ class RunningStudy(Campaign):
         if not self.options.force:
             self._take_over()
         rungs = [rung for rung in self.rungs.values() if not rung.is_complete]
+        self._log_points()
         if not rungs:
             self.say("  everything was measured before; no worker starts")
             return []
@@ -213,6 +214,10 @@ class RunningStudy(Campaign):
         elif result not in self.said:
             self.said.add(result)
             self.say(f"  note ({workers}): {result}")
+        self._log_points()
+
+    def _log_points(self) -> None:
+        """Log every point that is complete and was not logged yet."""
         for mode, known in self._standing():
             if known.is_complete and (mode, known.name) not in self.points:
                 point = point_of(mode, known, self.config, profile=self.profile, study=self.folder.name)

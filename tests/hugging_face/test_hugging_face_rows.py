@@ -161,7 +161,7 @@ def bad_arguments(folder):
         ({"tokenizer": str(folder / "nowhere")}, "no such folder or file exists here"),
         ({"tokenizer": str(folder / "empty")}, "it contains none of tokenizer.json"),
         ({"tokenizer": str(folder / "list.json")}, "it cannot be read"),
-        ({"model": {**LLAMA, "vocab_size": 100}}, "one of 261 tokens: the model knows 100"),
+        ({"model": {**LLAMA, "vocab_size": 100}}, "one of 261 tokens: the model has 100"),
         ({"model": {**LLAMA, "max_position_embeddings": 8}}, "the model has 8 positions"),
         ({"packing": "tight"}, "concatenate, separate, pad"),
         ({"data": {"val": "x"}}, "including train"),

@@ -97,7 +97,7 @@ def test_every_row_is_asked_or_skipped_with_a_reason(folder, asked):
         ("b-2", "Abacus"),
         ("b-3", "its own rate"),
         ("b-4", "read in a source"),
-        ("b-5", "no such model"),
+        ("b-5", "this model is unknown"),
     ):
         assert words in reasons[row]
 

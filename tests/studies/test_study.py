@@ -163,6 +163,8 @@ def test_a_study_says_how_many_turns_it_has_taken_and_how_long_the_others_will(s
 
 @pytest.mark.combination
 def test_what_was_measured_is_reused_and_named_and_can_be_forced_anew(study):
+    from mlflow import MlflowClient
+
     first = study()
     said, nobody = [], Workers()
     second = study(workers=nobody, said=said)
@@ -170,6 +172,10 @@ def test_what_was_measured_is_reused_and_named_and_can_be_forced_anew(study):
     assert any("no worker starts" in line for line in said)
     assert any(f"3 measurements reused from {first.name}" in line for line in said)
     assert {p.reused_from for p in points_of(second).values()} == {first.name}
+    client = MlflowClient(second.tracking_uri)
+    assert all(
+        client.get_run(p.run_id).data.metrics["point/world_size"] == p.workers for p in points_of(second).values()
+    )
     assert points_of(second)["strong", 2].turns == points_of(first)["strong", 2].turns
     forced = study(StudyOptions(world_sizes=[1, 2, 4], repeats=3, force=True))
     assert {p.reused_from for p in points_of(forced).values()} == {None}

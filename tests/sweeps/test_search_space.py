@@ -164,7 +164,7 @@ def test_what_is_not_varied_stays_as_the_config_says():
     ("options", "message"),
     [
         ({"rules": "linear,cubic"}, "--rules is cubic"),
-        ({"optimizers": "adadelta"}, "there are adamw, adam, sgd, lars, lamb"),
+        ({"optimizers": "adadelta"}, "available: adamw, adam, sgd, lars, lamb"),
         ({"warmups": "a while"}, "--warmups is a while: a number"),
         ({"vary": ("optimizer.weight_decay",)}, "a key and its values are needed"),
         ({"vary": ("batch.global_size=1,2",)}, "use --batch-sizes"),

@@ -235,7 +235,7 @@ def test_a_folder_that_is_no_sweeps_or_is_damaged_is_one_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_asked(folder.path)
     files.store.write_text("sweep.json", json.dumps({"format": 9}))
-    with pytest.raises(ConfigError, match="another version"):
+    with pytest.raises(ConfigError, match="another scaleray version wrote it"):
         read_asked(folder.path)
     files.store.write_text("sweep.json", json.dumps({"format": 1, "question": {}}))
     with pytest.raises(ConfigError, match="not written by a sweep"):

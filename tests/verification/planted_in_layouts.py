@@ -48,7 +48,7 @@ def tied_gradient_twice():
 
 
 @planted("strategies/pipeline/pipeline_shards.py, reduce", "gradients are read before they are reduced", "sync",
-         flags={"parallel.shard": 2}, **STAGES)  # fmt: skip
+         flags={"strategy.name": "pipeline", "parallel.shard": 2}, misnamed="not recognised", **STAGES)  # fmt: skip
 def gradients_read_before_they_are_reduced():
     """pytorch#144535: a pipeline over FSDP."""
 
@@ -129,7 +129,7 @@ def every_part_counts_its_loss():
 
 
 @planted("strategies/fsdp.py, shard", "replicas drift apart by the order of two sums", "sync",
-         strategy="fsdp", world_size=4, workload=TRANSFORMER, flags={"parallel.replicate": 2})  # fmt: skip
+         strategy="fsdp", world_size=4, workload=TRANSFORMER, flags={"parallel.replicate": 2}, misnamed="not recognised")  # fmt: skip
 def replicas_drift_apart():
     """pytorch#171916: two reductions over two axes are not the same on all replicas."""
 
@@ -143,7 +143,7 @@ def replicas_drift_apart():
 
 
 @planted("training/loop.py, Part", "replicas of a pipeline read the same rows", "rows",
-         flags={"parallel.shard": 2}, **STAGES)  # fmt: skip
+         flags={"strategy.name": "pipeline", "parallel.shard": 2}, **STAGES)  # fmt: skip
 def replicas_read_the_same_rows():
     """A data rank that is taken from the innermost axis, which is not the data's."""
 

@@ -11,9 +11,9 @@ CHEAP = (
     "optimizer not restored", "same masks after a resume", "momentum not averaged", "trained weights for the average",
     "buffers of the start saved", "position a batch ahead", "weight kept and given", "average stays in place",
     "left over not restored", "statistics not averaged", "less dropout", "momentum in bf16", "rows in bf16", "biases summed again",
-    "inner momentum cleared", "pipeline replicas not summed", "tied gradient twice", "gradients read before they are reduced",
+    "inner momentum cleared", "pipeline replicas not summed", "tied gradient twice",
     "norm of own parts", "parts not summed in a stage", "divided by all workers", "every part counts its loss",
-    "replicas drift apart", "replicas read the same rows",
+    "replicas read the same rows",
 )  # fmt: skip
 """One of each kind of evidence."""
 

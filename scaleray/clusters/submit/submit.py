@@ -120,7 +120,7 @@ def submit(
 
 @names_what_is_missing
 def list_jobs(to: str | None = None) -> list[JobNow]:
-    """List the jobs submitted to a cluster, newest first. to: as for `submit`."""
+    """List the jobs submitted to a cluster, newest first. to: the cluster, as for `submit`."""
     return jobs_of(to).list()
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from scaleray.images import ImageClassification
 
-REFUSED = "of mode F, with values from .*8 or 16 bits"
+REFUSED = "in mode F, with values from .*8 or 16 bits"
 
 
 class Workload(ImageClassification):

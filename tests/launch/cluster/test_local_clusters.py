@@ -145,7 +145,7 @@ def test_a_cluster_of_a_name_that_is_up_is_refused_and_one_whose_processes_are_g
     [
         ({"nodes": 0}, "--nodes is 0: a cluster needs at least 1 node"),
         ({"cpus": 0}, "--cpus is 0"),
-        ({"port": 80}, "--port is 80: ports are 1024"),
+        ({"port": 80}, "--port is 80: it must be 1024 to 65535"),
         ({"name": "My Cluster"}, "at most 12 characters from a-z"),
         ({"name": "../elsewhere"}, "at most 12 characters from a-z"),
     ],

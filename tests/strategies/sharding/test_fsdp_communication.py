@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -25,7 +26,7 @@ def one_step(place, flags, workload=None):
     """What a step of 4 rows a rank gave to collectives: (as counted, as seen at torch's functions, most units gathered)."""
     job, sources = make_job(workload or Deep(num_rows=8), {**FSDP, **flags}, world_size=place.world_size)
     with same_generators():
-        setup = prepare(job.workload, job.config, job.recipe, place)
+        setup = prepare(job.workload, job.config, job.recipe, replace(place, degrees=job.degrees))
     seen, most = [0], [0]
 
     def counted(call, which):

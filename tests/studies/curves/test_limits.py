@@ -55,7 +55,7 @@ def test_the_limit_is_the_part_that_grew_beyond_the_ideal(
 def test_workers_that_share_cores_are_contention_in_a_strong_curve_too():
     base, largest = parts(1, "strong", 1.0, 0.0, 0.0), parts(4, "strong", 0.5, 0.0, 0.0, marks=["oversubscribed"])
     assert limit("strong", base, largest) == "contention"
-    assert "cores" in advice("contention", largest)
+    assert "one worker per core" in advice("contention", largest)
 
 
 def test_waiting_for_the_slowest_worker_is_contention():
@@ -112,4 +112,4 @@ def test_advice_follows_the_strategy():
     largest = parts(4, "strong", 0.3, 0.1, 0.0)
     assert "buckets" in advice("communication", largest)
     assert "HSDP" in advice("communication", dataclasses.replace(largest, strategy="fsdp"))
-    assert "16 samples a worker" in advice("compute", largest)
+    assert "16 samples per worker" in advice("compute", largest)

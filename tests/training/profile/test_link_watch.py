@@ -56,7 +56,7 @@ def test_the_pair_of_a_slow_link_is_named_with_its_direction_and_no_weight_chang
 
 def test_two_ranks_say_that_there_is_nothing_to_hold_their_link_against(gloo, tmp_path):
     (links,), (event,), _ = gloo.run(2, trained, str(tmp_path), (0, 1), True)[0]
-    assert links.usual_bytes_per_s is None and "is not known: two ranks have one" in event and "MB/s" in event
+    assert links.usual_bytes_per_s is None and "is not known: two ranks have only one" in event and "MB/s" in event
 
 
 def probed(place, limit_s):

@@ -102,7 +102,7 @@ def test_a_trace_that_cannot_be_saved_costs_the_training_nothing(gloo, tmp_path)
     plain = gloo.run(2, run, str(tmp_path), None)
     traced = gloo.run(2, run, str(tmp_path), request)
     assert all(torch.equal(traced[0][0][name], value) for name, value in plain[0][0].items())
-    assert any(text.startswith("traces: not watched any more") for text in traced[0][1])
+    assert any(text.startswith("traces: no longer observed") for text in traced[0][1])
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
