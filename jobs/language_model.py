@@ -27,6 +27,7 @@ from transformer import SIZES, Transformer, TransformerConfig, tensor_plan
 from scaleray import Workload
 from scaleray.data import TokenSource
 from scaleray.errors import ConfigError, DataError
+from scaleray.parallel import part
 
 END_OF_DOCUMENT = b"\0"  # a byte that text does not hold
 NUM_BYTE_VALUES = 256
@@ -105,8 +106,8 @@ class LanguageModel(Workload):
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         """Cross entropy in nats summed over the predicted bytes, and their number."""
         tokens = batch["tokens"].long()
-        targets = tokens[:, 1:].flatten()
-        logits = model(tokens[:, :-1])
+        targets = part(tokens[:, 1:], dim=1).flatten()  # all of them, but for parallel.context
+        logits = model(part(tokens[:, :-1], dim=1))
         return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"), targets.numel()
 
     def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:

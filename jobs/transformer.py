@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from scaleray.errors import ConfigError
+from scaleray.parallel import positions
 
 NORM_EPSILON = 1e-5
 
@@ -137,7 +138,7 @@ class Transformer(nn.Module):
         """tokens: integers (batch, sequence). Returns logits (batch, sequence, vocab_size)."""
         if tokens.shape[1] > self.config.max_sequence_length:
             raise ValueError(f"{tokens.shape[1]} tokens, but max_sequence_length is {self.config.max_sequence_length}")
-        rotations = self.rotations[:, : tokens.shape[1]]
+        rotations = self.rotations[:, positions(tokens.shape[1], tokens.device)]
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, rotations)
@@ -292,7 +293,7 @@ def rotation_table(config: TransformerConfig, *, device: torch.device | None = N
 def rotate(x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
     """Turn each pair (i, i + head_width / 2) of the heads `x` (batch, sequence, heads, head_width) by its position.
 
-    rotations: the first `sequence` rows of the table. Computed in the wider of both types, returned in that of `x`.
+    rotations: the rows of the table for these positions. Computed in the wider of both types, returned in that of `x`.
     """
     cos, sin = rotations
     first, second = x.chunk(2, dim=-1)

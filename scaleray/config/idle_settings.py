@@ -46,6 +46,7 @@ NEEDS: dict[str, tuple[Callable[[RunConfig], bool], str]] = {
         ("fsdp.parameter_dtype", "fsdp.reduce_dtype"),
         (lambda config: config.degrees().shard > 1, "without sharded replicas"),
     ),
+    "context.exchange": (lambda config: config.degrees().context > 1, "without parallel.context"),
     "tensor.sequence_parallel": (lambda config: config.degrees().tensor > 1, "without parallel.tensor"),
     "fsdp.wrap_min_parameters": (lambda config: config.fsdp.wrap == "size", "without fsdp.wrap size"),
     **dict.fromkeys(

@@ -31,6 +31,9 @@ class ParallelSettings(Settings):
     """Workers over which the state is sharded: parameters, gradients and the optimizer's (FSDP). In a pipeline, a
     stage's parameters are gathered once per step, and gradients reduced once; parameters shared by several stages (a
     tied head) or outside the blocks stay whole. None: the remaining workers under fsdp and tensor, otherwise 1."""
+    context: Degree = None
+    """Workers that share each sequence, cut by `scaleray.parallel.part` in the workload; see `context.exchange`. The
+    state is sharded over them, too, where it is sharded. None: 1."""
     tensor: Degree = None
     """Workers that share each layer, by the workload's `tensor_plan`. None: 2 under `strategy.name: tensor`, else 1."""
 
@@ -41,7 +44,7 @@ class ParallelSettings(Settings):
 
     def within(self, strategy: str) -> ParallelSettings:
         """Degrees within a replica that the given strategy supports."""
-        axes = {"pipeline", "tensor"} & set(traits_of(strategy).axes)
+        axes = {"pipeline", "context", "tensor"} & set(traits_of(strategy).axes)
         return ParallelSettings(**{axis: getattr(self, axis) for axis in axes})
 
     @model_validator(mode="after")
@@ -59,6 +62,7 @@ class Degrees:
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    context: int = 1
     tensor: int = 1
 
     @property
@@ -74,21 +78,29 @@ class Degrees:
     @property
     def model(self) -> int:
         """Number of workers that together hold one replica of the model and compute the same samples."""
-        return self.pipeline * self.tensor
+        return self.pipeline * self.context * self.tensor
 
     def data_rank(self, rank: int) -> int:
         """Index of the share of the global batch that a rank computes."""
-        return rank // self.tensor % self.data
+        return rank // (self.context * self.tensor) % self.data
 
     def replica(self, data_rank: int) -> list[int]:
         """Ranks that together compute a share of the global batch, in order."""
-        first = [stage * self.data * self.tensor + data_rank * self.tensor for stage in range(self.pipeline)]
-        return [start + part for start in first for part in range(self.tensor)]
+        near = self.context * self.tensor
+        first = [(stage * self.data + data_rank) * near for stage in range(self.pipeline)]
+        return [start + number for start in first for number in range(near)]
 
     @property
     def replicas(self) -> list[list[int]]:
         """Ranks of each replica, by its share of the global batch."""
         return [self.replica(data_rank) for data_rank in range(self.data)]
+
+    @property
+    def token_shares(self) -> list[list[int]]:
+        """Ranks that compute the same tokens of a share of the global batch, for all tokens of all shares in order."""
+        stages = range(0, self.workers, self.workers // self.pipeline)
+        firsts = range(0, self.workers // self.pipeline, self.tensor)
+        return [[stage + first + number for stage in stages for number in range(self.tensor)] for first in firsts]
 
     def text(self) -> str:
         """The degrees above 1, such as `pipeline 2 x tensor 2`."""
@@ -118,7 +130,7 @@ def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degre
     if workers == 1:
         return Degrees()
     traits, given = traits_of(strategy), dict(settings)
-    for axis in ("pipeline", "tensor"):
+    for axis in ("pipeline", "context", "tensor"):
         if given[axis] is None:
             given[axis] = 2 if strategy == axis else 1
     if strategy == "pipeline" and given["pipeline"] == 1:

@@ -25,6 +25,7 @@ from scaleray.config.precision import PrecisionSettings
 from scaleray.config.scale import ScaleSettings
 from scaleray.config.stop_evaluation import EvaluationSettings, StopSettings
 from scaleray.config.strategy import (
+    ContextSettings,
     GossipSettings,
     LocalSgdSettings,
     PipelineSettings,
@@ -50,6 +51,7 @@ class RunConfig(Settings):
     strategy: StrategySettings = StrategySettings()
     parallel: ParallelSettings = ParallelSettings()
     fsdp: FsdpSettings = FsdpSettings()
+    context: ContextSettings = ContextSettings()
     tensor: TensorSettings = TensorSettings()
     pipeline: PipelineSettings = PipelineSettings()
     local_sgd: LocalSgdSettings = LocalSgdSettings()

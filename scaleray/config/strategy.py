@@ -124,6 +124,14 @@ class TensorSettings(Settings):
     supports it."""
 
 
+class ContextSettings(Settings):
+    """Division of sequences over the workers of `parallel.context`."""
+
+    exchange: Literal["heads", "ring"] = "heads"
+    """Exchange within attention. heads: each worker gets all tokens of some heads, whose number the workers must
+    divide. ring: keys and values pass from worker to worker during the computation, for any number of heads."""
+
+
 class StrategySettings(Settings):
     """How the model is distributed over the workers."""
 

@@ -42,13 +42,13 @@ class Traits:
 
 
 TRAITS: dict[str, Traits] = {
-    "single": Traits(),
-    "ddp": Traits(reduces_by_ddp=True, sums_gradients=True),
-    "zero1": Traits(reduces_by_ddp=True, sums_gradients=True, sharding="zero1"),
-    "fsdp": Traits(axes=("replicate", "shard"), sums_gradients=True, sharding="zero3"),
-    "tensor": Traits(axes=("replicate", "shard", "tensor"), splits_replica=True),
+    "single": Traits(axes=("replicate", "context")),
+    "ddp": Traits(axes=("replicate", "context"), reduces_by_ddp=True, sums_gradients=True),
+    "zero1": Traits(axes=("replicate", "context"), reduces_by_ddp=True, sums_gradients=True, sharding="zero1"),
+    "fsdp": Traits(axes=("replicate", "shard", "context"), sums_gradients=True, sharding="zero3"),
+    "tensor": Traits(axes=("replicate", "shard", "context", "tensor"), splits_replica=True),
     "pipeline": Traits(
-        axes=("pipeline", "replicate", "shard", "tensor"),
+        axes=("pipeline", "replicate", "shard", "context", "tensor"),
         splits_replica=True,
         can_repeat_steps=False,
         can_try_micro_sizes=False,

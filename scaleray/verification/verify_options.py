@@ -36,8 +36,7 @@ class VerifyOptions:
     local: bool = False
     """Run in plain gloo processes on this machine, without Ray."""
     layouts: Literal["own", "all"] = "own"
-    """all: every way to cut the numbers of workers into degrees of replicate, shard, tensor and pipeline, instead of
-    strategies."""
+    """all: every way to cut the numbers of workers into degrees of `parallel`, instead of strategies."""
 
     def __post_init__(self) -> None:
         for option, values in (("--world-sizes", self.sizes), ("--accumulation", self.pieces)):

@@ -31,7 +31,14 @@ def config_of(workers, **values):
         (8, {"strategy__name": "pipeline"}, "pipeline", Degrees(pipeline=2, replicate=4)),
         (8, {"strategy__name": "pipeline", "parallel__shard": "auto"}, "pipeline", Degrees(pipeline=2, shard=4)),
         (8, {"parallel__pipeline": "auto", "parallel__tensor": 2}, "pipeline", Degrees(pipeline=4, tensor=2)),
-        (16, {"parallel__pipeline": 2, "parallel__shard": 2, "parallel__tensor": 2}, "pipeline", Degrees(2, 2, 2, 2)),
+        (
+            16,
+            {"parallel__pipeline": 2, "parallel__shard": 2, "parallel__tensor": 2},
+            "pipeline",
+            Degrees(pipeline=2, replicate=2, shard=2, tensor=2),
+        ),
+        (8, {"parallel__context": 2}, "ddp", Degrees(replicate=4, context=2)),
+        (8, {"parallel__context": 2, "parallel__shard": 2}, "fsdp", Degrees(replicate=2, shard=2, context=2)),
     ],
 )
 def test_what_is_not_given_is_the_rest_of_the_workers(workers, values, strategy, degrees):
@@ -71,8 +78,13 @@ def test_replicas_are_all_ranks_each_once_with_neighbours_in_a_layer(degrees):
         assert [degrees.data_rank(rank) for rank in replica] == [data_rank] * degrees.model
         parts = [replica[n : n + degrees.tensor] for n in range(0, len(replica), degrees.tensor)]
         assert all(part == list(range(part[0], part[0] + degrees.tensor)) for part in parts)
+    shares = degrees.token_shares
+    assert sorted(rank for ranks in shares for rank in ranks) == list(range(8))
+    assert len(shares) == degrees.data * degrees.context
+    for number, ranks in enumerate(shares):
+        assert set(ranks) <= set(degrees.replicas[number // degrees.context])
 
 
 def test_the_workers_are_cut_in_every_way():
-    assert len(all_degrees(8)) == 20  # of three factors of 2 over four axes
-    assert len(set(all_degrees(12))) == len(all_degrees(12)) == 40
+    assert len(all_degrees(8)) == 35  # of three factors of 2 over five axes
+    assert len(set(all_degrees(12))) == len(all_degrees(12)) == 75

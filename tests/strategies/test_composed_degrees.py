@@ -20,6 +20,12 @@ LAYOUTS = {
         4,
         {"parallel.pipeline": 2, "parallel.tensor": 2, "pipeline.schedule": "zero_bubble"},
     ),
+    "context": (2, {"parallel.context": 2}),
+    "context, in a ring": (4, {"parallel.context": 4, "context.exchange": "ring"}),
+    "replicate x context, in a ring": (4, {"parallel.context": 2, "context.exchange": "ring"}),
+    "shard x context": (4, {"parallel.shard": 2, "parallel.context": 2}),
+    "context x tensor": (4, {"parallel.context": 2, "parallel.tensor": 2, "context.exchange": "ring"}),
+    "pipeline x context": (4, {"parallel.pipeline": 2, "parallel.context": 2, "context.exchange": "ring"}),
     "pipeline x replicate x shard": (4, {"parallel.pipeline": 2, "parallel.shard": 2}),
 }
 

@@ -49,6 +49,8 @@ NOT_HERE = {
     "fsdp.wrap_classes": "named with fsdp.wrap",
     "fsdp.cpu_offload": "needs a GPU",
     "parallel.tensor": "the number of workers of a layer, tests/strategies/test_tensor.py",
+    "parallel.context": "needs sequences, tests/strategies/test_context.py",
+    "context.exchange": "needs sequences, tests/strategies/test_context.py",
     "parallel.pipeline": "the number of workers of a replica, tests/strategies/pipeline",
     "shares.": "parts of shares.by",
     "activations.memory_budget": "needs a compiler",

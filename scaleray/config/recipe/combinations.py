@@ -236,6 +236,18 @@ def check_float8(config: RunConfig) -> None:
         )
 
 
+def check_context(config: RunConfig, workers: int) -> None:
+    """Check that workers which share sequences compute alike."""
+    if config.degrees(workers).context == 1:
+        return
+    for key, value, allowed, why in (
+        ("shares.by", config.shares.by, "equal", "its workers have the same samples"),
+        ("compilation.what", config.compilation.what, "nothing", "compiled graphs do not exchange tokens"),
+    ):
+        if value != allowed:
+            raise ConfigError(key, value, f"under parallel.context it must be {allowed}: {why}", "leave it out")
+
+
 def check_schedule(config: RunConfig, accumulation: int) -> None:
     """Check that the schedule supports the micro-batches of a full step. accumulation: their number."""
     schedule, workers = config.pipeline.schedule, config.degrees().pipeline

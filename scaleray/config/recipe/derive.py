@@ -15,6 +15,7 @@ from scaleray.config.recipe.batches import check_data_fills, cut_batch, degrees_
 from scaleray.config.recipe.combinations import (
     check_averaging,
     check_compression,
+    check_context,
     check_cuda_graphs,
     check_fine_tuning,
     check_float8,
@@ -137,6 +138,7 @@ def _check(config: RunConfig, strategy: str, workers: int) -> None:
     check_search(config)
     check_tf32(config)
     check_float8(config)
+    check_context(config, workers)
     if strategy == "fsdp":
         check_fsdp(config, workers)
     if config.degrees(workers).shard > 1:

@@ -93,6 +93,8 @@ def _why_never(config: RunConfig, strategy: str) -> str:
         return f"compression.name {config.compression.name} does not send the mean gradient"
     if config.pruning.method != "none":
         return f"pruning.method {config.pruning.method} masks gradients after their average"
+    if config.degrees().context > 1:
+        return "under parallel.context workers have parts of the same samples"
     if settings.preconditioned and strategy == "zero1":
         return "under zero1 no worker has the second moments of all parameters"
     if settings.preconditioned and strategy == "tensor":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -11,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.modules.dropout import _DropoutNd
 
 from scaleray.common.equal_models import (
     Digests,
@@ -30,6 +33,7 @@ from scaleray.config.averaging_pruning_fine_tuning import AveragingSettings
 from scaleray.config.parallel import Degrees
 from scaleray.config.recipe.values import Recipe
 from scaleray.errors import ConfigError, WorkloadError
+from scaleray.parallel.context import Context, sequences_shared
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.sharding.paged_build import PagedBuild
 from scaleray.training.setup import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
@@ -46,22 +50,30 @@ from scaleray.workload import built_model
 
 def build_mesh(degrees: Degrees, strategy: str, device_type: str) -> DeviceMesh:
     """The mesh of all workers. Collective. Axes from the outside in: `pp` for pipeline; `dp` for workers with samples
-    of their own, or `replicate` and `shard` where both are above 1, with `dp` over them; `tp` for tensor."""
+    or tokens of their own, or `replicate` and `shard` where both are above 1, with `dp` over them; `tp` for tensor. The
+    workers of a context are neighbours along `shard` or `dp`, and the state is sharded over them, too."""
     # DTensor keeps the results of its planning by the layout of a mesh, process groups included: in a process that has
     # left its group and joined another, as between two sizes of `verify`, they would name groups that are gone
     _clear_sharding_prop_cache()
     clear_redistribute_planner_cache()
     both = degrees.shard > 1 if strategy != "tensor" else True
-    data = {"replicate": degrees.replicate, "shard": degrees.shard} if degrees.replicate > 1 and both else {}
+    shard = degrees.shard * degrees.context
+    data = {"replicate": degrees.replicate, "shard": shard} if degrees.replicate > 1 and both else {}
     axes = {
         **({"pp": degrees.pipeline} if strategy == "pipeline" else {}),
-        **(data or {"dp": degrees.data}),
+        **(data or {"dp": degrees.replicate * shard}),
         **({"tp": degrees.tensor} if strategy == "tensor" or degrees.tensor > 1 else {}),
     }
     mesh = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     if data and len(axes) > 2:
         mesh["replicate", "shard"]._flatten("dp")
     return mesh
+
+
+def _context_group(degrees: Degrees, device_type: str) -> dist.ProcessGroup:
+    """The group of the workers that share this worker's sequences. Collective."""
+    sizes = degrees.workers // (degrees.context * degrees.tensor), degrees.context, degrees.tensor
+    return init_device_mesh(device_type, sizes, mesh_dim_names=("others", "context", "tensor")).get_group("context")
 
 
 @dataclass(frozen=True)
@@ -208,8 +220,15 @@ def _spread_model(
         # before each rank cuts its part out of its own model: afterwards nobody could tell
         digests = _check_equal_before_sharding(model, pages, config, recipe, place)
         mesh = build_mesh(place.mesh, recipe.strategy, place.device.type) if place.group else None
+        is_shared = place.mesh.context > 1
+        if is_shared:
+            group = _context_group(place.mesh, place.device.type)
+            undo.enter_context(sequences_shared(model, Context.over(group, config.context.exchange)))
         parallel = STRATEGIES[recipe.strategy](model, mesh, _with_fixed_buckets(config), workload)
+        parallel = dataclasses.replace(parallel, forward_is_collective=parallel.forward_is_collective or is_shared)
         parallel.notes.extend(notes)
+        if is_shared and any(isinstance(part, _DropoutNd) and part.p for part in model.modules()):
+            parallel.notes.append("context: dropout draws the same mask for each worker's part of a sequence")
     if config.memory.on_out_of_memory == "halve" and parallel.abandon is None:
         raise ConfigError(
             "memory.on_out_of_memory",

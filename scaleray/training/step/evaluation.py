@@ -16,6 +16,7 @@ from scaleray.config import RunConfig
 from scaleray.data import Input, Part, RankBatch, Split
 from scaleray.data.source_interface import rows_in
 from scaleray.errors import ConfigError, WorkloadError
+from scaleray.parallel.context import whole_sequences
 from scaleray.records.phases import Phase
 from scaleray.records.run_record import EvaluationRecord
 from scaleray.strategies.contract.later import Later
@@ -96,7 +97,7 @@ class OwnEvaluation:
         def measure(model: nn.Module) -> Any:
             return evaluate(model, used, split=split, rank=place.rank, world_size=place.world_size)
 
-        with self.setup.precision.autocast():
+        with self.setup.precision.autocast(), whole_sequences():
             given = call_user_code(lambda: self._run(measure), what="evaluate()", doing=f"evaluating {split}")
         found = {}
         for name, pair in dict(given or {}).items():

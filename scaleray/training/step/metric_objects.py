@@ -27,6 +27,12 @@ class MetricObjects:
         self.place, self.split = place, split
         give = own_method(workload, "metric_objects")
         found = call_user_code(give, what="metric_objects()", doing="making the metrics") if give else {}
+        if found and place.mesh.context > 1:
+            raise WorkloadError.problem(
+                "metric_objects()",
+                "take whole rows, and under parallel.context a worker has a part of each",
+                "return sums and counts from metrics(), or use other degrees",
+            )
         self._objects = {str(name): _checked(str(name), metric, place) for name, metric in dict(found or {}).items()}
 
     @property

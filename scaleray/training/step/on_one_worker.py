@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 from scaleray.config import RunConfig
 from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import WorkloadError
+from scaleray.parallel.context import Context, sequences_shared
 from scaleray.strategies.pipeline.pipeline_evaluation import Rehearsal
 from scaleray.strategies.sharding.fsdp_units import choose_units
 
@@ -36,6 +37,8 @@ def rehearsed(model: nn.Module, config: RunConfig, workload: Any) -> Iterator[nn
         if name == "tensor" or config.parallel.tensor not in (None, 1):
             owners = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
             stack.enter_context(_weights_within(owners, model, "under tensor parallelism a worker holds a part of it"))
+        if isinstance(size := config.parallel.context, int) and size > 1:
+            stack.enter_context(sequences_shared(model, Context(config.context.exchange, size)))
         yield Rehearsal(model, config, workload) if name == "pipeline" else model
 
 

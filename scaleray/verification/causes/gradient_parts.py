@@ -107,7 +107,7 @@ class GradientParts:
             return
         mine = (*self._pieces, self._found, self._before, (self._left, self._lost))
         gathered = self._gather(mine)
-        everyone = [gathered[ranks[0]] for ranks in self.place.mesh.replicas]
+        everyone = [gathered[ranks[0]] for ranks in self.place.mesh.token_shares]
         self.shares = self._solved(everyone)
         if self._left is not None:
             total = sum(sum(counts) for _, counts, *_ in everyone)

@@ -1,0 +1,222 @@
+"""Context parallelism: the workers of a group have the same rows, and each computes a part of every sequence.
+
+Tokens see those of other workers in attention alone. While a training runs, `scaled_dot_product_attention` of
+torch.nn.functional, which models and torch's own layers call, exchanges them in one of two ways. By heads, an
+all-to-all gives each worker all tokens of some heads (Jacobs et al. 2023, DeepSpeed-Ulysses, arXiv:2309.14509). In a
+ring, keys and values pass from worker to worker while each computes with those it has, and partial results are merged
+by their log-sum-exp (Liu et al. 2023, arXiv:2310.01889)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from scaleray.errors import WorkloadError
+from scaleray.parallel.ring_attention import ring_attention
+
+_attention = F.scaled_dot_product_attention
+
+
+@dataclass
+class Context:
+    """Workers that share each sequence. exchange: `heads` or `ring`. group: None in a rehearsal on one worker, where
+    the first worker's tokens see each other alone."""
+
+    exchange: str
+    size: int
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    has_cut: bool = False
+    num_exchanges: int = 0
+
+    @classmethod
+    def over(cls, group: dist.ProcessGroup, exchange: str) -> Context:
+        """The context of a group's workers."""
+        return cls(exchange, dist.get_world_size(group), dist.get_rank(group), group)
+
+    def pieces(self) -> list[int]:
+        """This worker's pieces of a sequence. By heads, sequences are cut into one piece per worker. In a ring, they
+        are cut into two per worker, an early one and a late one, so that causal attention is equal work for all."""
+        return [self.rank] if self.exchange == "heads" else [self.rank, 2 * self.size - 1 - self.rank]
+
+
+_active: Context | None = None
+
+
+def part(tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """This worker's tokens of a tensor with whole sequences along `dim`; all of them without `parallel.context`.
+    Raises WorkloadError for a length that the workers do not divide."""
+    if _active is None:
+        return tensor
+    pieces = _active.pieces()
+    multiple, length = len(pieces) * _active.size, tensor.shape[dim]
+    if length % multiple:
+        raise WorkloadError(
+            "a sequence",
+            f"of {length} tokens",
+            f"parallel.context {_active.size} cuts it into {multiple} equal pieces",
+            f"pad it to a multiple of {multiple}, such as {-(-length // multiple) * multiple}",
+        )
+    _active.has_cut = True
+    cut = tensor.tensor_split(multiple, dim)
+    return torch.cat([cut[number] for number in pieces], dim)
+
+
+def positions(length: int, device: torch.device | None = None) -> torch.Tensor:
+    """Positions in the whole sequence (length,) of a worker's `length` tokens, as `part` gives them."""
+    if _active is None:
+        return torch.arange(length, device=device)
+    return part(torch.arange(length * _active.size, device=device), dim=0)
+
+
+@contextlib.contextmanager
+def whole_sequences() -> Iterator[None]:
+    """Context in which this worker computes with whole sequences alone, such as an evaluation by generation."""
+    global _active
+    before, _active = _active, None
+    try:
+        yield
+    finally:
+        _active = before
+
+
+@contextlib.contextmanager
+def sequences_shared(model: torch.nn.Module, context: Context) -> Iterator[None]:
+    """Context in which workers share each sequence. Raises WorkloadError at the end of a forward pass of
+    `model` without attention to exchange: its tokens would not see those of other workers."""
+    global _active
+    with contextlib.ExitStack() as undo:
+        _active = context
+        undo.callback(_end, context)
+        before = torch.backends.mha.get_fastpath_enabled()  # it is one kernel, which calls no attention
+        torch.backends.mha.set_fastpath_enabled(False)
+        undo.callback(torch.backends.mha.set_fastpath_enabled, before)
+        F.scaled_dot_product_attention = _shared_attention
+        undo.callback(setattr, F, "scaled_dot_product_attention", _attention)
+        undo.callback(model.register_forward_hook(functools.partial(_check_pass, context)).remove)
+        yield
+
+
+def _end(context: Context) -> None:
+    global _active
+    if _active is context:
+        _active = None
+
+
+def _check_pass(context: Context, model: torch.nn.Module, inputs: Any, output: Any) -> None:
+    if _active is None:
+        return
+    if not context.num_exchanges:
+        raise WorkloadError.problem(
+            "the model",
+            "called no scaled_dot_product_attention: under parallel.context its tokens would not see those of other "
+            "workers",
+            "let its attention call torch.nn.functional.scaled_dot_product_attention, or use other degrees",
+        )
+    context.num_exchanges = 0
+
+
+def _shared_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`scaled_dot_product_attention` over all tokens of the group, with this worker's part of queries, keys and values.
+    Collective."""
+    options: dict[str, Any] = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if _active is None:
+        return _attention(query, key, value, attn_mask=attn_mask, **options)
+    _check_call(_active, query, key, value, attn_mask, dropout_p, is_causal)
+    _active.num_exchanges += 1
+    if _active.group is None:
+        return _attention(query, key, value, **options)
+    if _active.exchange == "ring":
+        return ring_attention(query, key, value, _active.group, is_causal=is_causal, scale=scale)
+    query, key, value = _to_heads(_active, query, key, value)
+    return _to_tokens(_active, _attention(query, key, value, **options))
+
+
+def _check_call(
+    context: Context,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+) -> None:
+    if not context.has_cut:
+        raise WorkloadError.problem(
+            "the workload",
+            "gives the model whole sequences, and parallel.context needs this worker's tokens of them",
+            "cut what goes along the sequence in loss() and metrics(): scaleray.parallel.part(tokens, dim=1)",
+        )
+    if attn_mask is not None:
+        raise WorkloadError.problem(
+            "the model's attention",
+            "has a mask, which a worker knows for its own tokens only",
+            "use is_causal, pack rows instead of padding them, or leave parallel.context out",
+        )
+    if query.ndim != 4 or (is_causal and query.shape[2] != key.shape[2]):
+        raise WorkloadError(
+            "the model's attention",
+            f"of queries {tuple(query.shape)} and keys {tuple(key.shape)}",
+            "parallel.context needs (rows, heads, tokens, width), and as many queries as keys where it is causal",
+        )
+    if context.exchange == "heads":
+        for name, heads in (("query", query.shape[1]), ("key and value", key.shape[1])):
+            if heads % context.size:
+                raise WorkloadError(
+                    "parallel.context", context.size, f"by heads it must divide the {heads} {name} heads of a worker",
+                    "use --context.exchange ring",
+                )  # fmt: skip
+    elif dropout_p:
+        raise WorkloadError(
+            "the model's attention", f"with dropout {dropout_p:g}", "a ring has no dropout of attention",
+            "set it to 0, or use --context.exchange heads",
+        )  # fmt: skip
+
+
+class _AllToAll(torch.autograd.Function):
+    """Exchange of equal parts along the first dimension (workers, ...); its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        received = torch.empty_like(tensor)
+        dist.all_to_all_single(received, tensor, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _AllToAll.apply(gradients[0].contiguous(), ctx.group), None
+
+
+def _to_heads(context: Context, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """All tokens of this worker's heads, of tensors (rows, heads, tokens, width) with its tokens of all heads."""
+    cut = [tensor.unflatten(1, (context.size, -1)).movedim(1, 0) for tensor in tensors]
+    flat = torch.cat([tensor.flatten(1) for tensor in cut], dim=1)
+    received = _AllToAll.apply(flat, context.group).split([tensor[0].numel() for tensor in cut], dim=1)
+    whole = []
+    for tensor, its in zip(cut, received, strict=True):
+        whole.append(its.reshape(tensor.shape).movedim(0, 2).flatten(2, 3))
+    return whole
+
+
+def _to_tokens(context: Context, tensor: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_to_heads`: this worker's tokens of all heads."""
+    cut = tensor.unflatten(2, (context.size, -1)).movedim(2, 0).contiguous()
+    received: torch.Tensor = _AllToAll.apply(cut, context.group)
+    return received.movedim(0, 1).flatten(1, 2)
