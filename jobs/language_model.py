@@ -27,7 +27,7 @@ from transformer import SIZES, Transformer, TransformerConfig, tensor_plan
 from scaleray import Workload
 from scaleray.data import TokenSource
 from scaleray.errors import ConfigError, DataError
-from scaleray.parallel import part
+from scaleray.parallel import balance_loss, expert_metrics, part
 
 END_OF_DOCUMENT = b"\0"  # a byte that text does not hold
 NUM_BYTE_VALUES = 256
@@ -41,6 +41,8 @@ class LanguageModel(Workload):
 
     size: a name in transformer.SIZES; width, num_blocks, num_heads, num_kv_heads, ffn_width and rope_base replace
     single values of it. The vocabulary is always the 256 bytes.
+    num_experts: a mixture of so many experts in place of each feed-forward layer, of which a token uses
+    experts_per_token; balance_weight: of their balance loss.
     text: None for Python's standard library; else a folder (or one file), searched with its subfolders. A .parquet or
     .pq file holds one document a row in the column `text_column`; every other file is one document. Hidden files and
     folders are left out. suffix: only files whose name ends so.
@@ -62,6 +64,10 @@ class LanguageModel(Workload):
         num_kv_heads: int | None = None,
         ffn_width: int | None = None,
         rope_base: float | None = None,
+        num_experts: int | None = None,
+        experts_per_token: int = 2,
+        expert_capacity: float | None = None,
+        balance_weight: float = 0.01,
     ) -> None:
         if size not in SIZES:
             raise ConfigError("workload.args.size", size, f"it must be one of {', '.join(SIZES)}")
@@ -77,11 +83,15 @@ class LanguageModel(Workload):
             "ffn_width": ffn_width,
             "rope_base": rope_base,
         }
+        self.balance_weight = 0.0 if num_experts is None else balance_weight
         self.config: TransformerConfig = dataclasses.replace(
             SIZES[size],
             vocab_size=NUM_BYTE_VALUES,
             max_sequence_length=sequence_length,
             tie_head=tie_head,
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+            expert_capacity=expert_capacity,
             **{name: value for name, value in shape.items() if value is not None},
         )
         # absolute at once, since workers run in other directories
@@ -104,15 +114,20 @@ class LanguageModel(Workload):
         return {name: self._source(name, documents) for name, documents in splits.items()}
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """Cross entropy in nats summed over the predicted bytes, and their number."""
+        """Cross entropy in nats summed over the predicted bytes, and their number; with experts, and their balance."""
+        nats, count = self._nats(model, batch)
+        return nats + self.balance_weight * balance_loss(model) if self.balance_weight else nats, count
+
+    def _nats(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         tokens = batch["tokens"].long()
         targets = part(tokens[:, 1:], dim=1).flatten()  # all of them, but for parallel.context
         logits = model(part(tokens[:, :-1], dim=1))
         return F.cross_entropy(logits.flatten(0, 1), targets, reduction="sum"), targets.numel()
 
     def metrics(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
-        nats, count = self.loss(model, batch)
-        return {"loss": (nats, count), "bits_per_byte": (nats / math.log(2), count)}
+        nats, count = self._nats(model, batch)
+        of_experts = {} if self.config.num_experts is None else expert_metrics(model, count)
+        return {"loss": (nats, count), "bits_per_byte": (nats / math.log(2), count), **of_experts}
 
     def blocks(self, model: nn.Module) -> nn.ModuleList:
         return model.blocks

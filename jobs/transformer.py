@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from scaleray.errors import ConfigError
-from scaleray.parallel import positions
+from scaleray.parallel import MixtureOfExperts, positions
 
 NORM_EPSILON = 1e-5
 
@@ -46,6 +46,11 @@ class TransformerConfig:
     """Rows of the table of rotations, so the longest input."""
     tie_head: bool = True
     """The output layer is the embedding table itself."""
+    num_experts: int | None = None
+    """Experts in place of each feed-forward layer, each of `ffn_width`. None: no experts."""
+    experts_per_token: int = 2
+    expert_capacity: float | None = None
+    """Tokens of a sequence for each expert, relative to an even share. None: no token is dropped."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -177,7 +182,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width, eps=NORM_EPSILON)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.width, eps=NORM_EPSILON)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = FeedForward(config) if config.num_experts is None else mixture(config, config.num_experts)
 
     def forward(self, x: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), rotations)
@@ -188,10 +193,18 @@ class Block(nn.Module):
         nn.init.ones_(self.feed_forward_norm.weight)
         for layer in (self.attention.query, self.attention.key, self.attention.value):
             nn.init.normal_(layer.weight, std=std)
-        for layer in (self.feed_forward.gate, self.feed_forward.up):
-            nn.init.normal_(layer.weight, std=std)
-        for layer in (self.attention.output, self.feed_forward.down):
-            nn.init.normal_(layer.weight, std=residual_std)
+        nn.init.normal_(self.attention.output.weight, std=residual_std)
+        inner, down = self.feed_forward_weights()
+        for weights in inner:
+            nn.init.normal_(weights, std=std)
+        nn.init.normal_(down, std=residual_std)
+
+    def feed_forward_weights(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Weights into the feed-forward layer, with those of a router, and out of it."""
+        layer = self.feed_forward
+        if isinstance(layer, MixtureOfExperts):
+            return [layer.router.weight, layer.experts.gate, layer.experts.up], layer.experts.down
+        return [layer.gate.weight, layer.up.weight], layer.down.weight
 
 
 class Attention(nn.Module):
@@ -239,6 +252,13 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+def mixture(config: TransformerConfig, num_experts: int) -> MixtureOfExperts:
+    """The mixture of experts of a block."""
+    return MixtureOfExperts(
+        config.width, config.inner_width, num_experts, top_k=config.experts_per_token, capacity=config.expert_capacity
+    )
+
+
 def tensor_plan(config: TransformerConfig, *, size: int, sequence_parallel: bool) -> dict[str, ParallelStyle]:
     """How the layers of a Transformer are split over `size` workers, by module name. Raises ConfigError.
 
@@ -246,6 +266,8 @@ def tensor_plan(config: TransformerConfig, *, size: int, sequence_parallel: bool
     the vocabulary, also where they are one table. sequence_parallel: norms and the residual stream by tokens, for inputs of
     max_sequence_length tokens or any other multiple of `size`. Sources: arXiv:1909.08053, arXiv:2205.05198.
     """
+    if config.num_experts is not None:
+        raise ConfigError("parallel.tensor", size, "the plan has no experts", "use parallel.expert within shard")
     for name, count in (
         ("num_heads", config.num_heads),
         ("num_kv_heads", config.kv_heads),

@@ -20,7 +20,7 @@ class SmallTransformer(LanguageModel):
     """Four blocks of width 16, with two heads; 26 sequences of 8 tokens to predict."""
 
     def __init__(self, num_rows: int = 26, num_val: int = 0, **shape: Any) -> None:
-        super().__init__(sequence_length=LENGTH)
+        super().__init__(sequence_length=LENGTH, num_experts=shape.get("num_experts"))
         self.num_rows, self.num_val = num_rows, num_val
         sizes = {"width": 16, "num_blocks": 4, "num_heads": 2, "ffn_width": 32, **shape}
         self.config = TransformerConfig(vocab_size=VOCABULARY, max_sequence_length=LENGTH, **sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from pydantic import model_validator
@@ -16,6 +16,8 @@ from scaleray.errors import ConfigError
 
 Degree = Count | Literal["auto"] | None
 AUTO = "auto"
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+"""Axes of the mesh, from the outermost to the innermost."""
 
 
 class ParallelSettings(Settings):
@@ -36,10 +38,14 @@ class ParallelSettings(Settings):
     state is sharded over them, too, where it is sharded. None: 1."""
     tensor: Degree = None
     """Workers that share each layer, by the workload's `tensor_plan`. None: 2 under `strategy.name: tensor`, else 1."""
+    expert: Count | None = None
+    """Workers over which the experts of `scaleray.parallel.MixtureOfExperts` are divided; each sends its tokens to
+    those of their experts. These workers are neighbours along `shard` and `context`, whose product this number divides;
+    it is no axis of its own. None: 1."""
 
     def least_workers(self, strategy: str) -> int:
         """The smallest number of workers above one that these degrees allow, with `auto` and the rest as 1."""
-        given = [2 if value is None and strategy == axis else value for axis, value in self]
+        given = [2 if getattr(self, axis) is None and strategy == axis else getattr(self, axis) for axis in AXES]
         return math.prod(value for value in given if isinstance(value, int))
 
     def within(self, strategy: str) -> ParallelSettings:
@@ -64,11 +70,13 @@ class Degrees:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
+    """Workers that divide the experts, within `shard` and `context`."""
 
     @property
     def workers(self) -> int:
         """Number of workers of the mesh."""
-        return math.prod(asdict(self).values())
+        return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
     def data(self) -> int:
@@ -110,7 +118,7 @@ class Degrees:
 def all_degrees(workers: int) -> list[Degrees]:
     """Return all ways to divide this number of workers into degrees."""
     divisors = [n for n in range(1, workers + 1) if workers % n == 0]
-    cuts = (Degrees(*cut) for cut in itertools.product(divisors, repeat=len(fields(Degrees))))
+    cuts = (Degrees(*cut) for cut in itertools.product(divisors, repeat=len(AXES)))
     return [degrees for degrees in cuts if degrees.workers == workers]
 
 
@@ -120,7 +128,7 @@ def short_form(parallel: Mapping[str, Any]) -> str | None:
     def is_asked(axis: str) -> bool:
         return parallel.get(axis) not in (None, 1)
 
-    axes = {"pipeline": "pipeline", "tensor": "tensor", "shard": "fsdp"}
+    axes = {"pipeline": "pipeline", "tensor": "tensor", "shard": "fsdp", "expert": "fsdp"}
     return next((strategy for axis, strategy in axes.items() if is_asked(axis)), None)
 
 
@@ -129,7 +137,7 @@ def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degre
     strategy lacks an axis."""
     if workers == 1:
         return Degrees()
-    traits, given = traits_of(strategy), dict(settings)
+    traits, given = traits_of(strategy), {axis: getattr(settings, axis) for axis in AXES}
     for axis in ("pipeline", "context", "tensor"):
         if given[axis] is None:
             given[axis] = 2 if strategy == axis else 1
@@ -150,7 +158,13 @@ def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degre
             "parallel", asked, f"scale.workers is {workers}, and must be {multiple}, {product}",
             f"use --scale.workers {fit}, or other degrees",
         )  # fmt: skip
+    known["expert"] = settings.expert or 1
     found = Degrees(**known, **({rest: workers // product} if rest else {}))
+    if (found.shard * found.context) % found.expert:
+        raise ConfigError(
+            "parallel.expert", found.expert,
+            f"it must divide shard x context, which is {found.shard} x {found.context}",
+        )  # fmt: skip
     for axis, degree in asdict(found).items():
         if degree > 1 and axis not in traits.axes:
             raise ConfigError(

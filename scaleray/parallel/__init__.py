@@ -1,5 +1,6 @@
 """Parts of a model or a loss that know of the degrees in `parallel`: a worker's tokens of a sequence, and experts."""
 
 from scaleray.parallel.context import part, positions
+from scaleray.parallel.experts import MixtureOfExperts, balance_loss, expert_metrics
 
-__all__ = ["part", "positions"]
+__all__ = ["MixtureOfExperts", "balance_loss", "expert_metrics", "part", "positions"]

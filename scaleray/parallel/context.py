@@ -9,6 +9,7 @@ by their log-sum-exp (Liu et al. 2023, arXiv:2310.01889)."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from scaleray.errors import WorkloadError
-from scaleray.parallel.ring_attention import ring_attention
+from scaleray.parallel.ring_attention import Run, ring_attention
 
 _attention = F.scaled_dot_product_attention
 
@@ -33,6 +34,8 @@ class Context:
     size: int
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    run: Run = lambda start, payload: start()
+    """Start an exchange of this payload, and count it."""
     has_cut: bool = False
     num_exchanges: int = 0
 
@@ -74,6 +77,37 @@ def positions(length: int, device: torch.device | None = None) -> torch.Tensor:
     if _active is None:
         return torch.arange(length, device=device)
     return part(torch.arange(length * _active.size, device=device), dim=0)
+
+
+def size() -> int:
+    """Number of workers that share each sequence."""
+    return _active.size if _active is not None else 1
+
+
+def summed(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of a tensor over the workers that share each sequence, with gradients. Collective over them."""
+    if _active is None or _active.group is None:
+        return tensor
+    found: torch.Tensor = _Sum.apply(tensor, _active.group)
+    return found
+
+
+def counted_before(counts: torch.Tensor) -> torch.Tensor:
+    """Sum of `counts` (rows, tokens, ...) over the tokens of each sequence before a worker's piece, for each of its
+    tokens; 0 where it has all. Collective over the workers that share sequences."""
+    if _active is None or _active.group is None:
+        return torch.zeros_like(counts)
+    pieces = torch.stack([piece.sum(1) for piece in counts.chunk(len(_active.pieces()), dim=1)])
+    everyone = [torch.empty_like(pieces) for _ in range(_active.size)]
+    dist.all_gather(everyone, pieces, group=_active.group)
+    whole = torch.zeros((_active.size * len(pieces), *pieces.shape[1:]), dtype=counts.dtype, device=counts.device)
+    for rank, its in enumerate(everyone):
+        whole[dataclasses.replace(_active, rank=rank).pieces()] = its
+    before = (whole.cumsum(0) - whole)[_active.pieces()]
+    # what a worker counts in its own first piece is before its second one, and in the caller's sums already
+    own = pieces.cumsum(0) - pieces
+    length = counts.shape[1] // len(pieces)
+    return (before - own).movedim(0, 1).repeat_interleave(length, dim=1)
 
 
 @contextlib.contextmanager
@@ -143,7 +177,7 @@ def _shared_attention(
     if _active.group is None:
         return _attention(query, key, value, **options)
     if _active.exchange == "ring":
-        return ring_attention(query, key, value, _active.group, is_causal=is_causal, scale=scale)
+        return ring_attention(query, key, value, _active.group, _active.run, is_causal=is_causal, scale=scale)
     query, key, value = _to_heads(_active, query, key, value)
     return _to_tokens(_active, _attention(query, key, value, **options))
 
@@ -193,22 +227,37 @@ class _AllToAll(torch.autograd.Function):
     """Exchange of equal parts along the first dimension (workers, ...); its own adjoint."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: torch.Tensor, context: Context) -> torch.Tensor:
+        ctx.context = context
         received = torch.empty_like(tensor)
-        dist.all_to_all_single(received, tensor, group=group)
+        context.run(functools.partial(dist.all_to_all_single, received, tensor, group=context.group), tensor)
         return received
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _AllToAll.apply(gradients[0].contiguous(), ctx.group), None
+        return _AllToAll.apply(gradients[0].contiguous(), ctx.context), None
+
+
+class _Sum(torch.autograd.Function):
+    """Sum over a group, each worker of which uses it for a part of one loss."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Sum.apply(gradients[0], ctx.group), None
 
 
 def _to_heads(context: Context, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """All tokens of this worker's heads, of tensors (rows, heads, tokens, width) with its tokens of all heads."""
     cut = [tensor.unflatten(1, (context.size, -1)).movedim(1, 0) for tensor in tensors]
     flat = torch.cat([tensor.flatten(1) for tensor in cut], dim=1)
-    received = _AllToAll.apply(flat, context.group).split([tensor[0].numel() for tensor in cut], dim=1)
+    received = _AllToAll.apply(flat, context).split([tensor[0].numel() for tensor in cut], dim=1)
     whole = []
     for tensor, its in zip(cut, received, strict=True):
         whole.append(its.reshape(tensor.shape).movedim(0, 2).flatten(2, 3))
@@ -218,5 +267,5 @@ def _to_heads(context: Context, *tensors: torch.Tensor) -> list[torch.Tensor]:
 def _to_tokens(context: Context, tensor: torch.Tensor) -> torch.Tensor:
     """The inverse of `_to_heads`: this worker's tokens of all heads."""
     cut = tensor.unflatten(2, (context.size, -1)).movedim(2, 0).contiguous()
-    received: torch.Tensor = _AllToAll.apply(cut, context.group)
+    received: torch.Tensor = _AllToAll.apply(cut, context)
     return received.movedim(0, 1).flatten(1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch.distributed as dist
 Block = tuple[slice, slice, bool]
 """Queries and keys that are computed together, and whether causally."""
 ALL = slice(None)
+Run = Callable[[Callable[[], Any], torch.Tensor], Any]
+Link = tuple[dist.ProcessGroup, Run]
 
 
 def ring_attention(
@@ -17,26 +20,27 @@ def ring_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     group: dist.ProcessGroup,
+    run: Run,
     *,
     is_causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
     """Attention (rows, heads, tokens, width) of this worker's queries over the keys and values of all workers.
-    Collective. Key heads may be fewer than query heads and divide them."""
+    Collective. Key heads may be fewer than query heads and divide them. run: starts a send with its payload."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    found: torch.Tensor = _Ring.apply(query, torch.stack([key, value]), group, is_causal, scale)
+    found: torch.Tensor = _Ring.apply(query, torch.stack([key, value]), (group, run), is_causal, scale)
     return found
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, pair: torch.Tensor, group: dist.ProcessGroup, is_causal: bool, scale: float
+        ctx: Any, query: torch.Tensor, pair: torch.Tensor, link: Link, is_causal: bool, scale: float
     ) -> torch.Tensor:
-        ring = _Neighbours(group)
+        ring = _Neighbours(*link)
         query, pair = query.contiguous(), pair.contiguous()
         dtype = torch.promote_types(query.dtype, torch.float32)
         output = torch.zeros(query.shape, dtype=dtype, device=query.device)
@@ -52,15 +56,15 @@ class _Ring(torch.autograd.Function):
                 held = arriving
         result = output.to(query.dtype)
         ctx.save_for_backward(query, pair, result, log_sum)
-        ctx.options = group, is_causal, scale
+        ctx.options = link, is_causal, scale
         return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         """The gradients of a pair of keys and values travel with it, one worker behind, and arrive at its owner."""
         query, pair, output, log_sum = ctx.saved_tensors
-        group, is_causal, scale = ctx.options
-        ring, gradient = _Neighbours(group), gradients[0].contiguous()
+        link, is_causal, scale = ctx.options
+        ring, gradient = _Neighbours(*link), gradients[0].contiguous()
         of_query = torch.zeros(query.shape, dtype=log_sum.dtype, device=query.device)
         of_pair = torch.zeros(pair.shape, dtype=log_sum.dtype, device=pair.device)
         held = pair
@@ -84,7 +88,8 @@ class _Ring(torch.autograd.Function):
 class _Neighbours:
     """Ring of the workers of a group, each of which sends to the next and receives from the one before."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, run: Run) -> None:
+        self._run = run
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         self._kept: list[torch.Tensor] = []
 
@@ -95,7 +100,7 @@ class _Neighbours:
         sends = dist.P2POp(dist.isend, tensor, group=self.group, tag=tag, group_peer=after)
         receives = dist.P2POp(dist.irecv, arriving, group=self.group, tag=tag, group_peer=before)
         self._kept = [*self._kept[-3:], tensor]  # until it is sent
-        return arriving, dist.batch_isend_irecv([sends, receives])
+        return arriving, self._run(lambda: dist.batch_isend_irecv([sends, receives]), tensor)
 
     @staticmethod
     def wait(works: list[Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,13 +16,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.modules.batchnorm import _NormBase
 
 from scaleray.common.equal_models import dense_buffers
 from scaleray.config import RunConfig
 from scaleray.errors import WorkloadError
-from scaleray.profiling.collectives import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER
+from scaleray.parallel.experts import Experts
+from scaleray.profiling.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER
 from scaleray.strategies.contract.parallel import Computation, OnModel, Parallel
 from scaleray.strategies.contract.weight_shares import WeightShare, share_among
 from scaleray.strategies.sharding.counted_collectives import CountedAllGather, CountedReduceScatter, Window
@@ -102,7 +104,9 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     if mesh is None:
         raise ValueError("fsdp needs a device mesh with the axis 'dp', or 'replicate' and 'shard'")
     settings = config.fsdp
-    sharded = shard(model, mesh, config, workload)
+    degree = config.degrees(mesh.size()).expert
+    experts = divide_experts(model, mesh, degree) if degree > 1 else None
+    sharded = shard(model, mesh, config, workload, experts)
     buffers = [buffer for buffer in dense_buffers(model) if buffer.numel()]
     group = dist.group.WORLD
     assert group is not None
@@ -144,7 +148,55 @@ def apply(model: nn.Module, mesh: DeviceMesh | None, config: RunConfig, workload
     )
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) -> Sharded:
+@dataclass(frozen=True)
+class DividedExperts:
+    """Experts of a model, of which each worker of a group has equally many. mesh: over which each is sharded."""
+
+    modules: list[Experts]
+    mesh: DeviceMesh
+    degree: int
+
+    def shard(self, **options: Any) -> None:
+        """Make a unit of each, sharded along the width where its workers divide that. Comes before units around it."""
+        for module in self.modules:
+            dim = 1 if all(p.shape[1] % self.mesh.size(-1) == 0 for p in module.parameters()) else 0
+            fully_shard(module, mesh=self.mesh, shard_placement_fn=partial(_along, Shard(dim)), **options)
+
+
+def _along(placement: Shard, parameter: nn.Parameter) -> Shard:
+    return placement
+
+
+def divide_experts(model: nn.Module, mesh: DeviceMesh, degree: int) -> DividedExperts:
+    """Keep this worker's experts, as DTensors over `degree` neighbours along the last axis of the mesh. Collective.
+    Raises WorkloadError for a model without experts, or with a number that the workers do not divide."""
+    fine = mesh._unflatten(mesh.ndim - 1, (mesh.size(-1) // degree, degree), ("of_experts", "ep"))
+    ours = fine["ep"]
+    modules = [module for module in model.modules() if isinstance(module, Experts)]
+    if not modules:
+        raise WorkloadError.problem(
+            "the model",
+            "has no experts, and parallel.expert divides those of scaleray.parallel.MixtureOfExperts",
+            "leave parallel.expert out",
+        )
+    for module in modules:
+        if module.num_experts % ours.size():
+            near = [n for n in range(1, module.num_experts + 1) if module.num_experts % n == 0]
+            raise WorkloadError(
+                "parallel.expert", ours.size(), f"it must divide the {module.num_experts} experts of a layer",
+                f"possible: {', '.join(map(str, near))}",
+            )  # fmt: skip
+        module.group = ours.get_group()
+        for name, weights in list(module.named_parameters()):
+            own = weights.detach().tensor_split(ours.size())[ours.get_local_rank()].clone()
+            divided = DTensor.from_local(own, ours, [Shard(0)], run_check=False)
+            module.register_parameter(name, nn.Parameter(divided, weights.requires_grad))
+    return DividedExperts(modules, fine[(*(mesh.mesh_dim_names or ())[:-1], "of_experts")], degree)
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any, experts: DividedExperts | None = None
+) -> Sharded:
     """Shard a model in place over a mesh of one axis, or of two of which the first replicates (also DTensors of another
     mesh, as tensor parallelism makes them). No collective. Raises WorkloadError and ConfigError."""
     settings = config.fsdp
@@ -160,6 +212,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     replicas = mesh.get_group(0) if mesh.ndim == 2 else None
     axis, shards = (mesh.mesh_dim_names or ("dp",))[-1], mesh.size(-1)
     statistics = shard_statistics(model, policy, mesh=mesh, offload_policy=offload)
+    if experts is not None:
+        experts.shard(reshard_after_forward=settings.reshard_after_forward, mp_policy=policy, offload_policy=offload)
+        statistics += experts.modules
+        for each in experts.modules:
+            each.run = sent.entry("expert", experts.degree, ALL_TO_ALL).run
     # inner units first: each takes what no other has taken
     for module in (m for m in reversed(units.modules) if m not in statistics):
         fully_shard(
@@ -181,8 +238,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, config: RunConfig, workload: Any) 
     own = [_wrapped(module) for module in statistics if module not in units.modules]
     arrivals = UnitArrivals(model, units, distance)
     for unit in (*wrapped, *own, _wrapped(model)):
-        gather = CountedAllGather(sent.entry(axis, shards, ALL_GATHER))
-        scatter = CountedReduceScatter(sent.entry(axis, shards, REDUCE_SCATTER), window, replicas=replicas)
+        over = (axis, shards)
+        if experts is not None and unit in experts.modules:
+            over = "of_experts", experts.mesh.size(-1)
+        gather = CountedAllGather(sent.entry(*over, ALL_GATHER))
+        scatter = CountedReduceScatter(sent.entry(*over, REDUCE_SCATTER), window, replicas=replicas)
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
         arrivals.add(unit, gather, scatter)

@@ -352,7 +352,7 @@ CHANGES = {
     "fsdp.reshard_after_forward": False, "parallel.replicate": 2, "fsdp.wrap": "size", "fsdp.wrap_min_parameters": 9,
     "fsdp.prefetch": 2, "fsdp.max_unsharded_gib": 1, "fsdp.accumulate": "sharded",
     "fsdp.reduce_unused": True, "fsdp.cpu_offload": True, "fsdp.parameter_dtype": "bf16", "fsdp.reduce_dtype": "fp32",
-    "fsdp.build_gib": 1, "parallel.tensor": 4, "parallel.context": 2, "context.exchange": "ring", "tensor.sequence_parallel": False, "parallel.pipeline": 4, "pipeline.schedule": "gpipe",
+    "fsdp.build_gib": 1, "parallel.tensor": 4, "parallel.context": 2, "parallel.expert": 2, "context.exchange": "ring", "tensor.sequence_parallel": False, "parallel.pipeline": 4, "pipeline.schedule": "gpipe",
     "pipeline.split": "measured", "parallel.shard": "auto", "local_sgd.sync_every": 2,
     "local_sgd.warmup_steps": 2, "local_sgd.node_sync_every": 2, "local_sgd.average_momentum": False,
     "local_sgd.outer_learning_rate": 1, "local_sgd.outer_momentum": 0.5, "gossip.graph": "ring", "gossip.is_asynchronous": True,

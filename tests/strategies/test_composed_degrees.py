@@ -44,3 +44,31 @@ def test_a_composed_layout_equals_one_process(gloo, layout, tie_head):
     assert largest_difference(plain.weights, finished.weights) <= 1e-9
     alone = gloo.run(1, train, workload, RECIPE)[0]
     assert finished.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-12)
+
+
+EXPERTS = {"num_experts": 4, "experts_per_token": 2}
+LAYOUTS_OF_EXPERTS = {
+    "all experts on each worker": (2, {}),
+    "sharded": (2, {"parallel.shard": 2}),
+    "expert": (2, {"parallel.shard": 2, "parallel.expert": 2}),
+    "expert over all": (4, {"parallel.shard": 4, "parallel.expert": 4}),
+    "expert within shard": (4, {"parallel.shard": 4, "parallel.expert": 2}),
+    "expert within replicate x shard": (4, {"parallel.shard": 2, "parallel.expert": 2}),
+    "expert over shard x context": (4, {"parallel.shard": 2, "parallel.context": 2, "parallel.expert": 4}),
+    "context": (2, {"parallel.context": 2, "context.exchange": "ring"}),
+}
+
+
+@pytest.mark.parametrize("capacity", [None, 0.6])
+@pytest.mark.parametrize("layout", LAYOUTS_OF_EXPERTS)
+def test_experts_in_a_layout_equal_one_process(gloo, layout, capacity):
+    world_size, degrees = LAYOUTS_OF_EXPERTS[layout]
+    workload = SmallTransformer(num_val=6, expert_capacity=capacity, **EXPERTS)
+    finished = gloo.run(world_size, train, workload, {**RECIPE, **degrees})[0]
+    plain = train_in_plain_torch(workload, RECIPE)
+    assert max(relative_differences(plain.losses, finished.losses)) <= 1e-9
+    assert max(relative_differences(plain.grad_norms, finished.grad_norms)) <= 1e-9
+    assert largest_difference(plain.weights, finished.weights) <= 1e-9
+    alone = gloo.run(1, train, workload, RECIPE)[0]
+    assert finished.evaluations[-1].metrics == pytest.approx(alone.evaluations[-1].metrics, rel=1e-12)
+    assert ("val/expert_dropped" in alone.evaluations[-1].metrics) == (capacity is not None)

@@ -51,6 +51,7 @@ NOT_HERE = {
     "parallel.tensor": "the number of workers of a layer, tests/strategies/test_tensor.py",
     "parallel.context": "needs sequences, tests/strategies/test_context.py",
     "context.exchange": "needs sequences, tests/strategies/test_context.py",
+    "parallel.expert": "needs experts, tests/strategies/test_composed_degrees.py",
     "parallel.pipeline": "the number of workers of a replica, tests/strategies/pipeline",
     "shares.": "parts of shares.by",
     "activations.memory_budget": "needs a compiler",

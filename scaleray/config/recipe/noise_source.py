@@ -95,6 +95,8 @@ def _why_never(config: RunConfig, strategy: str) -> str:
         return f"pruning.method {config.pruning.method} masks gradients after their average"
     if config.degrees().context > 1:
         return "under parallel.context workers have parts of the same samples"
+    if config.degrees().expert > 1:
+        return "under parallel.expert a worker's gradients have the tokens of others"
     if settings.preconditioned and strategy == "zero1":
         return "under zero1 no worker has the second moments of all parameters"
     if settings.preconditioned and strategy == "tensor":

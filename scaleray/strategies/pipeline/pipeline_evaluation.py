@@ -22,6 +22,8 @@ class OnlyWhole(nn.Module):
     """Model that can only be used as a whole: called, or by one of its methods. Other attributes are forwarded, except
     parts with parameters, which may be elsewhere."""
 
+    is_elsewhere = True
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.__dict__["_model"] = model  # no module of this one, so that its parameters are not counted twice

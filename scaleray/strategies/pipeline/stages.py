@@ -41,6 +41,8 @@ class Entry:
 class Before(nn.Module):
     """Placeholder for a part of an earlier stage: returns the activation from the previous stage."""
 
+    is_elsewhere = True
+
     def __init__(self, entry: Entry, *, is_gate: bool) -> None:
         super().__init__()
         self._entry, self._is_gate = entry, is_gate  # the gate is the last one before the stage's own blocks
@@ -54,6 +56,8 @@ class Before(nn.Module):
 
 class After(nn.Module):
     """Placeholder for a part of a later stage: calling it ends the pass."""
+
+    is_elsewhere = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)

@@ -34,8 +34,11 @@ from scaleray.config.parallel import Degrees
 from scaleray.config.recipe.values import Recipe
 from scaleray.errors import ConfigError, WorkloadError
 from scaleray.parallel.context import Context, sequences_shared
+from scaleray.profiling.collectives import ALL_TO_ALL, SEND
+from scaleray.records.phases import Enter
 from scaleray.strategies import STRATEGIES, Parallel
 from scaleray.strategies.sharding.paged_build import PagedBuild
+from scaleray.strategies.wire.ledger import Ledger
 from scaleray.training.setup import activation_checkpointing, fine_tuning, float8, optimizers, precision, pruning
 from scaleray.training.setup.averaging import Averaging, averaging_of
 from scaleray.training.setup.compilation import Compilation, compiled
@@ -74,6 +77,28 @@ def _context_group(degrees: Degrees, device_type: str) -> dist.ProcessGroup:
     """The group of the workers that share this worker's sequences. Collective."""
     sizes = degrees.workers // (degrees.context * degrees.tensor), degrees.context, degrees.tensor
     return init_device_mesh(device_type, sizes, mesh_dim_names=("others", "context", "tensor")).get_group("context")
+
+
+def _with_exchanges(parallel: Parallel, shared: Context, *, sees_all: bool) -> Parallel:
+    """The strategy where passes exchange the tokens of sequences, which are counted with its own traffic. sees_all: it
+    counts them already."""
+    if sees_all:
+        return parallel
+    sent = Ledger()
+    entry = sent.entry("context", shared.size, ALL_TO_ALL if shared.exchange == "heads" else SEND)
+    shared.run = entry.run
+
+    def tell_phases(enter: Enter) -> None:
+        parallel.tell_phases(enter)
+        sent.tell_phases(enter)
+
+    return dataclasses.replace(
+        parallel,
+        forward_is_collective=True,
+        bytes_sent=lambda: parallel.bytes_sent() + sent.num_bytes,
+        collectives=lambda: [*parallel.collectives(), *sent.rows()],
+        tell_phases=tell_phases,
+    )
 
 
 @dataclass(frozen=True)
@@ -220,15 +245,17 @@ def _spread_model(
         # before each rank cuts its part out of its own model: afterwards nobody could tell
         digests = _check_equal_before_sharding(model, pages, config, recipe, place)
         mesh = build_mesh(place.mesh, recipe.strategy, place.device.type) if place.group else None
-        is_shared = place.mesh.context > 1
-        if is_shared:
+        shared = None
+        if place.mesh.context > 1:
             group = _context_group(place.mesh, place.device.type)
-            undo.enter_context(sequences_shared(model, Context.over(group, config.context.exchange)))
+            shared = Context.over(group, config.context.exchange)
+            undo.enter_context(sequences_shared(model, shared))
         parallel = STRATEGIES[recipe.strategy](model, mesh, _with_fixed_buckets(config), workload)
-        parallel = dataclasses.replace(parallel, forward_is_collective=parallel.forward_is_collective or is_shared)
         parallel.notes.extend(notes)
-        if is_shared and any(isinstance(part, _DropoutNd) and part.p for part in model.modules()):
-            parallel.notes.append("context: dropout draws the same mask for each worker's part of a sequence")
+        if shared is not None:
+            if any(isinstance(part, _DropoutNd) and part.p for part in model.modules()):
+                parallel.notes.append("context: dropout draws the same mask for each worker's part of a sequence")
+            parallel = _with_exchanges(parallel, shared, sees_all=recipe.strategy == "tensor")
     if config.memory.on_out_of_memory == "halve" and parallel.abandon is None:
         raise ConfigError(
             "memory.on_out_of_memory",

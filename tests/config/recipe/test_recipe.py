@@ -57,7 +57,7 @@ def test_a_recipe_of_a_plain_config():
         "strategy": "single",
         "checkpoint_every_steps": None,
         "keep_checkpoint_every_steps": None,
-        "degrees": {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 1},
+        "degrees": {"pipeline": 1, "replicate": 1, "shard": 1, "context": 1, "tensor": 1, "expert": 1},
         "worker_shares": None,
         "measure_shares_every_steps": None,
         "parameter_dtype": None,

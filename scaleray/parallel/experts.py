@@ -1,0 +1,185 @@
+"""Mixture of experts: a feed-forward layer of which each token uses a few of many parts.
+
+Source: Shazeer et al. 2017, arXiv:1701.06538; softmax over all experts, and weights of the chosen ones that sum to 1,
+as in Jiang et al. 2024, Mixtral, arXiv:2401.04088. Without a capacity no token is dropped (Gale et al. 2022,
+MegaBlocks, arXiv:2211.15841). Capacity and balance are those of a sequence (DeepSeek-V2, arXiv:2405.04434), not of a
+worker's batch: results do not depend on how a batch is divided."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from scaleray.errors import ConfigError, WorkloadError
+from scaleray.parallel import context
+from scaleray.parallel.ring_attention import Run
+
+
+class Experts(nn.Module):
+    """Weights of SwiGLU experts, stacked: `gate` and `up` (experts, width, inner), `down` (experts, inner, width).
+    group: the workers of `parallel.expert`, each of which holds equally many experts; None: this worker has all. run:
+    starts an exchange with its payload."""
+
+    def __init__(self, width: int, inner: int, num_experts: int) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.group: dist.ProcessGroup | None = None
+        self.run: Run = lambda start, payload: start()
+        self.gate = nn.Parameter(torch.empty(num_experts, width, inner))
+        self.up = nn.Parameter(torch.empty(num_experts, width, inner))
+        self.down = nn.Parameter(torch.empty(num_experts, inner, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights as nn.Linear draws them."""
+        for weights in (self.gate, self.up, self.down):
+            bound = 1 / math.sqrt(weights.shape[1])
+            nn.init.uniform_(weights, -bound, bound)
+
+    def forward(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Output of each token's expert. tokens: (chosen, width), in the order of the experts; counts: (experts,) of
+        them. Collective over the group."""
+        if self.group is None:
+            return self._computed(tokens, counts.tolist())
+        size = dist.get_world_size(self.group)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self.group)
+        by_worker = theirs.view(size, -1)  # from each worker, for each of this one's experts
+        received = by_worker.sum(1).tolist()
+        sent = counts.view(size, -1).sum(1).tolist()
+        arrived = _Exchange.apply(tokens, sent, received, self.group, self.run)
+        experts = torch.arange(by_worker.shape[1], device=tokens.device).repeat(size)
+        order = experts.repeat_interleave(by_worker.flatten()).argsort(stable=True)
+        computed = self._computed(arrived[order], by_worker.sum(0).tolist())
+        returned: torch.Tensor = _Exchange.apply(computed[order.argsort()], received, sent, self.group, self.run)
+        return returned
+
+    def _computed(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        gate, up, down = (self._own(weights) for weights in (self.gate, self.up, self.down))
+        found = [
+            (F.silu(its @ gate[number]) * (its @ up[number])) @ down[number]
+            for number, its in enumerate(tokens.split(counts))
+        ]
+        return torch.cat(found)
+
+    def _own(self, weights: torch.Tensor) -> torch.Tensor:
+        """This worker's experts. Their gradients have the tokens of all workers of the group already, and are averaged
+        over fewer workers than those of other layers."""
+        if self.group is None:
+            return weights
+        own = weights.to_local() if isinstance(weights, DTensor) else weights
+        if own.requires_grad:
+            size = dist.get_world_size(self.group)
+            own.register_hook(lambda gradient: gradient / size)
+        return own
+
+
+class MixtureOfExperts(nn.Module):
+    """Feed-forward layer (rows, tokens, width) -> the same, of which each token uses `top_k` of `num_experts`.
+
+    capacity: tokens that an expert takes of a sequence, relative to an even share; later ones are dropped, in the order
+    of positions. None: all. `parallel.expert` divides the experts over workers."""
+
+    def __init__(
+        self, width: int, inner: int, num_experts: int, *, top_k: int = 2, capacity: float | None = None
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ConfigError("top_k", top_k, f"it must be between 1 and the number of experts, {num_experts}")
+        if capacity is not None and capacity <= 0:
+            raise ConfigError("capacity", capacity, "it must be above 0", "1.25 is common; None drops no token")
+        self.num_experts, self.top_k, self.capacity = num_experts, top_k, capacity
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.experts = Experts(width, inner, num_experts)
+        self.balance: torch.Tensor | None = None
+        """Balance loss of the last pass, summed over its tokens: num_experts x the share of tokens x the mean
+        probability of each expert, 1 for each token where all are even."""
+        self.dropped: tuple[torch.Tensor, int] | None = None
+        """Choices that the capacity dropped in the last pass, and all choices."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        probabilities = self.router(x).softmax(-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        weights, chosen = probabilities.topk(self.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        self.balance = self._balance(probabilities, chosen)
+        experts = chosen.flatten()
+        order = experts.argsort(stable=True)
+        if self.capacity is not None:
+            is_kept = self._is_kept(chosen)
+            self.dropped = (~is_kept).sum(), is_kept.numel()
+            order = order[is_kept.flatten()[order]]
+        tokens = x.flatten(0, -2)
+        found = self.experts(tokens[order // self.top_k], experts[order].bincount(minlength=self.num_experts))
+        by_choice = found.new_zeros(len(experts), x.shape[-1]).index_copy(0, order, found)
+        return (by_choice.view(*chosen.shape, -1) * weights[..., None].to(found.dtype)).sum(-2)
+
+    def _balance(self, probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Balance loss of whole sequences (rows, tokens, experts), for this worker's tokens of them."""
+        tokens = probabilities.shape[1]
+        counts = F.one_hot(chosen, self.num_experts).sum((1, 2)).to(probabilities.dtype)
+        both = context.summed(torch.stack([counts / self.top_k, probabilities.sum(1)])) / (tokens * context.size())
+        return tokens * self.num_experts * (both[0] * both[1]).sum()
+
+    def _is_kept(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Whether an expert still takes each choice (rows, tokens, top_k) of a sequence."""
+        assert self.capacity is not None
+        places = F.one_hot(chosen.flatten(1), self.num_experts)
+        before = context.counted_before(places) + places.cumsum(1) - places
+        limit = math.ceil(self.capacity * chosen.shape[1] * context.size() * self.top_k / self.num_experts)
+        return ((before * places).sum(-1) < limit).view_as(chosen)
+
+
+def mixtures(model: nn.Module) -> list[MixtureOfExperts]:
+    """The mixtures of experts in a model. Raises WorkloadError for a pipeline's stage, which lacks those of others."""
+    if any(getattr(module, "is_elsewhere", False) for module in model.modules()):
+        raise WorkloadError.problem(
+            "loss()",
+            "asks for the balance of experts: in a pipeline a worker has those of its own stage only",
+            "use other degrees than parallel.pipeline",
+        )
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def balance_loss(model: nn.Module) -> torch.Tensor:
+    """The balance loss of a model's last pass, summed over its mixtures and tokens; add a small multiple of it to a sum
+    of losses over tokens."""
+    found = [module.balance for module in mixtures(model) if module.balance is not None]
+    if not found:
+        raise WorkloadError.problem("the model", "has no scaleray.parallel.MixtureOfExperts that was called")
+    return torch.stack(found).sum()
+
+
+def expert_metrics(model: nn.Module, tokens: int) -> dict[str, tuple[Any, Any]]:
+    """Sums and counts for `metrics()`: `expert_balance`, 1 where all experts get equally many of the `tokens` of the
+    last pass, and `expert_dropped`, the share of choices beyond the capacity."""
+    layers = mixtures(model)
+    dropped = [layer.dropped for layer in layers if layer.dropped is not None]
+    found: dict[str, tuple[Any, Any]] = {"expert_balance": (balance_loss(model), tokens * len(layers))}
+    if dropped:
+        found["expert_dropped"] = torch.stack([number for number, _ in dropped]).sum(), sum(all_ for _, all_ in dropped)
+    return found
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of unequal parts along the first dimension."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, run: Run
+    ) -> torch.Tensor:
+        ctx.options = sent, received, group, run
+        tensor, arrived = tensor.contiguous(), tensor.new_empty((sum(received), *tensor.shape[1:]))
+        run(partial(dist.all_to_all_single, arrived, tensor, received, sent, group=group), tensor)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        sent, received, group, run = ctx.options
+        return _Exchange.apply(gradients[0], received, sent, group, run), None, None, None, None
