@@ -46,11 +46,12 @@ class ParallelSettings(Settings):
     def least_workers(self, strategy: str) -> int:
         """The smallest number of workers above one that these degrees allow, with `auto` and the rest as 1."""
         given = [2 if getattr(self, axis) is None and strategy == axis else getattr(self, axis) for axis in AXES]
-        return math.prod(value for value in given if isinstance(value, int))
+        return max(math.prod(value for value in given if isinstance(value, int)), self.expert or 1)
 
     def within(self, strategy: str) -> ParallelSettings:
-        """Degrees within a replica that the given strategy supports."""
-        axes = {"pipeline", "context", "tensor"} & set(traits_of(strategy).axes)
+        """Degrees within a replica that the given strategy supports, and the shards of one that splits replicas."""
+        traits = traits_of(strategy)
+        axes = {"pipeline", "context", "tensor", *(["shard"] if traits.splits_replica else [])} & set(traits.axes)
         return ParallelSettings(**{axis: getattr(self, axis) for axis in axes})
 
     @model_validator(mode="after")

@@ -145,6 +145,8 @@ def test_a_report_that_fails_is_a_warning_and_not_asked_for_there_is_none(folder
         (["--batch.global-size", "many"], ["batch.global_size", "many", "integer"]),
         (["--stop.after", "soon"], ["stop.after", "3 epochs"]),
         (["--scale.workers", "3"], ["scale.workers", "--local runs one worker"]),
+        (["--parallel.tensor", "2"], ["parallel is tensor 2", "scale.workers is 1", "use --scale.workers 2"]),
+        (["--parallel.expert", "2"], ["parallel is expert 2", "use --scale.workers 2"]),
         (["--batch.micro-size", "5"], ["batch.micro_size", "nearest: 4 or 8"]),
         (["--workload.name", "nowhere.py:Good"], ["nowhere.py", "does not exist"]),
         (["--workload.name", "work.py:Godo"], ["no 'Godo'", "Good"]),

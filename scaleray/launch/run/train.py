@@ -175,6 +175,8 @@ def run_training(
         return finished
     resolve_strategy(config)
     _check_number_of_workers(config, local=local and not in_processes)
+    if request.before is None:
+        _check_degrees(config)
     tracking_uri = store.resolve_uri(config.tracking.uri)
     store.check_reachable(tracking_uri)
     check_policy(config)
@@ -223,6 +225,16 @@ def _check_number_of_workers(config: RunConfig, *, local: bool) -> None:
             "--local runs one worker in this process",
             "leave --local out, or use --scale.workers 1: the global batch, and so the training, is the same",
         )
+
+
+def _check_degrees(config: RunConfig) -> None:
+    """Refuse degrees on a single worker, which would have no effect."""
+    asked = {name: degree for name, degree in config.parallel if isinstance(degree, int) and degree > 1}
+    if config.scale.max_workers == 1 and asked:
+        least = config.parallel.least_workers(config.strategy.name)
+        text = " x ".join(f"{name} {degree}" for name, degree in asked.items())
+        allowed = f"scale.workers is 1, and must be a multiple of {least}"
+        raise ConfigError("parallel", text, allowed, f"use --scale.workers {least}, or leave the degrees out")
 
 
 def _guarded(

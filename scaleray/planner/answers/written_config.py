@@ -7,6 +7,7 @@ from typing import Any
 
 from scaleray.config.loading import known_keys
 from scaleray.config.parallel import Degrees
+from scaleray.config.strategy_traits import traits_of
 from scaleray.errors import ConfigError
 from scaleray.planner.cost.layout import Layout
 
@@ -14,8 +15,8 @@ PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32", "tf32": "fp32", "f
 
 
 def is_runnable(layout: Layout) -> bool:
-    """Whether `scaleray train` has all axes of the layout: it has neither context nor expert parallelism."""
-    return layout.context == 1 and layout.expert == 1
+    """Whether `scaleray train` can divide experts in the layout: it does so within FSDP alone."""
+    return layout.expert == 1 or ("expert" in traits_of(_strategy(layout)).axes and _degrees(layout).expert > 1)
 
 
 def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict[str, Any]:
@@ -28,8 +29,8 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
         raise ConfigError(
             "layout",
             layout.describe(),
-            "scaleray train has neither context nor expert parallelism",
-            "plan with --strategies without ep",
+            "scaleray train divides experts over the workers of fsdp alone",
+            "plan with --strategies fsdp,ep, or without ep",
         )
     keys: dict[str, Any] = {
         "scale": {"workers": layout.num_gpus, "gpus_per_worker": 1},
@@ -41,11 +42,8 @@ def config_keys(layout: Layout, *, tokens_per_sample: int | None = None) -> dict
     if layout.compiled:
         keys["compilation"] = {"what": "blocks"}
     strategy = keys["strategy"]["name"]
-    if strategy in ("pipeline", "tensor", "fsdp"):
-        # in a pipeline gathered and reduced once per step, as the planner assumes for ZeRO-1
-        shard = 1 if layout.sharding == "none" else layout.shard if layout.shard > 1 else layout.data
-        degrees = Degrees(layout.pipeline, layout.data // shard, shard, layout.tensor)
-        keys["parallel"] = {axis: degree for axis, degree in asdict(degrees).items() if degree > 1}
+    if strategy in ("pipeline", "tensor", "fsdp") or layout.context > 1:
+        keys["parallel"] = {axis: degree for axis, degree in asdict(_degrees(layout)).items() if degree > 1}
     if strategy == "pipeline":
         schedule = {"interleaved": "interleaved_1f1b"}.get(layout.schedule, layout.schedule)
         keys["pipeline"] = {"schedule": schedule, "stages_per_worker": layout.chunks}
@@ -81,11 +79,26 @@ _ACTIVATIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def _degrees(layout: Layout) -> Degrees:
+    """The degrees of the layout; experts over GPUs that only tensor parallelism has are not divided."""
+    # in a pipeline gathered and reduced once per step, as the planner assumes for ZeRO-1
+    is_whole = layout.sharding == "none" or _strategy(layout) == "zero1"
+    shard = 1 if is_whole else layout.shard if layout.shard > 1 else layout.data
+    return Degrees(
+        pipeline=layout.pipeline,
+        replicate=layout.data // shard,
+        shard=shard,
+        context=layout.context,
+        tensor=layout.tensor,
+        expert=layout.expert if shard * layout.context % layout.expert == 0 else 1,
+    )
+
+
 def _strategy(layout: Layout) -> str:
     if layout.pipeline > 1:
         return "pipeline"
     if layout.tensor > 1:
         return "tensor"
-    if layout.data == 1:
+    if layout.data * layout.context == 1:
         return "single"
     return {"none": "ddp", "zero1": "zero1", "zero2": "fsdp", "zero3": "fsdp"}[layout.sharding]

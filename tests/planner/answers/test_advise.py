@@ -17,7 +17,7 @@ from scaleray.planner.answers.advise import advise, best_of, predict
 from scaleray.planner.answers.layouts import layouts
 from scaleray.planner.answers.outlook import CurvePoint, outlook, remarks_on
 from scaleray.planner.answers.plan_question import Question
-from scaleray.planner.answers.written_config import config_keys
+from scaleray.planner.answers.written_config import config_keys, is_runnable
 from scaleray.planner.cost.layout import Layout
 from scaleray.planner.cost.memory import memory
 from scaleray.planner.cost.step_time import least_step_s, step_time
@@ -180,14 +180,20 @@ def test_what_is_written_of_a_layout_is_what_train_reads(name):
         assert config.fsdp.reshard_after_forward == (layout.sharding == "zero3")
 
 
-def test_tensor_and_pipeline_are_written_together_and_context_is_refused():
+def test_tensor_pipeline_context_and_experts_are_written_where_train_has_them():
     layout = next(
         one for one in layouts(replace(LLAMA, strategies=("tp", "pp"))) if one.tensor > 1 and one.pipeline > 1
     )
     degrees = config_keys(layout)["parallel"]
     assert (degrees["tensor"], degrees["pipeline"]) == (layout.tensor, layout.pipeline)
-    with pytest.raises(ConfigError, match="neither context nor expert"):
-        config_keys(replace(layout, context=2))
+    assert config_keys(replace(layout, context=2))["parallel"]["context"] == 2
+    assert config_keys(Layout(context=4, data=2))["parallel"] == {"replicate": 2, "context": 4}
+    of_experts = Layout(data=8, shard=4, expert=4, sharding="zero3")
+    assert config_keys(of_experts)["parallel"] == {"replicate": 2, "shard": 4, "expert": 4}
+    for refused in (replace(layout, expert=2), Layout(data=8, expert=2), replace(of_experts, expert=8)):
+        assert not is_runnable(refused)
+        with pytest.raises(ConfigError, match="divides experts over the workers of fsdp alone"):
+            config_keys(refused)
 
 
 def test_sixteen_thousand_gpus_are_as_easy_as_sixteen():
