@@ -84,6 +84,11 @@ def size() -> int:
     return _active.size if _active is not None else 1
 
 
+def rank() -> int:
+    """Number of this worker among those that share its sequences."""
+    return _active.rank if _active is not None else 0
+
+
 def summed(tensor: torch.Tensor) -> torch.Tensor:
     """Sum of a tensor over the workers that share each sequence, with gradients. Collective over them."""
     if _active is None or _active.group is None:

@@ -13,7 +13,7 @@ CHEAP = (
     "left over not restored", "statistics not averaged", "less dropout", "momentum in bf16", "rows in bf16", "biases summed again",
     "inner momentum cleared", "pipeline replicas not summed", "tied gradient twice",
     "norm of own parts", "parts not summed in a stage", "divided by all workers", "every part counts its loss",
-    "replicas read the same rows",
+    "replicas read the same rows", "means of parts averaged", "context draws apart", "norm lacks the experts",
 )  # fmt: skip
 """One of each kind of evidence."""
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from scaleray.data import TRAIN, RankBatch
+from scaleray.parallel import context
 from scaleray.strategies.contract.parallel import full
 from scaleray.training.setup.fine_tuning import adapt
 from scaleray.training.setup.job import TrainJob
@@ -151,8 +152,7 @@ class GradientParts:
             rows = user_batch(self.job.workload, arrays, self.place.device, dtype, gives_tuples=gives_tuples)
             with self.setup.precision.autocast():
                 loss, count = self._loss(model, rows)
-            found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            by_name = dict(zip(trained, found, strict=True))
+            by_name = dict(zip(trained, _gradients(loss, list(trained.values())), strict=True))
             for name, gradient in by_name.items():
                 if gradient is not None and weight and name in self._due:
                     self._due[name] += gradient
@@ -205,6 +205,21 @@ class GradientParts:
             for (rank, piece), weight in zip(kept, weights, strict=False):
                 shares[view, rank, piece] = weight
         return shares, counts
+
+
+def _gradients(loss: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch.Tensor | None]:
+    """Gradients of this worker's loss. Where workers share sequences, its passes go through all of them: each in turn
+    has the only loss that counts. Collective over these."""
+    own: list[torch.Tensor | None] = []
+    for number in range(context.size()):
+        is_own = number == context.rank()
+        found = torch.autograd.grad(loss * float(is_own), parameters, allow_unused=True, retain_graph=True)
+        if context.size() > 1:
+            found = tuple(
+                context.summed(torch.zeros_like(p) if g is None else g) for p, g in zip(parameters, found, strict=True)
+            )
+        own = list(found) if is_own else own
+    return own
 
 
 def _first_loss(workload: Any, setup: Setup) -> tuple[Callable[[Any, Any], Any], Callable[[str], bool]]:
