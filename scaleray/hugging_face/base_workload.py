@@ -14,14 +14,17 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from scaleray.common.model_blocks import find_blocks
 from scaleray.errors import WorkloadError, first_line
 from scaleray.hugging_face import pretrained_models
 from scaleray.hugging_face.exported_folder import check_same, distinct_names, write_model
 from scaleray.hugging_face.libraries import peft
+from scaleray.hugging_face.tensor_plans import transformers_plan
 from scaleray.hugging_face.token_rows import IGNORED, MASK, TokenPadding
 from scaleray.hugging_face.tokenizers import has_tokenizer, load_tokenizer
+from scaleray.parallel import context, part, positions
 from scaleray.workload import Workload
 
 
@@ -171,8 +174,34 @@ class HuggingFaceWorkload(Workload):
 
     def predictions(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits (rows, ..., classes) and their labels (rows, ...)."""
-        logits, labels = model(**self.inputs(batch)).logits, self.labels(batch)
+        inputs, labels = self.inputs(batch), self.labels(batch)
+        if context.size() > 1 and inputs["input_ids"].shape == labels.shape:
+            return self._own_predictions(model, inputs, labels)
+        logits = model(**inputs).logits
         return (logits[:, :-1], labels[:, 1:]) if self.predicts_next else (logits, labels)
+
+    def _own_predictions(
+        self, model: nn.Module, inputs: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and labels of the tokens of one worker of `parallel.context`. Raises WorkloadError for rows with other
+        columns than tokens: a mask or several documents in a row."""
+        if others := sorted(inputs.keys() - {"input_ids"}):
+            raise WorkloadError.problem(
+                "the workload",
+                f"has rows with {' and '.join(others)}, and parallel.context divides rows of tokens alone",
+                "use workload.args.packing concatenate, or other degrees",
+            )
+        if self.predicts_next:
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        own = part(inputs["input_ids"], dim=1)
+        places = positions(own.shape[1], own.device).expand(own.shape)
+        # without a mask transformers takes a jump of the positions in a ring for the start of another document
+        return model(input_ids=own, position_ids=places, attention_mask=torch.ones_like(own)).logits, part(labels)
+
+    def tensor_plan(
+        self, model: nn.Module, *, size: int, sequence_parallel: bool
+    ) -> Mapping[str, ParallelStyle] | None:
+        return transformers_plan(model, size=size, sequence_parallel=sequence_parallel)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_tokenizer": None}  # workers need none
