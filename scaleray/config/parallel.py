@@ -167,6 +167,11 @@ def degrees_of(settings: ParallelSettings, strategy: str, workers: int) -> Degre
             f"it must divide shard x context, which is {found.shard} x {found.context}",
         )  # fmt: skip
     for axis, degree in asdict(found).items():
+        if degree > 1 and axis == "expert" and axis not in traits.axes:
+            raise ConfigError(
+                "parallel.expert", degree, f"strategy.name is {strategy}, which does not divide experts",
+                "use it within shard and context alone: fsdp",
+            )  # fmt: skip
         if degree > 1 and axis not in traits.axes:
             raise ConfigError(
                 f"parallel.{axis}", degree, f"strategy.name is {strategy}, which has no such axis",
