@@ -1,4 +1,4 @@
-"""The `on_*` hooks of a module and of its callbacks, called at the points of Lightning's Trainer, and schedulers that
+"""Call the `on_*` hooks of a module and its callbacks at the points of Lightning's Trainer, and step schedulers that
 follow a measured value."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EpochSums:
         self._sums: dict[str, torch.Tensor] = {}
 
     def add(self, kept: Mapping[str, Logged]) -> None:
-        """Add a step's logged values; of values not averaged over epochs the last one counts, as in Lightning."""
+        """Add a step's logged values. A value not averaged over epochs replaces the previous one, as in Lightning."""
         for name, logged in kept.items():
             if logged.is_metric:
                 continue
@@ -41,7 +41,7 @@ class EpochSums:
         return {name: (total, count) for name, (total, count) in found.items()}
 
     def load(self, values: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the `values` of a worker, or of several together."""
+        """Continue from the `values` of one worker, or of several combined."""
         self._sums = {}
         for of_worker in values:
             for name, pair in of_worker.items():
@@ -89,7 +89,7 @@ class LightningHooks(Callback):
 
     @property
     def is_running(self) -> bool:
-        """Whether steps train: the first batch is only looked at."""
+        """Whether training steps run: the first batch is only inspected."""
         return self._run is not None
 
     def on_begin(self, run: Any) -> None:
@@ -98,7 +98,7 @@ class LightningHooks(Callback):
         self.trainer.place = run.rank, run.world_size
         connect(self.module, run)
         if anew := restore_states(self.module, self._metrics_before):
-            run.warn(f"{', '.join(anew)}: states of other workers cannot be added; it covers the rest of the epoch")
+            run.warn(f"{', '.join(anew)}: the workers' states cannot be added; covers only the rest of the epoch")
         self._set_up_callbacks()
         if self._had_others:
             run.warn(f"{', '.join(self._had_others)}: the workers had different states; all use rank 0's now")
@@ -108,7 +108,7 @@ class LightningHooks(Callback):
             self._call_logging("on_train_epoch_start")
 
     def before_batch(self, batch: Any) -> None:
-        """A micro-batch is about to be trained on; of a step, hooks see the first."""
+        """Called before a micro-batch; hooks see only the first one of a step."""
         if not self.is_running or self._began_step == self.trainer.global_step:
             return
         self._began_step = self.trainer.global_step
@@ -132,7 +132,7 @@ class LightningHooks(Callback):
         self.metrics.update({name: logged.value for name, logged in kept.items() if logged.is_metric})
 
     def on_step(self, run: Any) -> None:
-        """An optimizer step is complete."""
+        """Called after an optimizer step."""
         self.trainer.global_step, self.trainer.looks_back = run.step, True
         if self._last is not None:
             last, self._last = self._last, None
@@ -148,14 +148,14 @@ class LightningHooks(Callback):
             self._end_epoch()
 
     def before_evaluation(self, stage: str) -> None:
-        """A batch of an evaluation is about to be measured. stage: `validation` or `test`."""
+        """Called before a batch of an evaluation. stage: `validation` or `test`."""
         if self.is_running and stage not in self._stages:
             self._stages.append(stage)
             self.call(f"on_{stage}_start")
             self.call(f"on_{stage}_epoch_start")
 
     def on_evaluation(self, run: Any) -> None:
-        """An evaluation is complete."""
+        """Called at the end of an evaluation."""
         if not self.is_running:
             return
         self._check_monitors(run.metrics)
@@ -172,7 +172,7 @@ class LightningHooks(Callback):
         self._end_epoch()
 
     def on_end(self, run: Any) -> None:
-        """The training is complete."""
+        """Called at the end of the training."""
         if not self.is_running:  # nothing was left to train
             return
         self._ends_epoch = self._ends_epoch or self.trainer.batch_idx != 0  # one that was cut short ends too
@@ -182,7 +182,7 @@ class LightningHooks(Callback):
         self.call("teardown", "fit")
 
     def state_dict(self) -> dict[str, Any]:
-        """Values logged in the present epoch on this worker, the last measurements, and the callbacks' states."""
+        """This worker's logged values of the current epoch, the last measurements, and the callbacks' states."""
         return {
             "sums": self.sums.values(),
             "metrics": {} if self.module is None else states_of(self.module),
@@ -206,7 +206,7 @@ class LightningHooks(Callback):
         self._metrics_before = [state["metrics"] for state in states]
 
     def _by_key(self) -> dict[str, Any]:
-        """The callbacks by Lightning's key of their state, and a number, as several may have one key."""
+        """The callbacks by Lightning's state key and a number, since several may share a key."""
         return {f"{number} {each.state_key}": each for number, each in enumerate(self.callbacks)}
 
     def _set_up_callbacks(self) -> None:
@@ -216,7 +216,7 @@ class LightningHooks(Callback):
                 callback.setup(self.trainer, self.module, "fit")
 
     def _load_callbacks(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the callbacks' states; on another number of workers, those of rank 0."""
+        """Restore the callbacks' states; if the number of workers changed, all get rank 0's."""
         self._set_up_callbacks()
         for key, callback in self._by_key().items():
             found = [state["callbacks"][key] for state in states if key in state["callbacks"]]
@@ -242,13 +242,13 @@ class LightningHooks(Callback):
             self._call_logging("on_train_epoch_start")
 
     def _call_logging(self, hook: str) -> None:
-        """Call a hook, whose logged values are recorded."""
+        """Call a hook and record the values that it logs."""
         if self._has(hook):
             with self._logging("train"):
                 self.call(hook)
 
     def _check_monitors(self, metrics: Mapping[str, float]) -> None:
-        """Raise WorkloadError for a callback that follows another value than the one of this name in the record."""
+        """Raise WorkloadError for a callback whose monitored name means another value in the record."""
         for recorded, (callback, monitor) in self.monitors.items():
             splits = {name.partition("/")[0] for name in self.logged_as}
             if recorded.partition("/")[0] in splits and self.logged_as.get(recorded) != monitor:
@@ -257,7 +257,7 @@ class LightningHooks(Callback):
 
     @contextlib.contextmanager
     def _logging(self, split: str) -> Iterator[None]:
-        """Context of a hook whose logged values, means over workers, are recorded."""
+        """Context for a hook: its logged values are averaged over workers and recorded."""
         with self.module.log.keeping(1, is_training=False) as kept:
             yield
         sums = EpochSums()
@@ -306,8 +306,8 @@ class LightningHooks(Callback):
         return self.module is not None and is_overridden(hook, self.module)
 
     def call(self, hook: str, *args: Any) -> Any:
-        """Call a hook of the callbacks, then that of the module, whose result is returned. Does nothing while no step
-        trains."""
+        """Call a hook of the callbacks, then the module's, and return its result. Does nothing unless
+        training steps run."""
         if not self.is_running:
             return None
         for callback in self.callbacks:

@@ -1,5 +1,5 @@
 """Methods of a LightningModule or LightningDataModule that scaleray runs, and those that it refuses by name at the
-start. Lightning is not imported here: its classes are found among the base classes, under either package name."""
+start. Lightning is not imported: its classes are found among the base classes, under either package name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def lightning_base(cls: Any, name: str) -> type | None:
 
 
 def is_overridden(name: str, made: Any, base: str = "LightningModule") -> bool:
-    """Whether a class, or an object, has a method of its own in place of Lightning's."""
+    """Whether a class or an object overrides Lightning's method."""
     own = getattr(made, name, None)
     cls = made if isinstance(made, type) else type(made)
     return own is not None and getattr(own, "__func__", own) is not getattr(lightning_base(cls, base), name, None)
@@ -78,7 +78,7 @@ def check_data_class(cls: type) -> None:
 
 
 def is_attached(module: Any) -> bool:
-    """Whether a LightningModule has something in the place of its trainer, as copies have not."""
+    """Whether a LightningModule has a stand-in for its trainer; copies have none."""
     try:
         return module.trainer is not None
     except RuntimeError:

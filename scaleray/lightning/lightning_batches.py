@@ -19,7 +19,7 @@ from scaleray.data.ragged import Ragged
 from scaleray.errors import DataError
 
 Way = tuple[int | str, ...]
-"""Way to a value inside an item: places in lists, keys of dicts."""
+"""Path to a value inside an item: indices of lists, keys of dicts."""
 PART = re.compile(r'\[(\d+)\]|\.([A-Za-z_]\w*)|\[("(?:[^"\\]|\\.)*")\]')
 NAME = re.compile(r"[A-Za-z_]\w*")
 COLLATED = "~"
@@ -31,7 +31,7 @@ BACK: dict[str, Callable[[np.ndarray], Any]] = {
     "list": lambda row: row.tolist(),
     "array": lambda row: row,
 }
-"""Form of a row of a column, by the word after `@`."""
+"""Conversion of a column's row to its original type, by the word after `@`."""
 
 
 def columns_of(split: str, item: Any, *, is_exact: bool = False) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _is_list_of_numbers(item: Any) -> bool:
 
 
 def _exactly(name: str, item: Any) -> tuple[str, Any]:
-    """Form of a value, and the value as numbers."""
+    """Type name of a value (a key of `BACK`), and the value as numbers."""
     if isinstance(item, torch.Tensor):
         return "", item
     if isinstance(item, str):
@@ -85,7 +85,7 @@ def _exactly(name: str, item: Any) -> tuple[str, Any]:
 
 
 def split_of(columns: Mapping[str, Any]) -> tuple[str, bool]:
-    """The split that rows are of, and whether its loader has a collation of its own."""
+    """The rows' split, and whether its loader has its own collation."""
     name = re.split(r"[.\[@]", next(iter(columns)), maxsplit=1)[0]
     return name.removesuffix(COLLATED), name.endswith(COLLATED)
 
@@ -96,7 +96,7 @@ def batch_of(columns: Mapping[str, Any]) -> Any:
 
 
 def items_of(columns: Mapping[str, Any]) -> Iterator[Any]:
-    """The items of a Dataset, whose rows are these."""
+    """The original items of a Dataset for these rows."""
     ways = _ways(tuple(columns))
     back = [BACK[name.partition("@")[2]] for name in columns]
     for row in zip(*(_rows(column) for column in columns.values()), strict=True):

@@ -1,4 +1,4 @@
-"""The torchmetrics objects of a module, which accumulate over steps: their states are combined here."""
+"""Combine the states of a module's torchmetrics objects, which accumulate over steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scaleray.common.metric_states import check_rules, is_metric_class, merged, 
 from scaleray.lightning.trainer_object import refused
 
 ADD_UP = ("dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min")
-"""Names of torchmetrics' rules by which the states of two workers become one from which a worker can continue."""
+"""torchmetrics' reductions that combine two workers' states into one from which a worker can continue."""
 
 
 def metric_objects(module: nn.Module) -> list[Any]:

@@ -119,7 +119,7 @@ def _due(given: Any, monitor: str | None) -> Due:
 
 def give_rate(module: Any, settings: Any, args: Mapping[str, Any]) -> None:
     """Let a module's `configure_optimizers` use the config's learning rate, if any, instead of its own: sets the first
-    of `RATES` that it has, as a hyperparameter and as an attribute. No change without one, or if `args` sets it."""
+    of `RATES` that the module has, as hyperparameter and attribute. No change without one, or if `args` sets it."""
     try:
         rate = settings.learning_rate
     except ConfigError:  # there is none
@@ -138,7 +138,7 @@ def give_rate(module: Any, settings: Any, args: Mapping[str, Any]) -> None:
 
 
 def without_schedule(optimizer: Optimizer) -> Optimizer:
-    """The optimizer with its rates before the schedulers were made: these set the rates of the first step."""
+    """The optimizer with the rates it had before its schedulers were made, which set the rates of the first step."""
     for group in optimizer.param_groups:
         group["lr"] = group.get("initial_lr", group["lr"])
     return optimizer
@@ -163,7 +163,7 @@ class LightningSchedule(LRScheduler):
         return [due for due in self.schedulers if due.reduce_on_plateau]
 
     def step(self, epoch: int | None = None) -> None:
-        """Take note of an optimizer step."""
+        """Step the schedulers that are due after an optimizer step."""
         self.last_epoch += 1
         in_epoch = (self.last_epoch - 1) % self.steps_per_epoch + 1
         self._step_all("step", in_epoch)
@@ -176,15 +176,15 @@ class LightningSchedule(LRScheduler):
                 step_scheduler(due.scheduler)
 
     def follow(self, due: Due, value: float) -> None:
-        """Let a scheduler follow a value that was measured."""
+        """Step a scheduler with a measured value."""
         due.scheduler.step(value)
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """The rate of every group, for the next step."""
+        """The next step's rate for each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Its position, and the state of every scheduler."""
+        """Number of steps taken, and the state of every scheduler."""
         return {"last_epoch": self.last_epoch, "schedulers": [due.scheduler.state_dict() for due in self.schedulers]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -204,7 +204,7 @@ def step_scheduler(scheduler: Any) -> None:
             warnings.simplefilter("ignore", UserWarning)
             scheduler.step()
     except ValueError as exc:  # OneCycleLR, over its end
-        hint = "take self.trainer.estimated_stepping_batches for its length"
+        hint = "use self.trainer.estimated_stepping_batches as its length"
         raise WorkloadError.problem(f"{type(scheduler).__name__} in {WHAT}", f"fails: {text_of(exc)}", hint) from exc
 
 

@@ -1,5 +1,5 @@
 """Data of a LightningDataModule, or of a module's own hooks: the Dataset of each DataLoader. scaleray chooses the rows
-and order of steps: loaders keep their collation; other settings are reported if they have no effect, and refused if
+and order of steps: loaders keep their collation. Other settings are reported if they have no effect, and refused if
 they would change the training."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODES = {"max_size_cycle": max, "min_size": min}
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """The items of a Dataset as columns whose names have their structure. is_exact: for a loader's own collation."""
+    """The items of a Dataset as columns whose names encode their structure. is_exact: for a loader's own collation."""
 
     def __init__(self, split: str, items: Any, *, is_exact: bool) -> None:
         self.split, self.items, self.is_exact = split, items, is_exact
@@ -47,7 +47,7 @@ class Rows(Dataset[dict[str, Any]]):
 
 
 class IteratedRows(IterableDataset[dict[str, Any]]):
-    """The items of an IterableDataset as such columns."""
+    """The items of an IterableDataset as columns, like `Rows`."""
 
     def __init__(self, split: str, items: Any, *, is_exact: bool) -> None:
         self.split, self.items, self.is_exact = split, items, is_exact
@@ -60,13 +60,13 @@ class IteratedRows(IterableDataset[dict[str, Any]]):
             yield columns_of(self.split, item, is_exact=self.is_exact)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the IterableDataset, if it wants to know."""
+        """Call the IterableDataset's own `set_epoch`, if it has one."""
         if callable(begin := getattr(self.items, "set_epoch", None)):
             begin(epoch)
 
 
 class SideBySide(Dataset[Any]):
-    """Items of several Datasets in one: the shorter ones begin again. items: Datasets in a list or a dict."""
+    """Items of several Datasets combined into one; shorter Datasets repeat. items: Datasets in a list or a dict."""
 
     def __init__(self, items: Any, length: int) -> None:
         self.items, self.length = items, length
@@ -123,7 +123,7 @@ def evaluation_sources(split: str, given: Any) -> dict[str, Any]:
 
 
 def collations(split: str, given: Any) -> dict[str, Any]:
-    """The collations of their own that loaders have, by the name of their split."""
+    """The loaders' own collations, by split."""
     return {name: collation_of(loader) for name, loader in _loaders(split, given)}
 
 
@@ -199,7 +199,7 @@ def _without_effect(split: str, loader: DataLoader[Any]) -> list[str]:
 
 
 def _items(loader: Any) -> Any:
-    """The Dataset of a loader; the part of it that its sampler draws from."""
+    """The Dataset of a loader, or the part of it that its sampler draws from."""
     if isinstance(loader, Dataset):
         return loader
     sampler = loader.sampler
@@ -225,7 +225,7 @@ def _source(split: str, loader: Any, notes: list[str]) -> ArraySource | DatasetS
 
 
 def _tensors(items: Any, chosen: Callable[[Any], Any] = lambda tensor: tensor) -> tuple[Any, ...] | None:
-    """The rows of a TensorDataset, or of a part of one, which need not be read one by one; None of any other."""
+    """The rows of a TensorDataset or of a part of one, which need not be read one by one; None for other Datasets."""
     if type(items) is Subset:
         index = np.asarray(items.indices)
         return _tensors(items.dataset, lambda tensor: chosen(tensor[index]))

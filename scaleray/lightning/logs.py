@@ -49,7 +49,7 @@ class Log:
 
     @contextmanager
     def keeping(self, rows: int, *, is_training: bool) -> Iterator[dict[str, Logged]]:
-        """Context that stores logged values by name. rows: of the batch."""
+        """Context that stores logged values by name. rows: number in the batch."""
         self._kept, self._rows, self._step_by_default = {}, rows, is_training
         try:
             yield self._kept

@@ -1,8 +1,8 @@
 """Manual optimisation: a `training_step` that calls `manual_backward` and steps its optimizers itself.
 
 scaleray steps each optimizer with the gradient over all micro-batches and workers, in the order of the `training_step`.
-For that it runs once per optimizer, up to that optimizer's step. Code before an earlier optimizer's step sees the
-weights, buffers and random numbers of that time, so all values and gradients equal those of a single run."""
+The `training_step` runs once per optimizer, up to that optimizer's step. Code before an earlier optimizer's step sees
+the weights, buffers and random numbers from before it, so all values and gradients equal those of a single run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def losses_in_place(module: Any, optimizers: Sequence[Any]) -> str:
 
 
 class _Reached(BaseException):
-    """Ends a training_step at the step of the optimizer whose loss is wanted."""
+    """Ends a training_step at the step of the requested loss's optimizer."""
 
 
 class ManualSteps:
@@ -94,7 +94,7 @@ class ManualSteps:
         return self  # of a copied module, whose steps are none
 
     def attach(self, module: Any) -> None:
-        """Give a module these in the place of its Trainer's."""
+        """Make a module use these optimizers and schedulers in place of its Trainer's."""
         module.optimizers = self._given_optimizers
         module.lr_schedulers = self._given_schedulers
         module.manual_backward = self._backward
@@ -113,7 +113,7 @@ class ManualSteps:
             raise ConfigError("strategy.name", found, allowed, "use ddp or zero1")
 
     def begin(self) -> None:
-        """Forget the micro-batches of another training."""
+        """Discard the micro-batches of a previous training."""
         self._place, self._old = -1, {}
 
     def run(self, number: int, model: Any, step: Callable[[], Any], *, trains: bool) -> tuple[torch.Tensor, Any]:
@@ -172,8 +172,8 @@ class ManualSteps:
         _copy([p.detach() for p in self._parameters[number]], values)
 
     def _put_buffers(self, values: Sequence[torch.Tensor]) -> None:
-        """Give the buffers these values in the middle of a pass. Where one differs, torch refuses a backward pass that
-        needs it, except for a BatchNorm's, which needs none."""
+        """Set the buffers in the middle of a pass. torch refuses a backward pass that needs a changed buffer;
+        BatchNorm's needs none."""
         unused = {
             id(b)
             for part in self._model.modules()
@@ -219,7 +219,7 @@ class ManualSteps:
             self.schedulers[number].step(*args)
 
     def zeroed(self, number: int) -> None:
-        """An optimizer forgets its gradients."""
+        """Handle a call of an optimizer's zero_grad."""
         if self._events is not None:
             self._events.append(("zero_grad", number))
 
@@ -306,7 +306,7 @@ class OptimizerStandIn:
         self._steps, self.number, self.optimizer = steps, number, optimizer
 
     def step(self, closure: Any = None, **kwargs: Any) -> None:
-        """Ask for the step."""
+        """Request a step of this optimizer."""
         if closure is not None:
             raise refused("a closure of optimizer.step()", "the loss is computed once per step", "call manual_backward")
         self._steps.stepped(self.number)
@@ -316,7 +316,7 @@ class OptimizerStandIn:
         self._steps.zeroed(self.number)
 
     def toggle_model(self, sync_grad: bool = True) -> contextlib.AbstractContextManager[None]:
-        """Context of Lightning's, in which nothing need be different here."""
+        """Replacement for Lightning's context, which has no effect here."""
         return contextlib.nullcontext()
 
     def __getattr__(self, name: str) -> Any:
@@ -324,13 +324,13 @@ class OptimizerStandIn:
 
 
 class SchedulerStandIn:
-    """A scheduler for a module, which is stepped after the step that is under way."""
+    """A stand-in scheduler for a module, which is stepped after the current step."""
 
     def __init__(self, steps: ManualSteps, number: int) -> None:
         self._steps, self._number = steps, number
 
     def step(self, *args: Any) -> None:
-        """Ask for the step."""
+        """Request a step of this scheduler."""
         self._steps.scheduler_stepped(self._number, args)
 
     def __getattr__(self, name: str) -> Any:

@@ -216,14 +216,14 @@ def settings_of(callbacks: Iterable[Any], config: RunConfig) -> dict[str, Brough
             before = found.get(key)
             if before is not None and before.value != value and not (before.is_default or is_default):
                 hint = f"give one value to {key}"
-                raise WorkloadError(f"{key} of {name}", value, f"{before.by} says {before.value}", hint)
+                raise WorkloadError(f"{key} of {name}", value, f"{before.by} sets {before.value}", hint)
             if before is None or before.is_default:
                 found[key] = Brought(value, name, is_default)
     return found
 
 
 def monitors(callbacks: Iterable[Any]) -> dict[str, tuple[str, str]]:
-    """Names of callbacks that follow a value of an evaluation, and of that value in `self.log`, by its name in the
+    """Names of callbacks that follow an evaluation's value, and the value's name in `self.log`, by its name in the
     record."""
     following = [c for c in callbacks if type(c).__name__ in TRANSLATED and getattr(c, "monitor", None) is not None]
     return {_metric(each): (type(each).__name__, each.monitor) for each in following}

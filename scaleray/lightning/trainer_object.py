@@ -1,4 +1,4 @@
-"""Object in place of a module's Trainer: the progress of the training, and an error for anything else."""
+"""Stand-in for a module's Trainer: reports the training's progress, and raises an error for anything else."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class TrainerStandIn:
 
     @property
     def current_epoch(self) -> int:
-        """Number of the epoch that runs, from 0."""
+        """Index of the current epoch, from 0."""
         return max(0, self.global_step - self.looks_back) // (self.steps_per_epoch or 1)
 
     @property
     def batch_idx(self) -> int:
-        """Number of the step in its epoch, from 0."""
+        """Index of the step in its epoch, from 0."""
         return self.global_step % (self.steps_per_epoch or 1)
 
     @property
@@ -102,8 +102,8 @@ class TrainerStandIn:
 
 
 def refused(what: str, allowed: str, hint: str = "") -> WorkloadError:
-    """The error for something that the user's code asks of Lightning, with the line that asks."""
+    """The error for an unsupported use of Lightning, with the line of the user's code."""
     frames = user_frames(traceback.extract_stack())
-    where = f"asked for in {frames[-1].filename}:{frames[-1].lineno}" if frames else "asked for"
+    where = f"used in {frames[-1].filename}:{frames[-1].lineno}" if frames else "used"
     advice = hint or f"leave `{frames[-1].line}` out, or guard it" if frames and frames[-1].line else hint
     return WorkloadError(what, where, allowed, advice)

@@ -253,7 +253,7 @@ class LightningWorkload(Workload):
         return tuple(f"optimizer_{number}" for number in range(len(found)))
 
     def _check_manual(self) -> None:
-        """Raise WorkloadError for manual optimisation that the class does not show."""
+        """Raise WorkloadError if manual optimisation was set where the class does not show it."""
         if not may_be_manual(self.parts.module):
             allowed = "scaleray looks for it in the module's own class"
             hint = "set self.automatic_optimization = False in its __init__"
@@ -287,14 +287,14 @@ class LightningWorkload(Workload):
         of their halves do not add up."""
         if self.parts.count == ROWS:
             return None
-        over = "rows" if self.parts.count is None else "what count= counts"
+        over = "rows" if self.parts.count is None else "the count"
         shown = ", ".join(f"{total / count:.6g} for {count:g}" for total, count in (whole, first, second))
         return WorkloadError(
             place_of(self._class(), "training_step"),
             f"with a loss that is not a mean over {over} ({shown}: some rows and their two halves)",
             "its sum over micro-batches and workers would depend on how they are cut",
-            "name its count: as_workload(..., count=lambda batch: ...), tokens, say; "
-            "or count='rows' to weight micro-batches by their rows all the same, as Lightning does with batches",
+            "give its count, such as the tokens: as_workload(..., count=lambda batch: ...); "
+            "or count='rows' to weight micro-batches by their rows anyway, as Lightning does with batches",
         )
 
     def optimizer(self, model: Any, settings: Any) -> Any:
@@ -391,7 +391,7 @@ class LightningWorkload(Workload):
         return module if isinstance(module, type) else type(module)
 
     def _new_module(self) -> Any:
-        """A new module, attached to the object in place of its trainer."""
+        """A new module with the stand-in as its trainer."""
         made_of = self.parts.module
         module = made_of(**self._args_of(made_of)) if isinstance(made_of, type) else copy.deepcopy(made_of)
         module.trainer = self._trainer
@@ -453,7 +453,7 @@ class LightningWorkload(Workload):
         return split, rows, model.on_after_batch_transfer(batch["batch"], loaders.loader_number(split) or 0)
 
     def _with_batch_hooks(self, model: Any, kind: str, batch: Any, number: int | None) -> Any:
-        """Result of a step of an evaluation, between its hooks."""
+        """Result of an evaluation step, run between its batch hooks."""
         args = (batch, self._trainer.batch_idx, *([] if number is None else [number]))
         self._hooks.call(f"on_{kind}_batch_start", *args)
         given = self._step(model, f"{kind}_step", batch, number)

@@ -53,7 +53,7 @@ def test_a_module_that_asks_its_trainer_for_more_is_shown_the_line():
             return super().training_step(batch, batch_idx)
 
     message = refused(lambda: with_scaleray(as_workload(Asks, Data)()))
-    assert "self.trainer.is_last_batch is asked for in" in message and f"{__file__}:" in message
+    assert "self.trainer.is_last_batch is used in" in message and f"{__file__}:" in message
     assert "if self.trainer.is_last_batch:" in message and "global_step" in message
 
 
@@ -119,7 +119,7 @@ def test_a_loss_that_is_no_mean_over_rows_is_found_at_the_first_batch_and_a_coun
     assert len(with_scaleray(counted()).steps) == 20
     assert len(with_scaleray(as_workload(OverTokens, Data, count="rows")()).steps) == 20
     wrong = as_workload(Plain, Data, count=lambda batch: (batch[0][:, 0] > 0).sum())
-    assert "not a mean over what count= counts" in refused(lambda: with_scaleray(wrong()))
+    assert "not a mean over the count" in refused(lambda: with_scaleray(wrong()))
 
 
 def test_a_step_without_a_loss_is_refused():

@@ -74,7 +74,7 @@ def test_a_value_in_the_config_that_contradicts_a_callback_is_refused_by_name():
         settled([EarlyStopping("val_loss")], {"stop.patience": 7, "stop.watch": "val/loss min", **TWO_EPOCHS})
     same = {"stop.patience": 3, "stop.watch": "val/loss min", **TWO_EPOCHS}
     assert settled([EarlyStopping("val_loss")], same).stop.patience == 3
-    with pytest.raises(WorkloadError, match=r"stop\.watch of EarlyStopping is val/acc min: EarlyStopping says"):
+    with pytest.raises(WorkloadError, match=r"stop\.watch of EarlyStopping is val/acc min: EarlyStopping sets"):
         settled([EarlyStopping("val_loss"), EarlyStopping("val_acc")])
 
 
