@@ -1,7 +1,7 @@
 """Deliver alerts to a webhook and a command, one thread each. Failures never reach the training.
 
-A slow, unreachable or broken receiver is tried a limited number of times. Its address, which may hold a secret, is in
-no message."""
+A slow, unreachable or broken receiver is tried a limited number of times. Its address, which may hold a secret, is
+never logged."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ class NotTaken(Exception):
 class Delivery:
     """Delivers bodies to one receiver, in their order. send: makes one attempt, and raises NotTaken.
 
-    say: hears of the first alert that was not taken, and of the first after one that was. pause: waits, or returns
-    true when the run is over.
-    """
+    say: logs the first failure after each success. pause: waits, or returns true when the run is over."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""Metrics of others that dashboards and rules ask for, once: those of Prometheus, of Ray 2.60 and of NVIDIA's DCGM.
+"""Metrics of other programs that dashboards and rules query: Prometheus, Ray 2.60 and NVIDIA's DCGM.
 
 Sources: Ray's own endpoint, and its dashboards in `ray/dashboard/modules/metrics`; `etc/dcp-metrics-included.csv` of
-dcgm-exporter. What the exporter leaves out by default is marked, and `dashboards/dcgm_counters.csv` turns it on.
-"""
+dcgm-exporter. What the exporter leaves out by default is marked, and `dashboards/dcgm_counters.csv` turns it on."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ Source = Literal["Prometheus", "Ray", "Ray Data", "DCGM"]
 class ForeignMetric:
     """A metric that scaleray does not make.
 
-    kind: as its source has it. node_label: label with the address of the node that it is about, where it has one.
-    """
+    kind: as in its source. node_label: the label with the address of the measured node, if there is one."""
 
     name: str
     source: Source
@@ -28,7 +26,7 @@ class ForeignMetric:
 
 
 def _agent(name: str, help: str) -> ForeignMetric:
-    """A metric of the agent on every node."""
+    """A metric of the agent on each node."""
     return ForeignMetric(f"ray_{name}", "Ray", help, node_label="ip")
 
 
@@ -92,7 +90,7 @@ GPU_ECC_DOUBLE_BIT = _gpu(
     "DEV_ECC_DBE_VOL_TOTAL", "Total number of double-bit volatile ECC errors.", "counter", is_on_by_default=False
 )
 NANOSECONDS = 1e9
-"""Growth of a counter of throttling in a second of it."""
+"""Increase per second of a throttling counter while the GPU is throttled."""
 GPU_THROTTLED = tuple(
     _gpu(f"DEV_{reason}_VIOLATION", f"Throttling duration due to {words} (in ns).", "counter", is_on_by_default=False)
     for reason, words in (

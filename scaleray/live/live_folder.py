@@ -1,5 +1,5 @@
-"""The live state of a run from its folder on this machine, whatever has become of it: it starts, trains, has ended, or
-was killed; also of runs from before there was a live.json, and of studies and sweeps."""
+"""The live state of a run, study or sweep from its folder on this machine: one that is starting, training, ended or
+killed, or from a version without live.json."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def state_in_folder(folder: Path) -> LiveState | None:
 
 
 def _is_older(live: LiveState, folder: Path) -> bool:
-    """Whether a state is older than the record: a resumed run has that of its first end."""
+    """Whether a state is older than the record: a resumed run still has the record of its first end."""
     return (live.seen_at or 0.0) <= (folder / RECORD).stat().st_mtime
 
 
 def _with_its_last_words(ended: LiveState, live: LiveState) -> LiveState:
-    """The state of a record with what the run last said of itself, where the record has nothing of it: it is written a
-    moment before the run's last words are."""
+    """The state of a record, completed with facts of the last live state: the record is written a moment before
+    that."""
     lacking = {name: getattr(live, name) for name in LAST_WORDS if not getattr(ended, name)}
     return dataclasses.replace(ended, **lacking)
 
 
 def as_lost(state: LiveState) -> LiveState:
-    """The state as LOST, if nothing has been heard of the run for too long."""
+    """The state, marked LOST if the run has been silent for too long."""
     silent_s = time.time() - state.seen_at if state.seen_at is not None else 0.0
     if state.has_ended or silent_s < LOST_S:
         return state
@@ -68,7 +68,7 @@ def as_lost(state: LiveState) -> LiveState:
 
 
 def runs_in(storage: str | None = None, *, ended_within_s: float = 3600.0) -> list[LiveState]:
-    """The runs of a storage path that have not ended, or did so within this time; the newest first."""
+    """Runs in a storage path that are active or ended within this time, newest first."""
     root, found = Path(storage or default_storage_path()), []
     with contextlib.suppress(OSError):
         for folder in root.iterdir():
@@ -116,7 +116,7 @@ def of_record(record: AnyRecord, folder: Path) -> LiveState:
 
 
 def _without_either(folder: Path) -> LiveState | None:
-    """A run of which there is no live.json yet, or never was, and no record."""
+    """State of a run that has no record and no live.json."""
     name = folder.name
     about = _json(folder / RUN)
     if about is None or not isinstance(about.get("name"), str):

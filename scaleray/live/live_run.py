@@ -1,7 +1,6 @@
 """Live state of a run, which is written to live.json every two seconds.
 
-The file alone is enough for a page: `steps.csv` of a long run is too large to be read again and again.
-"""
+The file alone suffices for a page: a long run's `steps.csv` is too large to be read repeatedly."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def live_state(
     waiting: int = 0,
 ) -> LiveState:
     """Current state. identity: the run in MLflow, once it exists. beats: the last sign of life of every rank. waiting:
-    points that MLflow has not taken.
-    """
+    points that MLflow has not accepted."""
     d = description
     return state.live_state(
         name=d.run_name,
@@ -63,7 +61,7 @@ def live_state(
 
 
 class LiveFile:
-    """Writes a run's state into its local folder, in a thread of its own: MLflow may hold up the recorder's."""
+    """Writes a run's state into its local folder, in its own thread, as MLflow may block the recorder's."""
 
     def __init__(self, folder: Path, state: Callable[[], LiveState]) -> None:
         self._path, self._state = folder / FILE, state
@@ -74,7 +72,7 @@ class LiveFile:
         self._before: bytes | None = None
 
     def start(self) -> None:
-        """Write it now, and from now on."""
+        """Write the file now, and periodically from then on."""
         with contextlib.suppress(OSError):
             self._before = self._path.read_bytes()
         self.write()
@@ -90,12 +88,12 @@ class LiveFile:
                 self._path.write_bytes(self._before)
 
     def end(self) -> None:
-        """Write it a last time."""
+        """Write the file a last time."""
         self._stop.set()
         self.write()
 
     def write(self) -> None:
-        """Put the newest state in the place of the last one; a disk that is full has no place for it."""
+        """Replace the file with the newest state; does nothing if the disk is full."""
         with self._lock, contextlib.suppress(OSError):
             write_whole(self._path, json.dumps(self._state().to_dict()))
 

@@ -16,8 +16,8 @@ from scaleray.records.live_state import RUNNING, LiveState
 def written_while(
     stage: Callable[[], Stage], folder: Path, *, kind: str, name: str, run_id: str, started_at: float
 ) -> Iterator[None]:
-    """Context in which the file has a stage's progress. After an error it has the status; after success, the record
-    does. stage: returns the current progress. started_at: wall clock."""
+    """Context during which the file has a stage's progress. An error leaves the status in the file; after success, the
+    record has it. stage: returns the current progress. started_at: wall clock."""
     status = RUNNING
 
     def state() -> LiveState:

@@ -16,12 +16,12 @@ from scaleray.errors import ConfigError
 from scaleray.live.state.series import Series, by_metric
 
 HOST = "127.0.0.1"
-"""The page has no password: it is for this machine alone."""
+"""The page has no password, so it is served only on this machine."""
 KEY = "monitoring.port"
 
 
 class MetricsEndpoint:
-    """Serves what `series` gives, in threads of its own, until it is closed. Raises ConfigError for a port in use."""
+    """Serve the result of `series` in separate threads until it is closed. Raises ConfigError for a port in use."""
 
     def __init__(self, port: int, series: Callable[[], Sequence[Series]]) -> None:
         from prometheus_client import CollectorRegistry, make_wsgi_app
@@ -38,7 +38,7 @@ class MetricsEndpoint:
         self._thread.start()
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(timeout=5)
@@ -51,7 +51,7 @@ class _Server(socketserver.ThreadingMixIn, WSGIServer):
 
 
 class _Silent(WSGIRequestHandler):
-    """Questions are no news."""
+    """Request handler that logs nothing."""
 
     def log_message(self, format: str, *arguments: Any) -> None:
         pass
@@ -64,7 +64,7 @@ class _Collector:
         self._series = series
 
     def describe(self) -> Iterable[Any]:
-        """Nothing: series are not described, and must not be requested before there is a run."""
+        """Return no descriptions: series must not be requested before there is a run."""
         return []
 
     def collect(self) -> Iterator[Any]:
@@ -98,4 +98,4 @@ def not_to_be_had(port: int, problem: OSError) -> ConfigError:
     """Message on a port that cannot be used."""
     why = {errno.EADDRINUSE: "another program listens on it", errno.EACCES: "this user may not listen on it"}
     want = f"{why.get(problem.errno or 0, problem.strerror)} on {HOST}"
-    return ConfigError(KEY, port, want, "0 takes any free port and prints it; another run may use this one")
+    return ConfigError(KEY, port, want, "0 chooses a free port and prints it; another run may be using this one")

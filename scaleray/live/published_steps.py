@@ -1,8 +1,7 @@
-"""steps.csv in a run's folder elsewhere, such as a bucket, where nothing can be appended: parts of a bounded size.
+"""steps.csv in a run's remote folder, such as a bucket, which cannot be appended to: parts of bounded size.
 
-Every checkpoint brings the last part again, and what was begun after it. The first part is steps.csv itself, so that a
-short run has no other; a run that has ended has the whole file there again, and no parts.
-"""
+Each checkpoint sends the last part again, and all newer ones. The first part is steps.csv itself, so a short run has no
+other; when a run ends, the whole file replaces the parts."""
 
 from __future__ import annotations
 
@@ -14,20 +13,20 @@ from pathlib import Path, PurePath
 from scaleray.checkpoints.storage import Store
 
 PART_BYTES = 2**18
-"""Bytes after which a part ends with its row: what a checkpoint sends again at most, some two thousand steps."""
+"""Size at which a part ends with its row: the most that a checkpoint sends again, about two thousand steps."""
 
 
 class PublishedSteps:
-    """Brings the rows of a file to a store. Raises OSError."""
+    """Sends the rows of a file to a store. Raises OSError."""
 
     def __init__(self, path: Path, store: Store) -> None:
         self._store, self._path = store, path
         self._ends: list[int] = []
-        """Where in the file each part that was sent ends."""
+        """End in the file of each part that was sent."""
         self._version = -1
 
     def send(self, version: int) -> None:
-        """Bring the store what it lacks. version: another one than last time where earlier rows have changed."""
+        """Send the rows that the store lacks. version: differs from the last one if earlier rows have changed."""
         is_known = self._version == version
         kept = self._ends[:-1] if is_known else []
         with open(self._path, "rb") as file:
@@ -48,14 +47,14 @@ class PublishedSteps:
         self._ends, self._version = ends, version
 
     def join(self) -> None:
-        """Put the whole file in place of its parts, if it has any."""
+        """Replace the parts, if any, by the whole file."""
         if _parts(self._store, self._path.name):
             self._store.write(self._path.name, [self._path.read_bytes()])
             self._remove_parts(after=0)
             self._version = -1
 
     def send_beside(self, path: Path) -> None:
-        """Bring the store another file of the run, whole; or take it away there, where it is gone here."""
+        """Send the store another whole file of the run; or remove it there if it no longer exists here."""
         if path.exists():
             self._store.write(path.name, [path.read_bytes()])
         else:
@@ -68,7 +67,7 @@ class PublishedSteps:
 
 
 def read(store: Store, name: str) -> bytes:
-    """All rows of a steps.csv in a store, from its parts. Raises FileNotFoundError where there is none."""
+    """All rows of a steps.csv in a store, from its parts. Raises FileNotFoundError if there is none."""
     content, last = [], 0
     for part in (name, *(part for _, part in _parts(store, name))):
         # rows that come again were left by a kill beside a whole file, and are no damage

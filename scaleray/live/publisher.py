@@ -1,6 +1,5 @@
-"""Series of a running process: served on 127.0.0.1 if a port was given, and handed at intervals to a function that
-publishes them elsewhere.
-"""
+"""Series of a running process: served on 127.0.0.1 if a port was given, and passed at intervals to a function that
+publishes them elsewhere."""
 
 from __future__ import annotations
 
@@ -15,15 +14,13 @@ from scaleray.live.state.series import Series
 
 PUBLISH_EVERY_S = 5.0
 LOOKED_S, LAST_LOOK_S = 30.0, 6.0
-"""Seconds within which the page must have been read for its end to wait for a last read, and how long it waits then: a
-reader that misses a run's end takes it for lost.
-"""
+"""The end waits for a last read of the page if it was read within LOOKED_S seconds, for at most LAST_LOOK_S: a reader
+that misses a run's end reports it as lost."""
 
 
 class Publisher(ABC):
-    """Publishes the series that a subclass gives. port: None is no page. publish: takes the series that no other
-    process publishes, in a thread; None is none. say: logs the first failure, which ends nothing.
-    """
+    """Publishes the series that a subclass gives. port: None disables the page. publish: receives, in a thread, the
+    series that no other process publishes, or None. say: logs the first failure, which is otherwise ignored."""
 
     publish: Callable[[Sequence[Series]], None] | None = None
     say: Callable[[str], None] | None = None
@@ -40,7 +37,7 @@ class Publisher(ABC):
 
     @abstractmethod
     def series(self) -> list[Series]:
-        """All series, as they are now."""
+        """All current series."""
 
     @abstractmethod
     def own_series(self) -> list[Series]:
@@ -54,13 +51,13 @@ class Publisher(ABC):
             threading.Thread(target=self._publish_on, name="scaleray-metrics", daemon=True).start()
 
     def end(self, status: str) -> None:
-        """Publish that it has ended, for as long as anybody looks. status: in MLflow's words."""
+        """Publish the end, and wait for a last read of the page. status: in MLflow's words."""
         self._status = status
         self._has_ended.set()
         self._publish()
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._has_ended.set()
         if self._endpoint is not None:
             is_looked_at = self._status and time.monotonic() - self._looked_at < LOOKED_S

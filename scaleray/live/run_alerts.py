@@ -1,8 +1,7 @@
-"""Judges a run while it trains, in a thread next to its recorder, and delivers its alerts.
+"""Check a run during its training, in a thread next to its recorder, and deliver its alerts.
 
-It sees every step's loss and gradient norm, and the series that the run publishes, at each check. Studies and sweeps
-give theirs (`measured_metrics.py`); single trainings of them are not judged.
-"""
+Each check uses every step's loss and gradient norm, and the series that the run publishes. Studies and sweeps have
+their own series (`measured_metrics.py`); their single trainings are not checked."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ from scaleray.records.start import steady_time
 
 LOOK_EVERY_S = 2.0
 END_WAIT_S = 10.0
-"""Seconds for which the end of a run waits, for the look that is on its way and for its last alerts to be taken."""
+"""Seconds for which the end of a run waits for the check in progress and for delivery of its last alerts."""
 SHARE_OF_A_CORE = 0.05
-"""Most that looking may cost: of a thousand ranks a look takes the better part of a second, and comes less often."""
+"""Largest cost of checks: for a thousand ranks one takes almost a second, so checks become rarer."""
 LOOKED_AT = {
     id(metric): prometheus_name(metric)
     for metric in (
@@ -47,17 +46,17 @@ LOOKED_AT = {
         names.CHECKPOINT_DURATION_S, live.SLOWEST_LINK,
     )
 }  # fmt: skip
-"""Metrics that rules look at, which are a few of all series, by their identity: each is one object of the table. Loss
-and gradient norm are heard of with every step."""
+"""Metrics that rules use, a few of all, by identity: each is one object of the table. Loss and gradient norm arrive
+with every step."""
 SLOW_LINK = "slow_link"
 ENDS = ("run_failed", "run_finished")
-"""Rules of which everybody but a webhook knows already."""
+"""Rules that only a webhook needs to report."""
 ALERT_TAG, NOTE = "scaleray.alert.", "mlflow.note.content"
 
 
 class RunAlerts:
-    """The alerts of one run. series: gives the series published now. history: takes the run's messages. tell: takes
-    events and tags. act: does what an alert asks for."""
+    """The alerts of one run. series: returns the series published now. history: receives the run's messages. tell:
+    receives events and tags. act: performs the action of an alert."""
 
     def __init__(
         self,
@@ -72,11 +71,11 @@ class RunAlerts:
         self.description, self.settings = description, description.alerts
         self._series, self._tell, self._act = series, tell, act
         self.measure_links = measure_links
-        """Asks the workers which link is slow."""
+        """Requests that the workers find the slow link."""
         self.show: Callable[[EventRecord], None] = lambda event: None
-        """Takes alerts if the recorder is not polled: in the process that trains."""
+        """Receives alerts if the recorder is not polled: in the process that trains."""
         self.raised: list[Alert] = []
-        """Those that began, but for the run's own end."""
+        """Alerts that have begun, except for the run's own end."""
         self._file = Path(description.work_dir) / ALERTS_FILE
         self._seen = history or SeriesHistory()
         self._guard = Guard(self._warn)
@@ -87,7 +86,7 @@ class RunAlerts:
         self._thread: threading.Thread | None = None
 
     def begin(self, link: str) -> None:
-        """Begin to look. link: the run's page in MLflow."""
+        """Begin the checks. link: the run's page in MLflow."""
         if not self.settings.watch:
             return
         self._link, settings, address = link, self.settings, self.description.webhook
@@ -106,8 +105,7 @@ class RunAlerts:
 
     def end(self, *, went_on: bool = True) -> None:
         """Check a last time, for a run that has ended, and deliver the remaining alerts. went_on: False for a run that
-        was to be resumed and was not, whose end has been reported before.
-        """
+        failed to resume, whose end was reported before."""
         self._is_over.set()
         if self._thread is None:
             return
@@ -121,7 +119,7 @@ class RunAlerts:
             delivery.close(max(0.0, until - time.monotonic()))
 
     def look(self, now: float) -> None:
-        """Judge the run as it is. now: wall clock."""
+        """Check the run's current state. now: wall clock."""
         seen = self._seen
         seen.look(now)
         for metric, labels, value in self._series():
@@ -162,7 +160,7 @@ class RunAlerts:
         self._tell(SetTags({f"{ALERT_TAG}{alert.name}": f"{alert.state}: {alert.summary}"[:500], NOTE: self._note()}))
 
     def _note(self) -> str:
-        """The run's description in MLflow while it lives."""
+        """The run's description in MLflow during the training."""
         firing = self._judge.firing
         if not firing:
             return "no alert"
@@ -188,7 +186,7 @@ class RunAlerts:
 
 
 def _of(labels: Mapping[str, str]) -> str:
-    """The rank or link that a series is of, in words; empty for one of the whole run."""
+    """The rank or link of a series, in words; empty for a series of the whole run."""
     if "rank" in labels:
         return f"rank {labels['rank']} on {labels['node']}"
     return f"rank {labels['source']} to rank {labels['to']}" if "source" in labels else ""

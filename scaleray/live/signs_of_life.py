@@ -1,6 +1,4 @@
-"""State of the workers in a recorder, other than their records: that they live, their activity, and whether they should
-stop.
-"""
+"""State of the workers in a recorder, other than their records: heartbeats, activity, and requests to stop."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from scaleray.records.run_record import Heartbeat, WorkerMessage
 from scaleray.records.wishes import Wish
 
 MOST_KEPT = 20_000
-"""Messages that are kept without a display: a driver's memory must not grow with the number of steps."""
+"""Messages stored without a display: a driver's memory must not grow with the number of steps."""
 
 
 class ShownMessages:
@@ -26,27 +24,27 @@ class ShownMessages:
         self._first = 0
 
     def add(self, message: WorkerMessage) -> None:
-        """Add one; of too many, the older half is forgotten."""
+        """Add a message; if there are too many, the older half is dropped."""
         self._messages.append(message)
         if len(self._messages) > MOST_KEPT:
             self._first += MOST_KEPT // 2
             del self._messages[: MOST_KEPT // 2]
 
     def after(self, number: int) -> tuple[int, list[WorkerMessage]]:
-        """Messages from `number` on, as far as they are kept, and the number to ask for next."""
+        """Stored messages from `number` on, and the number of the next one."""
         shown = self._messages[max(0, number - self._first) :]
         return self._first + len(self._messages), shown
 
 
 SILENT_S, SILENT_S_A_RANK = 10.0, 0.03
-"""Seconds without a sign of life after which a rank is lost; of many ranks each gives fewer signs."""
+"""Seconds of silence after which a rank is lost, and more for each rank, since many ranks report less often."""
 
 LINKS_EVERY_S = 600.0
-"""Seconds between two times that links are measured, however long they stay slow."""
+"""Least seconds between two measurements of links, however long they stay slow."""
 
 
 class SignsOfLife:
-    """The heartbeats of all ranks, each answered with what was asked of the workers."""
+    """The heartbeats of all ranks, each answered with the requests to the workers."""
 
     def __init__(self) -> None:
         self._stop_requested = self._save_requested = self._links_requested = False
@@ -56,7 +54,7 @@ class SignsOfLife:
         self._beaten_at = time.monotonic()
 
     def beat(self, heartbeat: Heartbeat) -> Wish:
-        """Take a sign of life; gives what the worker should do."""
+        """Take a heartbeat; returns the requests to its worker."""
         self._beaten_at = time.monotonic()
         self._heartbeats[heartbeat.rank] = self._beaten_at, heartbeat
         if self._stop_requested:
@@ -70,14 +68,14 @@ class SignsOfLife:
         return Wish.NOTHING
 
     def heartbeats(self) -> list[Heartbeat]:
-        """The last sign of life of every rank."""
+        """Last heartbeat of every rank."""
         now, known = time.monotonic(), dict(self._heartbeats)  # others of its threads add to it
         _, newest = max(known.values(), key=lambda pair: pair[0], default=(0.0, None))
         beats = [replace(beat, silent_s=now - at) for _, (at, beat) in sorted(known.items())]
         return [beat for beat in beats if newest and beat.rank < newest.world_size]  # others are of a larger group
 
     def silent_ranks(self, ended: Collection[int] = ()) -> frozenset[int]:
-        """Ranks that have given no sign of life for too long to be alive. ended: those that said that they are done."""
+        """Ranks that have been silent for too long to be alive. ended: ranks that reported their end."""
         return frozenset(
             beat.rank
             for beat in self.heartbeats()
@@ -87,15 +85,15 @@ class SignsOfLife:
         )
 
     def silent_s(self) -> float:
-        """Seconds since the last sign of life of any worker."""
+        """Seconds since the last heartbeat of any worker."""
         return time.monotonic() - self._beaten_at
 
     def request_stop(self) -> None:
-        """Ask the workers to save and leave."""
+        """Request that the workers save and stop."""
         self._stop_requested = True
 
     def act_on(self, alert: Alert) -> None:
-        """Ask the workers for what an alert asks for."""
+        """Request the action of an alert from the workers."""
         if alert.action == "stop":
             self._stopped_by = self._stopped_by or f"stopped by the {alert}"
             self.request_stop()
@@ -103,11 +101,11 @@ class SignsOfLife:
             self._save_requested = True
 
     def ask_for_links(self) -> None:
-        """Ask the workers to measure the links between them, unless they were asked a while ago."""
+        """Request a measurement of the links between workers, unless one was requested recently."""
         now = time.monotonic()
         if now - self._links_asked_at >= LINKS_EVERY_S:
             self._links_requested, self._links_asked_at = True, now
 
     def stopped_by(self) -> str:
-        """The alert that stopped the run, in words; empty where none did."""
+        """The alert that stopped the run, in words; empty if none did."""
         return self._stopped_by

@@ -1,4 +1,4 @@
-"""steps.csv: a row for every step of a run, whatever MLflow is given of them."""
+"""steps.csv: a row for every step of a run, independent of the points sent to MLflow."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ FOLDER = "logged"
 
 
 class LoggedFiles:
-    """Writes them under `logged/` of `work_dir`, and of `elsewhere`, the run's folder where that is a bucket.
-
-    upload: takes what MLflow is to have. A file that is there with the same bytes is not uploaded again.
-    """
+    """Writes files under `logged/` of `work_dir`, and of `elsewhere`, the run's folder if that is a bucket. upload:
+    takes the files for MLflow. An existing file with the same bytes is not uploaded again."""
 
     def __init__(self, work_dir: Path, elsewhere: Store | None, upload: Callable[[LogArtifact], None]) -> None:
         self.work_dir, self.elsewhere, self.upload = work_dir, elsewhere, upload
 
     def add(self, file: LoggedFile) -> None:
-        """Write a file. Raises OSError where the disk does not take it."""
+        """Write a file. Raises OSError if the disk rejects it."""
         content = file.data if file.shape is None else as_png(file.data, file.shape)
         path = self.work_dir / FOLDER / file.path
         if path.exists() and path.read_bytes() == content:
@@ -70,8 +68,7 @@ STEP_COLUMNS = (
     "losses",
 )
 OLD_COLUMNS = (STEP_COLUMNS[:-1], STEP_COLUMNS[:-2])
-"""Columns of files from before rows had several losses, or a time, which are empty in these rows when such a run goes
-on."""
+"""Columns of older files, without several losses or a time, which are empty in these rows when such a run resumes."""
 
 _NUMBER = r"(?:[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|inf|nan))"
 _OPTIONAL = rf"{_NUMBER}?"
@@ -86,10 +83,9 @@ Range = tuple[int, int]
 class StepsFile:
     """A new file, or that of the interrupted run; rows wait in memory for `write`.
 
-    run_path: where else the interrupted run's file may be. last_step, last_loss, num_nonfinite: values after the rows
-    so far. damage: what was wrong with the interrupted run's file, whose copy is `kept_as`; "" for nothing, or a last
-    line that was cut, as a kill leaves it. version: another one whenever rows are changed that were written.
-    """
+    run_path: another place of the interrupted run's file. last_step, last_loss, num_nonfinite: values after the rows so
+    far. damage: the fault of the interrupted run's file, whose copy is `kept_as`; "" if there is none, or only a cut
+    last line, as a kill leaves it. version: changes whenever written rows change."""
 
     def __init__(self, path: Path, *, is_continued: bool, run_path: str | None) -> None:
         self.path, self.version = path, 0
@@ -146,8 +142,7 @@ class StepsFile:
     def mend(self, after: int, found: Mapping[int, Mapping[str, Any]]) -> None:
         """Put in rows, by step, that were missing up to the step after which training continues.
 
-        Rows after it stay, as long as none is missing among them: their steps come again. Raises OSError.
-        """
+        Rows after it stay if none is missing among them, since their steps are repeated. Raises OSError."""
         self.write()
         rows, _ = parse(self.path.read_bytes())
         if any(last > after for _, last in self._holes):
@@ -166,7 +161,7 @@ class StepsFile:
                 file.write(self._cut)
 
     def _put(self, rows: Mapping[int, str]) -> None:
-        """Make the file hold these rows, in the order of their steps."""
+        """Replace the file's rows by these, in the order of their steps."""
         self.last_step, self.num_nonfinite = -1, 0
         self.last_loss: float | None = None
         self._holes: list[Range] = []
@@ -187,7 +182,7 @@ class StepsFile:
 
 
 def parse(content: bytes) -> tuple[dict[int, str], str]:
-    """The rows of a file by step, each a line of STEP_COLUMNS, and what is wrong with it in words, or ""."""
+    """The rows of a file by step, each a line of STEP_COLUMNS, and its fault in words, or ""."""
     *lines, _ = content.decode(errors="replace").split("\n")  # after the last end of line is what a kill cut
     if not lines:
         return {}, "it has no whole line" if content else ""
@@ -216,15 +211,15 @@ def parse(content: bytes) -> tuple[dict[int, str], str]:
 
 
 def step_rows(text: str | None) -> list[dict[str, float]]:
-    """The rows of steps.csv as numbers; what is empty is NaN, and each of several losses is under `loss_` and its name.
-    A line that was cut is left out. Raises TrackingError for a file that has lost a column."""
+    """The rows of steps.csv as numbers; empty fields are NaN, and several losses are `loss_` and their names. A line
+    that was cut is left out. Raises TrackingError for a file that has lost a column."""
     rows = []
     reader = csv.DictReader(io.StringIO(text or ""))
     if text and (missing := [name for name in OLD_COLUMNS[-1] if name not in (reader.fieldnames or ())]):
         raise TrackingError.problem(
             "steps.csv of the run",
             f"lacks a column {missing[0]}: each step has one",
-            "take the copy in MLflow or the run's bucket, or move the file away: all but its curves works without it",
+            "restore the copy from MLflow or the run's bucket, or move the file away: only its curves need it",
         )
     for row in reader:
         several = [each.rpartition("=") for each in (row.pop("losses", None) or "").split(";") if each]
@@ -245,9 +240,8 @@ def step_rows(text: str | None) -> list[dict[str, float]]:
 
 
 def record_of(row: Mapping[str, str]) -> StepRecord:
-    """The record of a row by column. Figures that rows from MLflow and of older versions lack are 0 or NaN. Raises
-    ValueError.
-    """
+    """The record of a row by column. Values missing in rows from MLflow and older versions are 0 or NaN. Raises
+    ValueError."""
     return StepRecord(
         step=int(row["step"]),
         loss=float(row["loss"]),

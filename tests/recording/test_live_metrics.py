@@ -215,7 +215,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path, uri):
         }  # fmt: skip
         with pytest.raises(ConfigError, match=rf"monitoring\.port is {port}.*another program listens on it on 127"):
             run.train(flags, Classify(), local=True)
-        with pytest.raises(ConfigError, match="0 takes any free port"):
+        with pytest.raises(ConfigError, match="0 chooses a free port"):
             MetricsEndpoint(port, list)
     assert not (tmp_path / "runs").exists()
     assert chosen_port(None) is None and chosen_port(port) == port and chosen_port(0) > 0

@@ -200,7 +200,7 @@ def test_links_are_measured_while_they_are_slow_and_the_pair_is_named_by_an_aler
     assert given == [Wish.NOTHING, Wish.LINKS if measures else Wish.NOTHING, Wish.NOTHING], "once in ten minutes"
     run.figures[live.SLOWEST_LINK, None] = {"source": "1", "to": "2"}, 0.1
     run.looks()
-    assert run.written[-1].summary == "the link from rank 1 to rank 2 carries 10 % of what the others do"
+    assert run.written[-1].summary == "the link from rank 1 to rank 2 carries 10 % of the rate of the others"
 
 
 def test_an_idle_gpu_is_found_by_what_its_node_says(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
-"""Hardware and services of the runs: GPUs as NVIDIA's DCGM sees them, nodes and Ray as Ray's agents
-do, and the input.
-"""
+"""Hardware and services of the runs: GPUs as measured by NVIDIA's DCGM, nodes and Ray as measured by Ray's agents, and
+the input."""
 
 from __future__ import annotations
 
@@ -90,7 +89,7 @@ NODES = Row(
         ),
         Panel(
             title="Targets that do not answer",
-            description="What Prometheus should scrape and cannot. Normal: 0. A node's agent that does not answer: the "
+            description="Targets that Prometheus cannot scrape. Normal: 0. A node's agent that does not answer: the "
             "node is gone, or its port is closed to Prometheus.",
             queries=(Query(f"sum by (job, instance) (1 - {foreign(of.UP)})", "{{job}} {{instance}}"),),
             unit="none",
@@ -106,8 +105,8 @@ RAY = Row(
     (
         Panel(
             title="CPUs and GPUs that Ray has given out",
-            description="Logical resources in use. Normal: as many as runs were asked for. All in use while a run "
-            "waits: it waits for these.",
+            description="Logical resources in use. Normal: as many as the runs requested. If all are in use, "
+            "further runs wait.",
             queries=(Query(f"sum by (Name) ({foreign(of.RESOURCES, *IN_USE)})", "{{Name}}"),),
             unit="none",
             needs="Ray",
@@ -115,7 +114,7 @@ RAY = Row(
         ),
         Panel(
             title="Tasks",
-            description="By state. Normal: a few running, that read ahead. Many pending: no CPU is left for the input; "
+            description="By state. Normal: a few running, reading ahead. Many pending: no CPU is left for the input; "
             "one CPU in three for it is a good start.",
             queries=(
                 Query(
@@ -129,8 +128,8 @@ RAY = Row(
         ),
         Panel(
             title="Work that no node can do",
-            description="Kinds of tasks and actors that ask for more than any node has, and worker processes that did "
-            "not start. Normal: 0. Otherwise ask for less, or add such a node; the node's log has the reason.",
+            description="Kinds of tasks and actors that request more than any node has, and worker processes that did "
+            "not start. Normal: 0. Otherwise request less, or add such a node; the node's log has the reason.",
             queries=(
                 Query(f"sum({foreign(of.INFEASIBLE)})", "infeasible"),
                 Query(f"sum by (Reason) ({foreign(of.FAILED_STARTS)})", "not started: {{Reason}}"),

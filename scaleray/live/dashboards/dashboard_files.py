@@ -1,4 +1,4 @@
-"""The files of the folder `dashboards`: what `scaleray dashboards write` writes, and where a panel is found."""
+"""Contents of the folder that `scaleray dashboards write` writes, and the addresses of panels."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def files() -> dict[str, str]:
 
 
 def panel_path(dashboard: str, panel: str) -> str:
-    """The address of a panel within a Grafana, for an alert that it shows. Raises KeyError where there is none."""
+    """The address of a panel within a Grafana, linked from its alert. Raises KeyError if there is none."""
     one = DASHBOARDS[dashboard]
     return f"/d/{one.uid}?viewPanel={panel_ids(one)[panel]}"

@@ -1,4 +1,4 @@
-"""How well the GPUs do, as NVIDIA's DCGM sees them: the part of the dashboard Cluster that needs its exporter."""
+"""Panels on GPUs, measured by NVIDIA's DCGM: the part of the dashboard Cluster that needs its exporter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OF_GPU = "GPU {{gpu}} of {{Hostname}}"
 
 
 def of_gpu(metric: of.ForeignMetric) -> str:
-    """One series a GPU, whatever pods and containers the exporter knows it under."""
+    """One series a GPU, whatever pods and containers the exporter names."""
     return f"max by ({', '.join(GPU)}) ({foreign(metric)})"
 
 
@@ -84,7 +84,7 @@ GPUS = Row(
         ),
         Panel(
             title="GPU temperature",
-            description="Normal: below 80 °C. Above: the clock falls; look at fans, air and neighbours.",
+            description="Normal: below 80 °C. Above: the clock falls; check fans, air flow and neighbours.",
             queries=(Query(of_gpu(of.GPU_TEMPERATURE), OF_GPU),),
             unit="celsius",
             needs="GPU",

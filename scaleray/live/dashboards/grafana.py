@@ -41,12 +41,12 @@ def as_grafana(dashboard: Dashboard) -> dict[str, Any]:
 
 
 def panel_ids(dashboard: Dashboard) -> dict[str, int]:
-    """The number of each panel by its title; headings of rows have those above."""
+    """The number of each panel by its title; row headings take numbers above those."""
     return {panel.title: number for number, panel in enumerate(dashboard.panels(), start=1)}
 
 
 def _laid_out(rows: tuple[Row, ...]) -> list[dict[str, Any]]:
-    """Headings and panels with their places; a panel that has no room left in its line begins the next one."""
+    """Headings and panels with their positions; a panel that does not fit begins the next line."""
     placed: list[dict[str, Any]] = []
     number, top = 0, 0
     headings = 1000  # numbers far from those of panels, which links hold
@@ -153,8 +153,8 @@ def _value_options(panel: Panel) -> dict[str, Any]:
 
 
 def _heat_options(panel: Panel) -> dict[str, Any]:
-    """Options for one line of cells per series, coloured by value; by default Grafana takes series for a histogram's
-    buckets."""
+    """Options for one line of cells per series, coloured by value; by default Grafana treats series as the buckets of a
+    histogram."""
     return {
         "calculate": False,
         "rowsFrame": {"layout": "auto", "value": panel.title},

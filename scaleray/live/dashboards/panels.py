@@ -1,7 +1,6 @@
 """Parts of a dashboard, independent of Grafana's format: panels with their queries, in rows, below variables.
 
-`grafana.py` gives them the form that Grafana reads; tests ask a Prometheus the queries of each.
-"""
+`grafana.py` gives them the form that Grafana reads; tests run their queries in a Prometheus."""
 
 from __future__ import annotations
 
@@ -81,7 +80,7 @@ class Panel:
     columns: tuple[tuple[str, str], ...] = ()
     links: tuple[Link, ...] = ()
     links_from: tuple[str, ...] = ()
-    """Labels of a table with the addresses of its links, where no column shows them."""
+    """Labels of a table that hold the addresses of its links but are not shown as columns."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """A mark on the time axis of every panel when its query has a value."""
+    """A mark on every panel's time axis whenever its query has a value."""
 
     title: str
     expr: str
@@ -116,7 +115,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True)
 class Dashboard:
-    """One page. name: of its file; its panels are numbered by their order, which links to them use."""
+    """One page. name: of its file. Links use the numbers of panels, which follow their order."""
 
     name: str
     title: str

@@ -1,8 +1,7 @@
-"""Expressions of PromQL, built from the tables of metrics: no other file of the dashboards names a metric.
+"""PromQL expressions built from the tables of metrics: no other file of the dashboards names a metric.
 
-Every selection is narrowed by the choices above the panels: job and instance (the target that was scraped), and for
-metrics of a run its name, its id and, where there is a series for every rank, rank and node.
-"""
+Every selection is filtered by the variables above the panels: job and instance (the scraped target); for metrics of a
+run also its name and id; and rank and node for metrics of each rank."""
 
 from __future__ import annotations
 
@@ -61,13 +60,12 @@ def foreign(metric: ForeignMetric, *matchers: str) -> str:
 def once(metric: Metric, *labels: str) -> str:
     """One series a run, and for each value of further labels.
 
-    The largest: for a minute after a restart both the old worker's series and the new one's are there.
-    """
+    Takes the largest value: for a minute after a restart the series of the old and the new worker both exist."""
     return over(metric, "max", *labels)
 
 
 def so_far(counter: Metric) -> str:
-    """How often something has happened in a run: 0 until the first time, of which Ray publishes no counter."""
+    """Number of times that something has happened in a run: 0 before the first, when Ray publishes no counter."""
     return f"{once(counter)} or 0 * {once(STEPS_PLANNED)}"
 
 
@@ -87,7 +85,7 @@ def by_rank(metric: Metric, *matchers: str) -> str:
 
 
 def since(metric: Metric, how: str = "max", *labels: str) -> str:
-    """Seconds since the time in a metric, by Prometheus' clock, for each value of further labels."""
+    """Seconds since the time in a metric, by Prometheus's clock, for each value of further labels."""
     return f"time() - {over(metric, how, *labels)}"
 
 

@@ -83,8 +83,8 @@ LATE = Row(
         ),
         Panel(
             title="Since the last step, by rank",
-            description="Normal: all alike. In a hang, the others wait for ranks that are still in an earlier step, "
-            "or whose line has ended.",
+            description="Normal: all alike. In a hang, all wait for the ranks that are in an earlier step or whose "
+            "line has ended.",
             queries=(in_order_of_ranks(f"time() - {by_rank(live.LAST_STEP_TIMESTAMP_S)}"),),
             unit="s",
             kind="heatmap",
@@ -108,10 +108,10 @@ LINKS = Row(
         ),
         Panel(
             title="Slowest link",
-            description="The slowest link between two ranks, from which to which, over the median of all, as measured "
+            description="The slowest link between two ranksas a share of the median of all, as measured "
             "when links were last slow, in the last ten minutes. Normal: nothing here, or above 0.5: then all carry "
             "less, which is a neighbour on the network. Below: that cable or its two nodes; to rank any: the first "
-            "one's node. Of two ranks nothing is here, as there is one link.",
+            "one's node. Two ranks have one link, so nothing is shown.",
             queries=(each_run(once(live.SLOWEST_LINK, *ENDS), LINK),),
             unit="percentunit",
             needs="slow link",
@@ -172,7 +172,7 @@ WORK = Row(
                 (
                     "Backward by rank",
                     "backward",
-                    "Normal: alike; it has the wait for communication that is hidden behind it. One line darker "
+                    "Normal: alike; it includes the communication that it hides. One line darker "
                     "and late above: a slower device.",
                 ),
             )

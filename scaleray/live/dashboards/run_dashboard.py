@@ -61,9 +61,8 @@ NOW = Row(
         ),
         Panel(
             title="Time since the last step",
-            description="Of the rank that is furthest behind. Normal: about the time of a step, more while it is At "
-            "something else than steps. Otherwise, minutes mean a hang; its failure will name the ranks that did not "
-            "arrive.",
+            description="For the rank that is furthest behind. Normal: about the time of a step, or more during work "
+            "outside steps. Otherwise, minutes mean a hang; its failure will name the ranks that did not arrive.",
             queries=(each_run(since(live.LAST_STEP_TIMESTAMP_S, "min")),),
             unit="s",
             kind="stat",
@@ -73,7 +72,7 @@ NOW = Row(
         ),
         Panel(
             title="Goodput",
-            description="Share of the run's time, over all attempts, that was steps that count. Normal: above 90 % "
+            description="Share of the run's time, over all attempts, spent in steps that count. Normal: above 90 % "
             "after the first minutes. Low: see Restarts, Steps repeated and the checkpoints.",
             queries=(each_run(once(names.GOODPUT)),),
             unit="percentunit",
@@ -92,15 +91,15 @@ SPEED = Row(
     (
         Panel(
             title="Throughput",
-            description="Samples a second of all workers, and what a study or the planner expects where the config "
-            "says it. Normal: flat, and within 10 % of what is expected. A fall: see Where the time goes.",
+            description="Samples a second of all workers, and the rate that the study or planner expects, if the "
+            "config has it. Normal: flat, and within 10 % of what is expected. A fall: see Where the time goes.",
             queries=(each_run(once(names.SAMPLES_PER_S)), each_run(once(live.EXPECTED_SAMPLES_PER_S), "expected")),
             unit="short",
             minimum=0,
         ),
         Panel(
             title="Throughput over prediction",
-            description="Normal: 0.9 and above. Below: something here costs what the study did not see: a slow rank or "
+            description="Normal: 0.9 and above. Below: a cause that the study did not measure: a slow rank or "
             "link (dashboard Ranks), the input, throttled GPUs (dashboard Cluster).",
             queries=(each_run(once(live.EFFICIENCY_OVER_PREDICTION)),),
             unit="percentunit",
@@ -163,9 +162,9 @@ SPEED = Row(
         ),
         Panel(
             title="Model FLOPs utilisation",
-            description="Model FLOPs a second over the peak of the devices. Nothing here: the peak is not known, as of "
-            "CPUs and of GPUs that the catalogue lacks (study.peak_tflops says it), or the FLOPs of a sample could not "
-            "be counted, which an event of the run says. Normal for large language models: 35 to 55 %. Low with "
+            description="Model FLOPs a second over the peak of the devices. Empty: the peak is unknown, as for CPUs "
+            "and GPUs that the catalogue lacks (set study.peak_tflops), or the FLOPs of a sample could not be "
+            "counted (the run's events have the reason). Normal for large language models: 35 to 55 %. Low with "
             "nothing waiting: small kernels; `scaleray profile -c FILE --trace` names the modules.",
             queries=(each_run(once(live.MFU)),),
             unit="percentunit",
@@ -174,8 +173,8 @@ SPEED = Row(
         ),
         Panel(
             title="Outside steps",
-            description="Seconds since the first worker was last seen evaluating, saving, compiling or ending, of the "
-            "last half hour. Normal: near 0 meanwhile; no step ends then, which is not a hang.",
+            description="Seconds since the first worker last evaluated, saved, compiled or ended, within the last "
+            "half hour. Normal: near 0 during such a phase, in which no step ends; this is not a hang.",
             queries=(each_run(f"{since(live.LONG_PHASE_TIMESTAMP_S, 'max', 'phase')} < 1800", "{{phase}}"),),
             unit="s",
             needs="long phase",
@@ -197,8 +196,8 @@ LEARNING = Row(
     (
         Panel(
             title="Loss",
-            description="Of the global batch. Normal: falling, with noise. A spike that does not come back: a lower "
-            "learning rate, or a look at the data of that step.",
+            description="Of the global batch. Normal: falling, with noise. A spike that does not come back: lower "
+            "the learning rate, or check the data of that step.",
             queries=(each_run(once(names.LOSS)),),
             unit="none",
         ),
@@ -227,7 +226,7 @@ LEARNING = Row(
         Panel(
             title="Epochs",
             description="Passes over the training data. Normal: a straight line. Flat pieces: evaluations, "
-            "checkpoints, or time that was lost.",
+            "checkpoints, or lost time.",
             queries=(each_run(once(names.EPOCH)),),
             unit="none",
             minimum=0,
@@ -257,9 +256,9 @@ SAFETY = Row(
     (
         Panel(
             title="Age of the newest checkpoint",
-            description="Training that an interruption would cost now, beside the time from one checkpoint to the next "
-            "and the time that the newest one took to be written. Normal: a saw below the interval and that time "
-            "together. Growing on: checkpoints fail; see the run's log and the disk.",
+            description="Training time that an interruption would lose now, the checkpoint interval, and the write "
+            "time of the newest checkpoint. Normal: a sawtooth below the sum of the last two. Growing: checkpoints "
+            "fail; see the run's log and the disk.",
             queries=(
                 each_run(once(live.CHECKPOINT_AGE_S), "age"),
                 each_run(once(live.CHECKPOINT_INTERVAL_S), "interval"),
@@ -306,7 +305,7 @@ SAFETY = Row(
         ),
         Panel(
             title="Points that wait for MLflow",
-            description="Normal: 0, or a few for moments. Growing: the server is away; nothing is lost, and "
+            description="Normal: 0, or briefly a few. Growing: the server is away; nothing is lost, and "
             "`scaleray tracking replay` sends it later.",
             queries=(each_run(once(live.RECORDER_SPOOLED_POINTS)),),
             unit="none",
@@ -315,8 +314,7 @@ SAFETY = Row(
         ),
         Panel(
             title="Which runs",
-            description="Facts of each run. A click on a line opens its page in MLflow, or its HTML report there; "
-            "the column report also has its folder.",
+            description="Facts of each run. A click on a line opens its page in MLflow, or its HTML report there.",
             queries=(Query(variables.runs(select(live.RUN_INFO))),),
             unit="none",
             kind="table",

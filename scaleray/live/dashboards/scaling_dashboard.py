@@ -20,7 +20,7 @@ PREDICTION = Row(
         Panel(
             title="Measured over predicted",
             description="Throughput over what a study or the planner expects (monitoring.expected_samples_per_s). "
-            "Normal: 0.9 to 1.1. Below: `scaleray compare` with the study's run says which part of a step grew.",
+            "Normal: 0.9 to 1.1. Below: `scaleray compare` with the study's run names the part of a step that grew.",
             queries=(each_run(once(live.EFFICIENCY_OVER_PREDICTION)),),
             unit="percentunit",
             needs="prediction",
@@ -78,14 +78,14 @@ COSTS = Row(
         Panel(
             title="Cost of a million samples that count",
             description="The same over goodput: starts, restarts and repeated steps are paid as well. Normal: within "
-            "10 % of the cost beside it.",
+            "10 % of the cost without these.",
             queries=(each_run(f"{COST} / ({once(names.GOODPUT)} > 0)"),),
             unit="none",
             minimum=0,
         ),
         Panel(
             title="Cost of the last hour",
-            description="Of all runs that the choices above leave: workers times price, while they were there.",
+            description="Of all selected runs: workers times price, for as long as they ran.",
             queries=(each_run(f"sum by ({OF_RUNS}) (avg_over_time({select(names.WORKERS)}[1h])) * $price"),),
             unit="none",
             kind="bargauge",
@@ -108,7 +108,7 @@ MEASURED = Row(
         Panel(
             title="Turns and trials",
             description="Share of a study's turns, or a sweep's trials, that is done. Normal: it grows evenly. "
-            "No progress for longer than one measurement: its terminal shows what it waits for.",
+            "No progress for longer than one measurement: its terminal shows the cause.",
             queries=(each_run(f"{once(live.MEASURED, 'kind')} / {once(live.MEASURED_PLANNED, 'kind')}", "{{kind}}"),),
             unit="percentunit",
             needs="study",
@@ -201,8 +201,8 @@ HISTORY = Row(
         ),
         Panel(
             title="Last loss, run by run",
-            description="The last loss of each run in the time range. Lower is better among runs of one model and one "
-            "batch size alone.",
+            description="The last loss of each run in the time range. Lower is better only among runs of one model "
+            "and batch size.",
             queries=(each_run(f"max by ({OF_RUNS}) (last_over_time({select(names.LOSS)}[$__range]))"),),
             unit="none",
             kind="bargauge",

@@ -8,8 +8,7 @@ from typing import Any
 from scaleray.live.foreign import OF_GPUS
 
 INTERVAL = "5s"
-"""Time between two scrapes, and between two evaluations of the rules: an alert is at most so much later than its
-cause."""
+"""Time between two scrapes, and between two evaluations of the rules: the most by which an alert lags its cause."""
 RAY_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
 """File below a Ray head's --temp-dir in which it lists its nodes' addresses."""
 ITS_NODE = {
@@ -18,7 +17,7 @@ ITS_NODE = {
     "target_label": "node",
     "replacement": "$1",
 }
-"""Gives an exporter of GPUs the host of its address as `node`, where it was given none."""
+"""Relabelling that sets an exporter's `node` to the host of its address if it has none."""
 WRITTEN = "# Written by `scaleray dashboards write`; edit the code instead."
 
 
@@ -70,14 +69,14 @@ def as_yaml() -> str:
             WRITTEN,
             "# prometheus --config.file dashboards/prometheus.yml --web.listen-address 127.0.0.1:9090",
             "# Put in: the --temp-dir of the Ray head, monitoring.port of runs without Ray, exporters of GPUs. Of an",
-            "# exporter whose address is not that of Ray's node give the latter beside its targets, or the alert of",
-            "# idle GPUs is silent: labels: {node: 10.0.0.1}",
+            "# exporter whose address is not that of Ray's node add the latter to its targets; otherwise the alert for",
+            "# idle GPUs never fires: labels: {node: 10.0.0.1}",
             yaml.safe_dump(values, sort_keys=False),
         )
     )
 
 
 def dcgm_counters() -> str:
-    """`dcgm-exporter -f dcgm_counters.csv`: what the dashboards and rules ask for, much of which is off by default."""
+    """Counters for `dcgm-exporter -f dcgm_counters.csv` that dashboards and rules need; many are off by default."""
     lines = [f"{metric.name}, {metric.kind}, {metric.help}" for metric in OF_GPUS]
     return "\n".join((WRITTEN, "# DCGM field, type in Prometheus, help", *lines, ""))

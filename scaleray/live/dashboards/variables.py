@@ -1,4 +1,4 @@
-"""The choices above the panels, the same on every dashboard that has them, so that links carry them along."""
+"""The variables above the panels, the same on every dashboard that has them, so that links pass them on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NODE_OF_RAY = Variable(
     name=NODE,
     label="Node",
     query=values_of(foreign.NODE_CPU, foreign.NODE_CPU.node_label, 'job=~"$job"'),
-    description="Address of a node as Ray knows it; it does not choose GPUs, which DCGM knows by host name.",
+    description="Address of a node as Ray knows it; it does not filter GPUs, which DCGM names by host.",
 )
 PRICE = Variable(
     name="price",
@@ -63,8 +63,8 @@ ABOUT_RUNS = (
 )
 """Columns of a table of runs: labels that describe a run, and their headers."""
 LINK_LABELS = ("mlflow_page", "report_page", "experiment_page")
-"""Labels that `runs` makes: the addresses of a run's page in MLflow, of the HTML report among its artifacts, and of its
-experiment, which has the studies and sweeps too."""
+"""Labels added by `runs`: the addresses of a run's page in MLflow, of its HTML report among the artifacts, and of its
+experiment, which also has the studies and sweeps."""
 PAGES = tuple(
     Link(title, f"${{__data.fields.{label}}}")
     for title, label in zip(("MLflow", "HTML report", "Experiment, with studies and sweeps"), LINK_LABELS, strict=True)

@@ -1,7 +1,6 @@
-"""Dashboards into a Grafana by its HTTP API, with one clear message for each way in which it refuses.
+"""Import dashboards by Grafana's HTTP API, with one clear message for each kind of refusal.
 
-Source: grafana.com/docs, HTTP API, Dashboard and Folder. Tried against a stand-in server alone: no Grafana was at hand.
-"""
+Source: grafana.com/docs, HTTP API, Dashboard and Folder. Tested only against a stand-in server."""
 
 from __future__ import annotations
 
@@ -18,24 +17,22 @@ from scaleray.live.dashboards.grafana import as_grafana
 
 TIMEOUT_S = 30.0
 SHOWN = 300
-"""Characters of a server's answer that a message has."""
+"""Characters of a server's answer shown in a message."""
 
 
 def install_dashboards(grafana: str, *, token_env: str = "GRAFANA_TOKEN", folder: str = "scaleray") -> dict[str, str]:
-    """Import the dashboards by the HTTP API of a Grafana, over those that are there; gives the page of each by name.
+    """Import the dashboards by a Grafana's HTTP API, replacing existing ones; returns each page's address by name.
 
     grafana: its address. token_env: the environment variable with the token of a service account. folder: within
-    Grafana, made where there is none. Raises UsageError or RunFailedError, without the token in any message.
-    """
+    Grafana, created if it does not exist. Raises UsageError or RunFailedError, without the token in any message."""
     server = Grafana(grafana, token_env)
     uid = server.folder(folder)
     return {name: server.install(as_grafana(dashboard), folder=uid) for name, dashboard in DASHBOARDS.items()}
 
 
 class Grafana:
-    """A Grafana at an address, with the token of an environment variable. The token goes into the header of requests
-    alone: no message, record or command line ever has it.
-    """
+    """A Grafana at an address, with the token of an environment variable. The token is sent only in request headers: no
+    message, record or command line has it."""
 
     def __init__(self, address: str, token_env: str) -> None:
         hint = "such as http://127.0.0.1:3000"
@@ -69,7 +66,7 @@ class Grafana:
         return str(uid or self._ask("POST", "/api/folders", {"title": title})["uid"])
 
     def install(self, dashboard: Mapping[str, Any], *, folder: str) -> str:
-        """Import a dashboard, over the one of the same uid, and give the address of its page."""
+        """Import a dashboard, replacing one of the same uid, and return the address of its page."""
         body = {"dashboard": {**dashboard, "id": None}, "folderUid": folder, "overwrite": True}
         body["message"] = "scaleray dashboards install"
         return self._address + str(self._ask("POST", "/api/dashboards/db", body).get("url", f"/d/{dashboard['uid']}"))
@@ -102,17 +99,17 @@ class Grafana:
         if status in (401, 403):
             want = "a valid token" if status == 401 else "a token with the right to edit dashboards and folders"
             hint = f"the role Editor is enough; Grafana says: {said}"
-            return UsageError(f"the token in {self._token_env}", f"refused ({status})", f"{where} wants {want}", hint)
+            return UsageError(f"the token in {self._token_env}", f"refused ({status})", f"{where} needs {want}", hint)
         if 300 <= status < 400:
             to = urllib.parse.urlsplit(answer.headers.get("Location", ""))
-            hint = f"it points to {_without_secrets(to)}: give the final address"
+            hint = f"it points to {_without_secrets(to)}: use the final address"
             return UsageError("--grafana", self._address, f"it redirects ({status})", hint)
         if status == 404:
-            return UsageError("--grafana", self._address, f"nothing is at {path} there", "is a path missing, /grafana?")
+            return UsageError("--grafana", self._address, f"{path} does not exist", "is a path missing, /grafana?")
         if status in (400, 412):
             hint = (
-                "edit dashboards that are provisioned from files there; otherwise Grafana may be too old (it must be "
-                "9 or newer)"
+                "Provisioned dashboards must be changed in their files. Otherwise Grafana may be too old: 9 or "
+                "newer is required"
             )
             return RunFailedError(f"{where} rejected the dashboard ({status}): {said}.\n  {hint}")
         return RunFailedError(f"{where} failed ({status}): {said}.\n  See its log; try again later")

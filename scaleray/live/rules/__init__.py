@@ -1,1 +1,1 @@
-"""The rules of all alerts: what each costs and what to do, as a query for Prometheus and as a predicate for one run."""
+"""The rules of all alerts: cost, remedy, a query for Prometheus and a predicate for one run."""

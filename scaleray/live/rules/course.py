@@ -1,4 +1,4 @@
-"""Rules on whether a run makes progress at all: hangs, lost workers, restarts, its end."""
+"""Rules on whether a run makes progress: hangs, lost workers, restarts and its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from scaleray.live.rules.series_history import SeriesHistory
 
 HOUR_S = 3600.0
 BEGAN_AGAIN_S = 60.0
-"""Seconds for which a loss of workers is reported that were started again before they were missed."""
+"""Seconds for which a loss is reported if the workers restarted before they were missed."""
 LAST_STEP, STEP_TIME = prometheus_name(live.LAST_STEP_TIMESTAMP_S), prometheus_name(names.STEP_TIME_S)
 LONG_PHASE, WORLD_SIZE = prometheus_name(live.LONG_PHASE_TIMESTAMP_S), prometheus_name(names.WORKERS)
 
@@ -81,11 +81,11 @@ RULES = (
     Rule(
         "no_progress",
         "critical",
-        "no step has ended for {value}",
+        "no step has finished for {value}",
         "seconds",
         "All workers are idle at full price.",
-        "Read hangs/ in the run's folder: it has the source line of each rank, and names the rank that the others "
-        "wait for. Raise alerts.long_phase_s if an evaluation or a checkpoint takes longer.",
+        "Read hangs/ in the run's folder: it has each rank's source line and names the rank that the others wait "
+        "for. Raise alerts.long_phase_s if an evaluation or a checkpoint takes longer.",
         ("run", "Time since the last step"),
         _no_progress_query,
         _no_progress,

@@ -1,10 +1,8 @@
 """Whether the GPUs work, and work at full speed, by NVIDIA's DCGM exporter.
 
-The exporter gives the counters of throttling and of memory errors only where its list of fields has them: they are
-commented out in the list that it comes with. A GPU counts as a run's where a run trains on its node: by the label
-`node` that Prometheus is configured to give the exporter, else by the exporter's own address. Of a run without Ray the
-node is the host at which it is scraped.
-"""
+The exporter gives the counters of throttling and memory errors only if its list of fields has them; its default list
+has them commented out. A GPU belongs to a run if the run trains on its node: the label `node` that Prometheus is
+configured to add, or else the exporter's address. The node of a run without Ray is the host of its target."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from scaleray.live.rules.series_history import SeriesHistory
 
 ACTIVE = foreign.GPU_ENGINE_ACTIVE.name
 THROTTLED = tuple(metric.name for metric in foreign.GPU_THROTTLED[:2])
-"""Nanoseconds of being slowed down, as NVML counts them; lists of fields by which they are microseconds are wrong:
+"""Counters of nanoseconds of throttling, as NVML has them; lists of fields that call them microseconds are wrong:
 https://github.com/NVIDIA/dcgm-exporter/pull/589. Not measured here."""
 ECC = (foreign.GPU_ECC_DOUBLE_BIT.name, foreign.GPU_REMAPPED_ROWS.name)
 REMAP_FAILED = foreign.GPU_REMAP_FAILURE.name
 XID = foreign.GPU_XID.name
 APPLICATION_XIDS = (13, 31, 43, 45)
-"""Numbers that a slip in the application's own code gives: the run fails and says it itself. NVIDIA's Xid catalogue."""
+"""Xid numbers caused by errors of the application, with which the run itself fails. Source: NVIDIA's Xid catalogue."""
 LOOK_BACK_S = 300.0
 IN_DCGM = "gpu, UUID, instance"
 NO_NODE = "local"
@@ -108,7 +106,7 @@ RULES = (
         "{of} has memory errors that cannot be corrected",
         "count",
         "Such an error ends the process that hits it; more will follow.",
-        "Drain the node, reset the GPU, and have it replaced if rows cannot be remapped.",
+        "Drain the node, reset the GPU, and replace it if rows cannot be remapped.",
         ("cluster", "GPU errors"),
         _ecc_query,
         of=OF_GPU,
@@ -119,9 +117,8 @@ RULES = (
         "{of} has reported Xid {value}",
         "count",
         "After most of them the GPU or its links cannot be used until a reset: the run hangs or fails.",
-        "Look up the number in NVIDIA's Xid catalogue, check the node's kernel log, and drain the node. 79 and 74 "
-        "are a "
-        "GPU or link that is gone.",
+        "Look up the number in NVIDIA's Xid catalogue, check the node's kernel log, and drain the node. 79 means a "
+        "lost GPU, 74 a failed link.",
         ("cluster", "GPU errors"),
         _xid_query,
         of=OF_GPU,

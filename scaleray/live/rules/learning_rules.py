@@ -1,9 +1,8 @@
 """Whether a training learns: losses that jump, values that are not finite, gradients that explode.
 
-A loss is compared with the median of its last 200 values and their median absolute deviation, since multiples of a
-mean say nothing of losses near zero or below it. Prometheus, which sees a loss at each scrape instead of each step,
-takes half the distance of the quartiles for the deviation, which is the same where values lie evenly around the median.
-"""
+A loss is compared with the median of its last 200 values and their median absolute deviation, since multiples of a mean
+are meaningless for losses near or below zero. Prometheus, which has a loss for each scrape instead of each step, uses
+half the distance of the quartiles, which is equal for values distributed symmetrically around the median."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from scaleray.live.rules.series_history import SeriesHistory, Values
 
 LOOK_BACK, IN_A_ROW, LEAST_POINTS = 200, 3, 20
 LOOK_BACK_S = 1000.0
-"""The same for scrapes every five seconds."""
+"""Seconds of history used by Prometheus, with a scrape every five seconds."""
 RELATIVE_FLOOR, FLOOR = 0.01, 0.001
 """Amounts added to the deviation, relative to the median and absolute: otherwise any change of a nearly constant loss
 is a spike. """
@@ -40,7 +39,7 @@ def _spike_query(limits: AlertLimits) -> str:
 
 
 def mads_above(values: Values, usual: Values) -> Values:
-    """Median absolute deviations by which values lie above the median of the usual ones."""
+    """Distance above the median of the usual values, in median absolute deviations."""
     median = np.median(usual)
     spread = np.median(np.abs(usual - median)) + RELATIVE_FLOOR * abs(median) + FLOOR
     return np.asarray((values - median) / spread)
@@ -53,7 +52,7 @@ def _explosion_query(limits: AlertLimits) -> str:
 
 
 def over_median(values: Values, usual: Values) -> Values:
-    """Values over the median of the usual ones."""
+    """Ratio of values to the median of the usual ones."""
     median = np.median(usual)
     return values / median if median > 0 else np.zeros(len(values))
 
@@ -65,8 +64,8 @@ def _has_enough(metric: Metric) -> str:
 def _in_a_row(
     seen: SeriesHistory, metric: Metric, measure: Callable[[Values, Values], Values], limit: float
 ) -> Found | None:
-    """The largest of the first at least three values in a row beyond the limit, among those since the last look and the
-    two before them. Each `LOOK_BACK` of them are measured by those before: many steps may lie between two looks."""
+    """The largest of the first streak of three or more values above the limit, among those since the last check and the
+    two before. Each `LOOK_BACK` of them are compared with earlier ones: checks may be many steps apart."""
     times, values = seen.points(prometheus_name(metric))
     is_finite = np.isfinite(values)
     times, values = times[is_finite], values[is_finite]
@@ -153,7 +152,7 @@ RULES = (
         "warning",
         "the gradient's norm is {value} times the median of its last 200 values, three times in a row",
         "number",
-        "With clipping the steps have the wrong direction, without it the wrong length too: a loss spike follows.",
+        "With clipping, steps have the wrong direction; without it, also the wrong length: a loss spike follows.",
         "optimizer.clip_norm 1.0, a lower learning rate or a longer schedule.warmup; check the rows of these steps.",
         ("run", "Gradient norm"),
         _explosion_query,

@@ -32,7 +32,7 @@ OF_GPU = "GPU {{ $labels.gpu }} of {{ $labels.instance }}"
 
 @dataclass(frozen=True)
 class Found:
-    """Finding of a predicate. of: the rank or device that it is about, where it is about one."""
+    """Result of a predicate. of: the rank or device concerned, if any."""
 
     value: float
     of: str = ""
@@ -44,8 +44,8 @@ Predicate = Callable[[SeriesHistory, AlertLimits], Found | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """One alert. query: PromQL that has a value while it is to be raised; predicate: the same of one run alone, None
-    where that takes more than the run knows of itself."""
+    """One alert. query: PromQL that has a value while the condition holds; predicate: the same for one run, None if it
+    needs facts that the run lacks."""
 
     name: str
     severity: Severity
@@ -61,7 +61,7 @@ class Rule:
     query: Query
     predicate: Predicate | None = None
     for_s: float = 0.0
-    """Seconds that it must last."""
+    """Seconds that the condition must last."""
     steps_in_a_row: bool = False
     """Whether the run itself, which sees each step, counts steps instead of these seconds."""
     of: str = ""
@@ -74,11 +74,11 @@ class Rule:
 
     @property
     def lasts_s(self) -> float:
-        """Seconds that the run itself sees it last before it raises the alert."""
+        """Seconds that the condition must last before the run itself raises the alert."""
         return 0.0 if self.steps_in_a_row else self.for_s
 
     def in_words(self, found: Found) -> str:
-        """The summary with what was found."""
+        """The summary with the measured value."""
         return self.summary.format(value=IN_WORDS[self.unit](found.value), of=found.of)
 
     def in_prometheus(self) -> str:

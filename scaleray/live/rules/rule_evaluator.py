@@ -1,4 +1,4 @@
-"""Which alerts begin and end in one run, look after look."""
+"""Determine which alerts of a run begin and end at each check."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BY_NAME = {rule.name: rule for rule in RULES}
 
 
 KEEP_S = 60.0
-"""Seconds without it after which an alert is over: one that comes and goes is raised once."""
+"""Seconds after which an alert ends if its condition no longer holds: one that comes and goes is raised once."""
 
 
 @dataclass
 class _State:
-    """State of one rule: since when it holds, when it last did, and the alert it raised."""
+    """State of one rule: since when its condition holds, when it last held, and the alert raised."""
 
     since: float | None = None
     held_at: float = 0.0
@@ -45,8 +45,8 @@ class _State:
 
 
 class Judge:
-    """Looks at a run with all rules that need no other run. guard: calls a rule's predicate, whose slip must not keep
-    the others from being judged."""
+    """Checks a run with all rules that need no other run. guard: calls a rule's predicate; an error in one must not
+    prevent the others."""
 
     def __init__(self, limits: AlertLimits, guard: Guard, *, without: Iterable[str] = ()) -> None:
         self.limits, self._guard = limits, guard
@@ -63,7 +63,7 @@ class Judge:
         return [state.alert for _, _, state in self._states if state.alert is not None]
 
     def look(self, seen: SeriesHistory) -> list[Alert]:
-        """The alerts that begin or end at this look."""
+        """The alerts that begin or end at this check."""
         changed: list[Alert | None] = []
         for rule, predicate, state in self._states:
             found = self._guard(Watcher.ALERTS, partial(predicate, seen, self.limits), None, part=rule.name)

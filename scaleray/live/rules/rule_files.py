@@ -16,12 +16,12 @@ from scaleray.live.rules.rule_evaluator import RULES
 PATH = "alerts.yaml"
 """Name in the folder of dashboards."""
 EVERY_S = 5
-"""Seconds between two looks, and between two scrapes: an alert arrives about four of these after the event."""
+"""Seconds between two checks and two scrapes: an alert arrives about four of these after the event."""
 HEAD = """# Alerts for runs of scaleray, written by `scaleray dashboards write` from scaleray/live/rules/.
-# For a scrape interval of 5 s; docs/monitoring.md says what each rule means.
+# For a scrape interval of 5 s; docs/monitoring.md explains each rule.
 """
 VARIABLES = dict(zip(("var-run", "var-run_id"), RUN_LABELS, strict=True))
-"""Parameters by which a dashboard's address chooses a run, and the labels that have them; alerts of GPUs lack them."""
+"""URL parameters by which a dashboard selects a run, and their labels; alerts of GPUs lack them."""
 IN_TEMPLATE = "".join(
     f"{{{{ with $labels.{label} }}}}&{variable}={{{{ . | urlquery }}}}{{{{ end }}}}"
     for variable, label in VARIABLES.items()
@@ -29,8 +29,8 @@ IN_TEMPLATE = "".join(
 
 
 def files(limits: AlertLimits | None = None, *, grafana: str = "") -> dict[str, str]:
-    """Files of the folder of dashboards, by name. limits: values from which on alerts are raised; None: the usual.
-    grafana: address that links to panels begin with."""
+    """Files of the folder of dashboards, by name. limits: thresholds of alerts; None: the defaults. grafana: base
+    address of links to panels."""
     rules = [as_yaml(rule, limits, grafana=grafana) for rule in RULES]
     group = {"name": "scaleray", "interval": f"{EVERY_S}s", "rules": rules}
     return {PATH: HEAD + yaml.safe_dump({"groups": [group]}, sort_keys=False, width=110, allow_unicode=True)}
@@ -48,7 +48,7 @@ def as_yaml(rule: Rule, limits: AlertLimits | None = None, *, grafana: str = "")
 
 
 def labels(rule: Rule) -> dict[str, str]:
-    """Labels that tell alerts of scaleray from others, and what they are about."""
+    """Labels that identify scaleray's alerts, and their subject."""
     return {"severity": rule.severity, "source": "scaleray", "rule": rule.name}
 
 
@@ -58,12 +58,11 @@ def words(rule: Rule, summary: str, *, panel: str) -> dict[str, str]:
 
 
 def panel_link(rule: Rule, of_run: str, grafana: str = "") -> str:
-    """Address of the panel that shows it; the path within a Grafana where no address is known. of_run: see
-    `run_in_link`."""
+    """Address of the alert's panel; without a known Grafana, the path within it. of_run: see `run_in_link`."""
     return f"{grafana.rstrip('/')}{panel_path(*rule.panel)}{of_run}"
 
 
 def run_in_link(run_name: str, run_id: str) -> str:
-    """The part of a panel's address that chooses a run."""
+    """The part of a panel's address that selects a run."""
     known = dict(zip(VARIABLES, (run_name, run_id), strict=True))
     return "".join(f"&{urlencode({name: value})}" for name, value in known.items() if value)

@@ -16,43 +16,42 @@ from scaleray.records.run_record import StepRecord, SystemRecord
 from scaleray.records.start import steady_time
 
 MOST_POINTS = 4000
-"""Points that are kept of a series in addition to those since the last check: more than the half hour that rules look
-back, a point every two seconds.
-"""
+"""Points stored of a series in addition to those since the last check: more than the half hour that rules use, at a
+point every two seconds."""
 GONE_S = 15.0
-"""Seconds without a word after which a series is gone, as a gauge of Ray's is after two of its exports."""
+"""Seconds of silence after which a series is gone, as Ray's gauges are after two exports."""
 Values = npt.NDArray[np.float64]
 Points = deque[tuple[float, float]]
 
 
 MOST_NEW = 50_000
-"""Messages that wait for the next look."""
+"""Most messages that wait for the next check."""
 LOSS, GRAD_NORM = prometheus_name(names.LOSS), prometheus_name(names.GRAD_NORM)
 
 
 @dataclass
 class SeriesHistory:
-    """The past of one run. now: the time at which rules look, on the clock of the points; before: when they looked
-    last."""
+    """The past of one run. now: time of the current check, on the clock of the points; before: time of the previous
+    one."""
 
     now: float = 0.0
     before: float = -np.inf
     series: dict[str, dict[str, Points]] = field(default_factory=dict)
-    """Points (time, value) by metric and, of a metric that every rank has, by rank; else by an empty name."""
+    """Points (time, value) by metric, and by rank if each rank has the metric, else by an empty name."""
     _new: deque[tuple[StepRecord | SystemRecord, float]] = field(default_factory=lambda: deque(maxlen=MOST_NEW))
 
     def take(self, message: StepRecord | SystemRecord) -> None:
-        """Take a message of now, from any thread; the next look adds its points."""
+        """Take a current message, from any thread; the next check adds its points."""
         self._new.append((message, steady_time()))
 
     def add(self, metric: str, value: float | None, *, at: float, of: str = "") -> None:
-        """Add a point; None is no point. of: rank or device that it is of."""
+        """Add a point, unless it is None. of: its rank or device."""
         if value is not None:
             points = self.series.setdefault(metric, {}).setdefault(of, deque())
             points.append((at, float(value)))
 
     def look(self, now: float) -> None:
-        """Move on to the next look."""
+        """Move on to the next check."""
         while self._new:
             self._add_points(*self._new.popleft())
         self.before, self.now = self.now, now
@@ -61,7 +60,7 @@ class SeriesHistory:
                 _forget(points, self.before)
 
     def _add_points(self, message: StepRecord | SystemRecord, at: float) -> None:
-        """Add the figures that rules need of every step, and of a node's GPUs."""
+        """Add the values that rules need from every step and from a node's GPUs."""
         if isinstance(message, StepRecord):
             self.add(LOSS, message.loss, at=at)
             self.add(GRAD_NORM, message.grad_norm, at=at)
@@ -72,12 +71,12 @@ class SeriesHistory:
                 self.add(foreign.GPU_ENGINE_ACTIVE.name, value / 100, at=at, of=gpu)
 
     def newest(self, metric: str) -> dict[str, float]:
-        """The newest value of each rank or device that is not gone."""
+        """Newest value of each rank or device that still reports."""
         found = self.series.get(metric, {})
         return {of: points[-1][1] for of, points in found.items() if points and self.now - points[-1][0] <= GONE_S}
 
     def last(self, metric: str) -> float | None:
-        """The newest value, the largest of all ranks; None where all are gone."""
+        """Largest newest value over all ranks; None if none reports."""
         return max(self.newest(metric).values(), default=None)
 
     def past(self, metric: str, *, last_s: float, until_s: float = 0.0, of: str = "") -> Values:
@@ -91,19 +90,19 @@ class SeriesHistory:
         return np.array([at for at, _ in points]), np.array([value for _, value in points])
 
     def points(self, metric: str) -> tuple[Values, Values]:
-        """Times and values of all points that are kept of a metric of the whole run, oldest first."""
+        """Times and values of all stored points of a metric of the whole run, oldest first."""
         points = self.series.get(metric, {}).get("", ())
         return np.array([at for at, _ in points]), np.array([value for _, value in points])
 
     def knows_since(self, metric: str, seconds: float, *, of: str | None = None) -> bool:
-        """Whether there is a point that is at least so old. of: of this rank or device; None: of any."""
+        """Whether there is a point at least this old. of: for this rank or device; None: for any."""
         found = self.series.get(metric, {})
         looked_at = found.values() if of is None else [found.get(of, ())]
         return any(points and self.now - points[0][0] >= seconds for points in looked_at)
 
 
 def _forget(points: Points, before: float) -> None:
-    """Drop the oldest points, until `MOST_POINTS` are left of those until `before`."""
+    """Drop the oldest points, but keep the last `MOST_POINTS` before `before`."""
     if len(points) > MOST_POINTS:
         num_new = sum(1 for _ in itertools.takewhile(lambda point: point[0] > before, reversed(points)))
         for _ in range(len(points) - num_new - MOST_POINTS):

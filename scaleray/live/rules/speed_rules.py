@@ -1,4 +1,4 @@
-"""Whether a run is as fast as it could be: stragglers, links, input, its own past and the prediction."""
+"""Rules on the speed of a run: stragglers, links, input, its own past and the prediction."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from scaleray.live.rules.rule import OF_LINK, OF_RANK, Found, Rule
 from scaleray.live.rules.series_history import SeriesHistory
 
 LEAST_LATENESS_S = 0.001
-"""Smallest lateness that counts: less is what a host's scheduler costs, see `profiling/lateness.py`."""
+"""Smallest lateness that counts: less is scheduling noise of the host, see `profiling/lateness.py`."""
 RECENT_S, PAST_S, LEAST_PAST_S = 60.0, 1800.0, 120.0
-"""Seconds whose mean is compared with the median of those before, and how many of these there must be."""
+"""Length in seconds of the recent mean, of the past median that it is compared with, and the shortest such past."""
 LINK_PAST_S, LINK_RECENT_S, LEAST_EXPOSED = 3600.0, 30.0, 0.1
-"""A link is compared with its own median of the last hour, as on a shared machine its best moment means little; and it
-is reported if steps wait for communication for such a share of their time.
-"""
+"""A link is compared with its own median of the last hour, since its best moment means little on a shared machine; and
+it is reported only if steps wait for communication for at least such a share of their time."""
 LATENESS, STEP_TIME = prometheus_name(live.LATENESS_S), prometheus_name(names.STEP_TIME_S)
 EXPOSED = prometheus_name(live.EXPOSED_COMMUNICATION_SHARE)
 SLOWEST_LINK = prometheus_name(live.SLOWEST_LINK)
@@ -104,7 +103,7 @@ RULES = (
     Rule(
         "straggler",
         "warning",
-        "{of} comes {value} of a step later than the others",
+        "{of} arrives {value} of a step later than the others",
         "share",
         "All other workers wait for that share of every step.",
         "Compare the rank's phases with the others': its own work (shares.by speed, or another node), its input, or a "
@@ -132,7 +131,7 @@ RULES = (
     Rule(
         "slow_pair",
         "warning",
-        "the link from {of} carries {value} of what the others do",
+        "the link from {of} carries {value} of the rate of the others",
         "share",
         "All workers wait for this one link in every step.",
         "Check network errors, cables and neighbours of its two nodes; `to rank any` means all links of the first "

@@ -16,16 +16,15 @@ from scaleray.live.rules.series_history import SeriesHistory
 
 USED = '{kind="used"}'
 CREEP_S, WITHIN_S = 1200.0, 300.0
-"""Seconds between the two times whose least memory is compared, and the length of each."""
+"""Seconds between the two times whose lowest memory is compared, and the length of each."""
 CREEP_SHARE = 0.05
 BLOCK_S, BLOCKS, USUAL_S, LEAST_GROWTH = 10.0, 4, 120.0, 0.002
-"""Memory fills where its least value has grown from block to block, each time by at least so much of what there is: a
-rank that takes its room at once grows in one of them alone. And it is more than ever in the time before these blocks,
-so that one that goes up and down is not mistaken for it; a rank of which less is known may still fill its caches."""
+"""Memory is filling if its lowest value grew from block to block, each time by at least such a share of the total: a
+rank that allocates at once grows in one block only. It must also exceed the whole time before these blocks, to exclude
+memory that goes up and down; a rank with a shorter past may still be filling its caches."""
 LEAST_WRITE_S, UNKNOWN_WRITE_S, WRITES_WITHIN_S = 10.0, 30.0, 3600.0
-"""Seconds that a checkpoint may be late beyond the limit, as it is written during the training: the longest that one
-took within the last hour, at least the first; the second if none was written yet.
-"""
+"""Seconds by which a checkpoint may exceed the limit, since it is written during the training: the longest write within
+the last hour, but at least the first; the second if none was written yet."""
 GIB = 2.0**30
 MEMORY, MEMORY_LIMIT = prometheus_name(live.MEMORY_BYTES), prometheus_name(live.MEMORY_LIMIT_BYTES)
 AGE, INTERVAL = prometheus_name(live.CHECKPOINT_AGE_S), prometheus_name(live.CHECKPOINT_INTERVAL_S)
@@ -137,7 +136,7 @@ RULES = (
     Rule(
         "memory_filling",
         "warning",
-        "{of} will run out of memory in {value} at its present growth",
+        "{of} will run out of memory in {value} at its current growth",
         "seconds",
         "The run ends at the limit: with an error on a GPU, by the OOM killer on a host.",
         "Save now (alerts.action checkpoint). Something keeps objects of each step: tensors with their graph (a loss "
@@ -188,7 +187,7 @@ RULES = (
         "warning",
         "{value} points of charts wait for MLflow, which does not accept them",
         "count",
-        "Training continues without visible curves; points unsent at the end must be replayed manually.",
+        "Training continues without visible curves; points unsent at the end must be sent manually.",
         "Check the MLflow server. Missing points are in the run folder's unsent.jsonl: scaleray tracking replay.",
         ("run", "Points that wait for MLflow"),
         lambda limits: f"{of_run(live.RECORDER_SPOOLED_POINTS)} > 0",

@@ -1,7 +1,6 @@
-"""The body that a webhook receives of an alert: Alertmanager's, version 4, so that one receiver serves both.
+"""The body of an alert's webhook request: Alertmanager's, version 4, so that one receiver serves both.
 
-Source: prometheus.io/docs/alerting/latest/configuration/#webhook_config
-"""
+Source: prometheus.io/docs/alerting/latest/configuration/#webhook_config"""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from scaleray.live.rules.rule_files import labels, panel_link, run_in_link, word
 from scaleray.records.alert_record import Alert
 
 NEVER = "0001-01-01T00:00:00Z"
-"""End of an alert that is not over, as Alertmanager writes it."""
+"""End time of an alert that is not over, as Alertmanager writes it."""
 
 
 def webhook_body(alert: Alert, *, run_name: str, run_id: str, link: str, grafana: str = "") -> dict[str, Any]:
-    """One alert as a notification of Alertmanager's. link: where the run is to be seen. grafana: address of the Grafana
-    that has the dashboards."""
+    """One alert as a notification of Alertmanager's. link: the run's page. grafana: address of the Grafana with the
+    dashboards."""
     rule = BY_NAME[alert.name]
     of_alert = {"alertname": rule.alertname, **dict(zip(RUN_LABELS, (run_name, run_id), strict=True)), **labels(rule)}
     panel = panel_link(rule, run_in_link(run_name, run_id), grafana)

@@ -1,4 +1,4 @@
-"""Series of what a study or a sweep has measured so far: its points and trials, how far it is, and how its ranks do."""
+"""Series of a study's or sweep's measurements so far: its points and trials, its progress, and its ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from scaleray.records.study_record import Estimate, Mode, Point
 from scaleray.records.sweep_record import Trial
 
 MOST_TRIALS = 200
-"""Newest trials that have series of their own: a sweep of thousands is MLflow's to show."""
+"""Number of newest trials with their own series: MLflow has the rest of a large sweep."""
 
 
 @dataclass(frozen=True)
 class PointSoFar:
-    """A point some of whose turns are still to come. Its values have no intervals yet."""
+    """A point with some repeats still to come. Its values have no intervals yet."""
 
     mode: Mode
     workers: int
@@ -30,7 +30,7 @@ class PointSoFar:
 
 @dataclass(frozen=True)
 class Measured:
-    """Current state. done, total: turns of a study, trials of a sweep."""
+    """Current state. done, total: repeats of a study, trials of a sweep."""
 
     kind: Literal["study", "sweep"]
     done: float
@@ -38,16 +38,16 @@ class Measured:
     points: Sequence[Point | PointSoFar] = ()
     trials: Sequence[Trial] = ()
     workers: int | None = None
-    """Of each trial."""
+    """Workers of each trial."""
     strategy: str = ""
     job: str = ""
     links: Mapping[str, str] = field(default_factory=dict)
-    """Where it is to be seen: `mlflow_run`, `report`."""
+    """Addresses of its pages: `mlflow_run`, `report`."""
     disk_free: float | None = None
     waiting: int = 0
-    """Writes that MLflow has not taken."""
+    """Writes that MLflow has not accepted."""
     status: str = ""
-    """Status in MLflow's words of what has ended."""
+    """Status in MLflow's words, once it has ended."""
 
 
 def measured_series(measured: Measured, ranks: ComparedRanks, *, run_name: str, run_id: str) -> list[Series]:
@@ -75,8 +75,8 @@ def measured_series(measured: Measured, ranks: ComparedRanks, *, run_name: str, 
 
 
 def efficiency(point: Point | PointSoFar, points: Sequence[Point | PointSoFar]) -> float | None:
-    """Samples a second and worker, over those of the point with fewest workers on the same curve: the efficiency of
-    both strong and weak scaling. None before there is another one."""
+    """Samples a second and worker, divided by those of the point with fewest workers on the same curve: the efficiency
+    of both strong and weak scaling. None until there is another point."""
     curve = [other for other in points if other.mode == point.mode]
     base = min(curve, key=lambda other: other.workers)
     if len(curve) < 2:
@@ -114,7 +114,7 @@ def _of_trial(trial: Trial, common: Mapping[str, str]) -> list[Series]:
 
 
 def _of_rank(series: Sequence[Series]) -> list[Series]:
-    """But for the time of the last step: between two turns there is none, which is no hang."""
+    """Series without the time of the last step: there is none between two repeats, which is not a hang."""
     return [one for one in series if one.metric is not live.LAST_STEP_TIMESTAMP_S]
 
 

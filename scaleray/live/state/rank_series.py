@@ -1,4 +1,4 @@
-"""Series that every rank has: from its samples, and, where ranks must be compared, from those of all ranks."""
+"""Series of every rank: from its own samples, or from those of all ranks if ranks must be compared."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from scaleray.records.phases import Phase
 from scaleray.records.published import RankSample
 
 LEAST_TRANSFER_S, LEAST_TRANSFER_SHARE = 0.001, 0.2
-"""Shortest transfer that is reported, in seconds and as a share of a step: less is the cost of a host's scheduler, or
-matters little.
-"""
+"""Shortest transfer that is reported, in seconds and as a share of a step: less is noise of the host's scheduler, or
+matters little."""
 
 
 def rank_series(sample: RankSample, *, run_name: str, run_id: str) -> list[Series]:
-    """Series of one rank on itself. Each rank publishes it under Ray; the recorder, without."""
+    """Series of one rank alone. With Ray each rank publishes them; without Ray the recorder does."""
     common = common_labels(run_name, run_id, sample.rank, sample.node)
     found = [
         *series_of(names.STEP_TIME_S, common, sample.step_time_s),
@@ -33,9 +32,8 @@ def rank_series(sample: RankSample, *, run_name: str, run_id: str) -> list[Serie
 
 
 class ComparedRanks:
-    """Series from the newest samples of all ranks together: late ranks, the rate of their links, and how long they
-    wait.
-    """
+    """Series from the newest samples of all ranks together: late ranks, the rate of their links, and their waiting
+    times."""
 
     def __init__(self) -> None:
         self.samples: dict[int, RankSample] = {}
@@ -43,7 +41,7 @@ class ComparedRanks:
         """Shortest transfer of this group in this run."""
 
     def hear(self, sample: RankSample) -> None:
-        """Take the newest sample of a rank. One of a group of another size begins again."""
+        """Take the newest sample of a rank. A sample of a group of another size discards the others."""
         if self.samples and next(iter(self.samples.values())).world_size != sample.world_size:
             self.samples, self._best_transfer_s = {}, math.inf
         self.samples = {**self.samples, sample.rank: sample}
@@ -51,11 +49,11 @@ class ComparedRanks:
             self._best_transfer_s = min(self._best_transfer_s, transfer_s)
 
     def forget(self) -> None:
-        """Forget the samples of workers that were lost."""
+        """Discard the samples of lost workers."""
         self.samples = {}
 
     def series(self, *, run_name: str, run_id: str) -> list[Series]:
-        """Lateness of every rank, and what the links between them reach."""
+        """Lateness of every rank, and the rate of the links between them."""
         compared, found = self._compared(), []
         late_s, transfer_s = lateness_s(compared), transfer_s_of(compared)
         steps_s = [sample.step_time_s for sample in compared if sample.step_time_s]
@@ -69,7 +67,7 @@ class ComparedRanks:
         return found
 
     def exposed_share(self) -> float | None:
-        """Share of step time in which ranks stood still for communication, their mean; None where it is not known."""
+        """Mean share of step time in which ranks waited for communication; None if unknown."""
         shares = [
             sample.phases[Phase.COMMUNICATION] / sample.step_time_s
             for sample in self.samples.values()
@@ -78,18 +76,17 @@ class ComparedRanks:
         return sum(shares) / len(shares) if shares else None
 
     def _compared(self) -> list[RankSample]:
-        """Samples of all ranks, where each has come to the same places; else none."""
+        """Samples of all ranks, if all have reached the same points of a step; else none."""
         found = [sample for _, sample in sorted(self.samples.items()) if sample.ahead_s]
         is_whole = len(found) == (found[0].world_size if found else 0) > 1
         return found if is_whole and len({len(sample.ahead_s) for sample in found}) == 1 else []
 
 
 def lateness_s(samples: Sequence[RankSample]) -> Mapping[int, float]:
-    """How long after the first rank each rank came, as the worst of the places of a step.
+    """Seconds by which each rank arrived after the first one, at the worst point of a step.
 
-    The end of a step's collectives comes to all ranks together: a rank that was less ahead of it came later. Clocks of
-    hosts need not agree.
-    """
+    A step's collectives end on all ranks together: a rank that was less ahead of the end arrived later. The hosts'
+    clocks need not agree."""
     late = dict.fromkeys((sample.rank for sample in samples), 0.0)
     for ahead in zip(*(sample.ahead_s for sample in samples), strict=True):
         if all(map(math.isfinite, ahead)):
@@ -99,8 +96,7 @@ def lateness_s(samples: Sequence[RankSample]) -> Mapping[int, float]:
 
 
 def transfer_s_of(samples: Sequence[RankSample]) -> float | None:
-    """Seconds from the arrival of the last rank at the last collective of a step to the end of all: no rank computes
-    any more, and only the link is waited for. None if that is not known.
-    """
+    """Seconds from the arrival of the last rank at the last collective of a step to its end: no rank computes any more,
+    and all wait for the link alone. None if unknown."""
     last = [sample.ahead_s[-1] for sample in samples]
     return max(0.0, min(last)) if last and all(map(math.isfinite, last)) else None

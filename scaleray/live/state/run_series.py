@@ -1,4 +1,4 @@
-"""Series that a run has once, from its state; and those of its ranks, where they do not publish them."""
+"""Series that a run has once, from its state; and those of its ranks that they do not publish themselves."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from scaleray.records.published import PublishedFacts
 from scaleray.records.run_record import Heartbeat
 
 LONG_PHASES = (Phase.EVALUATION, Phase.CHECKPOINT, Phase.COMPILING, Phase.END)
-"""Phases that may take longer than many steps: no step ends meanwhile, and nothing hangs."""
+"""Phases that may take longer than many steps: no step ends during them, which is not a hang."""
 
 
 class LongPhases:
-    """Looks at the first worker's signs of life. longest_s: how long a phase may last before it counts as a hang."""
+    """Follows the first worker's heartbeats. longest_s: how long a phase may last before it counts as a hang."""
 
     def __init__(self, longest_s: float) -> None:
         self.longest_s = longest_s
         self._phase, self._seen_at = "", 0.0
 
     def look(self, beats: Sequence[Heartbeat], now: float) -> None:
-        """Take note of what the first worker does. now: wall clock."""
+        """Note the first worker's activity. now: wall clock."""
         first = beats[0] if beats else None
         if first is not None and first.phase in LONG_PHASES and first.since_s + first.silent_s < self.longest_s:
             self._phase, self._seen_at = str(first.phase), now - first.silent_s
@@ -39,12 +39,12 @@ class LongPhases:
 
 
 LINKS_KEPT_S = 660.0
-"""Seconds for which measured links say something of the run: slow ones are measured every ten minutes."""
+"""Seconds for which measured links are valid: slow ones are measured every ten minutes."""
 
 
 @dataclass(frozen=True)
 class RecorderSnapshot:
-    """Facts that the recorder has in addition to the messages, at the time of reading. None: not known."""
+    """The recorder's facts other than messages, at the time of reading. None: unknown."""
 
     now: float
     nonfinite_steps: int = 0
@@ -53,7 +53,7 @@ class RecorderSnapshot:
     links: Mapping[str, str] = field(default_factory=dict)
     """Addresses of the run's pages: `mlflow_run`, `report`."""
     beats: Sequence[Heartbeat] = ()
-    """The last sign of life of every rank."""
+    """Last heartbeat of every rank."""
     status: str = ""
     """Status in MLflow's words of a run that has ended."""
 
@@ -61,9 +61,7 @@ class RecorderSnapshot:
 class RunSeries:
     """Series of a run's state, in any thread.
 
-    peak_of: gives the peak of a device in FLOP/s by its name, where the facts have none. long_phase_s: see
-    `LongPhases`.
-    """
+    peak_of: returns a device's peak in FLOP/s by its name, if the facts have none. long_phase_s: see `LongPhases`."""
 
     def __init__(
         self,
@@ -83,11 +81,11 @@ class RunSeries:
         self._long_phases = LongPhases(long_phase_s)
 
     def of_ranks(self) -> list[Series]:
-        """Series of the ranks on themselves."""
+        """Series of each rank alone."""
         return [one for sample in self.state.ranks.samples.values() for one in rank_series(sample, **self.named)]
 
     def of_run(self, snapshot: RecorderSnapshot) -> list[Series]:
-        """Series that exist once a run, and those that only a comparison of its ranks shows."""
+        """Series that exist once a run, and those that need a comparison of its ranks."""
         with self.state.lock:
             self._long_phases.look(snapshot.beats, snapshot.now)
             return [

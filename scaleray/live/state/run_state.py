@@ -30,16 +30,16 @@ from scaleray.records.run_record import (
 from scaleray.records.start import steady_time
 
 WINDOW_S, MOST_STEPS = 30.0, 1000
-"""A rate is the mean over the last steps: those of so many seconds, and at most so many."""
+"""Window of a mean rate: the last steps, at most so many seconds and so many steps."""
 MOST_POINTS = 200
 """Points of the loss curve: more than a terminal has columns."""
 MOST_EVENTS = 20
 OF_A_STEP = ("step", "epoch", "loss", "learning_rate", "grad_norm", "loss_scale")
-"""Figures of the last step in a LiveState."""
+"""Values of the last step in a LiveState."""
 
 
 class Curve:
-    """Loss over the run in at most MOST_POINTS points, each the mean of some steps in a row."""
+    """Loss over the run in at most MOST_POINTS points, each the mean of consecutive steps."""
 
     def __init__(self) -> None:
         self.points: list[tuple[float, float | None]] = []
@@ -57,7 +57,7 @@ class Curve:
             self._halve()
 
     def _halve(self) -> None:
-        """Put two points together, each at the step of the later one."""
+        """Merge pairs of points, each at the step of the later one."""
         pairs = zip(self.points[::2], self.points[1::2], strict=True)
         self.points = [(b[0], None if a[1] is None or b[1] is None else (a[1] + b[1]) / 2) for a, b in pairs]
         self.width *= 2
@@ -75,7 +75,7 @@ class Window:
         """Most samples per second over a whole window."""
 
     def add(self, record: StepRecord) -> None:
-        """Add the next step, and leave out those that are too old."""
+        """Add the next step, and remove those that are too old."""
         steps = self._steps
         self._count(record, 1)
         steps.append(record)
@@ -87,7 +87,7 @@ class Window:
             self.best = max(self.best or 0.0, rate)
 
     def clear(self) -> None:
-        """Begin again: workers were lost."""
+        """Start again: workers were lost."""
         self._steps.clear()
         self._step_s, self._waited_s, self._samples = 0.0, 0.0, 0
 
@@ -144,21 +144,21 @@ class RunState:
         self.flops_per_sample = flops_per_sample
         self.summaries: dict[int, WorkerSummary] = {}
         self.values: dict[str, float] = {}
-        """Last value of everything that this attempt evaluated or user code logged."""
+        """Last value of each metric that this attempt evaluated or user code logged."""
         self.resumed_after: dict[float, int] = {}
-        """Steps after which training continued, by the time: a message may arrive twice."""
+        """Steps after which training continued, by time: a message may arrive twice."""
         self.events: deque[str] = deque(maxlen=MOST_EVENTS)
-        """Last warnings and other events that are more than information."""
+        """Last events of level warning or above."""
         self.status = self.verdict = ""
         """How the run ended; empty while it lives."""
         self._evaluated_before: dict[str, float] = {}
         self._previous_step: int | None = None
-        """Number of the step before; None after a restart, whose first step may have that of the last one."""
+        """Number of the previous step; None after a restart, whose first step may repeat it."""
         self._begun: tuple[int, float] | None = None
-        """Step and wall clock at which the steps in a row began."""
+        """Step and wall clock at which the current consecutive steps began."""
         self._furthest = 0
         self._held_at: float | None = None
-        """When the training began that no checkpoint holds."""
+        """Start of the training time that no checkpoint covers."""
         self._evaluations: list[tuple[float, float]] = []
 
     def continue_from(self, before: LiveState) -> None:
@@ -199,7 +199,7 @@ class RunState:
                     self.summaries[message.rank] = message
 
     def end(self, status: str, verdict: str = "") -> None:
-        """Take how the run ended. status: in MLflow's words."""
+        """Store how the run ended. status: in MLflow's words."""
         with self.lock:
             self.status, self.verdict = status, verdict
 
@@ -213,16 +213,15 @@ class RunState:
     def unsaved_s(self, now: float | None) -> float | None:
         """Seconds of training since the newest checkpoint began; None before the run has begun.
 
-        They end with the last step, as an evaluation, a hang or a restart adds nothing that could be lost. now: wall
-        clock if the first worker waits for a checkpoint, as seconds count then.
-        """
+        Counted up to the last step, since an evaluation, a hang or a restart adds nothing that could be lost. now: wall
+        clock if the first worker waits for a checkpoint, which counts."""
         if self._held_at is None:
             return None
         until = now if now is not None else self.last.recorded_at if self.last is not None else 0.0
         return max(0.0, until - self._held_at - sum(seconds for _, seconds in self._evaluations))
 
     def left_s(self, total_steps: int | None) -> float | None:
-        """Seconds that are left at the speed of the steps in a row, with everything between them."""
+        """Estimated seconds left, at the pace of the current consecutive steps including everything between them."""
         last, begun = self.last, self._begun
         if total_steps is None or last is None or begun is None or last.step <= begun[0] or self.status:
             return None
@@ -238,8 +237,8 @@ class RunState:
         config: Mapping[str, Any] | None = None,
         **facts: Any,
     ) -> LiveState:
-        """State as `live.json` has it. ranks: activity of the workers. config: of the run, by section. facts: other
-        fields that no message gives."""
+        """State as `live.json` has it. ranks: activity of the workers. config: of the run, by section. facts: fields
+        that messages lack."""
         with self.lock:
             last, checkpoint, goodput = self.last, self.checkpoint, self.goodput()
             metrics = {**self._evaluated_before, **self.evaluated}

@@ -13,7 +13,7 @@ SHOWN_LABEL = 300
 
 
 class Series(NamedTuple):
-    """A value now. labels: by name, all that the metric has."""
+    """A current value. labels: all of the metric, by name."""
 
     metric: Metric
     labels: Mapping[str, str]
@@ -21,7 +21,7 @@ class Series(NamedTuple):
 
 
 def series_of(metric: Metric, common: Mapping[str, str], value: float | None, /, **labels: object) -> list[Series]:
-    """The one series of a value, or none where it is not known. common: the labels of every series."""
+    """The series of a value, or none if it is unknown. common: the labels of every series."""
     if value is None:
         return []
     own = {name: label_value(text) for name, text in labels.items()}
@@ -29,7 +29,7 @@ def series_of(metric: Metric, common: Mapping[str, str], value: float | None, /,
 
 
 def label_value(value: object) -> str:
-    """A label's value: any text, of which line breaks and what terminals obey are left out."""
+    """A label's value: any text without line breaks and terminal control characters."""
     text = printable(value)
     return text if len(text) <= SHOWN_LABEL else text[: SHOWN_LABEL - 1] + "…"
 
@@ -43,7 +43,7 @@ def by_metric(series: Iterable[Series]) -> dict[Metric, list[Series]]:
 
 
 def run_labels(run_name: str, run_id: str) -> dict[str, str]:
-    """Labels of every series of a run. run_id: tells runs of one name apart."""
+    """Labels of every series of a run. run_id: distinguishes runs of the same name."""
     return {"ray_train_run_name": run_name, "run_id": run_id}
 
 

@@ -1,1 +1,1 @@
-"""A run under way on a terminal, in a notebook and in the watch page."""
+"""Display of an active run on a terminal, in a notebook and on the watch page."""

@@ -1,6 +1,5 @@
-"""A run on the terminal: a line of fixed columns once an interval in a job's log, a live table on a terminal; and the
-current activity until the first step, and whenever a step takes long.
-"""
+"""A run on the terminal: one line of fixed columns per interval in a job's log, a live table on a terminal; and the
+current activity until the first step, and whenever a step takes long."""
 
 from __future__ import annotations
 
@@ -31,14 +30,13 @@ from scaleray.records.run_record import (
 from scaleray.reports.terminal.progress_line import QUIET_S, StageDisplay, duration
 
 LEFT_S = 10.0
-"""Seconds that must be left of a training for its lines to say so."""
+"""Seconds left from which a training's lines show the remaining time."""
 
 
 class Terminal:
-    """Shows messages of one run. Use as a context: the live table ends with it.
+    """Shows messages of one run. Use it as a context, which ends the live table.
 
-    interval_s: seconds between two lines.
-    """
+    interval_s: seconds between two lines."""
 
     def __init__(self, console: Console, *, interval_s: float) -> None:
         self.console, self.interval_s = console, interval_s
@@ -75,7 +73,7 @@ class Terminal:
         self.total_steps = total_steps
 
     def show(self, messages: Sequence[WorkerMessage | Heartbeat]) -> None:
-        """Show messages that arrived together; steps are kept until the interval is over."""
+        """Show messages that arrived together; steps wait until the interval is over."""
         with self._lock:
             for message in messages:
                 self._take(message)
@@ -114,7 +112,7 @@ class Terminal:
             self.say(f"  model: {message.num_parameters:,} parameters on {message.device}")
 
     def _take_heartbeat(self, beat: Heartbeat) -> None:
-        """Show what takes long: everything before the first step, an evaluation, and a step of seconds."""
+        """Show long activities: everything before the first step, an evaluation, and a step of seconds."""
         name, status = in_words(beat.phase, beat.step), self._status
         if status is not None and name == status.name:
             return
@@ -136,7 +134,7 @@ class Terminal:
             self.stages.begin(status)
 
     def _take_progress(self, record: StepRecord) -> None:
-        """Count a step, for the bar of the whole training and the time that is left."""
+        """Count a step, for the progress bar and the remaining time."""
         if self._status is not None and self._status.name != EVALUATING:
             self._set_status(None)
         if self._steps is None:
@@ -193,7 +191,7 @@ class Terminal:
 
 
 def final_lines(record: RunRecord) -> list[str]:
-    """The verdict, where to look in MLflow, and where the record is."""
+    """The verdict, the address in MLflow, and the path of the record."""
     metrics = "".join(f" | {name} {value:.4g}" for name, value in sorted(record.metrics.items()))
     speed = f" | {_short(record.samples_per_s)} samples/s" if record.samples_per_s else ""
     lines = [f"{record.verdict}: {record.steps} steps in {record.total_time_s:.0f} s{speed}{metrics}"]

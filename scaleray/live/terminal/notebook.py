@@ -15,14 +15,14 @@ from scaleray.live.state.run_state import RunState
 from scaleray.records.run_record import EventRecord
 
 REDRAWN_S = 0.3
-"""Seconds between two looks of a notebook's table."""
+"""Seconds between two updates of a notebook's table."""
 MOST_LINES = 8
 INTERVAL_S = 10.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines if there is no terminal."""
 
 
 class Silent:
-    """Shows nothing."""
+    """Display that shows nothing."""
 
     def show(self, messages: Sequence[Any]) -> None:
         """Take messages of the run."""
@@ -60,7 +60,7 @@ class NotebookTable(Silent):
         self._total = total_steps
 
     def draw(self) -> None:
-        """Bring the output up to date."""
+        """Update the output."""
         self._drawn_at = time.monotonic()
         if self._handle is not None:
             self._handle.update(_Html(self.html()))
@@ -85,7 +85,7 @@ class NotebookTable(Silent):
 
 
 class _Html:
-    """HTML as IPython shows it; where that cannot be, nothing."""
+    """HTML for IPython; displays without HTML show nothing."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -99,7 +99,7 @@ class _Html:
 
 @contextlib.contextmanager
 def watching(*, always: bool) -> Iterator[Any]:
-    """Display of a run. always: without a terminal or notebook, too."""
+    """Display of a run. always: even without a terminal or notebook."""
     if (display := notebook_display()) is not None:
         table = NotebookTable(display)
         try:
@@ -118,7 +118,7 @@ def watching(*, always: bool) -> Iterator[Any]:
 
 
 def notebook_display() -> Any:
-    """IPython's `display` where this process is the kernel of a notebook; None elsewhere."""
+    """IPython's `display` if this process is the kernel of a notebook; None elsewhere."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is None or not hasattr(shell, "kernel"):

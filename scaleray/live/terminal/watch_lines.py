@@ -1,4 +1,4 @@
-"""Runs that are watched, a line each: in a pipe as they progress, and all of them in a table."""
+"""Watched runs, one line each: as they progress in a pipe, or all in a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scaleray.reports.terminal.progress_line import duration
 
 NARROW = 72
 SHOWN_OF_ID = 8
-"""Letters of an id that tell runs of one name apart."""
+"""Letters of an id that distinguish runs of the same name."""
 
 
 def state_line(state: LiveState) -> str:
@@ -70,7 +70,7 @@ def runs_table(states: Sequence[LiveState], *, width: int) -> RenderableType:
 
 
 def _names(states: Sequence[LiveState]) -> dict[int, str]:
-    """Names of states by their identity: those of one name with the beginning of the run's id, or its folder."""
+    """Names of states by their identity; equal names get the beginning of the run's id, or its folder."""
     counts = Counter(state.name for state in states)
     return {
         id(state): printable(state.name if counts[state.name] == 1 else f"{state.name} ({_which(state)})")

@@ -1,4 +1,4 @@
-"""The page of a run that is watched: one screen of a terminal of any width from 40 columns on."""
+"""The page of a watched run: one screen of a terminal at least 40 columns wide."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scaleray.reports.terminal.progress_line import duration
 
 BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 LOG_FROM = 20.0
-"""Ratio of the largest to the smallest value from which on heights are logarithmic."""
+"""Ratio of the largest to the smallest value from which heights are logarithmic."""
 
 
 def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
@@ -70,16 +70,16 @@ COLOURS = {
     Phase.CHECKPOINT: "bright_magenta",
 }
 NARROW = 60
-"""Columns below which a page has one column of words, and leaves out what can be done without."""
+"""Columns below which a page has one column of words, and omits less important rows."""
 LEAST_SHARE = 0.005
 """Share of a step below which a part of it is not named."""
 MOST_EVENTS = 3
 SILENT_S = 5.0
-"""Seconds without a sign of life from which on a page says so."""
+"""Seconds without a heartbeat from which a page reports the silence."""
 
 
 def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableType:
-    """The page of a run. width: columns. where: what was asked for it."""
+    """The page of a run. width: columns. where: the source of the state."""
     rows = Table.grid(padding=(0, 1))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(ratio=1, overflow="fold")
@@ -98,7 +98,7 @@ def watch_page(state: LiveState, *, width: int, where: str = "") -> RenderableTy
 
 
 def result_of(state: LiveState) -> str:
-    """The last value of the metric that a run is judged by, and the best if that was another; nothing before there is
+    """Last value of the metric that a run is judged by, and its best value if that differs; nothing before the first
     one."""
     if (last := state.metrics.get(state.judged_by)) is None:
         return ""
@@ -116,7 +116,7 @@ def _title(state: LiveState) -> Text:
 
 
 def _rows(state: LiveState, width: int, *, is_narrow: bool) -> Iterator[tuple[str, RenderableType]]:
-    """The rows of a page: a name, and what is known."""
+    """The rows of a page: name and value."""
     if state.verdict and state.has_ended:
         yield "end", state.verdict.splitlines()[0]
     if state.status == LOST:
@@ -231,7 +231,7 @@ def _colour(phase: str) -> str:
 
 
 class Bar:
-    """How much is done, in a line of its own."""
+    """Progress bar in its own line."""
 
     def __init__(self, done: float, total: float, width: int) -> None:
         self.bar, self.width = ProgressBar(total=total, completed=done, width=width), width
@@ -245,7 +245,7 @@ class Bar:
 
 
 class PhaseBar:
-    """A step as a bar that is divided into its parts."""
+    """A step as a bar divided into its parts."""
 
     def __init__(self, phases: dict[str, float]) -> None:
         self.phases = phases

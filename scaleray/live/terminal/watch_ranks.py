@@ -1,4 +1,4 @@
-"""Activity of each rank of a run, its lateness, and its memory; of many ranks those to look at."""
+"""Activity, lateness and memory of each rank; of many ranks, only the notable ones."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scaleray.records.text import units
 
 MOST_RANKS = 8
 LATE_SHARE = 0.05
-"""Share of a step from which on being late is marked."""
+"""Share of a step from which lateness is highlighted."""
 SILENT_S = 5.0
-"""Seconds without a sign of life that are said."""
+"""Seconds of silence from which it is shown."""
 NARROW = 60
 
 
 def ranks_table(state: LiveState, *, width: int) -> Table:
-    """A row a rank; of many, those that are silent, late or behind, and the first ones."""
+    """A row a rank; of many, the silent, late and delayed ones, and the first ones."""
     is_narrow = width < NARROW
     has_late = any(rank.late_s is not None for rank in state.ranks)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
@@ -39,7 +39,7 @@ def ranks_table(state: LiveState, *, width: int) -> Table:
 
 
 def worth_showing(state: LiveState) -> list[RankNow]:
-    """The ranks to look at first, in their order."""
+    """The ranks to show first, in rank order."""
     ranks = sorted(state.ranks, key=lambda rank: (-_silence(rank), rank.step, -(rank.late_s or 0.0), rank.rank))
     return sorted(ranks[:MOST_RANKS], key=lambda rank: rank.rank)
 
