@@ -1,1 +1,1 @@
-"""`scaleray verify` and `scaleray check`: whether distributed training is the training of one process."""
+"""`scaleray verify` and `scaleray check`: does distributed training equal the training of one process?"""

@@ -1,4 +1,4 @@
-"""Certificates of verifications: what was asked, what came out, on what; in a folder and in MLflow."""
+"""Certificates of verifications: request, result and environment; in a folder and in MLflow."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from scaleray.verification.verify_options import VerifyOptions
 
 @contextlib.contextmanager
 def recorded(verification: Verification, *, kind: str = "verify") -> Iterator[tuple[RunFolder, RunStore]]:
-    """A folder and an MLflow run, which ends as FINISHED, FAILED or KILLED with the context."""
+    """A folder and an MLflow run, whose status follows from how the context ends: FINISHED, FAILED or KILLED."""
     status, config = "FAILED", verification.config
     with own_folder(config, "verify", verification.started_at) as folder:
         run = RunStore.create(
@@ -59,7 +59,7 @@ def recorded(verification: Verification, *, kind: str = "verify") -> Iterator[tu
 
 
 def common_facts(verification: Verification, folder: RunFolder, run: RunStore) -> dict[str, Any]:
-    """The fields of a certificate that do not depend on what was asked."""
+    """The fields of a certificate that do not depend on the request."""
     facts, config = environment(), verification.config
     return {
         "workload": config.workload.name,
@@ -78,7 +78,7 @@ def common_facts(verification: Verification, folder: RunFolder, run: RunStore) -
 
 
 def with_reach(verdict: str, passed: bool, workload: Any, steps: int) -> str:
-    """The verdict, and how far it reaches if it is a good one and the workload has callbacks."""
+    """The verdict; if it is good and the workload has callbacks, with a note on its reach."""
     if not passed or not callbacks_of(workload):
         return verdict
     return f"{verdict}; {steps} steps were compared, and callbacks may change more in later ones: see --steps"
@@ -87,7 +87,7 @@ def with_reach(verdict: str, passed: bool, workload: Any, steps: int) -> str:
 def make_certificate(
     verification: Verification, outcomes: list[Outcome], folder: RunFolder, run: RunStore
 ) -> EqualityCertificate:
-    """Put the answer together. outcomes: one of every variant, the refused ones included."""
+    """Assemble the certificate. outcomes: one for each variant, including the refused ones."""
     judged = [o for o in outcomes if o.verdict != "refused"]
     bad = [o for o in judged if o.verdict == "differs"]
     options, reference = verification.options, verification.plan.reference.job
@@ -130,7 +130,7 @@ def _verdict(judged: list[Outcome], bad: list[Outcome], options: VerifyOptions) 
 
 
 def largest_differences(outcomes: list[Outcome]) -> dict[str, float]:
-    """Largest differences over all variants that must equal one process, and the number of mismatches, as MLflow's
+    """Largest differences over all variants that must equal one process, and the number of mismatches, as MLflow
     metrics."""
     judged = [o.comparison for o in outcomes if o.verdict == "equal"]
     return {
@@ -151,7 +151,7 @@ def keep(
     metrics: Mapping[str, float] | None = None,
     more_files: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the certificate to the folder and to MLflow. params: names of its fields that become params of the run."""
+    """Write the certificate to the folder and to MLflow. params: names of the fields that become params of the run."""
     files = {FILE: certificate.to_json(), **(more_files or {})}
     for name, text in files.items():
         write_whole(Path(folder.work_dir, name), text)
@@ -172,4 +172,4 @@ def keep(
         for operation in operations:
             run.send(operation)
     except Exception as exc:  # mlflow and its drivers share no base class; the result stands in the folder
-        say(f"warning: MLflow did not take the certificate ({type(exc).__name__}); it is in {folder.path}")
+        say(f"warning: MLflow rejected the certificate ({type(exc).__name__}); it is in {folder.path}")

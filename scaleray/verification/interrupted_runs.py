@@ -36,7 +36,7 @@ DATA_POSITION = "data position"
 
 @dataclass(frozen=True)
 class Interruption:
-    """One interruption to try: the job, how many of its steps run, and after which of them it ends."""
+    """One interruption to test: the job, its number of steps, and the step after which it is interrupted."""
 
     label: str
     job: TrainJob
@@ -47,7 +47,7 @@ class Interruption:
 
 
 def verify_resume(place: Place, interruption: Interruption, *, sources: Sources) -> ResumeOutcome:
-    """Run the training whole, interrupt it, resume it, and compare. Collective over the place's group."""
+    """Run the training whole, then interrupt and resume it. Collective over the place's group."""
     started = time.perf_counter()
     at = interruption.interrupt_at
     nothing = Catalog.of_run(f"{interruption.folder}/none")
@@ -100,11 +100,11 @@ def verify_resume(place: Place, interruption: Interruption, *, sources: Sources)
 
 
 class _Interrupted(BaseException):
-    """Exception that ends a run like a kill would: nothing expects it."""
+    """Exception that ends a run like a kill: no code catches it."""
 
 
 class _Observed(Checkpointing):
-    """Checkpoints that also write down the state: after `observe_at` steps, after loading, and at the end."""
+    """Checkpoints that also record the state: after `observe_at` steps, after loading, and at the end."""
 
     def __init__(
         self, *args: Any, observe_at: int | None = None, interrupt_at: int | None = None, **kwargs: Any
@@ -145,5 +145,5 @@ def _anywhere(place: Place, mine: list[str]) -> list[str]:
 
 
 def interruption_job(job: TrainJob) -> TrainJob:
-    """A short job with deterministic algorithms, without which the same bits are not guaranteed."""
+    """A short job with deterministic algorithms, without which bit-identical results are not guaranteed."""
     return job.changed({"deterministic": True})

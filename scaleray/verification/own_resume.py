@@ -1,6 +1,5 @@
-"""Check that several workers which resume from their own checkpoint, on as many workers, take the steps of an
-uninterrupted training.
-"""
+"""Check that workers which resume from their own checkpoint, on the same number of workers, take the steps of an
+uninterrupted training."""
 
 from __future__ import annotations
 
@@ -20,13 +19,12 @@ CAUSES = {
     RANDOM: Cause.RANDOMNESS, SCHEDULE: Cause.SCHEDULE, RATE_SCALE: Cause.SCHEDULE, "draws": Cause.RANDOMNESS,
     "learning rate": Cause.SCHEDULE, "rows": Cause.DATA_ORDER, "steps": Cause.DATA_ORDER,
 }  # fmt: skip
-"""Classes by what differs after a resume; anything else is `Cause.RESUME`."""
+"""Classes by the state that differs after a resume; anything else is `Cause.RESUME`."""
 RESUMED = "after a resume on as many workers"
 
 
 def resumed_wrongly(runs: Runs, variant: Variant, key: Key, watched: Watched, bound: float) -> Found | None:
-    """First difference between a variant that has loaded its own checkpoint and the one that was not interrupted.
-    Collective."""
+    """First difference between a variant resumed from its own checkpoint and the uninterrupted one. Collective."""
     whole, resumed = watched.uninterrupted, runs.resumed_here(variant, key)
     assert whole is not None and whole.saved is not None and resumed.restored is not None
     saved, restored = whole.saved.items, resumed.restored.items
@@ -47,7 +45,7 @@ def _first(variant: Variant, whole: Trace, resumed: Trace, items: list[str], bou
         return state, dataclasses.replace(finding, why=why)
     # a rate that belongs to the schedule stands in the optimizer's groups as well
     for item in sorted(items, key=lambda item: item not in CAUSES):
-        why = f"{RESUMED} there are other values than were saved: {IN_WORDS[item]}"
+        why = f"{RESUMED} the values are not those that were saved: {IN_WORDS[item]}"
         return Divergence(half + 1, "resume", math.inf), _finding(item, why)
     if apart is not None:
         return apart, _finding(apart.quantity, f"{RESUMED} it continues with another {apart.quantity}")
@@ -59,8 +57,8 @@ def _finding(what: str, why: str) -> Finding:
 
 
 def _steps_apart(variant: Variant, whole: Trace, resumed: Trace, bound: float) -> Divergence | None:
-    """First difference in the steps after the checkpoint. Where messages arrive in another order each time, only what
-    does not depend on them is compared."""
+    """First difference in the steps after the checkpoint. If messages arrive in a different order each time, only
+    values that do not depend on it are compared."""
     assert whole.saved is not None
     half, last = whole.saved.step, whole.steps[-1].step
     due, found = (
@@ -79,8 +77,7 @@ def _steps_apart(variant: Variant, whole: Trace, resumed: Trace, bound: float) -
 
 
 def _law_broken(variant: Variant, whole: Trace, resumed: Trace, bound: float) -> Found | None:
-    """First step after the checkpoint that is not what the strategy makes of all steps before, and is so without an
-    interruption."""
+    """First step after the checkpoint that breaks the strategy's law, though it holds without an interruption."""
     assert whole.saved is not None
     half = whole.saved.step
     joint = dataclasses.replace(whole.between(0, half).continued_by(resumed), restored=None)
@@ -88,4 +85,4 @@ def _law_broken(variant: Variant, whole: Trace, resumed: Trace, bound: float) ->
     broken = promise.disagreement(joint, config, bound)
     if broken is None or broken.step <= half or promise.disagreement(whole, config, bound) is not None:
         return None
-    return broken, _finding("law", f"{RESUMED} replicas do not continue from what they were before")
+    return broken, _finding("law", f"{RESUMED} replicas do not continue from their previous state")

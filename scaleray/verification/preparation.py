@@ -1,4 +1,4 @@
-"""First steps of both kinds of verification: connect, load workload and data, plan the variants, look for room."""
+"""First steps of both kinds of verification: connect, load workload and data, plan variants, check that they fit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Verification:
 def prepared(
     config: RunConfig, options: VerifyOptions, workload: Any, *, base_dir: Path | None, say: Say
 ) -> Iterator[Verification]:
-    """Context in which workers can be started, with all that can be refused refused. Raises UsageError."""
+    """Context in which workers can be started, after all refusals. Raises UsageError."""
     started_at = steady_time()
     check_started_once(say)
     strategy_names(options)  # for its error, before a cluster is started
@@ -92,5 +92,5 @@ def _check_every_group_fits(plan: Plan, nodes: Sequence[Node]) -> None:
 
 
 def _alone(config: RunConfig) -> RunConfig:
-    """The config without CPUs that stay free for input tasks, of which none run here."""
+    """The config without CPUs reserved for input tasks, since none run here."""
     return config.changed({"data.reserved_cpus": 0.0})

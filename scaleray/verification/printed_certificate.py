@@ -1,4 +1,4 @@
-"""A verification on the terminal: one line a variant, then words for each mismatch, then the verdict."""
+"""A verification on the terminal: one line per variant, then an explanation of each mismatch, then the verdict."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ PLURAL = {"rows"}
 
 
 def table(certificate: EqualityCertificate, *, width: int) -> RenderableType:
-    """Differences of every variant to one process, in the precision of the check and in the run's own, for
-    `width` columns."""
+    """Differences of every variant from one process, in the precision of the check and in the run's own, for `width`
+    columns."""
     own = certificate.own_precision
     title = (
         f"{certificate.workload}: {certificate.steps} steps of {certificate.global_batch_size} samples, "
@@ -70,13 +70,13 @@ def table(certificate: EqualityCertificate, *, width: int) -> RenderableType:
         )
         for one in judged
     )
-    note = f"Relative differences to one process; in {own} all steps start from the initial parameters."
+    note = f"Relative differences from one process; in {own} all steps start from the initial parameters."
     styles = ["red" if one.verdict == "differs" else "" for one in judged]
     return as_rich(Table(title, columns, rows, (note,)), width=width, styles=styles)
 
 
 def lines(certificate: EqualityCertificate) -> list[str]:
-    """Lines below the table: mismatches, what was judged with something taken out, what was not run, the verdict."""
+    """Lines below the table: mismatches, comparisons with a part removed, variants not run, and the verdict."""
     found = []
     for outcome in certificate.outcomes:
         if outcome.mismatch is not None:
@@ -98,7 +98,7 @@ def lines(certificate: EqualityCertificate) -> list[str]:
 
 
 def mismatch_lines(outcome: Outcome, mismatch: Mismatch) -> list[str]:
-    """Lines on where a variant first differs, of which class that is, and why it is thought so."""
+    """Lines with a variant's first difference, its class of cause, and the reason for that class."""
     where = f"at step {mismatch.step}" if mismatch.step else "before the first step"
     what = QUANTITIES.get(mismatch.quantity, f"the {mismatch.quantity}")
     what += f" of {mismatch.parameter}" if mismatch.parameter is not None else ""

@@ -1,9 +1,7 @@
-"""Check whether a strategy is still the same training: it runs through the real loop, one process does so as well, and
-the difference is judged.
+"""Check whether a strategy equals the training of one process: both run through the real loop and are compared.
 
 Works in any group of workers: under Ray Train, in plain gloo processes, or alone. Rank 0 compares and decides; every
-rank then runs the decided variants.
-"""
+rank then runs the decided variants."""
 
 from __future__ import annotations
 
@@ -62,16 +60,16 @@ from scaleray.verification.verdicts.verdict_texts import (
 __all__ = ["PROMISES", "Assignment", "Promise", "References", "Variant", "loop", "short_job", "verify_group"]
 
 UNSAVED = "the state of the"
-"""Beginning of an error that says which part of a training's state cannot be saved."""
+"""Beginning of an error that names the part of a training's state that cannot be saved."""
 
 Tell = Callable[["Outcome | None"], None]
-"""Function that gets each outcome as soon as it is there; before the first one None, once the reference has run."""
+"""Function called with each outcome as it arrives, and with None once the reference has run."""
 
 
 @dataclass(frozen=True)
 class Assignment:
     """Variants that a group of workers verifies. reference: one process, one micro-batch. folder: folder for
-    checkpoints, seen by all workers of all groups that share references; None: a folder of this machine, for this
+    checkpoints, seen by all workers of all groups that share references; None: a folder on this machine, for this
     group."""
 
     reference: Variant
@@ -83,10 +81,9 @@ class Assignment:
 def verify_group(
     place: Place, assignment: Assignment, references: References, *, sources: Sources, tell: Tell = lambda outcome: None
 ) -> tuple[list[Outcome], References]:
-    """Judge every variant. Collective over the place's group. The references found are added to those given (rank 0).
+    """Judge every variant. Collective over the place's group. New references are added to the given ones (rank 0).
 
-    tell: called on rank 0, see `Tell`. Raises UsageError when the reference itself cannot run.
-    """
+    tell: called on rank 0, see `Tell`. Raises UsageError when the reference itself cannot run."""
     return _Group(place, assignment, references, sources, tell).run()
 
 
@@ -123,8 +120,8 @@ class _Group:
         return self.outcomes, self.runs.references
 
     def _choose_quiet(self) -> tuple[str, bool]:
-        """(what to switch off so that several workers can repeat one process; whether the model takes statistics over
-        batches that can be repeated). The reference runs on the way."""
+        """(parts to disable so that several workers can repeat one process; whether the model takes statistics over
+        batches that can be repeated). Runs the reference on the way."""
         trace = self.runs.reference(Key(Quieted.MODULES))
         if not any(step.draws_random_numbers for step in trace.steps):
             has_statistics = "BatchNorm" in trace.quieted and "SyncBatchNorm" not in trace.quieted
@@ -173,8 +170,7 @@ class _Group:
         return dataclasses.replace(outcome, words=words, duration_s=time.perf_counter() - started)
 
     def _before_failure(self, variant: Variant, key: Key, promise: Promise, probes: list[TraceProbe]) -> Found | None:
-        """Divergence from before a run failed, if its traces show one: it may be the reason of the failure. On rank
-        0."""
+        """Divergence before a run failed, if its traces show one: possibly the reason of the failure. On rank 0."""
         done = [probe.trace() for probe in probes if probe.has_begun]
         if not done:
             return None
@@ -189,8 +185,8 @@ class _Group:
         return None
 
     def _resumed_here(self, variant: Variant, key: Key, outcome: Outcome, watched: Watched) -> Outcome:
-        """The outcome with the verdict on a resume on as many workers, which counts more than one on what comes after
-        the resume on others. Collective."""
+        """The outcome with the verdict on a resume on as many workers, which takes precedence over a divergence after
+        the resume on other workers. Collective."""
         half = self.runs.resumes_after(variant)
         is_apart = outcome.mismatch is not None and outcome.mismatch.step <= (half or 0)
         if half is None or self.place.world_size == 1 or is_apart:
@@ -214,8 +210,7 @@ class _Group:
         return self._with(outcome, on_first(self.place, lambda: self._masks_broken(variant, trace)))
 
     def _compared(self, key: Key, trace: Trace) -> tuple[Comparison, float, str]:
-        """The comparison of a run that promises equality, the bound by which it was judged, and what a wider bound
-        comes from. On rank 0."""
+        """The comparison of a run that promises equality, its bound, and the origin of a wider bound. On rank 0."""
         reference = self.runs.reference(key)
         comparison = compare(reference, trace, bound=self.bound)
         if comparison.divergence is None:
@@ -263,7 +258,7 @@ class _Group:
         return masks_broken(trace, variant.job.degrees, generators_of_others_after=after)
 
     def _evaluated_wrongly(self, variant: Variant, key: Key, watched: Watched) -> Found | None:
-        """First evaluation that is not that of the replicas' mean. On rank 0."""
+        """First evaluation that differs from that of the replicas' mean. On rank 0."""
         trace, promise, config = watched.trace, promised(variant), variant.job.config
         if not variant.job.evaluation_splits():
             return None
@@ -280,7 +275,7 @@ class _Group:
         return None
 
     def _saved_wrongly(self, variant: Variant, key: Key, promise: Promise, trace: Trace, bound: float) -> Found | None:
-        """Difference between a variant and one process that has loaded its checkpoint, if there is one. On rank 0."""
+        """Difference between a variant and one process that has loaded its checkpoint, if any. On rank 0."""
         reference = self.runs.reference(key)
         continued = self.runs.restored_alone(variant, key)
         restored = continued.restored
@@ -297,7 +292,7 @@ class _Group:
             why = finding.why.replace("on another number of workers", "on one worker")
             return broken, dataclasses.replace(finding, why=why)
         if not continued.steps:
-            why = "one process that continues from this checkpoint takes it for the end of the training"
+            why = "one process that continues from this checkpoint treats it as the end of the training"
             return Divergence(restored.step + 1, "rows", math.inf), Finding(Cause.DATA_ORDER, why)
         return self._goes_on_wrongly(reference, continued, promise, bound)
 

@@ -1,4 +1,4 @@
-"""Which variants of a training are verified: strategies x numbers of workers x accumulation, as far as they exist."""
+"""Variants of a training to verify: strategies x numbers of workers x accumulation, as far as possible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from scaleray.verification.runs.compared_runs import Variant
 from scaleray.verification.verify_options import VerifyOptions
 
 CPUS_PER_WORKER = 0.25
-"""Numbers are compared, not speed: four workers share a core rather than not fit on a small machine."""
+"""CPUs of a worker. Numbers are compared, not speed, so workers may share a core to fit on a small machine."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,9 @@ class Plan:
 
 
 def make_plan(config: RunConfig, options: VerifyOptions, workload: Any, sources: Mapping[str, Source]) -> Plan:
-    """Every variant asked for that the config and the strategies allow; the others with the reason.
+    """Requested variants that the config and the strategies allow, and the others with the reason.
 
-    Raises UsageError.
-    """
+    Raises UsageError."""
     splits = {name: Split.of(name, source, workload) for name, source in sources.items()}
     # rows that are dealt out are other ones on another number of workers: here every worker reads all and keeps its own
     splits[TRAIN] = dataclasses.replace(splits[TRAIN], dealt_by="")
@@ -84,7 +83,7 @@ def make_plan(config: RunConfig, options: VerifyOptions, workload: Any, sources:
 
 
 def _check_comparable(train: Split) -> None:
-    """Raise DataError for data that do not give the same rows, with the same values, to any number of workers."""
+    """Raise DataError for data that do not give the same rows and values for every number of workers."""
     if train.is_streamed:
         raise DataError(
             "the train data",
@@ -104,8 +103,7 @@ def _check_comparable(train: Split) -> None:
 def _later_training(
     config: RunConfig, options: VerifyOptions, size: DataSize, batch_size: int
 ) -> tuple[RunConfig, int]:
-    """The config of the steps after the resume and the size of its global batch: another one where the training has
-    one."""
+    """The config of the steps after the resume and its global batch size, which differs if the training allows it."""
     if config.data.bucket_by_length is not None or size.packed_steps(config) is not None:
         return config, batch_size  # which rows share a batch follows from its size
     world_sizes = options.sizes
@@ -122,7 +120,7 @@ def _later_training(
 
 @dataclass(frozen=True)
 class _Trainings:
-    """The training that is verified, to be spread over workers in any way. later_config: config after the resume."""
+    """The training to verify, which can be spread over workers in any way. later_config: config after the resume."""
 
     config: RunConfig
     later_config: RunConfig
@@ -134,7 +132,7 @@ class _Trainings:
     batch_size: int
 
     def variant(self, spread: Spread, world_size: int, accumulation: int) -> Variant:
-        """The training spread so. Raises ConfigError where it cannot be."""
+        """The training spread in this way. Raises ConfigError if that is impossible."""
         first = self._job(self.config, spread, world_size, accumulation)
         own = with_rows(short_job(first, steps=self.options.steps), self.rows.epoch)
         later = None
@@ -163,14 +161,14 @@ class _Trainings:
         return TrainJob(there, recipe, self.workload, self.splits, steady_time())
 
     def _compared(self, job: TrainJob) -> TrainJob:
-        """The few steps of the job that are compared."""
+        """The compared first steps of the job."""
         short = short_job(job, steps=self.options.steps, precision=self.options.precision)
         # so few that a worker has a row less than another, and the last batch of some none
         return with_rows(short.changed(splits=self.splits), self.rows.epoch, evaluated=self.batch_size + 3)
 
 
 def _groups(options: VerifyOptions, trainings: _Trainings) -> tuple[dict[int, list[Variant]], list[Outcome]]:
-    """Variants by number of workers, and those that are refused. Raises ConfigError where none is left."""
+    """Variants by number of workers, and refused variants. Raises ConfigError if none remain."""
     groups: dict[int, list[Variant]] = {1: []}  # the reference runs there, even if nothing else does
     refused: dict[tuple[str, int, str], Outcome] = {}
     first_error: ConfigError | None = None
@@ -197,7 +195,7 @@ def _groups(options: VerifyOptions, trainings: _Trainings) -> tuple[dict[int, li
 
 
 def _spreads(options: VerifyOptions, config: RunConfig, world_size: int) -> list[Spread]:
-    """The ways of spreading the training over so many workers that were asked for."""
+    """The requested ways of spreading the training over this many workers."""
     if options.layouts == "all":
         return [Spread(short_form(asdict(d)) or "ddp", d) for d in all_degrees(world_size)] if world_size > 1 else []
     named = dict.fromkeys(config.strategy.name if name == "own" else name for name in strategy_names(options))
@@ -207,7 +205,7 @@ def _spreads(options: VerifyOptions, config: RunConfig, world_size: int) -> list
 
 
 def strategy_names(options: VerifyOptions) -> list[str]:
-    """Names of strategies, `own` and `all` among them. Raises ConfigError for one that is not known."""
+    """Names of strategies, `own` and `all` among them. Raises ConfigError for an unknown one."""
     for name in options.names:
         if name not in (*STRATEGIES, "all", "own"):
             raise ConfigError("--strategies", name, f"there are: all, {', '.join(STRATEGIES)}, own")
@@ -215,7 +213,7 @@ def strategy_names(options: VerifyOptions) -> list[str]:
 
 
 def default_world_sizes(config: RunConfig) -> tuple[int, ...]:
-    """Numbers of workers that are compared where none are named: one, and the fewest above that the config can have."""
+    """Numbers of workers compared by default: one, and the fewest above one that the config allows."""
     return 1, max(2, config.parallel.least_workers(config.strategy.name))
 
 
@@ -235,7 +233,7 @@ def course(plan: Plan) -> dict[str, int]:
 
 
 def course_in_words(plan: Plan) -> str:
-    """Sentence on what lies on the way of the compared steps."""
+    """Sentence on the events within the compared steps."""
     facts = course(plan)
     words = [f"epochs of {facts['rows_of_epoch']} rows"]
     if "resumed_after" in facts:
@@ -260,21 +258,21 @@ def _check_world_size(world_size: int, batch_size: int) -> None:
 
 
 def _with_batch(config: RunConfig, samples: int, of: int) -> RunConfig:
-    """The config with a global batch of `samples`, which is one of `of` samples now."""
+    """The config with a global batch of `samples` instead of `of`."""
     return config.changed({"batch.global_size": config.batch.global_size // of * samples})
 
 
 def _recipe(config: RunConfig, size: DataSize, accumulation: int, *, at_most: bool) -> Recipe:
     """The recipe with so many micro-batches in each worker's step, of which the last may be smaller.
 
-    at_most: without it, a single micro-batch is an error where more were asked for. Raises ConfigError.
-    """
+    at_most: accept a single micro-batch although more were requested, which is otherwise an error. Raises
+    ConfigError."""
     recipe = derive(config, size)
     share = recipe.per_worker_batch_size
     micro_size = -(-share // accumulation)
     if micro_size == share:
         if accumulation > 1 and not at_most:
-            raise ConfigError("--accumulation", accumulation, f"each worker's step has {share} sample only")
+            raise ConfigError("--accumulation", accumulation, f"each worker's step has only {share} sample")
         return recipe
     # what a config refuses, it refuses for any number of micro-batches above one
     divisor = (largest_divisor(share, at_most=micro_size) or 1) * (config.batch.global_size // recipe.global_batch_size)
@@ -294,11 +292,11 @@ class Spread:
 
     @property
     def layout(self) -> str:
-        """The degrees as text, where they are given."""
+        """The degrees as text, if given."""
         return self.degrees.text() if self.degrees else ""
 
     def on(self, config: RunConfig, world_size: int) -> RunConfig:
-        """The config of the training on so many workers."""
+        """The training's config on this many workers."""
         there = on_workers(config, self.strategy, world_size)
         return there.changed({"parallel": ParallelSettings(**asdict(self.degrees))}) if self.degrees else there
 

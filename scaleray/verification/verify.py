@@ -1,8 +1,7 @@
-"""`verify`: is the distributed run still the same training? Plans the variants, runs them, keeps the certificate.
+"""`verify`: is the distributed run still the same training? Plans and runs the variants, and writes the certificate.
 
 One Ray Train launch for each number of workers, or plain gloo processes; the first runs the single process that the
-others must equal.
-"""
+others must equal."""
 
 from __future__ import annotations
 
@@ -44,14 +43,14 @@ from scaleray.verification.verify_options import VerifyOptions
 from scaleray.verification.verify_resume import verify_resumes
 
 RunGroup = Callable[[int, Assignment, References, Tell], tuple[list[Outcome], References]]
-"""Function that runs the variants of one number of workers, and tells of each that is done."""
+"""Function that runs the variants of one number of workers, and reports each as it is done."""
 CHECKPOINTS = "compared"
-"""The folder of the checkpoints that are passed on between numbers of workers; deleted at the end."""
+"""Folder of the checkpoints passed on between numbers of workers; deleted at the end."""
 PARAMS = (
     "config_hash", "environment_hash", "bound", "precision", "own_precision", "steps", "strategies", "world_sizes",
     "accumulation", "global_batch_size", "where",
 )  # fmt: skip
-"""Fields of the certificate that MLflow lists among a run's params."""
+"""Fields of the certificate that become params of the MLflow run."""
 
 
 @takes(VerifyOptions)
@@ -66,11 +65,9 @@ def verify(
     """Check that strategies and numbers of workers repeat the training of one process, step by step.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys or sections. workload: a class or an object; None
-    loads the config's. say: called with lines on the progress. base_dir: folder in which paths of a RunConfig begin.
-
-    The result is the certificate; a mismatch is no error, `passed` is false then. Raises UsageError for what the user
-    can mend, and RunFailedError for a group that died.
-    """
+    loads the config's. say: called with lines on the progress. base_dir: folder to which a RunConfig's paths are
+    relative. Returns the certificate; a mismatch is not an error but makes `passed` false. Raises UsageError for errors
+    of use, and RunFailedError for a group that died."""
     whole, base_dir, workload = resolved(config, workload, base_dir)
     if options.resume:
         return verify_resumes(whole, options, workload, say=say, base_dir=base_dir)
@@ -81,7 +78,7 @@ def verify(
 
 
 def _compared(verification: Verification, say: Say) -> EqualityCertificate:
-    """Run the first steps of a training in every way asked for, and compare each with a single process."""
+    """Run the first steps of a training in every requested way, and compare each with a single process."""
     _announce(verification, say)
     with recorded(verification) as (folder, run):
         is_local = verification.options.local
@@ -105,7 +102,7 @@ def _compared(verification: Verification, say: Say) -> EqualityCertificate:
 
 @contextlib.contextmanager
 def _naming_casts(verification: Verification) -> Iterator[None]:
-    """Say of a workload that fails in float64 where it leaves it, if it does."""
+    """Add the casts that leave float64, if any, to the error of a workload that fails in float64."""
     try:
         yield
     except WorkloadError as exc:
@@ -115,7 +112,7 @@ def _naming_casts(verification: Verification) -> Iterator[None]:
 
 
 def _with_casts(outcomes: list[Outcome], verification: Verification) -> list[Outcome]:
-    """The outcomes, and for those that differ where the workload leaves float64."""
+    """The outcomes; those that differ also name the casts by which the workload leaves float64."""
     if not any(outcome.verdict == "differs" for outcome in outcomes):
         return outcomes
     words = casts_in_words(_casts(verification))
@@ -143,7 +140,7 @@ def _announce(verification: Verification, say: Say) -> None:
     say(f"  {course_in_words(verification.plan)}")
     if not verification.options.local:
         cpus = reference.config.scale.cpus_per_worker
-        say(f"  workers ask for {cpus:g} CPU each: numbers are compared, not speed")
+        say(f"  workers request {cpus:g} CPU each: numbers are compared, not speed")
 
 
 def _outcomes(verification: Verification, run_group: RunGroup, say: Say, checkpoints: str) -> Iterator[Outcome]:
@@ -166,8 +163,8 @@ def _outcomes(verification: Verification, run_group: RunGroup, say: Say, checkpo
 def _survived(
     run_group: RunGroup, world_size: int, assignment: Assignment, references: References, advance: Callable[[], None]
 ) -> tuple[list[Outcome], References]:
-    """The outcomes of a group: one that is lost with a variant, which hangs or ends a process, is started again for
-    those after it. Raises RunFailedError where the reference itself fails."""
+    """The outcomes of a group. If a variant hangs or ends a process, the group is started again for the variants after
+    it. Raises RunFailedError if the reference itself fails."""
     outcomes: list[Outcome] = []
     while True:
         received: list[Outcome | None] = []
@@ -220,15 +217,15 @@ def _local_groups(verification: Verification, folder: RunFolder) -> Iterator[Run
 
 
 def _read(verification: Verification) -> dict[str, Source]:
-    """The sources of the splits that are read."""
+    """The sources of the splits to read."""
     return {name: verification.sources[name] for name in verification.plan.reference.job.splits}
 
 
 def verify_here(
     place: Place, assignment: Assignment, references: References | None, sources: Mapping[str, Source], tell: Tell
 ) -> tuple[list[Outcome], References]:
-    """One worker's part. It reads its rows itself, so that nothing but the training differs. references: rank 0's are
-    enough."""
+    """One worker's part. It reads its rows itself, so that nothing but the training differs. references: only needed on
+    rank 0."""
     import torch
 
     torch.set_num_threads(1)

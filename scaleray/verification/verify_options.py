@@ -12,31 +12,31 @@ from scaleray.verification.bounds import BOUNDS
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Variants to compare, and how."""
+    """Variants to compare, and options of the comparison."""
 
     strategies: Words = "own"
-    """Names with commas; own: the config's own; all: every one that there is, of which those that do not take this
-    workload are listed."""
+    """Names, separated by commas; own: the config's own; all: every strategy, where those that cannot run this workload
+    are listed."""
     world_sizes: Numbers | None = None
-    """Numbers of workers, with commas. By default 1 and 2, or 1 and the workers of one model where it is split."""
+    """Numbers of workers, separated by commas. By default 1 and 2, or 1 and the workers of one model if it is split."""
     accumulation: Numbers = "1,3"
-    """Micro-batches in each worker's step, with commas."""
+    """Micro-batches in each worker's step, separated by commas."""
     steps: int = 20
-    """Optimizer steps to compare, from the first of the training."""
+    """Number of first optimizer steps to compare."""
     bound: float | None = None
-    """Largest relative difference of a step's loss, its gradient norm and the final parameters. By default what fits
+    """Largest relative difference of a step's loss, its gradient norm and the final parameters. The default depends on
     the precision: 1e-9 in fp64, 1e-4 in fp32, 0.05 in bf16 and fp16."""
     precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp64"
-    """Arithmetic of the check. Honest differences are far below 1e-9 in fp64; a workload that leaves float64 itself
-    can be checked in fp32, more coarsely."""
+    """Arithmetic of the check. Correct runs differ by far less than 1e-9 in fp64; a workload that leaves float64 itself
+    can be checked in fp32, less strictly."""
     resume: bool = False
-    """Interrupt each at a random step instead, resume it, and name the guilty state where it differs."""
+    """Instead, interrupt each variant at a random step, resume it, and name the part of the state that differs."""
     seed: int | None = None
-    """Seed of the random steps of --resume, to repeat an answer."""
+    """Seed of the random steps of --resume, to repeat a result."""
     local: bool = False
     """Run in plain gloo processes on this machine, without Ray."""
     layouts: Literal["own", "all"] = "own"
-    """all: every way to cut the numbers of workers into degrees of `parallel`, instead of strategies."""
+    """all: every way to divide the workers into degrees of `parallel`, instead of strategies."""
 
     def __post_init__(self) -> None:
         for option, values in (("--world-sizes", self.sizes), ("--accumulation", self.pieces)):

@@ -1,4 +1,4 @@
-"""`verify --resume`: is a run that was interrupted and resumed the run that was not? One interruption a variant."""
+"""`verify --resume`: does a resumed run equal one that was not interrupted? One interruption a variant."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ def verify_resumes(
     say: Say = lambda text: None,
     base_dir: Path | None = None,
 ) -> ResumeCertificate:
-    """Interrupt every variant asked for at a random step, resume it, and compare with the run that was not interrupted.
+    """Interrupt every requested variant at a random step, resume it, and compare it with the uninterrupted run.
 
-    Runs are in their own precision, with deterministic algorithms, and compared to the bit. Raises
-    UsageError for what the user can mend and RunFailedError for a group that died.
-    """
+    Runs are in their own precision, with deterministic algorithms, and compared to the bit. Raises UsageError for
+    errors of use and RunFailedError for a group that died."""
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     with prepared(config, options, workload, base_dir=base_dir, say=say) as verification:
         config, steps = verification.config, verification.plan.reference.job.recipe.total_steps
@@ -73,7 +72,7 @@ def verify_resumes(
 
 
 def _interruptions(plan: Plan, draw: random.Random, path: str) -> list[Interruption]:
-    """One interruption of each variant, after a step that is drawn, with a folder below `path` for its checkpoints."""
+    """One interruption of each variant, after a random step, with a folder below `path` for its checkpoints."""
     variants = [(world_size, variant) for world_size, group in plan.groups.items() for variant in group]
     last = plan.reference.job.recipe.total_steps - 1
     return [
@@ -101,7 +100,7 @@ def line(outcome: ResumeOutcome) -> str:
 
 
 def verdict(outcomes: list[ResumeOutcome]) -> tuple[bool, str]:
-    """Whether something was interrupted and all of that is the same, and this in words."""
+    """Whether something was interrupted and every resumed run is the same, and the same in words."""
     ran = [outcome for outcome in outcomes if not outcome.not_run]
     if bad := [outcome for outcome in ran if not outcome.is_equal]:
         guilty = ", ".join(sorted({name for outcome in bad for name in outcome.guilty}))

@@ -197,7 +197,7 @@ OTHER_UPDATE = {"parameters": signatures([1.0, 2.0, 3.3], [4.0])}
         (trace(at=2, clip_norm=0.1, change={"used_norm": NORM, "used_norms": (NORM, 0.3)} | OTHER_UPDATE), "clipping on a local norm", 2, "by a norm of 0.3"),
         (trace(at=2, clip_norm=0.1, change={"used_norm": NORM, "used_norms": (NORM, NORM), "parameter_spread": np.array([0.0, 0.5])} | OTHER_UPDATE), "missing parameter synchronisation", 2, "1 of 2 parameters (first.bias"),
         (trace(at=2, clip_norm=0.1, change={"used_norm": NORM, "used_norms": (NORM, 0.3)} | OTHER_UPDATE, loss_dtype=""), "clipping on a local norm", 2, "by a norm of 0.3"),
-        (trace(at=2, change={"rows_agree": False}), "data order", 2, "one replica read other rows"),
+        (trace(at=2, change={"rows_agree": False}), "data order", 2, "one replica read different rows"),
         (trace(base_rates=(0.1,), at=3, change={"due_factor": 0.5}), "schedule or learning-rate step count", 3, "0.1 in place of 0.05"),
         (trace(restored=Restored(2, signatures([1.0, 2.0, 3.1], [4.0]), {})), "state after a resume", 3, "parameter first.weight is not"),
         (trace(restored=Restored(2, signatures([1.0, 2.0, 3.0], [4.0]), {})), "state after a resume", 3, "exp_avg of first.bias is missing"),

@@ -65,7 +65,7 @@ def test_machines_that_do_not_average_are_found(gloo):
 def test_ranks_that_read_the_same_rows_are_found_as_data_order(gloo):
     outcome = gloo.run(2, judge_with, every_rank_reads_the_same, Classify())[0]
     assert found(outcome) == ("data order", 1, None)
-    assert "4 of 8 rows are missing, 4 come twice" in outcome.mismatch.why
+    assert "4 of 8 rows are missing, 4 appear twice" in outcome.mismatch.why
 
 
 @contextlib.contextmanager

@@ -1,9 +1,8 @@
-"""Diagnosis of a divergence: why a run left the one it should equal, as a class, from what both runs left behind.
+"""Diagnosis of a divergence: the class of its cause, found from the traces of both runs.
 
-Evidence comes first. Where several classes would look alike, the caller runs both sides again with one thing taken out,
-and asks `experiments.from_experiment`. Where it could take the gradient apart by worker and micro-batch, it asks
-`gradient_shares.from_shares`.
-"""
+If several classes would look alike, the caller repeats both runs without one part and calls
+`experiments.from_experiment`, or, if it could decompose the gradient by worker and micro-batch,
+`gradient_shares.from_shares`."""
 
 from __future__ import annotations
 
@@ -53,8 +52,8 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Class of cause, and the sentence that says why.
-    parameter: the first concerned, where it is known better by now."""
+    """Class of cause, and its explanation in a sentence. parameter: the first one concerned, if known more exactly than
+    before."""
 
     cause: Cause
     why: str
@@ -63,18 +62,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Layout:
-    """Spread of the other run over workers and micro-batches."""
+    """Distribution of the other run over workers and micro-batches."""
 
     world_size: int
     accumulation: int
     is_right_without_accumulation: bool = False
-    """Whether the same strategy on as many workers agrees when it does not accumulate."""
+    """Whether the same strategy agrees on as many workers without accumulation."""
     draws_by_itself: bool = False
-    """Whether the strategy draws random numbers of its own, which say nothing about the model."""
+    """Whether the strategy itself draws random numbers, which say nothing about the model."""
 
 
 def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding | None:
-    """Class of the cause, where the traces alone are conclusive; else None."""
+    """Class of the cause, if the traces alone are conclusive; else None."""
     if divergence.step == 0 or divergence.quantity == "steps":
         return _before_training(reference, other, divergence)
     if divergence.quantity in RESUMED:
@@ -98,7 +97,7 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
     if divergence.quantity == "inputs" and theirs.rows_agree:
         return _inputs(ours, theirs)
     if not theirs.rows_agree:
-        return Finding(Cause.DATA_ORDER, "workers of one replica read other rows than each other")
+        return Finding(Cause.DATA_ORDER, "workers of one replica read different rows")
     if not same_rows(ours.rows, theirs.rows, in_order=divergence.quantity == "rows"):
         return _rows(ours, theirs)
     if divergence.quantity == "learning rate":
@@ -116,14 +115,13 @@ def from_traces(reference: Trace, other: Trace, divergence: Divergence, layout: 
 
 
 def from_repetition(reference: Trace, again: Trace) -> Finding | None:
-    """Class of the cause, where the reference itself reads other values when run again: no order could be judged by
-    them."""
+    """Class of the cause if the reference itself reads other values when run again: no order can then be compared."""
     for ours, theirs in zip(reference.steps, again.steps, strict=False):
         if not same_rows(ours.rows, theirs.rows, in_order=True):
             return Finding(
                 Cause.DATA_NOT_REPEATABLE,
                 f"one process alone, run again, reads other values in step {ours.step}: "
-                "rows are not the same when they are read again, whatever their order",
+                "rows change when they are read again, whatever their order",
             )
     return None
 
@@ -141,7 +139,7 @@ def _before_training(reference: Trace, other: Trace, divergence: Divergence) -> 
         )
     if divergence.quantity == "steps":
         return Finding(Cause.SCHEDULE, f"{len(other.steps)} steps in place of {len(reference.steps)}")
-    return Finding(Cause.MODEL, f"the models have not the same parameters: {name}", name)
+    return Finding(Cause.MODEL, f"the models do not have the same parameters: {name}", name)
 
 
 def _restored(divergence: Divergence) -> Finding:
@@ -168,7 +166,7 @@ def _final_weights(divergence: Divergence) -> Finding:
 
 
 def _between_steps(other: Trace, divergence: Divergence, theirs: StepTrace) -> Finding:
-    """Finding for parameters that agree after a step, and not when the next one begins."""
+    """Finding for parameters that agree after a step but not at the beginning of the next one."""
     name, before = divergence.parameter, divergence.step - 1
     assert theirs.begins_spread is not None
     apart = bool((theirs.begins_spread > SAME_RATIO).any())
@@ -184,7 +182,7 @@ def _between_steps(other: Trace, divergence: Divergence, theirs: StepTrace) -> F
 
 
 def _layers(ours: StepTrace, theirs: StepTrace, name: str) -> Finding:
-    """Finding for a layer in another mode, or with another rate, than in one process."""
+    """Finding for a layer with another mode or rate than in one process."""
     due, found = ours.layers[name], theirs.layers[name]
     is_norm = due is not None and any(setting == "eps" for setting, _ in due[1])
     how = "is not the same on all ranks" if found is None else f"has {_of_layer(found)} in place of {_of_layer(due)}"
@@ -200,12 +198,12 @@ def _of_layer(layer: Layer | None) -> str:
 
 def _inputs(ours: StepTrace, theirs: StepTrace) -> Finding:
     if (name := narrower(ours, theirs)) is not None:
-        return Finding(Cause.DTYPE, f"{name} has been through {theirs.formats[name]} before the loss was given it")
-    return Finding(Cause.DATA_ORDER, "the right rows were read, and the loss was given others")
+        return Finding(Cause.DTYPE, f"{name} was rounded to {theirs.formats[name]} before the loss received it")
+    return Finding(Cause.DATA_ORDER, "the right rows were read, but the loss received others")
 
 
 def _evaluated(reference: Trace, other: Trace, divergence: Divergence) -> Finding | None:
-    """Finding for an evaluation in training mode, or of other statistics, as the next step shows."""
+    """Finding for an evaluation in training mode or with other statistics, as the next step shows."""
     name, number = divergence.parameter, divergence.step + 1
     both = [step for trace in (reference, other) for step in trace.steps if step.step == number]
     if len(both) < 2:
@@ -227,7 +225,7 @@ def _rows(ours: StepTrace, theirs: StepTrace) -> Finding:
         return Finding(Cause.DATA_ORDER, "the step has the same rows in another order")
     words = [f"{missing} of {len(expected[0])} rows are missing"]
     words += [f"{strange} belong to other steps"] if strange else []
-    words += [f"{twice} come twice"] if twice > 0 else []
+    words += [f"{twice} appear twice"] if twice > 0 else []
     return Finding(Cause.DATA_ORDER, "in this step " + ", ".join(words))
 
 
@@ -257,12 +255,12 @@ def _narrow_numbers(
             return Finding(Cause.DTYPE, why, name)
         # both sides compute in fewer digits, so that an honest reordering of sums is larger than the bound
         if found and not is_idle and name == divergence.parameter and divergence.difference < 1e-2:
-            return Finding(Cause.DTYPE, f"in both runs the gradient of {name} has been through {found}", name)
+            return Finding(Cause.DTYPE, f"in both runs the gradient of {name} was rounded to {found}", name)
     return _narrow_state(reference, other, divergence) or _narrow_loss(reference, divergence)
 
 
 def _narrow_state(reference: Trace, other: Trace, divergence: Divergence) -> Finding | None:
-    """Finding for what a training keeps in fewer digits, as the step itself begins or the one after it."""
+    """Finding for a state with fewer digits, at the beginning of the step or of the one after it."""
     for ours, theirs in zip(reference.steps, other.steps, strict=False):
         if divergence.step <= ours.step <= divergence.step + 1 and (kept := narrower(ours, theirs)) is not None:
             why = f"every value of {kept} fits into {theirs.formats[kept]}: it was rounded to that"
@@ -305,7 +303,7 @@ def _loss(ours: StepTrace, theirs: StepTrace, divergence: Divergence, layout: La
     for size, what in _sizes(layout).items():
         if size > 1 and (is_near(ratio, size) or is_near(ratio, 1 / size)):
             times = f"{size} times" if ratio > 1 else f"1/{size} of"
-            return Finding(Cause.LOSS_NORMALISATION, f"the loss is {times} that of one process: {what} went into it")
+            return Finding(Cause.LOSS_NORMALISATION, f"the loss is {times} that of one process: {what} entered it")
     if not (gradient_differences(ours, theirs) > SAME_RATIO).any():
         return Finding(
             Cause.LOSS_NORMALISATION, "the gradients agree, but the reported loss is not the mean over all workers"
@@ -319,7 +317,7 @@ def _sizes(layout: Layout) -> dict[int, str]:
 
 
 def count_finding(ours: StepTrace, theirs: StepTrace) -> Finding:
-    """Finding for a step whose loss was divided by another count."""
+    """Finding for a step whose loss was divided by a wrong count."""
     return Finding(
         Cause.LOSS_NORMALISATION,
         f"the loss was divided by a count of {theirs.count:g} in place of {ours.count:g} for the same rows",
@@ -341,7 +339,7 @@ def _clipping(other: Trace, theirs: StepTrace) -> Finding | None:
 
 
 def _updates_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, layout: Layout) -> Finding | None:
-    """Finding for ranks that all have the right gradient and norm, but not all the same parameters after the update."""
+    """Finding for ranks that all have the right gradient and norm, but different parameters after the update."""
     if divergence.quantity != "parameters" or layout.world_size == 1:
         return None
     apart = np.flatnonzero(~(theirs.parameter_spread <= SAME_RATIO))
@@ -350,20 +348,20 @@ def _updates_disagree(other: Trace, divergence: Divergence, theirs: StepTrace, l
     first = other.names[apart[0]]
     return Finding(
         Cause.PARAMETERS,
-        f"all ranks had the same gradient, and after the step they do not hold the same values of {len(apart)} of "
+        f"all ranks had the same gradient, but after the step they hold different values of {len(apart)} of "
         f"{len(other.names)} parameters ({first}: {theirs.parameter_spread[apart[0]]:.2g} apart)",
         first,
     )
 
 
 def _update_lost(other: Trace, theirs: StepTrace, name: str) -> Finding | None:
-    """Finding for a parameter that the optimizer of a rank updates, and that all ranks hold as it was."""
+    """Finding for a parameter that the optimizer of one rank updates, but that all ranks hold unchanged."""
     position = other.names.index(name)
     if name not in other.owned or theirs.begins is None:
         return None
     if not np.array_equal(theirs.begins[position], theirs.parameters[position]):
         return None
-    why = f"the optimizer of one rank updates {name}, and after the step all ranks hold its value from before"
+    why = f"the optimizer of one rank updates {name}, but after the step all ranks hold its old value"
     return Finding(Cause.PARAMETERS, why, name)
 
 
@@ -380,11 +378,11 @@ def _uniform_ratio(ours: StepTrace, theirs: StepTrace, divergence: Divergence, l
 
 
 def ratio_finding(ratio: float, layout: Layout) -> Finding:
-    """Finding for a whole gradient that is `ratio` times the right one, with the right loss."""
+    """Finding for a gradient that is `ratio` times the right one in all parameters, with the right loss."""
     world, accumulation = layout.world_size, layout.accumulation
     times = f"the gradient is {ratio:.6g} times that of one process in every parameter"
     if abs(ratio) < SAME_RATIO:
-        return Finding(Cause.MISSING_SYNCHRONISATION, f"{times}: it is not there")
+        return Finding(Cause.MISSING_SYNCHRONISATION, f"{times}: it is missing")
     by_accumulation = is_near(ratio, accumulation) or is_near(ratio, 1 / accumulation)
     if by_accumulation and (world != accumulation or layout.is_right_without_accumulation):
         return Finding(Cause.LOSS_NORMALISATION, f"{times}: the {accumulation} accumulation steps count wrongly")

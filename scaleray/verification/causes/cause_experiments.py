@@ -1,4 +1,4 @@
-"""Diagnosis by experiment: what to take out of both runs, and which class of cause it shows when they agree then."""
+"""Diagnosis by experiment: the part to remove from both runs, and the class of cause if they then agree."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from scaleray.verification.causes.cause_classes import Cause, Finding, Layout, c
 from scaleray.verification.traces.run_trace import Trace
 
 EVALUATION_MODE, NO_CLIPPING = "evaluation mode", "no clipping"
-"""Names of experiments: what each takes out of both runs."""
+"""Names of experiments, each for the part removed from both runs."""
 
 
 def needs_experiments(reference: Trace, other: Trace) -> list[str]:
-    """Experiments to make: what to take out of both runs, one after another, to see whether they agree without it."""
+    """Parts to remove from both runs, one at a time, to see whether they then agree."""
     # a strategy may draw random numbers of its own: what counts is whether the model does
     steps = any(s.draws_random_numbers or s.changes_buffers for s in reference.steps)
     found = [EVALUATION_MODE] if steps or other.quieted else []
@@ -19,10 +19,10 @@ def needs_experiments(reference: Trace, other: Trace) -> list[str]:
 
 
 def from_experiment(name: str, reference: Trace, other: Trace) -> Finding:
-    """Class of the cause, when both runs agree as soon as `name` (of `needs_experiments`) is taken out."""
+    """Class of the cause, if both runs agree once `name` (from `needs_experiments`) is removed."""
     if name == NO_CLIPPING:
         return Finding(
-            Cause.CLIPPING, "without clipping both runs agree: it does not clip by the norm of the whole gradient"
+            Cause.CLIPPING, "without clipping both runs agree: the run does not clip by the norm of the whole gradient"
         )
     changes = any(s.changes_buffers for s in (*reference.steps, *other.steps))
     draws = any(s.draws_random_numbers for s in (*reference.steps, *other.steps))
@@ -37,7 +37,7 @@ def from_experiment(name: str, reference: Trace, other: Trace) -> Finding:
 
 
 def without_experiment(reference: Trace, other: Trace, divergence: Divergence, layout: Layout) -> Finding:
-    """Finding of last resort, when neither experiments nor the gradient's parts say more."""
+    """Finding if neither experiments nor the decomposed gradient explain the divergence."""
     if divergence.quantity == "evaluation":
         return Finding(
             Cause.EVALUATION, f"all parameters agree, but {divergence.parameter} is not what one process measures"
@@ -46,7 +46,7 @@ def without_experiment(reference: Trace, other: Trace, divergence: Divergence, l
         return Finding(
             Cause.RANDOMNESS,
             "the step draws random numbers even in evaluation mode, which differ from rank to rank; "
-            "use nn.Dropout, or look at module.training before drawing",
+            "use nn.Dropout, or check module.training before drawing",
         )
     if any(s.draws_random_numbers for s in other.steps) and not layout.draws_by_itself:
         return Finding(
@@ -59,9 +59,9 @@ def without_experiment(reference: Trace, other: Trace, divergence: Divergence, l
         if ours.count != theirs.count:
             return count_finding(ours, theirs)
     if divergence.quantity in ("parameters", "state before"):
-        why = "rows, loss, gradient, norm and learning rate agree, and the optimizer makes another update of them"
+        why = "rows, loss, gradient, norm and learning rate agree, but the optimizer makes another update from them"
         return Finding(Cause.UPDATE, why, divergence.parameter)
     if divergence.quantity in ("loss", "gradient") and divergence.step - 1 in other.evaluations:
-        why = f"all agrees up to the evaluation at step {divergence.step - 1}, which leaves something else behind"
+        why = f"all agrees up to the evaluation at step {divergence.step - 1}, which leaves another state"
         return Finding(Cause.EVALUATION, why)
     return Finding(Cause.UNKNOWN, "none of the known classes fits")

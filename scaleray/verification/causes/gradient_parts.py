@@ -1,10 +1,8 @@
-"""Parts of a synchronised gradient: how much every micro-batch of every rank weighs in it.
+"""Parts of a synchronised gradient: the weight of each rank's every micro-batch.
 
-Each rank computes the gradients of its own micro-batches once more, on a plain model without any strategy. The
-gradient of the step is then expressed as a mixture of them, by least squares. Of several losses it is that of the first
-one, which starts from the weights that the step starts from. Used by step_trace, where the gradient of a step is asked
-about.
-"""
+Each rank computes the gradients of its own micro-batches again, on a plain model without any strategy. The step's
+gradient is then expressed as a mixture of them, by least squares. Of several losses only the first is used, which
+starts from the same weights as the step. Used by step_trace when a step's gradient is questioned."""
 
 from __future__ import annotations
 
@@ -41,9 +39,8 @@ class GradientParts:
     """Decomposition of the gradient of one step. Everything is collective.
 
     names: names of all parameters, in order. whole: function from values by name to those of all ranks of this replica;
-    gather: function that gives what every rank has. shares, stale: as `from_shares` takes them; shares are None
-    where the gradient is no mixture.
-    """
+    gather: function that gathers a value from every rank. shares, stale: as for `from_shares`; shares are None if the
+    gradient is not a mixture."""
 
     def __init__(
         self,
@@ -61,10 +58,10 @@ class GradientParts:
         self.shares: tuple[np.ndarray, np.ndarray] | None = None
         self.stale = 0.0
         self.relations: dict[str, Relation] = {}
-        """How the gradients that are not right come from those that are due."""
+        """Relations of wrong gradients to the right ones, by name."""
         self.unsent: float | None = None
-        """Error of a compressed gradient together with what was left over, relative to the true gradient. What was left
-        over after the step before must be part of it."""
+        """Error of a compressed gradient plus its remainder, relative to the true gradient. The remainder of the
+        previous step must be part of it."""
         self._found = self._before = np.zeros(0)
         self._left: np.ndarray | None = None
         self._carried: np.ndarray | None = None
@@ -76,7 +73,7 @@ class GradientParts:
         self._count = 0.0
 
     def begin(self, number: int, batch: RankBatch) -> None:
-        """Begin a step with these rows of this rank."""
+        """Begin a step with this rank's rows."""
         self.number, self._is_seen = number, False
         if number == self.step:
             self._pieces, self._left = self._take_apart(batch), self._left_over()
@@ -84,8 +81,8 @@ class GradientParts:
                 self._lost = self._left - self._carried if self._carried is not None else np.zeros_like(self._left)
 
     def see(self, gradients: Mapping[str, torch.Tensor | None], correction: float) -> None:
-        """Look at the step's gradients, whole ones by name; times `correction` they are the mean gradients. Those of
-        further losses are passed over."""
+        """Note the step's gradients, whole ones by name; times `correction` they are mean gradients. Gradients of
+        further losses are ignored."""
         if self._is_seen:
             return
         self._is_seen = True
@@ -103,7 +100,7 @@ class GradientParts:
             self._left = (self._left - left) * correction
 
     def end(self) -> None:
-        """End the step, and find the shares if it is the one that is taken apart."""
+        """End the step, and find the shares if this is the decomposed step."""
         if self.number != self.step:
             return
         mine = (*self._pieces, self._found, self._before, (self._left, self._lost))
@@ -134,7 +131,7 @@ class GradientParts:
         self._due = {}
 
     def let_go(self) -> None:
-        """Let go of the training, once it has ended, and of the signs of all its parameters."""
+        """Release references to the training, once it has ended, and the signs of all its parameters."""
         for name in ("setup", "_sign", "_moves"):
             vars(self).pop(name, None)
 
@@ -162,7 +159,7 @@ class GradientParts:
         return np.array(gradients), counts
 
     def _plain_model(self) -> nn.Module:
-        """A new model with the present values, which no strategy has touched. Collective for sharded parameters."""
+        """A new model with the current values and no strategy. Collective for sharded parameters."""
         with self.place.device:
             model: nn.Module = built_model(self.job.workload)
         adapt(model, self.job.config.fine_tuning)
@@ -177,7 +174,7 @@ class GradientParts:
         return model
 
     def _left_over(self) -> np.ndarray | None:
-        """Signatures of what compression has not sent on this rank; None without compression."""
+        """Signatures of this rank's gradients that compression has not sent; None without compression."""
         if self.job.config.compression.name == "none" or self.place.world_size == 1:
             return None
         state = self.setup.parallel.state()
@@ -187,7 +184,7 @@ class GradientParts:
         return np.zeros(PROJECTIONS) if tensor is None else self._sign(name, tensor)[2:]
 
     def _solved(self, everyone: list[Any]) -> tuple[np.ndarray, np.ndarray] | None:
-        """Each rank's gradient as a mixture of all micro-batches' gradients, and of that of the step before."""
+        """Each rank's gradient as a mixture of all micro-batches' gradients and the previous step's gradient."""
         most = max(len(counts) for _, counts, *_ in everyone)
         counts = np.array([[*counts, *[0.0] * (most - len(counts))] for _, counts, *_ in everyone])
         there = np.concatenate([np.array(c) > 0 for _, c, *_ in everyone])
@@ -223,7 +220,7 @@ def _gradients(loss: torch.Tensor, parameters: list[nn.Parameter]) -> list[torch
 
 
 def _first_loss(workload: Any, setup: Setup) -> tuple[Callable[[Any, Any], Any], Callable[[str], bool]]:
-    """The loss of a workload, or the first of several, and whether it moves the parameter of a name."""
+    """The workload's loss, or the first of several, and a function that tells whether the loss moves a parameter."""
     losses = losses_of(workload)
     if losses is None:
         return workload.loss, lambda name: True
@@ -235,7 +232,7 @@ def _first_loss(workload: Any, setup: Setup) -> tuple[Callable[[Any, Any], Any],
 
 
 def _mixture(columns: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, float]:
-    """(weights with which the columns come nearest to the target; distance that remains, relative to the target)."""
+    """(weights with which the columns come nearest to the target; remaining distance, relative to the target)."""
     weights, *_ = np.linalg.lstsq(columns, target, rcond=None)
     rest = float(np.linalg.norm(columns @ weights - target))
     return weights, rest / (float(np.linalg.norm(target)) or 1.0)

@@ -1,5 +1,5 @@
-"""Diagnosis by a gradient's values, where it is no mixture of its micro-batches' gradients: how each parameter's values
-come from those that are due."""
+"""Diagnosis by a gradient's values, if it is not a mixture of its micro-batches' gradients: the relation of each
+parameter's values to the right ones."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from scaleray.verification.causes.cause_classes import Cause, Finding, Layout, i
 
 @dataclass(frozen=True)
 class Relation:
-    """How the values of one parameter's gradient that are not right come from those that are due. part: share of them
-    among all; ratio: the factor that they have in common, None without one; is_moved: whether each is there, in
-    another place; of_parameter: the factor of the parameter that was added, None without one; apart: relative
-    difference of the whole."""
+    """Relation of a wrong gradient of one parameter to the right one. part: share of wrong values; ratio: their common
+    factor, or None; is_moved: whether the values are only permuted; of_parameter: factor of the parameter that was
+    added, or None; apart: relative difference of the whole."""
 
     part: float
     ratio: float | None = None
@@ -27,7 +26,7 @@ class Relation:
 
 
 def relation_of(found: torch.Tensor, due: torch.Tensor, parameter: torch.Tensor) -> Relation | None:
-    """The relation of a gradient to the one that is due; None where they are equal. All have one shape."""
+    """The relation of a gradient to the right one; None if they are equal. All have one shape."""
     found, due, parameter = (t.detach().double().flatten() for t in (found, due, parameter))
     least = SAME_RATIO * float(due.abs().max()) if due.numel() else 0.0
     wrong = (found - due).abs() > least
@@ -45,15 +44,15 @@ def relation_of(found: torch.Tensor, due: torch.Tensor, parameter: torch.Tensor)
 
 
 def _factor(values: torch.Tensor, of: torch.Tensor, least: float) -> float | None:
-    """The factor by which all values come from others; None where there is none."""
+    """The common factor of all values and others; None if there is none."""
     square = float(of @ of)
     factor = float(values @ of) / square if square else 0.0
     return factor if bool(((values - factor * of).abs() <= 2 * least).all()) and square else None
 
 
 def from_values(relations: Mapping[str, Relation], num_parameters: int, layout: Layout) -> Finding | None:
-    """Class of the cause, from the relations of the parameters whose gradients are not right; None if they have nothing
-    in common."""
+    """Class of the cause, from the relations of the parameters with wrong gradients; None if they have nothing in
+    common."""
     if not relations:
         return None
     name, first = next(iter(relations.items()))

@@ -1,1 +1,1 @@
-"""`scaleray check`: one batch through a workload, before a training is started."""
+"""`scaleray check`: run one batch through a workload before training it."""

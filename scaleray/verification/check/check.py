@@ -49,14 +49,13 @@ def check(
     base_dir: Path | None = None,
     say: Say = lambda text: None,
 ) -> CheckRecord:
-    """Look at a workload before it is trained: one batch of its data, its model, loss, gradients and metrics, the
-    memory and the speed of the input, and whether two processes train what one does.
+    """Check a workload before training it: one batch of its data, its model, loss, gradients and metrics, memory, the
+    speed of the input, and whether two processes equal one.
 
     config: a RunConfig, a YAML file, or a mapping of dotted keys. workload: an instance or class; None loads
     `config.workload`. processes: also compare two processes, for two steps in float64. say: called with a line for each
     finding as it is made. Takes about ten seconds, mostly for the processes; needs neither Ray nor MLflow. Mistakes are
-    findings of the record and no errors; a config that cannot be read is a ConfigError.
-    """
+    findings of the record, not errors; a config that cannot be read is a ConfigError."""
     whole, base_dir = whole_config(config, workload, base_dir)
     forbid_ray()
     return _Check(with_absolute_paths(whole), workload, base_dir, say).run(processes=processes)
@@ -116,7 +115,7 @@ class _Check:
                 self._step("two processes", lambda: self._add(two_processes(self.config, workload, sources, code)))
 
     def _settle(self, workload: Any) -> None:
-        """Take over the settings that the workload brings."""
+        """Adopt the settings that the workload brings."""
         self.config = with_brought(self.config, workload)
 
     def _job(self, workload: Any, sources: Mapping[str, Source]) -> TrainJob:
@@ -134,7 +133,7 @@ class _Check:
         return job
 
     def _step(self, subject: str, look: Callable[[], Result]) -> Result | None:
-        """Result of a check; an error of the user's becomes a finding, and None."""
+        """Result of a check, or None if the user's code fails, which becomes a finding."""
         try:
             with no_exit("the workload's code"):
                 found = look()

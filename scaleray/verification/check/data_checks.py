@@ -1,4 +1,4 @@
-"""Looks at a workload's data: what its first batch is like, whether rows repeat, and how fast they are read."""
+"""Checks of a workload's data: the first batch, whether rows repeat, and how fast they are read."""
 
 from __future__ import annotations
 
@@ -20,23 +20,21 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.workload import own_method
 
 READ_S = 1.0
-"""Seconds for which rows are read to measure how fast that is."""
+"""Seconds of reading rows to measure its speed."""
 
 FEW = 4
-"""Rows, and values of a row, of which fewer may be alike by chance."""
+"""Number of rows, or values of a row, below which they may be equal by chance."""
 ROWS = 32
-"""Rows that are searched for constants, at least, of a split that has as many."""
+"""Rows searched for constants, at least, if the split has as many."""
 FEATURES = 32
-"""Columns of a table, at most, of which any number is named; of more, as of an image's pixels, a tenth: several may
-always be the same."""
+"""Number of columns of a table up to which each constant column is reported. In wider tables, such as an image's
+pixels, constants are reported from a tenth of the columns on: several may always be equal."""
 
 
 def columns_of_splits(sources: Mapping[str, Source]) -> Iterator[Finding]:
-    """A finding for each split with a column of another type than in training, and one where all are alike.
-
-    A split may lack columns, as a transform may give some to training alone: its loss and metrics show whether they are
-    needed.
-    """
+    """A finding for each split with a column of another type than in training, and one if all have the same columns. A
+    split may lack columns, as a transform may add some to training only: its loss and metrics show whether they are
+    needed."""
     types = {name: found for name, source in sources.items() if (found := _types(name, source)) is not None}
     first, alike = types.get(TRAIN, {}), True
     for name, found in types.items():
@@ -48,7 +46,7 @@ def columns_of_splits(sources: Mapping[str, Source]) -> Iterator[Finding]:
             alike = False
             only = {name: [c for c in found if c not in first], TRAIN: [c for c in first if c not in found]}
             text = " and ".join(f"{', '.join(columns)} only in {split}" for split, columns in only.items() if columns)
-            yield Finding(f"split {name}", GOOD, f"{text}, the other columns are alike")
+            yield Finding(f"split {name}", GOOD, f"{text}, the other columns are the same")
     if alike and len(sources) > 1:
         yield Finding("splits", GOOD, f"{', '.join(sources)} have the same columns")
 
@@ -61,22 +59,21 @@ def sendable(sources: Mapping[str, Source]) -> Iterator[Finding]:
 
 
 def repeatable(workload: Any, sources: Mapping[str, Source]) -> Iterator[Finding]:
-    """A finding for each split whose rows are not the same when they are read again."""
+    """A finding for each split whose rows change when they are read again."""
     for name, source in sources.items():
         values = row_values_of(source)
         if not values.are_repeatable:
             text = f"the rows are not repeatable: {values.difference}\n  {values.advice}"
             yield Finding(f"split {name}", WRONG, text)
     if (method := own_method(workload, "transform")) is not None:
-        yield Finding("transform", GOOD, f"transform() at {place_of(method)} was looked at on a few rows, twice")
+        yield Finding("transform", GOOD, f"transform() at {place_of(method)} was applied to a few rows twice")
 
 
 def constant(batch: RankBatch, *, embeds: bool = False) -> Iterator[Finding]:
-    """A finding for each column of a batch that holds one value alone, for each table with such columns, and for rows
-    of several dimensions, as images and sequences, that hold one value. Labels, single whole numbers, may be alike by
-    chance: `ModelLook.extremes` looks at all of them. embeds: whether the model looks up tokens, of which the first and
-    last are often the same in every row.
-    """
+    """A finding for each column of a batch that holds a single value, for each table with such columns, and for rows of
+    several dimensions, such as images and sequences, that hold a single value. Labels, single whole numbers, may be
+    equal by chance: `ModelLook.extremes` checks all of them. embeds: whether the model looks up tokens, whose first and
+    last are often the same in every row."""
     for name, values in batch.columns.items():
         flat = flat_values(values)
         is_whole, is_ragged = flat.dtype.kind in "iu", isinstance(values, Ragged)
@@ -88,7 +85,7 @@ def constant(batch: RankBatch, *, embeds: bool = False) -> Iterator[Finding]:
         if (flat == flat.flat[0]).all():
             is_mask = is_binary and (is_ragged or values.ndim <= 2 or not is_whole)
             if not is_mask or len(batch.columns) == 1:
-                text = f"column {name} is {flat.flat[0]} in all of {len(values)} rows: the model learns nothing of it"
+                text = f"column {name} is {flat.flat[0]} in all of {len(values)} rows: the model learns nothing from it"
                 yield Finding("first batch", DOUBTFUL, text)
             continue
         if is_ragged or values.ndim == 1 or is_binary:
@@ -129,7 +126,7 @@ class InputLook:
             stream.close()
 
     def first_rows(self, batch: RankBatch) -> RankBatch:
-        """The first batch, or as many as have ROWS rows where the split has."""
+        """The first batch, or the first ROWS rows if the split has more."""
         wanted = min(ROWS, self.plan.num_samples)
         if batch.num_rows >= wanted:
             return batch
@@ -155,7 +152,7 @@ class InputLook:
         finally:
             stream.close()
         figures["input_rows_per_s"] = rows / max(taken, 1e-9)
-        return Finding("input", GOOD, f"{figures['input_rows_per_s']:,.0f} rows a second are read by one worker")
+        return Finding("input", GOOD, f"{figures['input_rows_per_s']:,.0f} rows a second, read by one worker")
 
     def columns(self, batch: RankBatch) -> Iterator[ColumnFacts]:
         """Facts about each column of a batch."""
@@ -168,7 +165,7 @@ class InputLook:
 
 
 def _types(split: str, source: Source) -> dict[str, str] | None:
-    """Type and shape of each column; those of a Dataset of tuples have the name of their split, which is left out."""
+    """Type and shape of each column; the columns of a Dataset of tuples are named without the name of their split."""
     try:
         rows: Columns = source.read(np.arange(1))
     except (DataError, TypeError):

@@ -1,4 +1,4 @@
-"""Looks at a workload's model, loss, gradients and metrics with one batch, as its training takes it."""
+"""Checks of a workload's model, loss, gradients and metrics with one batch, as its training uses it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from scaleray.workload import built_model, call_user_code
 CPU = torch.device("cpu")
 MOST_NAMED = 4
 METRIC_ROUNDING = 1e-2
-"""How far the sum of a metric may be from that of its halves, relatively: a threshold may lie between two roundings."""
+"""Largest relative difference of a metric's sum from that of its halves: a threshold may lie between two roundings."""
 MOST_ROWS = 100_000
 """Rows of a split that are searched for extreme values."""
 DTYPE_WORDS = ("dtype", "expected scalar type", "same type")
@@ -45,7 +45,7 @@ DTYPE_WORDS = ("dtype", "expected scalar type", "same type")
 
 
 def built_alike(job: TrainJob) -> Finding:
-    """Whether the model draws the same parameters from the same seed, as it does on every worker."""
+    """Whether the model draws the same parameters from the same seed, as each worker must."""
     made = []
     for _ in range(2):
         with same_random_numbers(CPU):
@@ -72,7 +72,7 @@ class ModelLook:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Callable[[], bool]]:
-        """Context that ends the set-up; gives the function that begins it."""
+        """Context that ends the set-up; yields the function that begins it."""
         with contextlib.ExitStack() as stack:
 
             def begin() -> bool:
@@ -89,13 +89,13 @@ class ModelLook:
 
     @property
     def losses(self) -> dict[str, Callable[[Any, Any], Any]]:
-        """The losses of the workload by the subject of their finding."""
+        """The workload's losses by the subject of their findings."""
         workload = self.job.workload
         several = losses_of(workload)
         return {"loss": workload.loss} if several is None else {f"loss {n}": loss for n, loss in several.items()}
 
     def loss(self, figures: dict[str, Any]) -> Iterator[Finding]:
-        """The loss of the batch as training will have it, or each of several. Raises DataError or WorkloadError."""
+        """The loss of the batch as in training, or each of several. Raises DataError or WorkloadError."""
         losses = self.losses
         method = losses.get("loss") or self.job.workload.losses
         try:
@@ -120,10 +120,8 @@ class ModelLook:
             yield Finding(subject, GOOD if count else WRONG, text)
 
     def _cut(self, loss: Callable[[Any, Any], Any]) -> str:
-        """Whether the loss of the rows may be cut into micro-batches, in words: that of the rows is compared with those
-        of their halves, in evaluation mode, where dropout and the statistics of a batch have no effect. One that may
-        not is refused before.
-        """
+        """Whether the rows may be cut into micro-batches, in words: their loss is compared with that of their halves,
+        in evaluation mode, without dropout and batch statistics. Losses that may not be cut are refused earlier."""
         if has_batch_loss(self.job.workload):
             return "it is taken over the whole batch"
         rows = {name: values[: max(2, self.num_rows)] for name, values in self.batch.columns.items()}
@@ -146,10 +144,10 @@ class ModelLook:
         if not apart(whole, first, second, rounding_of(self.job.config)):
             return "halves add up"
         declared = "count='rows'" if hasattr(self.job.workload, "explain_weight") else "depends_on_micro_batch"
-        return f"{in_words(whole, first, second, (size, half, size - half))}, which {declared} takes as it is"
+        return f"{in_words(whole, first, second, (size, half, size - half))}, which {declared} accepts"
 
     def gradients(self, figures: dict[str, Any]) -> Iterator[Finding]:
-        """The gradients of one micro-batch, which parameters get none, and the memory of it."""
+        """The gradients of one micro-batch, the parameters without one, and the memory used."""
         live = LiveTensors()
         with unchanged_model(self.job.workload, self.module), same_random_numbers(CPU):
             with live:
@@ -175,7 +173,7 @@ class ModelLook:
             )
             yield Finding("unused parameters", DOUBTFUL, text)
         if still and not broken:
-            text = f"zero everywhere for {_named(still)}: right for layers that start at zero and behind them alone"
+            text = f"zero everywhere for {_named(still)}: right only for layers that start at zero and those behind"
             yield Finding("zero gradients", DOUBTFUL, text)
         text = (
             f"parameters {memory(figures['parameter_bytes'])}, gradients {memory(figures['gradient_bytes'])}, and at "
@@ -214,14 +212,14 @@ class ModelLook:
             objects |= {f"{split.name}/{name}" for name in self._objects(split.name).names}
         if cut is not None:
             advice = "return sums over rows, or give it as an object of torchmetrics in metric_objects()"
-            yield Finding("metrics", DOUBTFUL, f"{cut}, so that micro-batches and workers change it\n  {advice}")
+            yield Finding("metrics", DOUBTFUL, f"{cut}, so it depends on micro-batches and workers\n  {advice}")
         elif names or objects:
             texts = [f"{', '.join(sorted(names))}: finite, and halves add up"] if names else []
-            texts += [f"{', '.join(sorted(objects))}: takes what metrics() gives"] if objects else []
+            texts += [f"{', '.join(sorted(objects))}: accepts the result of metrics()"] if objects else []
             yield Finding("metrics", GOOD, "; ".join(texts))
 
     def evaluated(self) -> None:
-        """The loss of a few rows of each evaluated split, where an evaluation asks for it. Raises WorkloadError."""
+        """The loss of a few rows of each evaluated split, if evaluations compute it. Raises WorkloadError."""
         for split in self.job.evaluation_splits():
             rows = self.sources[split.name].read(np.arange(min(8, split.num_rows)))
             if self._asks_for_loss(split.name, rows, gives_tuples=split.gives_tuples):
@@ -232,12 +230,12 @@ class ModelLook:
                 )
 
     def _asks_for_loss(self, split: str, rows: Mapping[str, Any], *, gives_tuples: bool) -> bool:
-        """Whether an evaluation of a split computes the loss: metrics may have it themselves."""
+        """Whether an evaluation of a split computes the loss: metrics may provide it themselves."""
         return has_loss(self.job.workload) and "loss" not in self._metrics_of(rows, gives_tuples, split)
 
     def extremes(self) -> Iterator[Finding]:
-        """The loss of the rows with the smallest and the largest value of each column, where a label or token that is
-        out of range shows."""
+        """The loss of the rows with the smallest and the largest value of each column, which shows a label or token out
+        of range."""
         for split in self.job.splits.values():
             source = self.sources[split.name]
             chosen, searched = _extreme_rows(source)
@@ -246,7 +244,7 @@ class ModelLook:
                 ends = read[column]
                 is_single = not isinstance(ends, Ragged) and ends.ndim == 1
                 if split.name == TRAIN and is_single and ends[0] == ends[1] and searched >= FEW:
-                    text = f"column {column} is {ends[0]} in all of {searched} rows: the model learns nothing of it"
+                    text = f"column {column} is {ends[0]} in all of {searched} rows: the model learns nothing from it"
                     yield Finding("extreme rows", DOUBTFUL, text)
                 try:
                     with unchanged_model(self.job.workload, self.module):
@@ -258,13 +256,13 @@ class ModelLook:
                         f"column {column} of {split.name}",
                         shown,
                         f"the loss fails there: {_reason(exc)}",
-                        "labels and tokens must be below the number that the model knows: check the data, and the size "
-                        "of the model's last layer or embedding",
+                        "labels and tokens must be below the model's number of classes or tokens: check the data, "
+                        "and the size of the last layer or embedding",
                     ) from exc
         yield Finding("extreme rows", GOOD, f"smallest and largest values of {', '.join(chosen) or 'no column'} pass")
 
     def _pass_over(self, split: Split, rows: Mapping[str, Any]) -> None:
-        """Compute what training or an evaluation computes of these rows."""
+        """Compute for these rows all that training or an evaluation computes."""
         if split.name == TRAIN:
             for loss in self.losses.values():
                 self._loss_of(rows, loss, evaluates=True)
@@ -279,7 +277,7 @@ class ModelLook:
         gives_tuples: bool | None = None,
         evaluates: bool = False,
     ) -> tuple[float, float]:
-        """Sum and count of some rows, without a trace."""
+        """Sum and count of some rows, without side effects."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(unchanged_model(self.job.workload, self.module))
             stack.enter_context(same_random_numbers(CPU))
@@ -329,7 +327,7 @@ class ModelLook:
         return found
 
     def _objects(self, split: str) -> MetricObjects:
-        """The metrics that keep a state of their own."""
+        """The metrics that keep their own state."""
         return MetricObjects(self.job.workload, self.place, split)
 
     def _bytes(self, live: LiveTensors) -> dict[str, int]:
@@ -361,7 +359,7 @@ class ModelLook:
 
 
 def _placed(exc: WorkloadError, method: Any) -> WorkloadError:
-    """The error with the place of the method, where it does not show a line of the user's yet."""
+    """The error with the location of the method, if it does not show a line of the user's yet."""
     if exc.__cause__ is not None or 'File "' in exc.hint:
         return exc
     return WorkloadError(f"{exc.what} at {place_of(method)}", exc.found, exc.allowed, exc.hint)
@@ -372,7 +370,7 @@ def _averaged(
     one: Mapping[str, tuple[float, float]],
     other: Mapping[str, tuple[float, float]],
 ) -> str | None:
-    """Name of a metric whose sum is no sum: it is the mean of its halves."""
+    """Name of a metric whose sum is really a mean: that of the whole is the mean of its halves."""
     for name, (total, count) in whole.items():
         if name not in one or name not in other or count <= 1:
             continue
@@ -384,7 +382,7 @@ def _averaged(
 
 
 def _extreme_rows(source: Source) -> tuple[dict[str, list[int]], int]:
-    """Numbers of the rows with the smallest and largest value of each column of whole numbers, and how many rows were
+    """Numbers of the rows with the smallest and largest value of each column of whole numbers, and the number of rows
     searched."""
     size = min(source.num_rows, MOST_ROWS)
     if source.group_sizes is not None:

@@ -1,4 +1,4 @@
-"""Whether two processes train what one does, for two steps in float64."""
+"""Check whether two processes train like one, for two steps in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PRECISIONS = {"fp64": "float64", "fp32": "float32"}
 
 
 def two_processes(config: RunConfig, workload: Any, sources: Mapping[str, Source], code: UserCode) -> Finding:
-    """The verdict on the first steps of ddp on two gloo processes, compared with one. Raises UsageError."""
+    """The verdict on the first steps of ddp on two gloo processes compared with one process. Raises UsageError."""
     try:
         return _compared(config, workload, sources, code, precision="fp64")
     except WorkloadError as exc:
@@ -74,16 +74,16 @@ def _compared(
 
 
 def judged(outcomes: list[Outcome], *, precision: str = "fp64") -> Finding:
-    """The finding of what was compared."""
+    """The finding for a comparison."""
     [outcome] = outcomes
     if outcome.verdict == "refused":
         return Finding(SUBJECT, DOUBTFUL, f"not compared: {outcome.words}")
     if (found := outcome.mismatch) is not None:
         where = f"step {found.step}: {found.quantity}{f' of {found.parameter}' if found.parameter else ''}"
         if found.cause == Cause.CUT:
-            return Finding(SUBJECT, DOUBTFUL, f"they do not train what one does, by the loss itself: {found.why}")
-        text = f"they do not train what one does: {where} is {found.difference:.1e} apart; {found.cause}: {found.why}"
-        return Finding(SUBJECT, WRONG, f"{text}\n  scaleray verify --local says more")
+            return Finding(SUBJECT, DOUBTFUL, f"they differ from one process because of the loss itself: {found.why}")
+        text = f"they differ from one process: {where} is {found.difference:.1e} apart; {found.cause}: {found.why}"
+        return Finding(SUBJECT, WRONG, f"{text}\n  scaleray verify --local gives details")
     largest = outcome.comparison.largest
     text = f"equal one process within {largest:.1e} over {STEPS} steps in {PRECISIONS[precision]}"
     return Finding(SUBJECT, GOOD, f"{text}; {outcome.words}" if outcome.words else text)

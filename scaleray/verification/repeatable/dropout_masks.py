@@ -1,7 +1,6 @@
-"""Check of dropout masks: equal within a replica, different between replicas, and never the same again.
+"""Check of dropout masks: equal within a replica, different between replicas, and never repeated.
 
-Masks themselves are not compared: two workers that draw from the same state of the generator draw the same mask.
-"""
+Masks themselves are not compared: two workers that draw from the same generator state draw the same mask."""
 
 from __future__ import annotations
 
@@ -13,15 +12,14 @@ from scaleray.verification.causes.cause_classes import Cause, Finding
 from scaleray.verification.traces.run_trace import StepTrace, Trace
 
 WHOLE_STEP = ""
-"""Name in place of a layer's, for the state of the generator at the start of the step."""
+"""Name used instead of a layer's for the generator state at the start of the step."""
 
 
 def masks_broken(
     trace: Trace, degrees: Degrees, *, generators_of_others_after: int | None = None
 ) -> tuple[Divergence, Finding] | None:
-    """First step in which masks are not what they should be; None if there is none. degrees: of the
-    workers. generators_of_others_after: the step after which the run has gone on with
-    the generators of another run, which may draw from states of before again."""
+    """First step with wrong masks; None if there is none. degrees: of the workers. generators_of_others_after: step
+    after which the run continued with the generators of another run, which may repeat earlier states."""
     seen: dict[tuple[int, str, bytes], int] = {}
     for step in trace.steps:
         if generators_of_others_after is not None and step.step == generators_of_others_after + 1:
@@ -33,7 +31,7 @@ def masks_broken(
 
 
 def _layers(step: StepTrace, rank: int) -> dict[str, list[bytes]]:
-    """States of the generator by layer, each once: what is computed again in the backward pass draws the same again."""
+    """Generator states by layer, each once, since recomputation in the backward pass draws the same mask again."""
     found: dict[str, list[bytes]] = {}
     for layer, state in step.draws[rank]:
         states = found.setdefault(layer, [])

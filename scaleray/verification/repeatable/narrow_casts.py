@@ -1,4 +1,4 @@
-"""Where a workload's own code leaves float64, as `.float()` does: then a comparison in float64 says nothing."""
+"""Casts in a workload's own code that leave float64, such as `.float()`, and make a comparison in it meaningless."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from scaleray.workload import built_model, user_frames
 
 CPU = torch.device("cpu")
 INSTEAD = (
-    "cast to the dtype at hand instead, as in x.to(weight.dtype), or compare in the precision that the code is written "
-    "for: --precision fp32, which has a bound of its own"
+    "cast to an existing dtype instead, as in x.to(weight.dtype), or compare in the precision that the code is "
+    "written for: --precision fp32, which has its own bound"
 )
 
 
 class _Casts(TorchDispatchMode):
-    """Notes each place in the user's code where a float64 tensor becomes a narrower one."""
+    """Records each line of the user's code in which a float64 tensor becomes narrower."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _Casts(TorchDispatchMode):
 
 def narrow_casts(workload: Any, rows: Mapping[str, Any], *, gives_tuples: bool) -> list[str]:
     """Places, as file, line and code, where float64 becomes narrower in a forward pass of the workload's loss. rows: a
-    few of the training data. Changes no random numbers; whatever the workload raises ends the search, not more."""
+    few of the training data. Changes no random numbers; an error of the workload only ends the search."""
     casts = _Casts()
     with contextlib.suppress(Exception, SystemExit), same_random_numbers(CPU):
         with torch.device(CPU):
@@ -60,7 +60,7 @@ def narrow_casts(workload: Any, rows: Mapping[str, Any], *, gives_tuples: bool) 
 
 
 def in_words(places: list[str]) -> str:
-    """Remedy for such places; empty if there are none."""
+    """Remedy for such casts; empty if there are none."""
     if not places:
         return ""
     more = f", and {len(places) - 3} more" if len(places) > 3 else ""

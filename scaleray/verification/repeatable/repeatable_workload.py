@@ -1,5 +1,4 @@
-"""A workload whose model can be repeated on any number of workers: dropout that only draws, BatchNorm cut as its
-workers see it."""
+"""A workload whose model repeats on any number of workers: dropout only draws, and BatchNorm uses the workers' cuts."""
 
 from __future__ import annotations
 
@@ -26,9 +25,8 @@ Draw = tuple[str, bytes]
 
 
 class Masks:
-    """Record of the generator states from which dropout draws. device: device of the model. by_step: the state at the
-    beginning of a step represents all its draws, if layers cannot be watched.
-    """
+    """Record of the generator states from which dropout draws. device: device of the model. by_step: record only the
+    state at the beginning of a step, if layers cannot be watched."""
 
     def __init__(self, device: torch.device, *, by_step: bool = False) -> None:
         self.device, self.by_step = device, by_step
@@ -46,7 +44,7 @@ class Masks:
             self.draws.append((WHOLE_STEP, state))
 
     def end(self) -> bool:
-        """End the step; returns whether anything but dropout has drawn in it."""
+        """End the step; returns whether anything except dropout drew random numbers in it."""
         return not self.is_alone or self.state() not in self._known
 
     def state(self) -> bytes:
@@ -55,7 +53,7 @@ class Masks:
         return hashlib.blake2b(state.numpy().tobytes(), digest_size=12).digest()
 
     def draw(self, layer: str) -> None:
-        """Record that a layer draws a mask, with the generator's state, and move the generator on."""
+        """Record the generator's state from which a layer draws a mask, and advance the generator."""
         state = self.state()
         # known, but not the last one: what is computed again in the backward pass begins where it did
         self.is_alone = self.is_alone and state in self._known
@@ -66,8 +64,8 @@ class Masks:
 
 @dataclass(frozen=True)
 class Partition:
-    """How workers cut a global batch: into `num_shares` parts, equal or in proportion to `shares`, and these into
-    micro-batches. Statistics of BatchNorm are those of a micro-batch, and follow rank 0."""
+    """Division of a global batch over workers: into `num_shares` parts, equal or in proportion to `shares`, and each
+    part into micro-batches. Statistics of BatchNorm are those of a micro-batch, and follow rank 0."""
 
     num_shares: int
     micro_batch_size: int
@@ -86,7 +84,7 @@ class Partition:
 
     @property
     def name(self) -> str:
-        """The partition as text: `4x16`, and the shares where they are not equal."""
+        """The partition as text: `4x16`, and unequal shares."""
         return f"{self.num_shares}x{self.micro_batch_size}{''.join(f'-{n}' for n in self.shares or ())}"
 
     def smallest(self, num_rows: int) -> int:
@@ -95,20 +93,18 @@ class Partition:
 
 
 class _Parts(tuple[Any, ...]):
-    """Batches of the parts of a step, in order, where a collation makes them."""
+    """Batches of the parts of a step, in order, if they come from a collation."""
 
     __slots__ = ()
 
 
 class Quieted:
-    """A workload without what differs from one number of workers to another by design.
+    """A workload without the parts that depend by design on the number of workers.
 
-    what: NOTHING leaves the model; MODULES takes dropout out and, without a `partition`, freezes BatchNorm;
-    EVERYTHING puts the whole model into evaluation mode. masks: record of what dropout would have drawn. partition:
-    in steps, the loss is that of these parts of the batch, each with statistics of its own. found: parts of the
-    model that were quietened; loss_dtype: dtype of the losses; `rows_of_step`: rows in the batch of the present
-    step, 0 outside of steps.
-    """
+    what: NOTHING leaves the model; MODULES takes dropout out and, without a `partition`, freezes BatchNorm; EVERYTHING
+    puts the whole model into evaluation mode. masks: record of what dropout would have drawn. partition: in steps, the
+    loss is that of these parts of the batch, each with its own statistics. found: the disabled parts of the model;
+    loss_dtype: dtype of the losses; `rows_of_step`: rows in the batch of the current step, 0 outside of steps."""
 
     NOTHING, MODULES, EVERYTHING = "nothing", "modules", "everything"
 
@@ -118,19 +114,19 @@ class Quieted:
         self._workload, self._what, self._masks, self._partition = workload, what, masks, partition
         self._keeps_statistics = partition is not None
         self.collates_ahead = partition is None
-        """Whether a batch may be made before its step: what is cut into parts depends on `rows_of_step`."""
+        """Whether a batch may be made before its step: the parts depend on `rows_of_step`."""
         self.found: list[str] = []
         self.loss_dtype = ""
         self.rows_of_step, self.given = 0, Given()
         self._has_trained = False
 
     def begin_step(self, num_rows: int) -> None:
-        """Take note that a step with so many rows on this rank begins."""
+        """Begin a step with this many rows on this rank."""
         self.rows_of_step = num_rows
         self.given = Given(evaluates_in_training=self.given.evaluates_in_training)
 
     def end_step(self) -> None:
-        """Take note that the step is over."""
+        """End the step."""
         self.rows_of_step, self._has_trained = 0, True
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +136,7 @@ class Quieted:
 
     @property
     def with_statistics(self) -> Quieted:
-        """The same workload for workers, whose micro-batches have statistics of their own anyway."""
+        """The same workload for workers whose micro-batches have their own statistics anyway."""
         quieted = Quieted(self._workload, self._what, masks=self._masks)
         quieted._keeps_statistics = True
         return quieted
@@ -181,7 +177,7 @@ class Quieted:
             self.given.take(batch)
 
     def _collated_parts(self, rows: Rows) -> Any:
-        """The batch of these rows, or, of a whole step, those of its parts, which cannot be cut any more."""
+        """The batch of these rows, or, for a whole step, the batches of its parts, which cannot be cut afterwards."""
         assert self._partition is not None
         collate, columns, gives_tuples = own_method(self._workload, "collate"), rows.columns, rows.gives_tuples
         if self.rows_of_step == 0 or len(rows) != self.rows_of_step:
@@ -224,7 +220,7 @@ class Quieted:
 
 
 def _take_out_dropout(module: nn.Module, draw: Callable[[], None] | None) -> bool:
-    """Take dropout out of a module; returns whether it had any. draw: called where a mask would have been drawn."""
+    """Remove dropout from a module; returns whether it had any. draw: called in place of drawing a mask."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         if not module.p > 0:
             return False
@@ -264,7 +260,7 @@ def _norms(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def _untracked(norms: Sequence[Any]) -> Iterator[None]:
-    """Context in which the statistics of batches are used, and not kept."""
+    """Context in which batch statistics are used but not stored."""
     for module in norms:
         module.track_running_stats = False
     try:

@@ -1,1 +1,1 @@
-"""Runs that verify compares, and the probe that records them."""
+"""The runs that verify compares, and the probe that records them."""

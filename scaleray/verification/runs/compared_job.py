@@ -1,6 +1,6 @@
-"""The jobs that verify compares: a few steps of a training, with ends of epochs, evaluations and a resume among them.
-Pure functions of a job, so that every worker and the single process make the same jobs.
-"""
+"""The jobs that verify compares: a few steps of a training that include ends of epochs, evaluations and a resume.
+
+Pure functions of a job, so that every worker and the single process make the same jobs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from scaleray.training.setup.job import TrainJob
 from scaleray.verification.repeatable.repeatable_workload import Partition
 
 OWN_STEPS = 5
-"""Number of steps in the run's own precision. All start from the same parameters, so that a few show what rounding
-does."""
+"""Number of steps in the run's own precision. All start from the same parameters, so a few show the effect of
+rounding."""
 
 
 def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> TrainJob:
@@ -35,19 +35,19 @@ def short_job(job: TrainJob, *, steps: int, precision: str | None = None) -> Tra
 
 
 def steps_gone_on(half: int) -> int:
-    """Number of steps after the first `half` that a variant takes twice: uninterrupted, and from its own checkpoint."""
+    """Number of steps after the first `half` that a variant takes twice: uninterrupted and from its own checkpoint."""
     return min(3, half - 1)
 
 
 def steps_before_resume(steps: int) -> int:
-    """Number of the compared steps after which the state goes to other workers; 0: it does not."""
+    """Number of the compared steps after which other workers resume from the state; 0: none do."""
     return steps // 2
 
 
 @dataclass(frozen=True)
 class Rows:
     """Number of rows of the training data in an epoch of the compared steps. with_statistics: the same for a model that
-    takes statistics over the rows of a worker, which cannot be taken over one row."""
+    takes statistics over a worker's rows, which needs more than one row."""
 
     epoch: int
     with_statistics: int
@@ -62,12 +62,12 @@ def rows_of_epoch(
     partitions: Sequence[Partition],
     drop_last: bool = False,
 ) -> Rows:
-    """Rows of an epoch, so few that epochs end within the compared steps, with a last batch that workers cannot divide.
+    """Rows of an epoch: few enough that epochs end within the compared steps, with a last batch that workers cannot
+    divide.
 
     With batches of `batch_size` the last one is about half full; with the later batches it is so small that a worker
     has no row. Data with too few rows stay as they are. partitions: how workers will cut batches. drop_last: partial
-    batches are left out, so that an epoch has the larger of the two batches at least.
-    """
+    batches are left out, so that an epoch has the larger of the two batches at least."""
     full = max(1, (steps_before_resume(steps) - 1) // 3)
     rest = later_batch_size if later_batch_size < batch_size else 0
     if later_batch_size > batch_size:
@@ -99,8 +99,8 @@ def rows_of_epoch(
 
 
 def later_batch_size(batch_size: int, available: int, *, world_sizes: Sequence[int], accumulation: int) -> int:
-    """Half the global batch, where that leaves every micro-batch at least two rows; else twice the global batch where
-    there are rows for it, else the same."""
+    """Half the global batch, if every micro-batch then has at least two rows; else twice the global batch, if there are
+    enough rows; else the same."""
     half, every = batch_size // 2, math.lcm(*world_sizes)
     if batch_size % 2 == 0 and half % every == 0 and half // max(world_sizes) >= 2 * accumulation:
         return half
@@ -117,7 +117,7 @@ def with_rows(job: TrainJob, rows: int, *, evaluated: int = 0) -> TrainJob:
 
 
 def first_rows(split: Split, rows: int) -> Split:
-    """The split without the rows after its first ones; of lanes that are continued, each has as many."""
+    """The first rows of a split; of continued lanes, the same number of each."""
     if split.lanes is not None:
         rows = max(split.lanes, rows - rows % split.lanes)
     groups = None
@@ -133,8 +133,8 @@ def first_rows(split: Split, rows: int) -> Split:
 
 
 def first_part(job: TrainJob, steps: int, *, goes_on_for: int = 0) -> TrainJob:
-    """The job of the steps before the resume, with a checkpoint at their end, and evaluations there and before; and of
-    so many steps after them."""
+    """The job of the steps before the resume, with a checkpoint at their end, evaluations there and before, and some
+    steps after them."""
     # an evaluation lies among the steps, so that what it leaves behind is seen
     every = max((n for n in range(1, steps) if steps % n == 0), default=None)
     total = steps + goes_on_for
@@ -151,7 +151,7 @@ def later_part(job: TrainJob, earlier: TrainJob, *, first: int, last: int) -> Tr
 
 
 def position_after(earlier: TrainJob, step: int, *, in_steps_of: TrainJob) -> int:
-    """Number of steps of another job's size that the first `step` steps were: whole epochs, and what is left of the
+    """Number of steps of another job's size that cover the first `step` steps: whole epochs and the rest of the
     last."""
     plan, later = earlier.train_plan(), in_steps_of.train_plan()
     epoch, sample = plan.place(step)

@@ -1,8 +1,7 @@
 """Runs that verify compares: through the real loop, as one process or as a group, in one piece or resumed in the
 middle.
 
-The loop, the step and the strategies do not know that they are watched.
-"""
+The loop, the step and the strategies are unaware of it."""
 
 from __future__ import annotations
 
@@ -45,16 +44,15 @@ from scaleray.verification.runs.trace_probe import TraceProbe
 from scaleray.verification.traces.run_trace import Trace
 
 EXACT, OWN = "own steps in float64", "own steps"
-"""Values of `Key.own` for the steps of one process taken alone: in the precision of the check, and in the run's own."""
+"""Values of `Key.own` for single steps of one process: in the precision of the check, and in the run's own."""
 
 
 @dataclass(frozen=True)
 class Variant:
     """One way to run the training. job: the job in the precision of the check; own: the job in the run's own precision.
 
-    later: the job of the second half of the steps, which begins with a resume from one process; None: no resume.
-    with_statistics: the training data for a model that takes statistics over the rows of a worker.
-    """
+    later: the job of the second half of the steps, which resumes from one process; None: no resume. with_statistics:
+    the training data for a model that takes statistics over a worker's rows."""
 
     strategy: str
     world_size: int
@@ -78,7 +76,7 @@ class Variant:
 
     @property
     def resumes_after(self) -> int | None:
-        """Number of steps before the resume; None where there is none."""
+        """Number of steps before the resume; None without one."""
         return (steps_before_resume(self.job.recipe.total_steps) or None) if self.later is not None else None
 
     def mapped(self, change: Callable[[TrainJob], TrainJob]) -> Variant:
@@ -87,7 +85,7 @@ class Variant:
         return dataclasses.replace(self, job=change(self.job), own=own, later=later)
 
     def on_rows_with_statistics(self) -> Variant:
-        """The variant on as many rows as suit a model that takes statistics over the rows of a worker."""
+        """The variant on enough rows for a model that takes statistics over a worker's rows."""
         split = self.with_statistics
         if split is None:
             return self
@@ -101,11 +99,10 @@ def partition_of(job: TrainJob) -> Partition:
 
 @dataclass(frozen=True)
 class Key:
-    """Key of a reference. quiet: parts that were taken out of the model; has_statistics: whether it is run on rows that
-    suit statistics over the rows of a worker; partition, later_partition: how workers cut its batches before and after
-    the resume, if these have statistics of their own; leaves_out: NO_CLIPPING; own: EXACT or OWN, if the reference does
-    not move.
-    """
+    """Key of a reference. quiet: parts removed from the model; has_statistics: whether it runs on enough rows for
+    statistics over a worker's rows; partition, later_partition: how workers cut its batches before and after the
+    resume, if these have their own statistics; leaves_out: NO_CLIPPING; own: EXACT or OWN, if the reference does not
+    move."""
 
     quiet: str
     has_statistics: bool = False
@@ -116,14 +113,14 @@ class Key:
 
     @property
     def folder(self) -> str:
-        """Folder of the reference's checkpoints: a name of its own."""
+        """Folder of the reference's checkpoints, with a unique name."""
         rows = "-statistics" if self.has_statistics else ""
         cuts = "".join(f"-{p.name}" for p in (self.partition, self.later_partition) if p is not None)
         return f"reference-{self.quiet}{rows}{cuts}{'-unclipped' if self.leaves_out else ''}"
 
 
 References = dict[Key, Trace]
-"""Traces of the references, kept from group to group."""
+"""Traces of the references, kept for later groups."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +134,7 @@ class Watched:
 
     @property
     def values(self) -> dict[int, list[dict[str, torch.Tensor]]]:
-        """Parameters and buffers of every rank after the steps that were asked for, on rank 0."""
+        """Parameters and buffers of every rank after the requested steps, on rank 0."""
         return {step: values for probe in self.probes for step, values in probe.values.items()}
 
 
@@ -153,13 +150,12 @@ class Runs:
         saved."""
 
     def resumes_after(self, variant: Variant) -> int | None:
-        """Number of steps before the resume; None where there is none."""
+        """Number of steps before the resume; None without one."""
         return variant.resumes_after if self.resumes else None
 
     def reference(self, key: Key) -> Trace:
-        """Trace of one process. Only on rank 0, which runs it alone if it has not been run yet, or if others cannot
-        read its checkpoint.
-        """
+        """Trace of one process. Only on rank 0, which runs it alone unless it has been run and the others can read its
+        checkpoint."""
         if key not in self.references:
             alone = Place(device=self.place.device)
             variant = self.variant
@@ -170,7 +166,7 @@ class Runs:
         return self.references[key]
 
     def again(self, key: Key, *, watched_by: type[TraceProbe] = TraceProbe) -> Trace:
-        """Run the reference once more. On rank 0."""
+        """Run the reference again. On rank 0."""
         return self.compared(self.variant, key, place=Place(device=self.place.device), watched_by=watched_by).trace
 
     def compared(
@@ -188,9 +184,8 @@ class Runs:
     ) -> Watched:
         """Run the steps that are compared, in one piece or resumed in the middle from the state of one process.
 
-        saves: leave a checkpoint of the middle. only_its_part: run only the part with the step that is taken apart.
-        watched_by: class of the probes; began: gets every one before its run.
-        """
+        saves: leave a checkpoint of the middle. only_its_part: run only the part with the decomposed step. watched_by:
+        class of the probes; began: called with each before its run."""
         is_reference, place = place is not None, place or self.place
         variant = self._changed(variant, key)
         half, job, total = self.resumes_after(variant), variant.job, variant.job.recipe.total_steps
@@ -230,7 +225,7 @@ class Runs:
         return self._standing_still(variant, self.place, key, in_float64=False).trace
 
     def restored_alone(self, variant: Variant, key: Key) -> Trace:
-        """Trace of one process that has loaded a variant's checkpoint, and takes the next step. On rank 0."""
+        """Trace of one process that loads a variant's checkpoint and takes the next step. On rank 0."""
         reference = self._changed(self.variant, key)
         half = reference.resumes_after
         assert half is not None
@@ -242,7 +237,7 @@ class Runs:
         return self._run(job, alone, probe, folder=self._folder(_name(variant)))
 
     def resumed_here(self, variant: Variant, key: Key) -> Trace:
-        """Trace of some steps of a variant that has loaded its own checkpoint on as many workers. Collective."""
+        """Trace of some steps of a variant that loads its own checkpoint on as many workers. Collective."""
         variant = self._changed(variant, key)
         half, masks = variant.resumes_after, self._masks(key, variant.job)
         assert half is not None
@@ -299,7 +294,7 @@ class Runs:
     def _run(
         self, job: TrainJob, place: Place, probe: TraceProbe, *, folder: str | None, hands_on: bool = False
     ) -> Trace:
-        """Run a job. hands_on: its final weights are handed on, as at the end of a training."""
+        """Run a job. hands_on: export its final weights, as at the end of a training."""
         checkpointing = None
         options: dict[str, Any] = {}
         if hands_on:
@@ -321,8 +316,8 @@ class Runs:
 
 
 class _Watched(Checkpointing):
-    """Checkpoints of a run whose probe notes the state that goes into the first, which is the only one, and that a run
-    begins with."""
+    """Checkpoints of a run whose probe notes the state in the first and only one, and the state that a run begins
+    with."""
 
     def __init__(self, probe: TraceProbe, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -349,7 +344,7 @@ class _Watched(Checkpointing):
 
 
 class _Given(TraceProbe):
-    """A probe that gives the model its values before anything is done with it."""
+    """A probe that sets the model's values before the run."""
 
     def __init__(self, place: Place, job: TrainJob, values: dict[str, torch.Tensor]) -> None:
         super().__init__(place, job)
@@ -365,8 +360,7 @@ class _Given(TraceProbe):
 
 @contextlib.contextmanager
 def shared_folder(place: Place, given: str | None) -> Iterator[str]:
-    """A folder for checkpoints that every worker sees: the given one, or a folder of this machine that is deleted
-    afterwards."""
+    """A folder for checkpoints that every worker sees: the given one, or a temporary folder on this machine."""
     if given is not None:
         yield given
         return
@@ -381,7 +375,7 @@ def shared_folder(place: Place, given: str | None) -> Iterator[str]:
 
 
 def _resumed(variant: Variant, half: int, *, last: int) -> tuple[TrainJob, DueRates]:
-    """The job of the steps after the resume up to `last`, and the learning rates that are due."""
+    """The job of the steps after the resume up to `last`, and the right learning rates."""
     assert variant.later is not None
     job, later = variant.job, variant.later
     has_same_size = later.recipe.global_batch_size == job.recipe.global_batch_size

@@ -1,4 +1,4 @@
-"""Decisions of the first rank, which alone compares and which all ranks follow; and errors that all of them met."""
+"""Decisions of rank 0, which compares alone and is followed by all ranks; and errors that occurred on all ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scaleray.training.setup.place import Place
 
 Result = TypeVar("Result")
 OTHERS_FAIL_WITHIN = timedelta(seconds=5)
-"""How much later than the first rank another one may meet the same error."""
+"""Seconds after rank 0 within which another rank may have the same error."""
 
 
 def on_first(place: Place, decide: Callable[[], Result]) -> Result:
-    """Let rank 0 decide, and give its decision, or its error, to every rank. Collective."""
+    """Let rank 0 decide, and return its decision, or raise its error, on every rank. Collective."""
     if place.world_size == 1:
         return decide()
     answer: list[Any] = [None, None]
@@ -34,17 +34,15 @@ def on_first(place: Place, decide: Callable[[], Result]) -> Result:
 
 
 class Failures:
-    """Errors of one group's trainings: whether all ranks had one, and may continue with the next training, or this rank
-    alone, while the others wait for it in a pass that communicates. name: no other's in this group.
-    """
+    """Errors of one group's trainings: whether all ranks had one and may continue with the next training, or only this
+    rank, while the others wait for it in a collective. name: unique in this group."""
 
     def __init__(self, place: Place, name: str = "training") -> None:
         self._place, self._name, self._number = place, name, 0
 
     def is_shared(self) -> bool:
         """Whether every rank has reached this call. Waits some seconds for the others if one has not, and reports it
-        through the group's store, as a collective would not be answered.
-        """
+        through the group's store, since a collective would hang."""
         if self._place.world_size == 1:
             return True
         self._number += 1

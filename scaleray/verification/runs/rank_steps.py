@@ -1,4 +1,4 @@
-"""A step as each rank saw it, and the trace of the step that these views make together."""
+"""A step as each rank recorded it, and the joint trace of the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scaleray.verification.traces.run_trace import Layer, Replicas, StepTrace
 @dataclass(frozen=True)
 class Replica:
     """A rank's own replica: signatures before the step and after the optimizer's update, and its optimizer's state
-    after the update and when the step is over. machine, weight, mass: see `Replicas`, for one rank."""
+    after the update and at the end of the step. machine, weight, mass: see `Replicas`, for one rank."""
 
     before: np.ndarray
     updated: np.ndarray
@@ -34,37 +34,37 @@ class Replica:
 
 @dataclass(frozen=True)
 class SeenStep:
-    """A step as one rank saw it. Gradients and parameters are signatures."""
+    """A step as recorded by one rank. Gradients and parameters are signatures."""
 
     rows: np.ndarray
     """Digests of this rank's rows."""
     gradients: np.ndarray
     begins: np.ndarray
-    """Signatures of the parameters when the step began."""
+    """Signatures of the parameters at the beginning of the step."""
     parameters: np.ndarray
     replica: Replica | None
-    """None where all replicas are the same."""
+    """None if all replicas are the same."""
     random_before: bytes
     """Digest of the random generators' states before the step."""
     draws_random_numbers: bool
     draws: tuple[Draw, ...]
-    """Masks that were drawn, where that was recorded."""
+    """Masks that were drawn, if that was recorded."""
     num_pieces: int
     """Number of this rank's micro-batches."""
     changes_buffers: bool
     loss: float
     count: float
     is_own: bool
-    """Whether loss and count are those of this rank's samples alone."""
+    """Whether loss and count cover only this rank's samples."""
     used_norm: float | None
-    """Gradient's norm that the step used, if it had one."""
+    """The gradient's norm that the step used, if any."""
     state_begins: dict[str, np.ndarray]
-    """Signatures of this rank's optimizer when the step began."""
+    """Signatures of this rank's optimizer at the beginning of the step."""
     buffers_begin: dict[str, np.ndarray]
     formats: dict[str, str]
     layers: dict[str, Layer]
     inputs: np.ndarray | None
-    """Digests of the rows that this rank's loss was given, each once; None where these are not known."""
+    """Digests of the rows given to this rank's loss, each once; None if unknown."""
     evaluates_in_training: bool
 
 
@@ -78,10 +78,9 @@ def trace_of(
     gradient_formats: tuple[str, ...],
     due_factor: float | None,
 ) -> StepTrace:
-    """The trace of a step on the rank that saw `own`, from what all ranks saw, in their order.
+    """The trace of a step on the rank that saw `own`, from the records of all ranks, in their order.
 
-    degrees: of the ranks.
-    """
+    degrees: of the ranks."""
     first = everyone[0]
     replicas = [everyone[ranks[0]] for ranks in degrees.replicas]  # their workers have the same rows and random numbers
     loss, count = own.loss, own.count

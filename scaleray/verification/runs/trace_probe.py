@@ -1,4 +1,4 @@
-"""A probe that records every step of a run: its trace."""
+"""A probe that records the trace of a run."""
 
 from __future__ import annotations
 
@@ -39,13 +39,11 @@ LARGEST_KEPT_BYTES = 2**30  # larger models are compared by signature at the end
 
 
 class TraceProbe:
-    """A probe that records a Trace of a run. Every rank has one; they exchange what they saw after each step.
-
-    take_apart_at: a step (from 1) whose gradient is decomposed into those of every rank's micro-batches, see `parts`;
-    the job's workload then builds the model that is taken for that. masks: record of what the model draws. due: the
-    learning rates that are due. keeps: after these steps, each replica's own values are kept on rank 0, see `values`.
-    last: number of the last step, where a resume has changed the size of a step. stands_still: parameters never change.
-    """
+    """A probe that records a Trace of a run. Every rank has one; they exchange records after each step. take_apart_at:
+    a step (from 1) whose gradient is decomposed into those of every rank's micro-batches, see `parts`; the job's
+    workload then builds the model for that. masks: record of the model's draws. due: the right learning rates. keeps:
+    steps after which rank 0 stores each replica's own values, see `values`. last: number of the last step, if a resume
+    has changed the size of a step. stands_still: parameters never change."""
 
     def __init__(
         self,
@@ -75,7 +73,7 @@ class TraceProbe:
         self._saved: Restored | None = None
         self._restored: Restored | None = None
         self.restored_items: Mapping[str, str] = {}
-        """Digests of the items of the state, right after a checkpoint was loaded."""
+        """Digests of the state's items right after a checkpoint was loaded."""
         self._parameter_formats: tuple[str, ...] = ()
         self._exported: dict[str, np.ndarray] = {}
         self._owned: frozenset[str] = frozenset()
@@ -198,7 +196,7 @@ class TraceProbe:
             self._keep_final()
 
     def on_saved(self, step: int, items: Mapping[str, str]) -> None:
-        """Note the state that has gone into a checkpoint, with digests of its items. Collective."""
+        """Note the state stored in a checkpoint, with digests of its items. Collective."""
         self._saved = dataclasses.replace(self._state_at(step), items=items)
 
     def on_restated(self, progress: str) -> None:
@@ -212,18 +210,18 @@ class TraceProbe:
         return self._saved is not None
 
     def take_weights(self, share: WeightShare, name: str) -> None:
-        """Note what this rank has of the weights that a run hands on at its end."""
+        """Note this rank's part of the weights that a run exports at its end."""
         for tensor, value in share.tensors.items():
             if isinstance(value, torch.Tensor) and value.layout == torch.strided:  # a sparse buffer is no weight
                 self._exported[f"{name}: {tensor}"] = self._sign(tensor, value.double())
 
     def gather_weights(self) -> None:
-        """Bring together what all ranks have of them. Collective."""
+        """Combine these weights of all ranks. Collective."""
         everyone = self.place.gathered(self._exported)
         self._exported = {name: value for theirs in reversed(everyone) for name, value in theirs.items()}
 
     def trace(self, *, loss_dtype: str = "", quieted: tuple[str, ...] = ()) -> Trace:
-        """The trace of what was recorded."""
+        """The recorded trace."""
         clip_norm = self.job.config.optimizer.clip_norm
         return Trace(
             self._names,
@@ -244,8 +242,8 @@ class TraceProbe:
         )
 
     def let_go(self) -> None:
-        """Let go of the training that was watched, once it has ended: its optimizer knows this probe, and the model's
-        memory would stay until Python looks for such circles."""
+        """Release references to the training, once it has ended: its optimizer refers to this probe, and the model's
+        memory would be held until Python collects such cycles."""
         for name in ("_setup", "_parameters", "_sign"):
             vars(self).pop(name, None)
         if self.parts is not None:
@@ -261,7 +259,7 @@ class TraceProbe:
             self._buffers_updated = self._own_buffers()
 
     def _replica(self) -> Replica:
-        """This rank's replica when a step is over. Collective where messages are under way."""
+        """This rank's replica at the end of a step. Collective if messages are under way."""
         state, buffers = self._optimizer_state(here=True), self._own_buffers()
         found = Replica(
             self._begins, self._updated, self._state_updated, state, self._buffers_updated, buffers, machine()
@@ -281,7 +279,7 @@ class TraceProbe:
         return dataclasses.replace(found, weight=weight, mass=mass)
 
     def _due_factor(self) -> float | None:
-        """Factor of the step's learning rate that the config asks for; None where others decide on the rate."""
+        """Factor of the step's learning rate by the config; None if the config does not decide it."""
         is_scaled = self._setup.rate_scale.factor != 1.0
         return self.due.factor(self._step) if self.due is not None and self._is_due_known and not is_scaled else None
 
@@ -295,8 +293,8 @@ class TraceProbe:
         return (rate,) * len(groups)
 
     def _optimizer_state(self, *, here: bool = False) -> dict[str, np.ndarray]:
-        """Signatures of the optimizer's tensors by name, from whichever rank has them; those of this rank alone where
-        `here`. Collective unless `here`; for sharded tensors always."""
+        """Signatures of the optimizer's tensors by name, from any rank that has them; only this rank's if `here`.
+        Collective unless `here`; for sharded tensors always."""
         mine = {n: self._sign(n.rpartition(": ")[0], full(t.detach())) for n, t in self._optimizer_tensors().items()}
         if here or self.place.world_size == 1:
             return mine
@@ -323,7 +321,7 @@ class TraceProbe:
         return {n: self._sign(n, full(b.detach()).to_dense()) for n, b in buffers if b.is_floating_point()}
 
     def _state_at(self, step: int) -> Restored:
-        """The state after a step; of replicas that train apart the mean, as a checkpoint has it. Collective."""
+        """The state after a step; for replicas that train apart the mean, as in a checkpoint. Collective."""
         parameters, apart = self._signatures(), self._setup.parallel.replicas_differ
         state, buffers = self._optimizer_state(here=apart), self._buffer_signatures()
         if apart:
@@ -351,13 +349,12 @@ class TraceProbe:
         return self._in_order({name: self._sign(name, full(p.detach())) for name, p in self._parameters.items()})
 
     def _in_order(self, rows: dict[str, np.ndarray]) -> np.ndarray:
-        """One row for each parameter of the whole model: this rank's own where it has one, else that of the rank that
-        has it."""
+        """One row for each parameter of the whole model: this rank's own, or that of a rank which has it."""
         whole = {**self._whole(rows), **rows}
         return np.array([whole[name] for name in self._names])
 
     def _whole(self, mine: dict[str, Any]) -> dict[str, Any]:
-        """Values by name, with those of the other ranks of this replica where ranks have parts; collective in that
+        """Values by name, including those of the other ranks of this replica if ranks have parts; collective in that
         case."""
         if not self._has_parts:
             return mine
@@ -388,13 +385,13 @@ class TraceProbe:
 
 
 def _mean_by_name(everyone: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Mean of the ranks' signatures by name, of what all ranks have."""
+    """Mean of the ranks' signatures by name, for names that all have."""
     shared = [name for name in everyone[0] if all(name in theirs for theirs in everyone)]
     return {name: np.mean([theirs[name] for theirs in everyone], axis=0) for name in shared}
 
 
 def _stand_still(setup: Setup) -> None:
-    """Make updates change nothing: every step then starts from the same parameters."""
+    """Disable updates: every step then starts from the same parameters."""
 
     def stop(optimizer: torch.optim.Optimizer, *args: Any) -> None:
         for group in optimizer.param_groups:

@@ -1,1 +1,1 @@
-"""The trace of a run: what is kept of it, and the comparison of two."""
+"""The trace of a run, and the comparison of two."""

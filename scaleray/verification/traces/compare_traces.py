@@ -1,8 +1,7 @@
-"""Comparison of two runs by their traces, step by step: by how much they differ, and where they part.
+"""Comparison of two runs by their traces, step by step: size and place of their differences.
 
 Used by verification.variants, for single process against strategy, and for any other pair of runs; with a bound of 0
-they must agree to the bit.
-"""
+they must agree to the bit."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ from scaleray.verification.bounds import BOUND, IDLE_GRADIENT, SMALL_GRADIENT
 from scaleray.verification.traces.run_trace import Restored, StepTrace, Trace
 
 WIDTHS = ("bf16", "fp16", "fp32", "")
-"""Number formats, that of fewest digits first; the last is float64."""
+"""Number formats by increasing number of digits; the last is float64."""
 
 
 def compare(reference: Trace, other: Trace, *, bound: float = BOUND) -> Comparison:
-    """Compare a run with the one it should equal. bound: relative difference;
-    0 asks for the same bits and the same order of rows."""
+    """Compare a run with the one it should equal. bound: relative difference; 0 requires the same bits and the same
+    order of rows."""
     divergence = next(divergences(reference, other, bound), None)
     if reference.names != other.names or not reference.steps or not other.steps:
         return Comparison(divergence=divergence)
@@ -40,7 +39,7 @@ def compare(reference: Trace, other: Trace, *, bound: float = BOUND) -> Comparis
 
 
 def largest_difference(reference: Trace, other: Trace) -> float:
-    """Largest relative difference in whatever rounding moves, over all steps."""
+    """Largest relative difference over all steps, of all quantities that rounding moves."""
     found = [compare(reference, other, bound=math.inf).largest]
     for number, (ours, theirs) in enumerate(zip(reference.steps, other.steps, strict=False)):
         found += gradient_differences(ours, theirs).tolist()
@@ -102,7 +101,7 @@ def divergences(reference: Trace, other: Trace, bound: float) -> Iterator[Diverg
 def restored_differences(
     saved: Restored | None, restored: Restored, names: tuple[str, ...], bound: float
 ) -> Iterator[Divergence]:
-    """Yield where a restored training is not the one that was saved, as divergences of the step after the
+    """Yield the differences of a restored training from the saved one, as divergences of the step after the
     checkpoint."""
     if saved is None:
         return
@@ -118,8 +117,8 @@ def restored_differences(
 def _by_name(
     ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray], bound: float, step: int, quantity: str
 ) -> Iterator[Divergence]:
-    """Yield the first tensor that differs, of those that one run noted. Small ones are measured by the largest of their
-    kind, which is the last part of a name such as `0.weight: exp_avg`."""
+    """Yield the first tensor that differs, of those recorded in one run. Small ones are measured by the largest of
+    their kind, which is the last part of a name such as `0.weight: exp_avg`."""
     kinds = {name: name.rpartition(": ")[2] if quantity.endswith(("state", "state before")) else "" for name in ours}
     largest: dict[str, float] = {}
     for name, value in ours.items():
@@ -134,7 +133,7 @@ def _by_name(
 
 
 def _begin_apart(reference: Trace, ours: StepTrace, theirs: StepTrace, bound: float) -> Iterator[Divergence]:
-    """Yield where parameters differ when a step begins: what callbacks and evaluations have made of them."""
+    """Yield differences in parameters at the beginning of a step, caused by callbacks or evaluations."""
     if ours.begins is None or theirs.begins is None or ours.begins_spread is None or theirs.begins_spread is None:
         return
     scale = np.where(_is_idle(reference), np.linalg.norm(ours.begins[:, 0]), ours.begins[:, 0])
@@ -148,13 +147,13 @@ def _begin_apart(reference: Trace, ours: StepTrace, theirs: StepTrace, bound: fl
 
 
 def other_buffer(ours: StepTrace, theirs: StepTrace) -> str | None:
-    """Name of the first buffer that is not the same when a step begins."""
+    """Name of the first buffer that differs at the beginning of a step."""
     found = _by_name(ours.buffers_begin, theirs.buffers_begin, BOUND, ours.step, "buffers before")
     return next((divergence.parameter for divergence in found), None)
 
 
 def narrower(ours: StepTrace, theirs: StepTrace) -> str | None:
-    """Name of the first of a training's values that have fewer digits than in one process, when a step begins."""
+    """Name of the first of a training's values with fewer digits than in one process at the beginning of a step."""
     shared = theirs.formats.keys() & ours.formats.keys()
     return next((n for n in ours.formats if n in shared and _is_narrower(ours.formats[n], theirs.formats[n])), None)
 
@@ -164,7 +163,7 @@ def _is_narrower(ours: str, theirs: str) -> bool:
 
 
 def _lacks_inputs(ours: StepTrace, theirs: StepTrace) -> bool:
-    """Whether the loss was not given all rows; more of them may be placeholders, which do not count."""
+    """Whether the loss lacked rows; additional ones may be placeholders, which do not count."""
     if ours.inputs is None or theirs.inputs is None:
         return False
     return len(np.setdiff1d(ours.inputs, theirs.inputs)) > 0
@@ -184,7 +183,7 @@ def _evaluations(reference: Trace, other: Trace, step: int, bound: float) -> Ite
 
 
 def _from_due(trace: Trace, step: StepTrace) -> float:
-    """Relative difference between the learning rates and those that the config asks for."""
+    """Relative difference between the learning rates and those that the config implies."""
     if step.due_factor is None or not step.updates:
         return 0.0
     due = tuple(rate * step.due_factor for rate in trace.base_rates)
@@ -200,10 +199,9 @@ def _first_above(
 
 
 def _otherwise_apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Distance by which the ranks of a run are further apart, or nearer, than those of the reference, (parameters,).
+    """Difference in distance between the ranks of a run and those of the reference, (parameters,).
 
-    Replicas that train apart differ by design. The ranks of any other training are not apart, like a single process.
-    """
+    Replicas that train apart differ by design. The ranks of any other training are not apart, like a single process."""
     with np.errstate(invalid="ignore"):
         return np.where(ours == theirs, 0.0, np.abs(theirs - ours))
 
@@ -231,7 +229,7 @@ def parameter_differences(reference: Trace, other: Trace, number: int) -> np.nda
 
 
 def final_differences(reference: Trace, other: Trace) -> dict[str, float]:
-    """Largest difference of each final tensor, relative to its largest value; {} where they were not kept."""
+    """Largest difference of each final tensor, relative to its largest value; {} if they were not stored."""
     if not reference.final or not other.final:
         return {}
     idle = {name for name, is_idle in zip(reference.names, _is_idle(reference), strict=True) if is_idle}
@@ -249,15 +247,14 @@ def final_differences(reference: Trace, other: Trace) -> dict[str, float]:
 
 
 def _apart(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Elementwise |a - b|;
-    0 where both are the same infinity, or both NaN: an overflow is a value, as fp16 skips its step."""
+    """Elementwise |a - b|; 0 if both are the same infinity, or both NaN: an overflow is a value, since fp16 skips its
+    step."""
     with np.errstate(invalid="ignore"):
         return np.where((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)), 0.0, np.abs(ours - theirs))
 
 
 def _is_idle(reference: Trace) -> np.ndarray:
-    """Mask of parameters that have a gradient, but never one above rounding: a relative difference would compare
-    noise."""
+    """Mask of parameters whose gradients never exceed rounding: a relative difference would compare noise."""
     finite = [s for s in reference.steps if math.isfinite(s.grad_norm)]
     shares = np.array([s.gradients[:, 0] / (s.grad_norm or 1.0) for s in finite])
     most = shares.max(axis=0) if len(shares) else np.zeros(len(reference.names))

@@ -1,6 +1,5 @@
-"""Parts of a training other than its numbers that must equal those of one process: modes and rates of layers, and the
-digits of values.
-"""
+"""Properties of a training other than its numbers that must equal those of one process: modes and rates of layers, and
+the digits of values."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ SETTINGS = ("p", "dropout", "momentum", "eps")
 
 
 class TakenOut(float):
-    """A rate of dropout that was taken out: 0 in every computation, and the original rate in `rate`."""
+    """A disabled dropout rate: 0 in every computation, with the original rate in `rate`."""
 
     def __new__(cls, rate: float) -> TakenOut:
         return super().__new__(cls, 0.0)
@@ -38,13 +37,13 @@ class TakenOut(float):
 
 
 def taken_out(value: float) -> float:
-    """The rate that a number represents: its own, unless it was taken out."""
+    """The original rate of a number: its own, unless it was disabled."""
     return value.rate if isinstance(value, TakenOut) else value
 
 
 def layers_of(module: nn.Module) -> dict[str, Layer]:
-    """Modes of modules by name, with the settings of torch's own; without those that have neither settings nor
-    parameters, which another stage of a pipeline has in a layer's place."""
+    """Modes of modules by name, with the settings of torch's own; without modules that have neither settings nor
+    parameters, as another stage of a pipeline has them in place of layers."""
     found = {name: (part, _settings(part)) for name, part in module.named_modules()}
     return {n: (p.training, s) for n, (p, s) in found.items() if s or next(p.parameters(), None) is not None}
 
@@ -58,8 +57,8 @@ def _settings(part: nn.Module) -> tuple[tuple[str, float], ...]:
 
 
 def formats_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Number format of fewest digits that holds all values of each tensor, "" for float64; without those of one value,
-    as a buffer of ones is."""
+    """Number format of fewest digits that holds all values of each tensor, "" for float64; without tensors of a single
+    value, such as a buffer of ones."""
     varied = {n: t.flatten() for n, t in tensors.items() if t.is_floating_point() and t.numel()}
     return {n: number_format(t.double()) for n, t in varied.items() if bool((t != t[0]).any())}
 
@@ -74,7 +73,7 @@ def widest(everyone: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 
 def alike(everyone: Iterable[Mapping[str, Layer]]) -> dict[str, Layer | None]:
-    """Layers by name; None where two ranks do not have the same."""
+    """Layers by name; None if two ranks differ."""
     found: dict[str, Layer | None] = {}
     for theirs in everyone:
         for name, layer in theirs.items():

@@ -1,8 +1,7 @@
-"""Trace of a run: what is kept of it, step by step, to compare it with another.
+"""Trace of a run: its record, step by step, for comparison with another run.
 
-A run leaves losses, norms, learning rates and rows of every step, and for every parameter a signature instead of its
-values, so that large models need little memory.
-"""
+A trace has the losses, norms, learning rates and rows of every step, and for every parameter a signature instead of its
+values, so that large models need little memory."""
 
 from __future__ import annotations
 
@@ -28,13 +27,13 @@ class StepTrace:
     grad_norm: float
     """Global norm before clipping, computed from the full gradients."""
     used_norm: float | None
-    """Norm that the step itself took, for clipping and for its record."""
+    """Norm that the step itself used for clipping and recorded."""
     updates: tuple[tuple[float, ...], ...]
-    """Learning rates of all parameter groups, once for every update that the optimizer made."""
+    """Learning rates of all parameter groups, once for every update of the optimizer."""
     rows: np.ndarray
     """Digest of every row of the global batch, in order, uint64 (num_rows,)."""
     gradients: np.ndarray
-    """Signatures (parameters, 4) of the gradient that counts, synchronised and not yet clipped."""
+    """Signatures (parameters, 4) of the gradient of the update, synchronised and not yet clipped."""
     parameters: np.ndarray
     """Signatures (parameters, 4) of the parameters after the step."""
     gradient_spread: np.ndarray
@@ -52,13 +51,13 @@ class StepTrace:
     used_norms: tuple[float | None, ...] = ()
     """Value of `used_norm` on every rank."""
     due_factor: float | None = None
-    """Factor of the schedule in this step, as it follows from the config alone."""
+    """Factor of the schedule in this step, computed from the config alone."""
     draws: tuple[tuple[tuple[str, bytes], ...], ...] = ()
-    """Layers that drew dropout masks, by rank, each with the state of the generator that it drew from."""
+    """Layers that drew dropout masks, by rank, each with the generator's state before the draw."""
     num_pieces: tuple[int, ...] = ()
     """Number of micro-batches with rows, by rank."""
     replicas: Replicas | None = None
-    """Values of each replica, where replicas differ; else None."""
+    """Values of each replica if replicas differ; else None."""
     begins: np.ndarray | None = None
     """Signatures (parameters, 4) of the parameters before the step: after callbacks and evaluations of the last one."""
     begins_spread: np.ndarray | None = None
@@ -68,11 +67,11 @@ class StepTrace:
     buffers_begin: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Signatures of rank 0's floating-point buffers before the step, by name."""
     formats: Mapping[str, str] = field(default_factory=dict)
-    """Number formats of what a training keeps, and of its rows, before the step, like `gradient_formats`."""
+    """Number formats of the training's state and rows before the step, like `gradient_formats`."""
     layers: Mapping[str, Layer | None] = field(default_factory=dict)
-    """Modules by name as the step has used them; None where the ranks do not have the same."""
+    """Modules by name as used in the step; None if ranks differ."""
     inputs: np.ndarray | None = None
-    """Digests of the rows that the loss was given, uint64, each once; None where these are not known."""
+    """Digests of the rows given to the loss, uint64, each once; None if unknown."""
     inputs_agree: bool = True
     """Whether the workers of one replica gave the loss the same rows."""
     evaluates_in_training: bool = False
@@ -88,32 +87,32 @@ class Replicas:
     updated: np.ndarray
     """Signatures of the parameters after the optimizer's update, before ranks communicate."""
     after: np.ndarray
-    """Signatures of the parameters when the step is over."""
+    """Signatures of the parameters at the end of the step."""
     state_spread: float
-    """Largest relative difference between two ranks' state of the optimizer, when the step is over."""
+    """Largest relative difference between two ranks' optimizer state at the end of the step."""
     state_updated: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Signatures (ranks, 4) of the optimizer's state after its update, before ranks communicate, by name."""
     state_after: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The same when the step is over."""
+    """The same at the end of the step."""
     weights: np.ndarray | None = None
-    """Weight of each replica in the mean, (ranks,), where messages under way carry some of it; else None."""
+    """Weight of each replica in the mean, (ranks,), if messages under way carry some of it; else None."""
     masses: np.ndarray | None = None
-    """Signatures of each replica times its weight, with what is under way to it, when the step is over."""
+    """Signatures of each replica times its weight, including messages under way to it, at the end of the step."""
     state_before: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Signatures (ranks, 4) of the optimizer's state before the step, by name."""
     buffers_updated: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Signatures (ranks, 4) of floating-point buffers before ranks communicate, by name."""
     buffers_after: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """The same when the step is over."""
+    """The same at the end of the step."""
     machines: Sequence[tuple[str, str]] = ()
     """Machine of each rank."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """State of a training right after it was loaded from a checkpoint of `step`, or when that was saved. parameters:
-    signatures (parameters, 4); state: signatures of the optimizer's tensors, by name, and buffers: of the model's and
-    of its parameters' averages. Of replicas that train apart, their means, of which the norms are not known."""
+    """State of a training right after it was loaded from a checkpoint of `step`, or when it was saved. parameters:
+    signatures (parameters, 4); state: signatures of the optimizer's tensors, by name; buffers: those of the model and
+    of its parameters' averages. For replicas that train apart they are means, whose norms are unknown."""
 
     step: int
     parameters: np.ndarray
@@ -125,7 +124,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class Trace:
-    """Record of a run, kept for comparison."""
+    """Record of a run, for comparison."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
@@ -133,7 +132,7 @@ class Trace:
     """Signatures (parameters, 4) of the parameters before the first step."""
     steps: tuple[StepTrace, ...]
     final: Mapping[str, np.ndarray]
-    """Parameters and buffers after the last step, in full; empty for a model too large for that."""
+    """Parameters and buffers after the last step, in full; empty for too large a model."""
     clip_norm: float | None = None
     loss_dtype: str = ""
     quieted: tuple[str, ...] = ()
@@ -141,20 +140,20 @@ class Trace:
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     """Metrics by the number of steps before them; on rank 0."""
     saved: Restored | None = None
-    """State after the step at which the run was saved; None where it was not."""
+    """State after the step at which the run was saved; None if it was not saved."""
     restored: Restored | None = None
-    """State at the beginning of a run that was resumed; None for any other."""
+    """State at the beginning of a resumed run; None for others."""
     parameter_formats: tuple[str, ...] = ()
     """Number formats of the parameters after the last step, like `gradient_formats`."""
     base_rates: tuple[float, ...] = ()
     """Learning rates of all parameter groups without the schedule's factor."""
     owned: frozenset[str] = frozenset()
-    """Parameters that the optimizers of some ranks update, and not those of all."""
+    """Parameters that the optimizers of some but not all ranks update."""
     exported: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Signatures of the final weights as they are handed on, by their name and that of the tensor; on rank 0."""
+    """Signatures of the exported final weights, by their name and that of the tensor; on rank 0."""
 
     def step(self, number: int) -> StepTrace:
-        """The step of this number, from 1."""
+        """The step with this number, from 1."""
         return next(step for step in self.steps if step.step == number)
 
     def between(self, first: int, last: int) -> Trace:
@@ -164,7 +163,7 @@ class Trace:
         return dataclasses.replace(self, steps=steps, evaluations=evaluations)
 
     def continued_by(self, later: Trace) -> Trace:
-        """Joint trace of a run and its resumption: for steps done twice, and for the end, the later trace counts."""
+        """Joint trace of a run and its resumption: the later trace counts for repeated steps and for the end."""
         first = later.steps[0].step if later.steps else math.inf
         steps = (*(step for step in self.steps if step.step < first), *later.steps)
         evaluations = {**self.evaluations, **later.evaluations}

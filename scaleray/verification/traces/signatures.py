@@ -1,4 +1,4 @@
-"""Signatures of tensors, which show that two differ and by how much, and the number format that a tensor fits into."""
+"""Signatures, which show whether two tensors differ and by how much, and the number format that a tensor fits."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ FORMATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class Signer:
     """Signatures of tensors: norm, sum, and sums under two fixed random signs, in float64.
 
-    If two tensors differ by d, each signed sum differs by about the norm of d, whatever d is; so four numbers show that
-    they differ, and by how much. Signs depend on the name and the number of elements alone.
-    """
+    If two tensors differ by d, each signed sum differs by about the norm of d, whatever d is; so four numbers show
+    whether they differ and by how much. Signs depend on the name and the number of elements alone."""
 
     def __init__(self, num_projections: int = 2) -> None:
         self.num_projections = num_projections
@@ -46,11 +45,10 @@ class Signer:
 
 
 def number_format(tensor: torch.Tensor) -> str:
-    """Format of fewest digits that holds every value of a float64 or float32 tensor: bf16, fp16 or fp32;
-    "" where it needs its own, or has zeros only.
+    """Number format of fewest digits that holds every value of a float64 or float32 tensor: bf16, fp16 or fp32; "" if
+    it needs its own type, or has only zeros.
 
-    Sums fill all digits of their type, so a shorter one has been through a rounding.
-    """
+    Sums fill all digits of their type, so a tensor that fits a shorter type was rounded."""
     flat = _flat(tensor)
     if flat.dtype not in (torch.float64, torch.float32) or not bool(flat.any()):
         return ""

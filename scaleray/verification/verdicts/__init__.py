@@ -1,1 +1,1 @@
-"""Verdicts on compared runs: promises of strategies, precision, rounding and reasons."""
+"""Verdicts on compared runs: promises of strategies, precision, rounding and causes."""

@@ -1,6 +1,5 @@
-"""Reason why a variant is not the training of one process: from their traces, from runs with a part removed from both,
-or from the gradient, taken apart.
-"""
+"""Reason why a variant differs from the training of one process: from their traces, from runs with a part removed from
+both, or from the decomposed gradient."""
 
 from __future__ import annotations
 
@@ -44,15 +43,14 @@ def from_shares(
     """Class of the cause, from the weights of every worker's micro-batches in the synchronised gradient;
     None if all are 1, unless the gradient is not that of the whole batch.
 
-    difference: relative distance from the gradient of the whole batch.
-    shares: (ranks that look, ranks, micro-batches), 1 where a micro-batch weighs what it counts. counts: (ranks,
-    micro-batches), 0 where there was none. stale: weight of the gradient of the step before.
-    """
+    difference: relative distance from the gradient of the whole batch. shares: (observing ranks, ranks, micro-batches),
+    1 if a micro-batch has the right weight. counts: (ranks, micro-batches), 0 for a missing one. stale: weight of the
+    previous step's gradient."""
     if is_near(stale, 1.0) and abs(shares).max() < SAME_RATIO:
-        why = "it is the gradient of the step before: the sums of this step were not waited for"
+        why = "it is the previous step's gradient: the sums of this step were not waited for"
         return Finding(Cause.MISSING_SYNCHRONISATION, why)
     if abs(stale) > SAME_RATIO:
-        why = f"the gradient of the step before is still in it, {stale:.4g} times"
+        why = f"it still contains the previous step's gradient, {stale:.4g} times"
         return Finding(Cause.ACCUMULATION, why)
     there = counts > 0
     seen = shares[0]
@@ -61,7 +59,7 @@ def from_shares(
             np.abs(np.delete(view, rank, axis=0)).max(initial=0.0) < SAME_RATIO for rank, view in enumerate(shares)
         )
         what = (
-            "each rank holds the gradient of its own rows only"
+            "each rank holds only the gradient of its own rows"
             if own
             else "the ranks hold different mixtures of gradients"
         )
@@ -85,7 +83,7 @@ def from_shares(
         if np.ptp(weights) <= SAME_RATIO * abs(weights).max():
             return Finding(
                 Cause.LOSS_NORMALISATION,
-                f"a mean of means: parts of the batch weigh alike, whatever they count ({written})",
+                f"a mean of means: all parts of the batch have the same weight, whatever their counts ({written})",
             )
     lost = [(r, p) for r, p in zip(*np.nonzero(there & (np.abs(seen) < SAME_RATIO)), strict=True)]
     kept = seen[there & (np.abs(seen) >= SAME_RATIO)]
@@ -103,17 +101,17 @@ def from_shares(
             if np.allclose(powers, np.round(powers), atol=SAME_RATIO) and powers.max() > 0.5:
                 why = f"earlier micro-batches are synchronised more than once ({written})"
                 return Finding(Cause.DOUBLE_SYNCHRONISATION, why)
-    return Finding(Cause.UNKNOWN, f"the micro-batches do not weigh what they count ({written})")
+    return Finding(Cause.UNKNOWN, f"the micro-batches are not weighted by their counts ({written})")
 
 
 def _only_last(seen: np.ndarray, there: np.ndarray) -> bool:
-    """Whether the gradient has every rank's last micro-batch, and none of those before."""
+    """Whether the gradient has only every rank's last micro-batch."""
     rows = [row[mask] for row, mask in zip(seen, there, strict=True) if mask.any()]
     return all(row[-1] != 0 and np.abs(row[:-1]).max(initial=0.0) < SAME_RATIO for row in rows)
 
 
 class Explanation:
-    """Explains where a variant leaves its reference, with runs of a group of workers. bound: largest relative
+    """Explains a variant's difference from its reference, with runs of a group of workers. bound: largest relative
     difference between numbers that count as equal."""
 
     def __init__(self, runs: Runs, bound: float) -> None:
@@ -144,14 +142,13 @@ class Explanation:
         return finding or on_first(place, lambda: without_experiment(runs.reference(key), trace, divergence, layout))
 
     def unrepeatable(self, key: Key, divergence: Divergence) -> Finding | None:
-        """Finding that other rows are the data's own doing, if they are: the reference is run once more. On rank 0."""
+        """Finding if the data itself is not repeatable: the reference is run again. On rank 0."""
         if divergence.quantity != "rows":
             return None
         return from_repetition(self.runs.reference(key), self.runs.again(key))
 
     def _one_process_differs_as_well(self, variant: Variant, key: Key, divergence: Divergence) -> bool:
-        """Whether one process that cuts its batches into the variant's micro-batches leaves the reference, too. On rank
-        0."""
+        """Whether one process with the variant's micro-batches differs from the reference, too. On rank 0."""
         if divergence.quantity not in ("loss", "gradient") or key.partition is not None:
             return False
         size = variant.job.recipe.micro_batch_size
@@ -163,7 +160,7 @@ class Explanation:
         return found is not None and found.step <= divergence.step and found.quantity in ("loss", "gradient")
 
     def _agrees_without(self, experiment: str, variant: Variant, key: Key) -> bool:
-        """Whether variant and reference agree once `experiment` is taken out of both. Collective."""
+        """Whether variant and reference agree once `experiment` is removed from both. Collective."""
         if experiment == NO_CLIPPING:
             key = dataclasses.replace(key, leaves_out=NO_CLIPPING)
         elif experiment == EVALUATION_MODE:

@@ -1,9 +1,8 @@
-"""How far rounding grows in a training: one process once more, whose parameters begin with another last digit.
+"""Growth of rounding in a training: one process runs again with another last digit in its initial parameters.
 
-A normalisation over two values, or a division by a gradient near zero, makes of 1e-16 what no bound in float64 expects.
-What grows so in one process grows so from another order of sums, too, and is no mistake of a strategy. A model that
-computes a part in float32 rounds there to the digits of float32: then it is their last digit that is changed.
-"""
+A normalisation over two values, or a division by a gradient near zero, makes 1e-16 exceed any bound in float64. A
+difference that grows so in one process also grows from another order of sums, and is no mistake of a strategy. A model
+that computes a part in float32 rounds to its digits: then the last digit of float32 is changed."""
 
 from __future__ import annotations
 
@@ -22,16 +21,16 @@ from scaleray.verification.runs.trace_probe import TraceProbe
 from scaleray.verification.traces.compare_traces import largest_difference
 
 FEW_ROWS = 4
-"""Rows of the training data with which a cast to fewer digits is looked for."""
+"""Rows of the training data used to find a cast to fewer digits."""
 GROWS = (
     "loss", "gradient", "parameters", "final values", "restored parameters", "restored state", "evaluation",
     "parameters before", "state before", "buffers before",
 )  # fmt: skip
-"""Quantities that rounding moves; rows, counts and learning rates it does not."""
+"""Quantities that rounding moves; it does not move rows, counts and learning rates."""
 
 
 class GrownRounding:
-    """Bounds of comparisons, wider where rounding grows; measured once for each reference. On rank 0."""
+    """Bounds of comparisons, wider if rounding grows; measured once for each reference. On rank 0."""
 
     def __init__(self, runs: Runs, bound: float) -> None:
         self.runs, self.bound = runs, bound
@@ -39,7 +38,7 @@ class GrownRounding:
         self._casts: list[str] | None = None
 
     def bound_for(self, divergence: Divergence, key: Key) -> float:
-        """The bound within which a run that shows this divergence equals the reference of `key`."""
+        """The bound within which a run with this divergence equals the reference of `key`."""
         if divergence.quantity not in GROWS or not divergence.difference <= LARGEST_ROUNDING_IN_FLOAT32:
             return self.bound
         if self._casts is None:
@@ -58,12 +57,12 @@ class GrownRounding:
             return ""
         if self._casts:
             return (
-                f"the model computes a part in fewer digits than float64 ({self._casts[0]}): by what a change in the "
-                f"last digit of float32 does to one process, {bound:.1e} counts as equal"
+                f"the model computes a part in fewer digits than float64 ({self._casts[0]}): a change in the last "
+                f"digit of float32 moves one process so far that {bound:.1e} counts as equal"
             )
         return (
-            "rounding grows in this training: by what a change in the last digit of the parameters does to one "
-            f"process, {bound:.1e} counts as equal"
+            "rounding grows in this training: a change in the last digit of the parameters moves one process so far "
+            f"that {bound:.1e} counts as equal"
         )
 
     def _narrow_casts(self) -> list[str]:
@@ -76,11 +75,10 @@ class GrownRounding:
 
 
 class ShakenProbe(TraceProbe):
-    """A probe that changes every parameter by one unit in its last place, up or down, before anything is done with
-    it."""
+    """A probe that changes every parameter by one unit in its last place, up or down, before the run."""
 
     digits_of: torch.dtype | None = None
-    """Type whose last place it is; None: the parameter's own."""
+    """Type whose last place is changed; None: the parameter's own."""
 
     def on_setup(self, setup: Setup) -> None:
         draw = torch.Generator().manual_seed(0)

@@ -1,11 +1,9 @@
-"""Check that a run in its own precision is as exact as its numbers allow, judged by how much rounding changes one
-process.
+"""Check that a run in its own precision is as exact as its numbers allow, given the effect of rounding on one process.
 
-Every step starts from the same parameters, so that no difference grows: what a step shows was made in it. The measure
-is how far one process in this precision is from one in float64; another order of the same sums may differ by some times
-that, or by a rounding for each part that was summed. A gradient that was sent in fewer digits differs by far more, or
-shows it by its digits.
-"""
+Every step starts from the same parameters, so that no difference grows: each was made in its own step. The measure is
+the distance of one process in this precision from one in float64; another order of the same sums may differ by a few
+times that, or by a rounding for each summed part. A gradient sent in fewer digits differs by far more, or its digits
+show it."""
 
 from __future__ import annotations
 
@@ -24,12 +22,11 @@ Trio = tuple[StepTrace, StepTrace, StepTrace]
 
 @dataclass(frozen=True)
 class Rounding:
-    """Difference that a gradient may have. epsilon: that of the type in which gradients are summed;
-    num_parts: number of parts that are summed.
+    """Allowed difference of a gradient. epsilon: that of the type in which gradients are summed; num_parts: number of
+    summed parts.
 
-    compares_gradients: false where gradients are each replica's own, or approximated. is_narrow: whether gradients are
-    sent in fewer digits because the config says so.
-    """
+    compares_gradients: false if gradients are each replica's own, or approximated. is_narrow: whether gradients are
+    sent in fewer digits because the config says so."""
 
     epsilon: float
     num_parts: int
@@ -44,7 +41,7 @@ class Excess:
     divergence: Divergence
     allowed: float
     format: str = ""
-    """Number format that all values fit into, where that shows the cause."""
+    """Number format that all values fit into, if that shows the cause."""
 
 
 def excess(exact: Trace, reference: Trace, other: Trace, rounding: Rounding) -> Excess | None:

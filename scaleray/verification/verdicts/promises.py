@@ -1,9 +1,8 @@
 """Promises of each strategy about the training of one process, and whether a run has kept them.
 
-Replicas that train apart are no run of one process. But whatever they tell each other is linear: means, sums, mixtures.
-Signatures are linear, too, so that a mean of tensors has the mean of their signatures, and every exchange can be
-computed again from what each replica was before it.
-"""
+Replicas that train apart do not equal one process. But their exchanges are linear: means, sums, mixtures. Signatures
+are linear, too, so a mean of tensors has the mean of their signatures, and every exchange can be recomputed from the
+replicas before it."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from scaleray.strategies.apart.graphs import mixing_matrix
 from scaleray.verification.traces.run_trace import StepTrace, Trace
 
 Groups = list[list[int]]
-"""Groups of ranks whose values become their mean."""
+"""Groups of ranks whose values are averaged."""
 Machines = Sequence[tuple[str, str]]
 """Machine of each rank."""
 Law = Callable[[Trace, RunConfig], Iterator[tuple[int, np.ndarray]]]
@@ -32,11 +31,11 @@ class Promise:
 
     is_exact: bool = True
     keeps: frozenset[str] = frozenset()
-    """Quantities of a Divergence that must be equal even where the strategy is not exact."""
+    """Quantities of a Divergence that must be equal even if the strategy is not exact."""
     words: str = "equal to one process"
     exact_steps: Callable[[RunConfig], int] | None = None
-    """Number of first steps that are equal in everything; the loss of the next step is equal too, as it starts
-    from the same parameters."""
+    """Number of first steps that are equal in everything; the loss of the next step is equal too, since it starts from
+    the same parameters."""
     agrees_after: Callable[[RunConfig, int], bool] = lambda config, step: False
     """Whether all ranks hold the same parameters after this step."""
     shares_state_after: Callable[[RunConfig, int], bool] = lambda config, step: False
@@ -46,16 +45,16 @@ class Promise:
     groups: Callable[[RunConfig, int, Machines], Groups] = lambda config, step, machines: _each_alone(machines)
     """Groups of ranks over which the optimizer's state is averaged after a step; by default each rank keeps its own."""
     is_under_way: Callable[[RunConfig, int], bool] = lambda config, step: False
-    """Whether messages or updates may be under way after a step, which belong to the replicas' mean."""
+    """Whether messages or updates that belong to the replicas' mean may be under way after a step."""
     buffers: Callable[[RunConfig, int, np.ndarray, Machines], np.ndarray | None] = lambda *arguments: None
-    """Signatures (ranks, 4) of a buffer when a step is over, given those before ranks communicate; their norms say
-    nothing. None where nothing is promised."""
+    """Signatures (ranks, 4) of a buffer at the end of a step, given those before ranks communicate; their norms are
+    meaningless. None without a promise."""
     mean: Callable[[Trace, RunConfig, int], np.ndarray | None] = lambda trace, config, step: None
-    """Signatures (parameters, 3) of the replicas' mean after a step; None where it cannot be known from outside."""
+    """Signatures (parameters, 3) of the replicas' mean after a step; None if it cannot be computed from outside."""
 
     def is_kept_by(self, divergence: Divergence, config: RunConfig, resumed_after: int | None = None) -> bool:
-        """Whether the quantity may differ from one process in this step. resumed_after: step after which
-        replicas were made equal."""
+        """Whether the quantity must equal one process in this step. resumed_after: step after which replicas were made
+        equal."""
         if divergence.quantity == "evaluation":
             return True  # compared with the mean of the replicas
         first = self.exact_steps(config) if self.exact_steps is not None else -1
@@ -66,7 +65,7 @@ class Promise:
         return not (must_be_equal or (starts_equal and divergence.quantity == "loss"))
 
     def disagreement(self, trace: Trace, config: RunConfig, bound: float) -> Divergence | None:
-        """The first step after which ranks should hold the same, or what their exchange gives, and do not."""
+        """The first step after which ranks differ though they should agree, or break the law of their exchange."""
         due = dict(self.law(trace, config)) if self.law is not None and config.pruning.method == "none" else {}
         for number, step in enumerate(trace.steps):
             looks = (
@@ -134,7 +133,7 @@ def _farthest(found: np.ndarray, due: np.ndarray) -> float:
 
 
 def _moved_between(trace: Trace, number: int, config: RunConfig, bound: float) -> Divergence | None:
-    """The first of the replicas' values that is not, when a step begins, what it was when the last one was over."""
+    """The first of the replicas' values that changed between the end of one step and the beginning of the next."""
     step = trace.steps[number]
     is_resumed = trace.restored is not None and step.step == trace.restored.step + 1
     last = None if number == 0 or is_resumed else trace.steps[number - 1].replicas
@@ -159,7 +158,7 @@ def _averages_within_nodes_after(config: RunConfig, step: int) -> bool:
 
 
 def _local_steps(trace: Trace, config: RunConfig) -> Iterator[tuple[StepTrace, Machines, np.ndarray]]:
-    """Steps that replicas take on their own, with the ranks' machines and the signatures after the optimizer's update
+    """Updates of replicas on their own: step, the ranks' machines, and the signatures after the optimizer's update
     (ranks, parameters, 3)."""
     for step in trace.steps:
         if step.step > config.local_sgd.warmup_steps and step.replicas is not None:
@@ -171,8 +170,7 @@ def _each_alone(machines: Machines) -> Groups:
 
 
 def _averaged(config: RunConfig, step: int, machines: Machines) -> Groups:
-    """Groups whose replicas are averaged after a step of local SGD, or of DiLoCo within nodes; each rank alone where
-    none are."""
+    """Groups of replicas averaged after a step of local SGD, or of DiLoCo within nodes; single ranks if none are."""
     settings, ranks = config.local_sgd, range(len(machines))
     if step <= settings.warmup_steps:
         return _each_alone(machines)  # equal already
@@ -200,7 +198,7 @@ def _mixed_buffers(config: RunConfig, step: int, updated: np.ndarray, machines: 
 
 
 def _within(groups: Groups, updated: np.ndarray) -> np.ndarray:
-    """Values of the ranks (ranks, ...) once each group has its mean."""
+    """Values of the ranks (ranks, ...) after averaging within each group."""
     due = updated.copy()
     for group in groups:
         due[group] = updated[group].mean(axis=0)
@@ -257,9 +255,9 @@ def _mean_in_gossip(trace: Trace, config: RunConfig, step: int) -> np.ndarray | 
 
 
 def _mass_lost(step: StepTrace, trace: Trace, bound: float) -> Divergence | None:
-    """A parameter whose weighted sum over replicas and messages under way is not that of the step before, with the
-    updates that the replicas have made: what asynchronous gossip promises in whichever order messages arrive (Assran et
-    al. 2018, arXiv:1811.10792, section 3)."""
+    """A parameter whose weighted sum over replicas and messages under way is not that of the previous step plus the
+    replicas' updates: asynchronous gossip promises this for any order of messages (Assran et al. 2018,
+    arXiv:1811.10792, section 3)."""
     replicas = step.replicas
     if replicas is None or replicas.masses is None or replicas.weights is None:
         return None
@@ -281,8 +279,8 @@ def _mass_lost(step: StepTrace, trace: Trace, bound: float) -> Divergence | None
 
 
 def _async_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarray]]:
-    """Each worker has its own part of every update at once, and the others' sums of all steps up to one that is at most
-    `max_staleness` ago, the same for all of its parameters; in a meeting all."""
+    """Law of async_sgd: each worker has its own part of every update at once, and the others' sums of all steps up to
+    one at most `max_staleness` ago, the same for all of its parameters; in a meeting, all of them."""
     base, own, others, met = np.zeros(0), np.zeros(0), [np.zeros(0)], 0
     for step in trace.steps:
         if step.replicas is None:
@@ -306,7 +304,7 @@ def _async_sgd(trace: Trace, config: RunConfig) -> Iterator[tuple[int, np.ndarra
 
 
 def _sum_of_updates(trace: Trace, config: RunConfig, step: int) -> np.ndarray | None:
-    """Sum of all updates: each worker's update of each step counts one n-th, wherever it is by then."""
+    """Sum of all updates: each worker's update of each step counts one n-th, wherever it currently is."""
     first, total = 1, trace.initial[:, 1:].copy()
     if trace.restored is not None and step > trace.restored.step:
         first, total = trace.restored.step + 1, trace.restored.parameters[:, 1:].copy()
@@ -366,7 +364,7 @@ PROMISES = {
         exact_steps=lambda config: config.compression.start_step, agrees_after=lambda config, step: True,
     ),
 }  # fmt: skip
-"""Strategies that do not promise equality. Every other one does."""
+"""Strategies that do not promise equality. All others do."""
 
 
 def promise_of(strategy: str, config: RunConfig, world_size: int) -> Promise:

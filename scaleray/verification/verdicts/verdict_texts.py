@@ -1,5 +1,4 @@
-"""Verdicts of verify that need no run: on gradients taken apart, on differences beyond rounding, on runs that
-failed."""
+"""Verdicts of verify that need no run: on decomposed gradients, differences beyond rounding, and failed runs."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ Found = tuple[Divergence, Finding]
 
 
 def mismatch_of(divergence: Divergence, finding: Finding) -> Mismatch:
-    """Combine a divergence with the finding on it."""
+    """Combine a divergence with its finding."""
     name = finding.parameter or divergence.parameter
     return Mismatch(divergence.step, divergence.quantity, name, divergence.difference, str(finding.cause), finding.why)
 
 
 def own_gradients(variant: Variant, watched: Watched, config: RunConfig, bound: float) -> Found | None:
-    """Divergence of a replica's own gradient from that of its rows, or of a compressed gradient from what was
-    sent, if there is one."""
+    """Divergence of a replica's own gradient from that of its rows, or of a compressed gradient from the sent one, if
+    any."""
     parts = watched.probes[0].parts
     assert parts is not None
     step = parts.step
@@ -43,7 +42,7 @@ def own_gradients(variant: Variant, watched: Watched, config: RunConfig, bound: 
         if parts.unsent <= allowed:
             return None
         why = (
-            f"what was sent and what was left over are not the gradient: {parts.unsent:.2g} of it is missing or "
+            f"the sent part and the remainder do not add up to the gradient: {parts.unsent:.2g} of it is missing or "
             "too much"
         )
         return Divergence(step, "sent gradient", parts.unsent), Finding(Cause.COMPRESSION, why)
@@ -61,7 +60,7 @@ def own_gradients(variant: Variant, watched: Watched, config: RunConfig, bound: 
         due[rank, own] = counts.sum() / max(1.0, counts[rank].sum())
         if not (apart := float(np.abs(view - due).max() / max(1.0, due.max()))) <= 1e-6:
             found = ", ".join(f"{share:.4g}" for share in view[rank, own] / due[rank, own])
-            why = f"rank {rank}'s own rows weigh {found} times what they count in its own gradient"
+            why = f"rank {rank}'s own rows have {found} times the right weight in its own gradient"
             return Divergence(step, "own gradient", apart), Finding(Cause.LOSS_NORMALISATION, why)
     return None
 
@@ -95,7 +94,7 @@ def beyond_rounding(found: Excess, variant: Variant) -> Finding:
 
 
 def without_statistics(variant: Variant) -> str:
-    """Reason why BatchNorm cannot be trained by a variant; "" where it can."""
+    """Reason why a variant cannot train BatchNorm; "" if it can."""
     variant = variant.on_rows_with_statistics()
     for job in (variant.job, variant.later):
         if job is None:
@@ -125,11 +124,11 @@ def lost(exc: Exception) -> Mismatch:
 
 def unkept(broken: Divergence, config: RunConfig) -> Finding:
     cause = Cause.AVERAGING if config.compression.name == "none" else Cause.COMPRESSION
-    return Finding(cause, f"the {broken.quantity} should be equal even so, in a step that is that of one process")
+    return Finding(cause, f"the {broken.quantity} should still be equal, in a step that equals that of one process")
 
 
 def judged(trace: Trace, key: Key) -> str:
-    """Parts that had to be taken out for a comparison, and why."""
+    """Parts that were removed for a comparison, and the reason."""
     if key.quiet == Quieted.EVERYTHING:
         return "in evaluation mode: training draws random numbers, on every rank others by design"
     words = {
@@ -145,7 +144,7 @@ def judged(trace: Trace, key: Key) -> str:
 
 
 def handed_on_wrongly(trace: Trace, promise: Promise, config: RunConfig, bound: float) -> Found | None:
-    """First of the final weights that is not the mean of the replicas, where that is known."""
+    """The first final weights that are not the replicas' mean, if that is known."""
     last = trace.steps[-1].step if trace.steps else 0
     mean = promise.mean(trace, config, last) if last else None
     for position, name in enumerate(trace.names if mean is not None else ()):
@@ -161,9 +160,8 @@ def handed_on_wrongly(trace: Trace, promise: Promise, config: RunConfig, bound: 
 
 def with_norms_of(restored: Restored, saved: Restored, mean: np.ndarray | None) -> Restored:
     """The state that replicas saved, their mean, with the norms of the restored state: a mean of norms has no meaning.
-    mean: signatures (parameters, 3) of the parameters' mean; None if messages in flight belong to it, which only their
-    sender and receiver know.
-    """
+    mean: signatures (parameters, 3) of the parameters' mean; None if messages under way, known only to sender and
+    receiver, belong to it."""
     parameters = restored.parameters if mean is None else np.column_stack([restored.parameters[:, 0], mean])
 
     def with_norms(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -175,7 +173,7 @@ def with_norms_of(restored: Restored, saved: Restored, mean: np.ndarray | None) 
 
 
 def mean_of(everyone: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The mean of all replicas' tensors by name; for whole numbers the first replica's."""
+    """The mean of all replicas' tensors by name; for whole numbers, the first replica's."""
     return {
         name: torch.stack([theirs[name] for theirs in everyone]).mean(dim=0)
         if value.is_floating_point() or value.is_complex()
